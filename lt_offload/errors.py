@@ -1,0 +1,49 @@
+"""Every error a user can meet, as one tree. Each message says what is wrong, with which value, and the nearest thing that works.
+
+    OffloadError
+    ├── ConfigError (ValueError)       a setting, recipe or file that cannot be used as given
+    │   ├── UnsupportedError           a combination that is refused before training
+    │   └── PlanError                  a plan that is inconsistent, of another model or of another version
+    ├── ModelError (ValueError)        a model without a usable block sequence
+    ├── InfeasibleError (ValueError)   no plan fits the budgets
+    ├── OverBudget (RuntimeError)      an allocation that would pass the budget
+    └── Race (AssertionError)          the happens-before checker found two unordered accesses (a defect of ours)
+"""
+
+from __future__ import annotations
+
+
+class OffloadError(Exception):
+    """Base of every error that lt_offload raises on purpose."""
+
+
+class ConfigError(OffloadError, ValueError):
+    """A setting, a recipe or a file cannot be used as given."""
+
+
+class UnsupportedError(ConfigError):
+    """A combination of settings that is refused before training because it could not be honoured exactly."""
+
+
+class PlanError(ConfigError):
+    """A plan (or profile) is inconsistent, belongs to another model, or was written by another version."""
+
+
+class ModelError(OffloadError, ValueError):
+    """The model has no block sequence that could be streamed."""
+
+
+class InfeasibleError(OffloadError, ValueError):
+    """No plan fits the budgets. ``needed_bytes`` is the smallest device budget that would work, where it is known."""
+
+    def __init__(self, message: str, *, needed_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.needed_bytes = needed_bytes
+
+
+class OverBudget(OffloadError, RuntimeError):
+    """An allocation would pass the device or host budget; nothing was allocated."""
+
+
+class Race(OffloadError, AssertionError):
+    """Two accesses to one buffer, at least one of them a write, are not ordered by events."""

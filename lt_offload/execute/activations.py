@@ -1,0 +1,291 @@
+"""What becomes of the tensors that autograd saves inside a block: kept, or moved to the host and back. Knows no plan.
+
+A weight is never kept alive by a saved tensor: its alias is replaced by a :class:`WeightAlias` that finds the weight again wherever it
+is when the backward needs it. Other tensors are handled by storage, so that views of one storage travel once and come back exactly as
+they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lt_offload.execute.device import Cell, Device, Event
+from lt_offload.execute.params import Weight
+from lt_offload.execute.pools import HostBuffer, HostPool
+from lt_offload.profile.options import is_costly
+
+SMALL = 1024
+"""Saved tensors of fewer bytes stay on the device: a copy would cost more than it frees."""
+
+
+@dataclass(slots=True)
+class WeightAlias:
+    """A saved tensor that is a view of a weight."""
+
+    weight: Weight
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def restore(self) -> Tensor:
+        """Return the view on the weight's present device copy."""
+        view = self.weight.view
+        if view is None:
+            raise RuntimeError(f"{self.weight.label} is needed in the backward but is not on the device")
+        return view.as_strided(self.shape, self.stride, view.storage_offset() + self.offset)
+
+
+@dataclass(slots=True)
+class Moved:
+    """A saved tensor whose storage travels."""
+
+    storage: MovedStorage
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def restore(self) -> Tensor:
+        """Return the tensor as it was, on the fetched storage."""
+        data = self.storage.use()
+        tensor = torch.empty(0, dtype=self.dtype, device=data.device)
+        return tensor.set_(data.untyped_storage(), self.offset, self.shape, self.stride)
+
+
+class MovedStorage:
+    """One storage: on the device, on its way, or on the host."""
+
+    __slots__ = ("device", "host", "nbytes", "owner", "users", "version_of")
+
+    def __init__(self, owner: Pager, tensor: Tensor) -> None:
+        self.owner = owner
+        self.device: Tensor | None = _bytes_of(tensor)
+        self.host: HostBuffer | None = None
+        self.nbytes = self.device.numel()
+        self.users = 0
+        self.version_of: tuple[Tensor, int] | None = None
+
+    def use(self) -> Tensor:
+        """Return the fetched bytes for one of its users; the last one takes them along."""
+        self.owner.arrived()
+        assert self.device is not None and self.users > 0
+        data = self.device
+        self.users -= 1
+        if self.users == 0:
+            self.device = None
+        return data
+
+
+class Pager:
+    """Moves the storages of one block between its forward and its backward."""
+
+    def __init__(self, device: Device, pool: HostPool, label: str) -> None:
+        self.device = device
+        self.pool = pool
+        self.label = label
+        self._by_storage: dict[int, MovedStorage] = {}
+        self._storages: list[MovedStorage] = []
+        self._left: Event | None = None
+        self._fetched: Event | None = None
+        self._arrived = False
+        self._memory = Cell(f"activations {label}")
+        """The device memory of all storages, for the checker."""
+
+    def take(self, tensor: Tensor, *, watch: bool = False) -> Moved:
+        """Register ``tensor``; its storage will travel. ``watch``: nobody may write to it before it has left."""
+        key = tensor.untyped_storage()._cdata
+        storage = self._by_storage.get(key)
+        if storage is None:
+            storage = self._by_storage[key] = MovedStorage(self, tensor)
+            self._storages.append(storage)
+        if watch and storage.version_of is None:
+            storage.version_of = (tensor, tensor._version)
+        storage.users += 1
+        return Moved(storage, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+
+    def leave(self, op: int) -> Event | None:
+        """Queue the copies to the host; return their event, None if there is nothing to move."""
+        self._by_storage.clear()
+        if not self._storages:
+            return None
+        pairs: list[tuple[Tensor, Tensor]] = []
+        buffers: list[HostBuffer] = []
+        for storage in self._storages:
+            assert storage.device is not None
+            if storage.version_of is not None:
+                tensor, version = storage.version_of
+                assert tensor._version == version, (
+                    f"a result cached by {self.label} was written to after it was computed"
+                )
+                storage.version_of = None
+            storage.host = self.pool.take(storage.nbytes)
+            buffers.append(storage.host)
+            pairs.append((storage.host.data[: storage.nbytes], storage.device))
+
+        def copy() -> None:
+            for host, source in pairs:
+                host.copy_(source, non_blocking=True)
+
+        self._left = self.device.submit(
+            "d2h",
+            copy,
+            after=[
+                self.device.mark(writes=[self._memory]),
+                *(buffer.used for buffer in buffers if buffer.used is not None),
+            ],
+            reads=[self._memory],
+            writes=buffers,
+            label=f"offload activation {self.label}",
+            op=op,
+            nbytes=sum(storage.nbytes for storage in self._storages),
+        )
+        return self._left
+
+    def released(self) -> None:
+        """Let go of the device storages once they have been copied."""
+        assert self._left is not None
+        self.device.wait(self._left, writes=[self._memory])
+        if self._fetched is None:
+            for storage in self._storages:
+                storage.device = None
+
+    def fetch(self, op: int) -> None:
+        """Take device memory and queue the copies back."""
+        if self._fetched is not None or not self._storages:
+            return
+        assert self._left is not None
+        self._memory = Cell(f"fetched activations {self.label}")
+        pairs: list[tuple[Tensor, Tensor]] = []
+        buffers: list[HostBuffer] = []
+        for storage in self._storages:
+            assert storage.host is not None
+            storage.device = self.device.empty((storage.nbytes,), None, torch.uint8)
+            buffers.append(storage.host)
+            pairs.append((storage.device, storage.host.data[: storage.nbytes]))
+
+        def copy() -> None:
+            for target, host in pairs:
+                target.copy_(host, non_blocking=True)
+
+        self._fetched = self.device.submit(
+            "h2d",
+            copy,
+            after=[self._left, self.device.mark(writes=[self._memory])],
+            reads=buffers,
+            writes=[self._memory],
+            label=f"prefetch activation {self.label}",
+            op=op,
+            nbytes=sum(storage.nbytes for storage in self._storages),
+        )
+
+    def arrived(self) -> None:
+        """Order the compute lane after the copies back."""
+        if not self._arrived:
+            assert self._fetched is not None, f"activations of {self.label} were not fetched"
+            self.device.wait(self._fetched, reads=[self._memory])
+            self._arrived = True
+
+    def close(self) -> None:
+        """Give the host memory back; whoever takes it next writes after the copies back."""
+        after = self._fetched or self._left
+        for storage in self._storages:
+            storage.device = None
+            if storage.host is not None:
+                self.pool.give(storage.host, after)
+                storage.host = None
+        self._storages.clear()
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    storage = tensor.untyped_storage()
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
+    """Hooks for a block's local graph: weights become aliases, the rest stays or travels."""
+
+    def __init__(self, weights: Sequence[Weight], pager: Pager | None, shared: Sequence[Tensor]) -> None:
+        views = [(w, w.view) for w in weights if w.view is not None]
+        ranges = [(view.untyped_storage()._cdata, view.data_ptr(), w.nbytes, w) for w, view in views]
+        arenas = {storage for storage, _, _, _ in ranges}
+        stay = {t.untyped_storage()._cdata for t in shared}
+
+        def pack(tensor: Tensor) -> Tensor | WeightAlias | Moved:
+            storage = tensor.untyped_storage()._cdata
+            if storage in arenas:
+                return _alias(tensor, ranges)
+            if (
+                pager is None
+                or storage in stay
+                or not tensor.is_floating_point()
+                or tensor.untyped_storage().nbytes() < SMALL
+                or tensor.layout is not torch.strided
+            ):
+                return tensor.detach()
+            return pager.take(tensor)
+
+        def unpack(packed: Tensor | WeightAlias | Moved) -> Tensor:
+            return packed if isinstance(packed, Tensor) else packed.restore()
+
+        super().__init__(pack, unpack)
+
+
+def _alias(tensor: Tensor, ranges: Sequence[tuple[int, int, int, Weight]]) -> WeightAlias:
+    address = tensor.data_ptr()
+    for _, start, nbytes, weight in ranges:
+        if start <= address < start + nbytes:
+            assert weight.view is not None and tensor.dtype == weight.view.dtype
+            offset = (address - start) // tensor.element_size()
+            return WeightAlias(weight, tensor.dtype, offset, tensor.shape, tensor.stride())
+    raise AssertionError("a saved tensor lies in the arena but belongs to no weight of the running block")
+
+
+class CacheCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs a forward and moves the results of its costly operations to the host (option ``mixed``)."""
+
+    def __init__(self, pager: Pager) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.pager = pager
+        self.results: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if is_costly(func, args, kwargs or {}):
+            self.results.append((func, _map_tensors(out, self._take)))
+        return out
+
+    def _take(self, tensor: Tensor) -> Tensor | Moved:
+        nbytes = tensor.untyped_storage().nbytes()
+        return self.pager.take(tensor, watch=True) if tensor.is_floating_point() and nbytes >= SMALL else tensor
+
+
+class ReplayCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs the forward again and takes the results of its costly operations from the cache instead of computing them."""
+
+    def __init__(self, cache: CacheCostly) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._results = iter(cache.results)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not is_costly(func, args, kwargs or {}):
+            return func(*args, **(kwargs or {}))
+        cached, out = next(self._results)
+        assert cached is func, f"the second run of a block called {func} where the first called {cached}"
+        return _map_tensors(out, lambda item: item.restore() if isinstance(item, Moved) else item)
+
+
+def _map_tensors(out: Any, apply: Callable[[Any], Any]) -> Any:
+    if isinstance(out, (tuple, list)):
+        return type(out)(_map_tensors(item, apply) for item in out)
+    return apply(out) if isinstance(out, (Tensor, Moved)) else out

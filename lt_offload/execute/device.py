@@ -1,0 +1,204 @@
+"""The device interface: an arena, three asynchronous lanes beside the compute lane, and events that link them.
+
+The *compute lane* is whatever the calling thread runs (or launches). ``h2d`` and ``d2h`` copy; ``host`` runs updates. Tasks of one
+lane run in the order of submission. The interface never blocks the calling thread except in :meth:`Device.synchronize`, in
+:meth:`Device.wait` where the event's work has not been issued yet, and where an emulated device has no other way.
+
+An :class:`Event` is done when its task has run. Work on the compute lane that reads what a task wrote must be preceded by
+:meth:`Device.wait`; a task that reads what the compute lane wrote takes an event of :meth:`Device.mark` in ``after``. A happens-before
+checker (emulated device) verifies exactly that: every access is declared as ``reads``/``writes`` of :class:`Cell` objects.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Literal, Protocol
+
+import torch
+
+Lane = Literal["h2d", "d2h", "host"]
+
+
+class Event(Protocol):
+    """Completion of one task, or of what the compute lane had been given when it was marked."""
+
+    def done(self) -> bool:
+        """Return whether the work has completed, without blocking."""
+        ...
+
+
+class Cell:
+    """Something whose accesses must be ordered: a device buffer or one tensor's host copy."""
+
+    __slots__ = ("__weakref__", "history", "label")
+
+    def __init__(self, label: str = "") -> None:
+        self.label = label
+        self.history: Any = None
+        """Owned by the happens-before checker."""
+
+
+class Buffer(Cell):
+    """A range of the arena. ``bytes`` is a uint8 view of it."""
+
+    __slots__ = ("bytes", "nbytes", "offset")
+
+    def __init__(self, label: str, offset: int, nbytes: int, view: torch.Tensor) -> None:
+        super().__init__(label)
+        self.offset = offset
+        self.nbytes = nbytes
+        self.bytes = view
+
+    def view(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        """Return the beginning of the buffer as a contiguous tensor."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        return self.bytes[:nbytes].view(dtype).view(tuple(shape))
+
+
+class Device(ABC):
+    """Where blocks run. Two implementations share all logic of the engine: ``EmulatedDevice`` and ``CudaDevice``."""
+
+    torch_device: torch.device
+    budget: int
+    """Bytes of device memory this process may occupy."""
+
+    # -- arena -------------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def reserve(self, nbytes: int) -> None:
+        """Make the arena ``nbytes`` large; nothing may be allocated in it. Raises ``OverBudget``."""
+
+    @abstractmethod
+    def place(self, offset: int, nbytes: int, label: str = "") -> Buffer:
+        """Take the range at ``offset``; raises ``OverBudget`` if any of it is in use.
+
+        Tasks and compute that write the buffer are ordered after the events with which the range was freed before:
+        ``submit`` and ``wait`` of a write to the buffer take care of that.
+        """
+
+    @abstractmethod
+    def allocate(self, nbytes: int, label: str = "") -> Buffer:
+        """Take the first range that fits (for forward-only streaming, where no plan fixed offsets); raises ``OverBudget``."""
+
+    @abstractmethod
+    def free(self, buffer: Buffer, after: Sequence[Event] = ()) -> None:
+        """Give the range back at once.
+
+        Whoever writes it next is ordered after ``after`` and after everything the compute lane has been given so far.
+        """
+
+    # -- lanes and events --------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def submit(
+        self,
+        lane: Lane,
+        task: Callable[[], None],
+        *,
+        after: Sequence[Event] = (),
+        reads: Sequence[Cell] = (),
+        writes: Sequence[Cell] = (),
+        label: str = "",
+        op: int = -1,
+        nbytes: int = 0,
+    ) -> Event:
+        """Queue ``task`` on ``lane``, to run after the events ``after`` (and after the releases of ranges that it writes).
+
+        An exception in a task is raised by the next call of ``wait``, ``synchronize`` or ``drain``. ``op`` is the plan's op id for the
+        trace, ``nbytes`` the copied bytes for throttled links. Tasks run without autograd and outside dispatch modes.
+        """
+
+    @abstractmethod
+    def mark(self, *, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> Event:
+        """Return an event for everything the compute lane has been given so far; declares the accesses since the last wait."""
+
+    @abstractmethod
+    def wait(self, *events: Event, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> None:
+        """Order what the compute lane is given from now on after ``events``, and declare what it will access."""
+
+    @abstractmethod
+    def synchronize(self, *events: Event) -> None:
+        """Block the calling thread until ``events`` are done."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Block until every lane is idle; raises the first error of a task."""
+
+    # -- memory outside the arena ------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def host_adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return ``tensor``'s contents as a host tensor fit for asynchronous copies; may be the same tensor (emulated)."""
+
+    @abstractmethod
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised host tensor fit for asynchronous copies; counted in ``host_bytes``. Never called per step."""
+
+    @abstractmethod
+    def empty(self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> torch.Tensor:
+        """Return uninitialised device memory outside the arena (activations fetched back); counted like any allocation."""
+
+    @abstractmethod
+    def accounting(self, signature: object = None) -> AbstractContextManager[None]:
+        """Within the context every device allocation of the calling thread is held against the budget.
+
+        On CUDA the allocator's own cap does that and this does nothing. The emulated device counts storages; as that costs time, it
+        may skip counting when ``signature`` (shapes of the batch) has been counted under this arena before, and then uses that
+        run's figures.
+        """
+
+    # -- random numbers ----------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def rng_state(self) -> list[torch.Tensor]:
+        """Return the state of every generator a block may draw from (CPU, and the device's own)."""
+
+    @abstractmethod
+    def set_rng_state(self, state: list[torch.Tensor]) -> None:
+        """Restore what ``rng_state`` returned."""
+
+    # -- figures -----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def now(self) -> float:
+        """Return a time in seconds on the clock of ``spans``."""
+
+    @abstractmethod
+    def record(self, enabled: bool) -> None:
+        """Start or stop collecting spans of tasks."""
+
+    @abstractmethod
+    def begin_compute(self, op: int, label: str) -> object:
+        """Mark the start of a computation for the trace; returns a token for ``end_compute``."""
+
+    @abstractmethod
+    def end_compute(self, token: object) -> None:
+        """Mark its end."""
+
+    @abstractmethod
+    def take_spans(self) -> list[tuple[int, str, str, float, float]]:
+        """Return and clear ``(op, lane, label, start, end)`` of finished tasks and computations."""
+
+    @abstractmethod
+    def memory(self) -> int:
+        """Return the device bytes in use now, arena extent included."""
+
+    @abstractmethod
+    def peak_memory(self) -> int:
+        """Return the high-water mark of ``memory`` since ``reset_peak``."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Restart the high-water mark."""
+
+    @property
+    @abstractmethod
+    def host_bytes(self) -> int:
+        """Bytes handed out by ``host_adopt`` and ``host_empty``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Stop lanes and release memory; the device cannot be used afterwards."""

@@ -1,0 +1,418 @@
+"""Carries out a plan: the only owner of what is where. It never decides; for that see ``plan/``.
+
+The engine wraps each block's ``forward``. The first block's forward with gradients begins an iteration; the backward of the first block,
+followed by :meth:`Engine.finish`, ends it. Every step issues its prefetches, runs its computation, then issues what follows, exactly in
+the order of the plan. The calling thread waits for an event only where its computation reads what a copy brings.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lt_offload.errors import PlanError, UnsupportedError
+from lt_offload.execute.device import Device
+from lt_offload.execute.gradients import Gradients
+from lt_offload.execute.params import Weight, round_up
+from lt_offload.execute.pools import HostPool
+from lt_offload.execute.program import check_match, program
+from lt_offload.execute.record import Recorder
+from lt_offload.execute.residency import Residency
+from lt_offload.execute.streaming import Streaming
+from lt_offload.execute.units import BlockFunction, Frame
+from lt_offload.execute.updates import Updates
+from lt_offload.plan.schedule import ALIGNMENT, Op, Plan
+from lt_offload.plan.trace import Trace
+from lt_offload.profile.blocks import Structure, find_blocks
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStats:
+    """Figures of the last complete iteration; sizes in bytes, time in seconds."""
+
+    iterations: int
+    iteration_s: float
+    device_peak_bytes: int
+    host_peak_bytes: int
+    grad_norm: float | None
+    """Global L2 norm of the gradients, where it was asked for."""
+
+
+class Engine:
+    """Trains ``model`` by ``plan`` on ``device``; without a plan it streams forwards only.
+
+    Args:
+        model: any module with a block sequence (see ``find_blocks``).
+        optimizer: the user's optimizer over the model's parameters; None for forward-only use.
+        plan: a plan that ``lt_offload.plan.check`` accepts; None for forward-only use.
+        device: where blocks run; the engine does not close it.
+        structure: the model's block sequence, if the caller has it already.
+
+    Raises:
+        PlanError: if the plan belongs to another model.
+        ConfigError: if the optimizer cannot update tensor by tensor.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        plan: Plan | None,
+        device: Device,
+        *,
+        structure: Structure | None = None,
+    ) -> None:
+        self.structure = structure or find_blocks(model)
+        self.model, self.plan, self.device = model, plan, device
+        check_match(self.structure, optimizer, plan)
+        self.pool = HostPool(device)
+        self.recorder = Recorder(device)
+        self.weights: list[Weight] = []
+        self.updates = Updates(optimizer) if optimizer is not None else None
+        self.residency: Residency
+        self.streaming: Streaming
+        self.gradients: Gradients | None = None
+        self.installed = False
+        self._steps = program(plan) if plan is not None else []
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._frames: dict[int, weakref.ref[Frame]] = {}
+        self._cursor = 0
+        self._ran_backward = False
+        self._grad_norm: float | None = None
+
+    # -- life cycle --------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Take the model over: host copies become fit for copies, block forwards are wrapped, gradient hooks attached."""
+        assert not self.installed
+        device, plan = self.device, self.plan
+        self.weights = [Weight(i, name, param, device) for i, (name, param) in enumerate(self.structure.tensors)]
+        self._move_rest(device.torch_device)
+        device.reserve(plan.arena_bytes if plan is not None else self._streaming_arena())
+        if plan is not None:
+            assert self.updates is not None
+            for weight, place in zip(self.weights, plan.update_places, strict=True):
+                weight.place = place
+            self.gradients = Gradients(device, self.updates, self.weights)
+        self.residency = Residency(device, self.weights, plan, self.updates)
+        self.streaming = Streaming(device, [[self.weights[t] for t in b.tensors] for b in self.structure.blocks])
+        for index, block in enumerate(self.structure.blocks):
+            block.module.forward = self._wrapped(index, block.module.forward)
+        self.installed = True
+
+    def remove(self) -> None:
+        """Give the model back: complete host weights, original forwards, no hooks. The engine cannot be installed again."""
+        if not self.installed:
+            return
+        self.installed = False
+        for block in self.structure.blocks:
+            block.module.__dict__.pop("forward", None)
+        if self.gradients is not None:
+            self.gradients.remove()
+        try:
+            self.drain()
+        finally:
+            self._drop_frames()
+            for weight in self.weights:
+                weight.param.data = weight.host
+            self._move_rest(torch.device("cpu"))
+
+    close = remove
+
+    def drain(self) -> None:
+        """Make every host copy complete: updates in flight are awaited, newer device copies written back (and kept)."""
+        self.residency.complete_host()
+
+    def invalidate(self) -> None:
+        """Forget every device copy: the host copies have been changed from outside (``load_state_dict``)."""
+        self.residency.forget()
+
+    def abort(self) -> None:
+        """Leave an iteration that failed: wait for everything in flight, drop what was saved, bring newer copies to the host."""
+        self._drop_frames()
+        try:
+            self.device.drain()
+        finally:
+            if self.gradients is not None:
+                self.gradients.reset(self.weights)
+            for weight in self.weights:
+                weight.param.data = weight.host
+            self.residency.run_releases()
+            self.residency.evict()
+            self._cursor = 0
+            self._ran_backward = False
+
+    # -- iterations --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def iteration(self, *, grad_norm: bool = False, signature: object = None) -> Iterator[None]:
+        """Enclose forward, backward and ``optimizer.step()`` of one iteration.
+
+        Args:
+            grad_norm: compute the global gradient norm (one more pass over the gradients).
+            signature: shapes of the batch; see ``Device.accounting``.
+        """
+        assert self.gradients is not None, "training needs a plan"
+        self.gradients.square_sums = [] if grad_norm else None
+        try:
+            with self.device.accounting(signature):
+                yield
+            self.finish()
+        except BaseException:
+            self.abort()
+            raise
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Enclose forwards without gradients, so that their memory is held against the budget."""
+        with self.device.accounting():
+            yield
+
+    def finish(self) -> None:
+        """End the iteration: every gradient has arrived, every update is done or queued. Host updates go on meanwhile."""
+        if not self._ran_backward:
+            self._restart()
+            return
+        while self._cursor < len(self._steps):
+            self._begin_step(self._cursor)
+            self._end_step(self._cursor - 1)
+        assert self.gradients is not None
+        unfinished = [w.label for w in self.weights if w.seen]
+        if unfinished or any(frame is not None and not frame.done for frame in self._live_frames()):
+            raise RuntimeError(
+                f"the backward did not reach every block that took part in the forward (open: {unfinished[:3]}); "
+                "the loss must depend on the output of the whole model"
+            )
+        sums, self.gradients.square_sums = self.gradients.square_sums, None
+        self._grad_norm = float(torch.stack(sums).sum().sqrt()) if sums else None
+        self._frames.clear()
+        self._cursor, self._ran_backward = 0, False
+        self.recorder.end()
+
+    @property
+    def stats(self) -> EngineStats:
+        """Figures of the last complete iteration."""
+        return EngineStats(
+            iterations=self.recorder.iterations,
+            iteration_s=self.recorder.iteration_s,
+            device_peak_bytes=self.recorder.device_peak,
+            host_peak_bytes=self.host_bytes,
+            grad_norm=self._grad_norm,
+        )
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that training holds: weights, gradients, optimizer states, activations."""
+        states = 0
+        if self.updates is not None:
+            for weight in self.weights:
+                if weight.place == "host":
+                    values = self.updates.state(weight).values()
+                    states += sum(v.nbytes for v in values if isinstance(v, Tensor))
+        return self.device.host_bytes + states
+
+    def trace(self) -> Trace:
+        """Return the last complete iteration, measured."""
+        assert self.plan is not None
+        return self.recorder.trace(self.plan, self.host_bytes)
+
+    # -- one block ---------------------------------------------------------------------------------------------------
+
+    def _wrapped(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if torch.is_grad_enabled():
+                return self._train_forward(index, forward, args, kwargs)
+            if any(not frame.done for frame in self._live_frames()):
+                raise UnsupportedError(
+                    "the model was called without gradients between the forward and the backward of a training "
+                    "iteration; call it before the forward or after the optimizer step"
+                )
+            self.residency.run_releases()
+            self.residency.settled = False
+            return self.streaming.forward(index, forward, args, kwargs)
+
+        return wrapper
+
+    def _train_forward(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        if self.plan is None:
+            raise UnsupportedError("this engine has no plan: it runs forwards under torch.no_grad() only")
+        if index == 0:
+            self._begin_iteration()
+        if index != self._cursor:
+            raise UnsupportedError(
+                f"block {self.structure.blocks[index].name} was called where block {self._cursor} was expected; "
+                "lt_offload needs every block to be called once per forward, in order"
+            )
+        self._begin_step(index)
+        weights = self._block_weights(index)
+        op = self._steps[index].compute
+        assert op is not None
+        label = f"forward {index}"
+        with self._on_device(weights), self.recorder.computing(op.id, label):
+            out = self._run_forward(index, forward, weights, args, kwargs)
+        self._end_step(index)
+        return out
+
+    def _run_forward(
+        self, index: int, forward: Callable[..., Any], weights: Sequence[Weight], args: tuple[Any, ...], kwargs: Any
+    ) -> Any:
+        assert self.plan is not None
+        frame = Frame(
+            device=self.device,
+            pool=self.pool,
+            index=index,
+            label=str(index),
+            option=self.plan.options[index],
+            forward=forward,
+            weights=weights,
+            args=args,
+            kwargs=kwargs,
+        )
+        if not frame.needs_backward:
+            with torch.no_grad():
+                return forward(*args, **kwargs)
+        for weight in weights:
+            weight.uses += weight.param.requires_grad
+        self._frames[index] = weakref.ref(frame)
+        inputs = frame.take_inputs()
+        del args, kwargs
+        out = BlockFunction.apply(frame, self._anchor, self._run_backward, *inputs)  # type: ignore[no-untyped-call]
+        return frame.unflatten(out)
+
+    def _run_backward(self, frame: Frame, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        assert self.gradients is not None
+        index = frame.index
+        step = len(self._steps) - 1 - index
+        self._ran_backward = True
+        while self._cursor < step:
+            self._begin_step(self._cursor)
+            self._end_step(self._cursor - 1)
+        self._begin_step(step)
+        weights = self._block_weights(index)
+        op = self._steps[step].compute
+        assert op is not None
+        if frame.pager is not None:
+            frame.pager.fetch(op.id)
+        with self._on_device(weights), self.recorder.computing(op.id, f"backward {index}"):
+            found = frame.backward(anchor, grads)
+            self.gradients.end_block(weights)
+        self._send_gradients(step, index)
+        self._end_step(step)
+        return found
+
+    def _send_gradients(self, step: int, block: int) -> None:
+        assert self.gradients is not None
+        ops = self._steps[step].grads
+        for op, departure in self.gradients.send(str(block), lambda weight: ops[weight.index].id):
+            assert self.plan is not None
+            until = self.plan.ops[op].until
+            self.residency.release_at(step if until is None else until, departure)
+
+    @contextmanager
+    def _on_device(self, weights: Sequence[Weight]) -> Iterator[None]:
+        """Let the modules see the device copies of ``weights``."""
+        missing = [weight.label for weight in weights if weight.view is None]
+        if missing:
+            raise PlanError(f"the plan does not bring {missing[0]} to the device for step {self._cursor - 1}")
+        self.device.wait(
+            *{w.ready for w in weights if w.ready is not None},
+            reads=[w.buffer for w in weights if w.buffer is not None],
+        )
+        for weight in weights:
+            assert weight.view is not None
+            weight.param.data = weight.view
+        try:
+            yield
+        finally:
+            for weight in weights:
+                weight.param.data = weight.host
+
+    # -- steps -------------------------------------------------------------------------------------------------------
+
+    def _begin_iteration(self) -> None:
+        assert self.updates is not None
+        if self._cursor != 0 or self._frames:
+            self._restart()
+        if not self.residency.settled:
+            self.residency.settle()
+        self.updates.index_groups()
+        for weight in self.weights:
+            weight.uses = 0
+        self.recorder.begin()
+
+    def _begin_step(self, at: int) -> None:
+        assert at == self._cursor, f"step {at} after step {self._cursor - 1}"
+        self._cursor = at + 1
+        for op in self._steps[at].before:
+            self._issue(op)
+        self.recorder.sample()
+
+    def _end_step(self, at: int) -> None:
+        step = self._steps[at]
+        assert self.gradients is not None
+        for op in step.updates:
+            self.gradients.update_on_host([self.weights[t] for t in op.tensors], f"update {op.block}", op.id)
+        for op in step.after:
+            self._issue(op)
+        self.residency.end_step(at)
+        self.recorder.sample()
+
+    def _issue(self, op: Op) -> None:
+        if op.payload != "activation":
+            self.residency.issue(op)
+            return
+        ref = self._frames.get(op.block)
+        frame = ref() if ref is not None else None
+        if frame is None or frame.pager is None:
+            return
+        if op.kind == "prefetch":
+            frame.pager.fetch(op.id)
+        else:
+            self.residency.leave(op, frame.pager)
+
+    # -- bookkeeping -------------------------------------------------------------------------------------------------
+
+    def _block_weights(self, index: int) -> list[Weight]:
+        return [self.weights[t] for t in self.structure.blocks[index].tensors]
+
+    def _restart(self) -> None:
+        """Forget a forward that no backward followed."""
+        self._drop_frames()
+        if self.gradients is not None:
+            self.gradients.reset(self.weights)
+        self._cursor, self._ran_backward = 0, False
+        self.residency.settled = False
+
+    def _live_frames(self) -> list[Frame]:
+        return [frame for ref in self._frames.values() if (frame := ref()) is not None]
+
+    def _drop_frames(self) -> None:
+        for frame in self._live_frames():
+            frame.close()
+        self._frames.clear()
+
+    def _streaming_arena(self) -> int:
+        """Forward-only: room for all weights if that leaves half of the budget, else for two blocks, at least for one."""
+        sizes = sorted(
+            sum(round_up(self.weights[t].nbytes, ALIGNMENT) for t in block.tensors) for block in self.structure.blocks
+        )
+        everything = sum(round_up(weight.nbytes, ALIGNMENT) for weight in self.weights)
+        half = self.device.budget // 2
+        return next((size for size in (everything, sum(sizes[-2:])) if size <= half), sizes[-1])
+
+    def _move_rest(self, device: torch.device) -> None:
+        """Parameters and buffers outside the blocks' tensors live on the device all the time."""
+        for _, param in self.structure.rest:
+            if param.device != device:
+                param.data = param.data.to(device)
+        for module in self.model.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.device != device:
+                    module._buffers[name] = buffer.to(device)

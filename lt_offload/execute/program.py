@@ -1,0 +1,98 @@
+"""A plan's ops sorted by step, the way the engine walks them, and whether they fit the model. Does nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch.optim import Optimizer
+
+from lt_offload.errors import PlanError, UnsupportedError
+from lt_offload.execute.updates import check_optimizer
+from lt_offload.plan.schedule import Op, Plan
+from lt_offload.profile.blocks import Structure
+from lt_offload.profile.types import fingerprint
+
+
+@dataclass(slots=True)
+class Step:
+    """What happens around one forward or backward."""
+
+    before: list[Op] = field(default_factory=list)
+    """Prefetches."""
+    compute: Op | None = None
+    grads: dict[int, Op] = field(default_factory=dict)
+    """Gradient offloads, by tensor."""
+    updates: list[Op] = field(default_factory=list)
+    """Updates on the host."""
+    after: list[Op] = field(default_factory=list)
+    """Other offloads, then drops."""
+
+
+def program(plan: Plan) -> list[Step]:
+    """Return the steps of ``plan``.
+
+    Raises:
+        PlanError: if an op stands where the issue order does not allow it.
+    """
+    steps = [Step() for _ in range(plan.steps)]
+    for op in plan.ops:
+        if not 0 <= op.step < plan.steps:
+            raise PlanError(f"op {op.id} is at step {op.step}; the plan has steps 0 to {plan.steps - 1}")
+        step = steps[op.step]
+        if op.kind in ("forward", "backward"):
+            step.compute = op
+        elif op.kind == "prefetch":
+            (step.before if step.compute is None else step.after).append(op)
+        elif op.kind == "offload" and op.payload == "grad":
+            step.grads.update(dict.fromkeys(op.tensors, op))
+        elif op.kind == "update":
+            if op.resource == "host":
+                step.updates.append(op)
+        else:
+            step.after.append(op)
+    for at, step in enumerate(steps):
+        if step.compute is None:
+            raise PlanError(f"step {at} of the plan has no computation")
+    return steps
+
+
+def owners(blocks: Sequence[Sequence[int]]) -> dict[int, list[int]]:
+    """Return, per tensor, the blocks that use it, ascending."""
+    found: dict[int, list[int]] = {}
+    for block, tensors in enumerate(blocks):
+        for tensor in tensors:
+            found.setdefault(tensor, []).append(block)
+    return found
+
+
+def check_match(structure: Structure, optimizer: Optimizer | None, plan: Plan | None) -> None:
+    """Raise unless ``plan`` was made for the model of ``structure`` and ``optimizer`` can carry it out.
+
+    Raises:
+        PlanError: if the plan belongs to another model.
+        ConfigError: if the optimizer cannot update tensor by tensor, or does not have every trainable parameter.
+    """
+    if plan is None:
+        return
+    used = owners([block.tensors for block in structure.blocks])
+    rows = [
+        (tuple(p.shape), str(p.dtype).removeprefix("torch."), p.requires_grad, tuple(used[i]))
+        for i, (_, p) in enumerate(structure.tensors)
+    ]
+    if fingerprint(rows, len(structure.blocks)) != plan.fingerprint:
+        raise PlanError(
+            f"the plan was made for another model ({plan.model}, {len(plan.options)} blocks, {len(plan.update_places)} "
+            f"tensors); this one has {len(structure.blocks)} blocks and {len(rows)} tensors, or other shapes, dtypes or "
+            "frozen parameters. Plan again for this model"
+        )
+    if optimizer is None:
+        raise UnsupportedError("a plan without an optimizer: training needs the optimizer that the plan was made for")
+    check_optimizer(optimizer)
+    managed = {p for group in optimizer.param_groups for p in group["params"]}
+    lost = [name for name, p in structure.tensors if p.requires_grad and p not in managed]
+    if lost:
+        raise UnsupportedError(
+            f"{len(lost)} trainable parameters are not in the optimizer (first: {lost[0]}); give them to it or set "
+            "requires_grad=False before the plan is made"
+        )

@@ -1,0 +1,79 @@
+"""Records iterations as they happen, to be compared with what was simulated. Knows spans, not what they mean."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import cast
+
+from lt_offload.execute.device import Device
+from lt_offload.plan.schedule import Plan, Resource
+from lt_offload.plan.trace import Span, Trace
+
+
+class Recorder:
+    """Keeps spans and memory samples of the last complete iteration."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self.iterations = 0
+        self.iteration_s = 0.0
+        self.device_peak = 0
+        self._began = 0.0
+        self._ended = 0.0
+        self._samples: list[tuple[float, int]] = []
+        self._finished: tuple[float, float, list[tuple[float, int]]] = (0.0, 0.0, [])
+        self._spans: list[tuple[int, str, str, float, float]] = []
+
+    def begin(self) -> None:
+        """Start an iteration."""
+        self._began = self.device.now()
+        self._samples = []
+        self.device.record(True)
+        self.device.reset_peak()
+
+    def sample(self) -> None:
+        """Note the device memory in use."""
+        self._samples.append((self.device.now(), self.device.memory()))
+
+    def end(self) -> None:
+        """End the iteration; time between the ends of two iterations counts as the iteration's."""
+        now = self.device.now()
+        self.iterations += 1
+        self.iteration_s = now - self._began
+        self.device_peak = self.device.peak_memory()
+        self._finished = (self._began, now, self._samples)
+        self._spans = [span for span in self._spans if span[4] > self._began] + self.device.take_spans()
+
+    @contextmanager
+    def computing(self, op: int, label: str) -> Iterator[None]:
+        """Enclose a computation."""
+        token = self.device.begin_compute(op, label)
+        try:
+            yield
+        finally:
+            self.device.end_compute(token)
+
+    def trace(self, plan: Plan, host_peak: int) -> Trace:
+        """Return the last complete iteration; work of others that overlaps it is cut at its ends."""
+        began, ended, samples = self._finished
+        spans = [
+            Span(
+                op=op,
+                lane=cast(Resource, lane),
+                label=label,
+                start=max(start, began) - began,
+                end=min(end, ended) - began,
+            )
+            for op, lane, label, start, end in self._spans
+            if end > began and start < ended
+        ]
+        return Trace(
+            source="measured",
+            iteration_time=ended - began,
+            device_peak=self.device_peak,
+            host_peak=host_peak,
+            budget_bytes=plan.budget_bytes,
+            spans=tuple(sorted(spans, key=lambda span: (span.start, span.lane))),
+            memory=tuple((max(at - began, 0.0), used) for at, used in samples),
+        )

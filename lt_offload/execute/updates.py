@@ -1,0 +1,166 @@
+"""Runs the user's own optimizer on some tensors at a time, on the device or on the host. Knows tensors, not plans.
+
+Any ``torch.optim.Optimizer`` that updates each tensor on its own works: a *sub-optimizer* is the same class with the same
+attributes, whose only parameters are stand-ins ("shadows") for the tensors to be updated and whose state dictionaries are the very
+dictionaries of the real optimizer. Group options are read when an update is queued, so a learning-rate scheduler may change them
+right afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lt_offload.errors import ConfigError
+from lt_offload.execute.device import Buffer
+from lt_offload.execute.params import STATE_ALIGNMENT, States, Weight, round_up
+
+_FACTORIES = {
+    torch.ops.aten.zeros_like.default: 0.0,
+    torch.ops.aten.ones_like.default: 1.0,
+    torch.ops.aten.empty_like.default: None,
+}
+
+
+class Updates:
+    """Access to one optimizer, tensor by tensor."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._subs: dict[tuple[int, ...], Optimizer] = {}
+        self._group_of: dict[nn.Parameter, int] = {}
+        self.index_groups()
+
+    def index_groups(self) -> None:
+        """Learn which group each parameter is in; call when groups may have been added."""
+        self._group_of = {p: i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+
+    def manages(self, param: nn.Parameter) -> bool:
+        """Return whether the optimizer updates ``param``."""
+        return param in self._group_of
+
+    def state(self, weight: Weight) -> dict[str, Any]:
+        """Return the live state dictionary of ``weight``; an empty one that the optimizer does not know if it has none."""
+        state: dict[str, Any] = self.optimizer.state.get(weight.param, {})
+        return state
+
+    def prepare(self, weights: Sequence[Weight], place: str, grads: Sequence[Tensor]) -> Callable[[], None]:
+        """Return a function that updates ``weights`` at ``place`` (``"host"`` or ``"device"``) with today's group options.
+
+        Args:
+            weights: distinct weights; for the device, their device copies stay attached until the function has run.
+            place: where parameter, gradient and states are.
+            grads: one gradient per weight, at that place.
+        """
+        groups: dict[int, dict[str, Any]] = {}
+        state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        for weight, grad in zip(weights, grads, strict=True):
+            data = weight.host if place == "host" else weight.view
+            assert data is not None
+            shadow = weight.shadow(place, data, grad)
+            index = self._group_of[weight.param]
+            if index not in groups:
+                live = self.optimizer.param_groups[index]
+                groups[index] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in live.items()} | {"params": []}
+            groups[index]["params"].append(shadow)
+            state[shadow] = self.state(weight)
+        sub = self._sub(tuple(weight.index for weight in weights))
+
+        def run() -> None:
+            sub.param_groups = list(groups.values())
+            sub.state = state
+            type(sub).step(sub)
+            for weight, (shadow, found) in zip(weights, state.items(), strict=True):
+                shadow.grad = None
+                if found:
+                    self.optimizer.state[weight.param] = found
+
+        return run
+
+    def update_on_device(self, weights: Sequence[Weight], grads: Sequence[Tensor]) -> None:
+        """Update ``weights`` in their device copies now, states included; the caller has waited for all of them."""
+        for weight in weights:
+            weight.states.refresh(self.state(weight))
+        self._move_scalars(weights)
+        run = self.prepare(weights, "device", grads)
+        newborn = [w.states for w in weights if w.states.buffer is not None and not w.states.entries]
+        resident = [w.states for w in weights if w.states.buffer is not None and w.states.entries]
+        for states in resident:
+            states.enter()
+        try:
+            with torch.no_grad(), _StateNursery(newborn):
+                run()
+        finally:
+            for states in resident:
+                states.leave()
+                states.dirty = True
+        for weight in weights:
+            if weight.states in newborn:
+                weight.states.born(self.state(weight))
+            weight.dirty = True
+
+    def _move_scalars(self, weights: Sequence[Weight]) -> None:
+        """Step counters follow the update: ``load_state_dict`` leaves them on the host."""
+        for weight in weights:
+            state = self.state(weight)
+            assert weight.view is not None
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.numel() == 1 and self._counter_on_device(weight):
+                    state[key] = value.to(weight.view.device)
+
+    def _counter_on_device(self, weight: Weight) -> bool:
+        group = self.optimizer.param_groups[self._group_of[weight.param]]
+        return bool(group.get("fused") or group.get("capturable"))
+
+    def _sub(self, key: tuple[int, ...]) -> Optimizer:
+        sub = self._subs.get(key)
+        if sub is None:
+            sub = object.__new__(type(self.optimizer))
+            sub.__dict__.update(self.optimizer.__dict__)
+            sub.__dict__.pop("step", None)  # a scheduler's counting wrapper around the real optimizer's step
+            sub._optimizer_step_pre_hooks = OrderedDict()
+            sub._optimizer_step_post_hooks = OrderedDict()
+            self._subs[key] = sub
+        return sub
+
+
+class _StateNursery(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets the first update on the device create its states in the arena ranges that the plan has kept for them."""
+
+    def __init__(self, newborn: Sequence[States]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._free: dict[int, list[tuple[Buffer, int]]] = defaultdict(list)
+        for states in newborn:
+            assert states.buffer is not None and states.weight.view is not None
+            self._free[states.weight.view.data_ptr()].append((states.buffer, 0))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        place = self._free.get(args[0].data_ptr()) if func in _FACTORIES and args[0].is_contiguous() else None
+        if place:
+            like, (buffer, at) = args[0], place[0]
+            dtype = (kwargs or {}).get("dtype") or like.dtype
+            end = at + like.numel() * dtype.itemsize
+            if like.numel() > 1 and end <= buffer.nbytes:
+                place[0] = (buffer, round_up(end, STATE_ALIGNMENT))
+                born = torch.empty(0, dtype=dtype, device=like.device)
+                born.data = buffer.bytes[at:end].view(dtype).view(like.shape)
+                value = _FACTORIES[func]
+                return born if value is None else born.fill_(value)
+        return func(*args, **(kwargs or {}))
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise ``ConfigError`` for optimizers that cannot be stepped tensor by tensor."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "optimizer=LBFGS needs all gradients at once and a closure; lt_offload updates each tensor as soon as its "
+            "gradient is complete. Use AdamW(fused=True), Adam, SGD or Adafactor"
+        )

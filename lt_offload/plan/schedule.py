@@ -1,0 +1,165 @@
+"""The plan of one iteration: the only contract between planning and execution. Pure data, JSON both ways.
+
+An iteration has ``T = 2L`` steps: forward of block ``i`` is step ``i``, its backward step ``2L - 1 - i``. A plan is cyclic: what is
+resident at the start of step 0 is resident again after step ``T - 1``.
+
+Ops stand in *issue order*; their id is their position. Within a step the order is
+
+1. ``prefetch`` ops: device memory is taken, then the copies are queued in this order;
+2. the step's one ``forward`` or ``backward`` op;
+3. (backward) ``offload`` of gradients and ``update`` on the device, carried out tensor by tensor as each gradient is complete,
+   and the host ``update`` ops that become possible with this step's gradients;
+4. other ``offload`` ops (saved activations, updated weights, states), then ``drop`` ops.
+
+``Op.after`` are ids of ops that must have ended before this one starts; an id that is not smaller than the op's own means the
+previous iteration. Because every op depends only on ops issued before it, a plan that passes :func:`lt_offload.plan.check` cannot
+deadlock.
+
+Device memory is two pools: the *arena* holds weights and optimizer states at offsets fixed by the plan, everything else
+(activations, gradients, workspaces) is allocated as the framework goes. Arena memory released by an op may be reused by any op
+issued later; the later op is ordered after the release by events.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict
+
+from lt_offload.profile.types import OptionName
+from lt_offload.serialize import load_json, save_json
+
+PLAN_SCHEMA = 1
+ALIGNMENT = 512
+"""Every arena offset is a multiple of this many bytes."""
+
+OpKind = Literal["forward", "backward", "prefetch", "offload", "drop", "update"]
+Payload = Literal["weight", "grad", "state", "activation"]
+Resource = Literal["compute", "h2d", "d2h", "host", "none"]
+UpdatePlace = Literal["device", "paged", "host", "none"]
+PlannerName = Literal["auto", "offmate", "stream", "greedy", "l2l", "memferry", "pofo", "resident"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """One operation of the plan."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    id: int
+    kind: OpKind
+    step: int
+    """The step during which it is issued."""
+    block: int
+    """The block it serves."""
+    resource: Resource
+    """What it occupies: ``compute``, a copy direction, the host update worker, or ``none`` (drop)."""
+    payload: Payload | None = None
+    """What is copied or dropped; None for computations and updates."""
+    tensors: tuple[int, ...] = ()
+    """Indices into ``Profile.tensors``; empty for computations and activations (those belong to ``block``)."""
+    offsets: tuple[int, ...] = ()
+    """Arena offset per tensor, for prefetches of weights and states."""
+    bytes: int = 0
+    seconds: float = 0.0
+    """Expected duration on its resource."""
+    after: tuple[int, ...] = ()
+    until: int | None = None
+    """For offloads: the step at whose end the device memory is given back. None: the device copy stays (a write-back)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Residency:
+    """A weight, or a tensor's optimizer states, on the device at the start of step 0."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    payload: Literal["weight", "state"]
+    tensor: int
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """What the simulator says about a plan; times in seconds, sizes in bytes."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    iteration_s: float
+    lower_bound_s: float
+    """No plan of this model under these budgets can be faster (bound of the relaxed program)."""
+    no_offload_s: float
+    """The same iteration on a device with enough memory: everything kept, device update."""
+    device_peak_bytes: int
+    host_peak_bytes: int
+
+    @property
+    def gap(self) -> float:
+        """Relative distance to the lower bound, e.g. 0.02 for 2 %."""
+        return self.iteration_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alternative:
+    """A candidate that was generated and not chosen."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    planner: str
+    iteration_s: float | None
+    """None if it was not feasible."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One planned iteration. See the module's first lines for what the ops mean."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    fingerprint: str
+    """``Profile.fingerprint`` of the model it was made for."""
+    model: str
+    planner: str
+    batch_size: int
+    sequence_length: int
+    budget_bytes: int
+    host_budget_bytes: int
+    options: tuple[OptionName, ...]
+    """Activation option per block."""
+    update_places: tuple[UpdatePlace, ...]
+    """Per tensor; ``none`` for frozen tensors."""
+    state_bytes: tuple[int, ...]
+    """Per tensor: arena bytes that its optimizer states take when on the device; 0 if it has none."""
+    initial: tuple[Residency, ...]
+    ops: tuple[Op, ...]
+    arena_bytes: int
+    """Extent of the arena; the rest of the budget is for activations, gradients and workspaces."""
+    predicted: Prediction
+    estimated: bool = False
+    """True if the profile was an estimate."""
+    notes: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    schema: int = PLAN_SCHEMA
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of an iteration, ``2L``."""
+        return 2 * len(self.options)
+
+    def save(self, path: str | Path) -> Path:
+        """Write JSON."""
+        return save_json(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read JSON; raises ``PlanError`` if it is not a plan of this schema version."""
+        return load_json(cls, path, schema=PLAN_SCHEMA)
+
+    def explain(self) -> str:
+        """Return a table that a person can act on: what stays, travels, is recomputed, is updated where, and the predictions."""
+        from lt_offload.plan.explain import explain
+
+        return explain(self)

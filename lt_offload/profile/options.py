@@ -1,0 +1,75 @@
+"""What the activation options mean, for those who measure them and those who carry them out. Knows operations only.
+
+``keep``
+    saved tensors stay on the device.
+``recompute``
+    only the block's input stays; the block runs again in the backward.
+``offload``
+    every saved tensor that :func:`travels` goes to the host and comes back, the input among them.
+``mixed``
+    the input and the results of costly operations travel, the rest is computed again from them.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SMALL = 1024
+"""Storages of fewer bytes stay on the device: a copy would cost more than it frees."""
+
+_aten = torch.ops.aten
+_PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default})
+_ATTENTION = frozenset(
+    {
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_flash_attention_for_cpu.default,
+        _aten._scaled_dot_product_fused_attention_overrideable.default,
+    }
+)
+
+
+def is_costly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Return whether ``mixed`` keeps the result of this operation instead of computing it again.
+
+    None of them writes in place or returns a view of its arguments (whoever calls such an operation from C++ ignores
+    what is returned), and none draws random numbers: caching some draws and repeating others would shift the stream.
+    """
+    if func in _PRODUCTS:
+        return True
+    return func in _ATTENTION and not _argument(func, "dropout_p", args, kwargs)
+
+
+def for_replay(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return ``args`` so that the result is fit for a backward, although autograd does not record this run of ``func``.
+
+    Some attention kernels leave out the log-sum-exp that their backward needs unless a gradient is expected.
+    """
+    if func not in _ATTENTION:
+        return args
+    names = [argument.name for argument in func._schema.arguments]
+    if "compute_log_sumexp" not in names:
+        return args
+    at = names.index("compute_log_sumexp")
+    return (*args[:at], True, *args[at + 1 :])
+
+
+def travels(tensor: Tensor) -> bool:
+    """Return whether a saved tensor goes to the host under ``offload``; masks and small ones stay."""
+    return tensor.is_floating_point() and tensor.layout is torch.strided and tensor.untyped_storage().nbytes() >= SMALL
+
+
+def is_activation(leaf: Tensor, *, positional: bool) -> bool:
+    """Return whether an argument of a block is handed from block to block, unlike masks and tables that all share."""
+    return leaf.requires_grad or (positional and leaf.is_floating_point())
+
+
+def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.name == name:
+            return args[at] if at < len(args) else kwargs.get(name, argument.default_value)
+    raise AssertionError(f"{func} has no argument {name}")

@@ -1,0 +1,75 @@
+"""JSON for the three data structures that travel: profiles, plans and traces. Knows only dataclasses and files.
+
+Validation is pydantic's: unknown keys, missing keys and wrong types are named with their path in the file.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lt_offload.errors import PlanError
+
+T = TypeVar("T")
+
+
+def to_json(obj: Any) -> str:
+    """Return the dataclass instance ``obj`` as indented JSON."""
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(type(obj)).dump_json(obj, indent=1).decode()
+
+
+def from_json(cls: type[T], text: str | bytes, *, source: str, schema: int) -> T:
+    """Return an instance of the dataclass ``cls`` from JSON.
+
+    Args:
+        cls: dataclass with a field ``schema``.
+        text: the JSON document.
+        source: where it comes from, for errors.
+        schema: the schema version this release reads.
+
+    Raises:
+        PlanError: if the text is not JSON, is of another schema version, or does not fit ``cls``.
+    """
+    import json
+
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        found = json.loads(text)
+        version = found.get("schema") if isinstance(found, dict) else None
+    except ValueError as error:
+        raise PlanError(f"{source} is not a valid {cls.__name__} file: {error}") from None
+    if version != schema:
+        raise PlanError(
+            f"{source} has schema {version!r}, this release of lt_offload reads schema {schema} of {cls.__name__}; "
+            "make it again with the release you have installed"
+        )
+    try:
+        return TypeAdapter(cls).validate_json(text)
+    except ValidationError as error:
+        first = error.errors()[0]
+        path = ".".join(str(part) for part in first["loc"]) or "the document"
+        raise PlanError(f"{source} is not a valid {cls.__name__} file: {path}: {first['msg']}") from None
+
+
+def save_json(obj: Any, path: str | Path) -> Path:
+    """Write ``obj`` to ``path``, making its folder, and return the path."""
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(to_json(obj) + "\n", encoding="utf-8")
+    return target
+
+
+def load_json(cls: type[T], path: str | Path, *, schema: int) -> T:
+    """Read an instance of ``cls`` from ``path``.
+
+    Raises:
+        PlanError: if the file is missing or is not a valid ``cls`` of this schema version.
+    """
+    try:
+        text = Path(path).read_bytes()
+    except OSError as error:
+        raise PlanError(f"cannot read {cls.__name__} file {str(path)!r}: {error.strerror}") from None
+    return from_json(cls, text, source=repr(str(path)), schema=schema)

@@ -1,0 +1,88 @@
+"""Defects other than missing waits, put in one at a time: the parity comparison must notice each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lt_offload.execute import activations, gradients, residency
+from lt_offload.execute.emulated import EmulatedDevice
+from lt_offload.execute.gradients import Gradients
+from tests.parity.harness import Case, differences, offloaded, plain
+
+TIED = Case(family="llama-tied", options=("recompute", "mixed"), places=("device", "host"), dropout=0.1)
+
+
+def fails(case: Case) -> bool:
+    """Whether the run breaks or gives other numbers."""
+    expected = plain(case)
+    try:
+        return differences(expected, offloaded(case)) != []
+    except (RuntimeError, AssertionError):
+        return True
+
+
+def test_nothing_fails_without_a_defect() -> None:
+    assert not fails(TIED)
+
+
+def test_random_state_not_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EmulatedDevice, "set_rng_state", lambda self, state: None)
+    assert fails(TIED)
+
+
+def test_tied_weight_updated_at_its_first_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    collect = Gradients._collect
+
+    def eager(self: Gradients, weight: Any) -> None:
+        weight.uses, weight.seen = 1, 0
+        collect(self, weight)
+
+    monkeypatch.setattr(Gradients, "_collect", eager)
+    assert fails(TIED)
+
+
+def test_updated_weights_not_written_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(residency, "write_back", lambda *args, **kwargs: None)
+    assert fails(Case(places=("device",)))
+
+
+def test_saved_weights_kept_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "_alias", lambda tensor, ranges: tensor.detach())
+    assert fails(Case())
+
+
+def test_gradients_of_one_use_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    collect = Gradients._collect
+
+    def forgetful(self: Gradients, weight: Any) -> None:
+        weight.grad = None
+        collect(self, weight)
+
+    monkeypatch.setattr(Gradients, "_collect", forgetful)
+    assert fails(TIED)
+
+
+def test_host_update_with_the_next_learning_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Group options must be read when the update is queued, not when it runs."""
+    prepare = gradients.Updates.prepare
+
+    def late(self: Any, weights: Any, place: str, grads: Any) -> Any:
+        return lambda: prepare(self, weights, place, grads)()
+
+    monkeypatch.setattr(gradients.Updates, "prepare", late)
+    assert fails(Case(places=("host",)))
+
+
+def test_cache_replayed_in_another_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    init = activations.ReplayCostly.__init__
+
+    def shuffled(self: Any, cache: Any) -> None:
+        cache.results.reverse()
+        init(self, cache)
+
+    monkeypatch.setattr(activations.ReplayCostly, "__init__", shuffled)
+    assert fails(Case(options=("mixed",)))
+
+

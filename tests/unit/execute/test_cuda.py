@@ -1,0 +1,426 @@
+"""The logic of the CUDA device on a model of CUDA. Nothing here says what real hardware does.
+
+In the model, streams run as late as possible, and a wait for an event that was not recorded is an error.
+"""
+
+import gc
+import threading
+import time
+import weakref
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from lt_offload.errors import ConfigError, OverBudget
+from lt_offload.execute.cuda import CudaDevice
+
+KB = 1024
+CONTEXT = 100 * KB
+
+
+class Stream:
+    def __init__(self, gpu, name):
+        self.gpu, self.name = gpu, name
+        self.issued, self.executed = [], 0
+
+    def launch(self, work):
+        self.issued.append(work)
+        return len(self.issued)
+
+    def run_until(self, position):
+        while self.executed < position:
+            work = self.issued[self.executed]
+            self.executed += 1
+            work()
+
+    def wait_event(self, event):
+        assert event.stream is not None, "a wait for an event that was not recorded does nothing"
+        stream, position = event.stream, event.position
+        self.launch(lambda: stream.run_until(position))
+
+    def synchronize(self):
+        with self.gpu.lock:
+            self.run_until(len(self.issued))
+
+
+class Event:
+    def __init__(self, gpu, timing):
+        self.gpu, self.timing, self.stream, self.time = gpu, timing, None, None
+
+    def record(self, stream):
+        self.stream = stream
+        self.position = stream.launch(self._happen)
+
+    def _happen(self):
+        self.time = time.perf_counter()
+
+    def query(self):
+        return self.stream is None or self.stream.executed >= self.position
+
+    def synchronize(self):
+        assert self.stream is not None
+        with self.gpu.lock:
+            self.stream.run_until(self.position)
+
+    def elapsed_time(self, end):
+        assert self.timing
+        assert end.timing
+        return (end.time - self.time) * 1e3
+
+
+class Gpu:
+    """Stands in for ``CudaRuntime``. A stream works only while the host waits for it or for one that waits for it."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, free=1 << 20):
+        self.lock = threading.RLock()
+        self.main = Stream(self, "compute")
+        self.local = threading.local()
+        self.limit, self.free, self.held = None, free, 0
+        self.registered = {}
+        self.generator = torch.Generator()
+        self.streams = []
+
+    def stream(self):
+        self.streams.append(Stream(self, ("h2d", "d2h")[len(self.streams)]))
+        return self.streams[-1]
+
+    def current_stream(self):
+        return getattr(self.local, "stream", self.main)
+
+    @contextmanager
+    def use(self, stream):
+        before, self.local.stream = self.current_stream(), stream
+        try:
+            yield
+        finally:
+            self.local.stream = before
+
+    def event(self, *, timing):
+        return Event(self, timing)
+
+    def launch(self, work):
+        """What a kernel or an asynchronous copy does."""
+        self.current_stream().launch(work)
+
+    def empty(self, nbytes):
+        if nbytes > 800 * KB:
+            raise torch.OutOfMemoryError("no room")
+        self.held = nbytes
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def cap(self, nbytes):
+        self.limit = nbytes
+
+    def context_bytes(self):
+        return CONTEXT
+
+    def available(self):
+        return self.free
+
+    def reserved(self):
+        return self.held
+
+    def peak_reserved(self):
+        return self.held + 1
+
+    def reset_peak(self):
+        self.held -= 1
+
+    def register(self, address, nbytes):
+        self.registered[address] = nbytes
+        return 0
+
+    def unregister(self, address):
+        del self.registered[address]
+        return 0
+
+    def rng_state(self):
+        return self.generator.get_state()
+
+    def set_rng_state(self, state):
+        self.generator.set_state(state)
+
+
+@pytest.fixture
+def gpu():
+    return Gpu()
+
+
+@pytest.fixture
+def device(gpu):
+    device = CudaDevice(1 << 20, runtime=gpu)
+    device.reserve(64 * KB)
+    yield device
+    device.close()
+
+
+# -- issue and order -------------------------------------------------------------------------------------------------
+
+
+def test_a_copy_is_issued_at_once_by_the_calling_thread(device, gpu):
+    where = []
+    event = device.submit("h2d", lambda: where.append((threading.current_thread(), gpu.current_stream().name)))
+    assert where == [(threading.main_thread(), "h2d")]
+    assert not event.done()
+    device.synchronize(event)
+    assert event.done()
+
+
+def test_the_compute_lane_waits_for_a_copy_without_blocking_the_host(device, gpu):
+    log = []
+    event = device.submit("h2d", lambda: gpu.launch(lambda: log.append("copy")))
+    device.wait(event)
+    gpu.launch(lambda: log.append("kernel"))
+    assert log == []
+    gpu.main.synchronize()
+    assert log == ["copy", "kernel"]
+
+
+def test_a_copy_waits_for_the_kernels_before_a_mark(device, gpu):
+    log = []
+    gpu.launch(lambda: log.append("kernel"))
+    mark = device.mark()
+    gpu.launch(lambda: log.append("later kernel"))
+    event = device.submit("d2h", lambda: gpu.launch(lambda: log.append("copy")), after=[mark])
+    assert not mark.done()
+    device.synchronize(event)
+    assert log == ["kernel", "copy"]
+
+
+def test_a_whole_iteration_through_a_host_update(device, gpu):
+    """Kernel -> gradient copy -> update on the host -> copy back -> kernel, all queued before anything runs."""
+    weight, grad, view, seen = torch.zeros(4), torch.zeros(4), torch.zeros(4), []
+    gate = threading.Event()
+    for step in range(1, 4):
+        gate.clear()
+        gpu.launch(lambda step=step: grad.fill_(step))
+        out = device.submit("d2h", lambda: gpu.launch(lambda: None), after=[device.mark()])
+        update = device.submit("host", lambda: (gate.wait(20), weight.add_(grad)), after=[out])
+        back = device.submit("h2d", lambda: gpu.launch(lambda: view.copy_(weight)), after=[update])
+        assert not update.done()
+        assert not back.done()
+        threading.Timer(0.02, gate.set).start()
+        device.wait(back)  # blocks until the copy is issued
+        assert update.done()
+        gpu.launch(lambda: seen.append(view[0].item()))
+    gpu.main.synchronize()
+    assert seen == [1.0, 3.0, 6.0]
+
+
+def test_a_ready_copy_does_not_overtake_one_that_waits(device, gpu):
+    gate, log = threading.Event(), []
+    update = device.submit("host", lambda: gate.wait(20))
+    device.submit("h2d", lambda: log.append("first"), after=[update])
+    second = device.submit("h2d", lambda: log.append("second"))
+    assert log == []
+    gate.set()
+    device.synchronize(second)
+    assert log == ["first", "second"]
+    device.submit("h2d", lambda: log.append(threading.current_thread().name))
+    assert log[-1] == threading.main_thread().name
+
+
+def test_waiting_for_the_host_lane_blocks_until_it_has_run(device, gpu):
+    log = []
+    device.wait(device.submit("host", lambda: (time.sleep(0.02), log.append(torch.is_grad_enabled()))))
+    assert log == [False]
+
+
+def test_a_range_is_written_after_its_last_reader(device, gpu):
+    log = []
+    old = device.place(0, KB, "old")
+    gpu.launch(lambda: log.append("kernel reads old"))
+    out = device.submit("d2h", lambda: gpu.launch(lambda: log.append("copy of old")))
+    device.free(old, [out])
+    new = device.place(512, 512, "new")
+    event = device.submit("h2d", lambda: gpu.launch(lambda: log.append("copy to new")), writes=[new])
+    device.synchronize(event)
+    assert sorted(log[:2]) == ["copy of old", "kernel reads old"]
+    assert log[2:] == ["copy to new"]
+
+
+def test_compute_writes_a_range_after_its_last_reader(device, gpu):
+    log = []
+    old = device.place(0, KB, "old")
+    out = device.submit("d2h", lambda: gpu.launch(lambda: log.append("copy of old")))
+    device.free(old, [out])
+    device.wait(writes=[device.place(0, KB, "new")])
+    gpu.launch(lambda: log.append("kernel writes new"))
+    gpu.main.synchronize()
+    assert log == ["copy of old", "kernel writes new"]
+
+
+def test_bookkeeping_does_not_grow(device, gpu):
+    for _ in range(1000):
+        for offset in (0, 3 * KB, 8 * KB):
+            buffer = device.place(offset, 2 * KB)
+            device.wait(device.submit("h2d", lambda: None, writes=[buffer]))
+            out = device.submit("d2h", lambda: None, after=[device.mark()])
+            device.free(buffer, [out])
+        device.synchronize(out)
+        gpu.main.synchronize()
+    assert device._arena.fragments < 40
+    assert all(len(tasks) <= 3 for tasks in device._runner._in_flight.values())
+
+
+# -- memory that a copy uses -----------------------------------------------------------------------------------------
+
+
+def test_memory_of_a_copy_is_kept_until_the_gpu_is_through(device, gpu):
+    tensor = torch.zeros(4)
+    gone = weakref.ref(tensor)
+    event = device.submit("d2h", lambda tensor=tensor: None)
+    del tensor
+    device.mark()
+    assert gone() is not None
+    device.synchronize(event)
+    assert gone() is None
+
+
+def test_memory_of_a_copy_is_given_back_when_the_compute_lane_is_behind_it(device, gpu):
+    """Then the allocator may give it to the next kernel although nothing has run yet."""
+    tensors = [torch.zeros(4) for _ in range(3)]
+    gone = [weakref.ref(t) for t in tensors]
+    events = [device.submit("d2h", lambda tensor=tensor: None) for tensor in tensors]
+    del tensors
+    device.wait(events[1])
+    gc.collect()
+    assert [ref() is None for ref in gone[:2]] == [True, True]
+    assert gone[2]() is not None
+    assert not events[0].done()
+
+
+# -- errors ----------------------------------------------------------------------------------------------------------
+
+
+def fail():
+    raise KeyError("broken")
+
+
+@pytest.mark.parametrize("lane", ["h2d", "d2h", "host"])
+def test_an_error_reaches_the_caller_and_cancels_what_depends_on_it(device, gpu, lane):
+    log = []
+    bad = device.submit(lane, fail)
+    dependent = device.submit("h2d", lambda: log.append("dependent"), after=[bad])
+    with pytest.raises(KeyError, match="broken"):
+        device.wait(dependent)
+    device.drain()
+    assert log == []
+    device.synchronize(device.submit(lane, lambda: log.append("later")))
+    assert log == ["later"]
+
+
+def test_work_issued_before_an_error_is_still_waited_for(device, gpu):
+    log = []
+
+    def half():
+        gpu.launch(lambda: log.append("half"))
+        fail()
+
+    old = device.place(0, KB)
+    device.free(old, [device.submit("d2h", half)])
+    with pytest.raises(KeyError):
+        device.wait()
+    new = device.place(0, KB)
+    device.wait(writes=[new])
+    gpu.launch(lambda: log.append("kernel"))
+    gpu.main.synchronize()
+    assert log == ["half", "kernel"]
+
+
+# -- budget and figures ----------------------------------------------------------------------------------------------
+
+
+def test_the_allocator_is_capped_at_the_budget_less_the_context(gpu):
+    device = CudaDevice(500 * KB, runtime=gpu)
+    assert gpu.limit == 400 * KB
+    with pytest.raises(OverBudget, match="exceed the budget of 512 kB"):
+        device.reserve(400 * KB + 1)
+    device.reserve(400 * KB)
+    assert device.memory() == 500 * KB
+    assert device.peak_memory() == 500 * KB + 1
+    device.close()
+    assert gpu.limit is None
+
+
+def test_impossible_budgets_are_refused(gpu):
+    with pytest.raises(ConfigError, match=r"memory=102 kB is not more than the CUDA context alone occupies \(102 kB\)"):
+        CudaDevice(CONTEXT, runtime=gpu)
+    with pytest.raises(OverBudget, match=r"memory=2 MB is more than the 1.15 MB that are free on cpu"):
+        CudaDevice(2_000_000, runtime=gpu)
+
+
+def test_running_out_of_memory_is_over_budget(device, gpu):
+    with pytest.raises(OverBudget, match="does not fit: no room"):
+        device.reserve(900 * KB)
+    with pytest.raises(OverBudget, match=r"the budget of 1.05 MB is used up"), device.accounting("a"):
+        raise torch.OutOfMemoryError("no room")
+    device.reserve(KB)
+    assert device.memory() == CONTEXT + KB
+
+
+def test_spans_are_on_the_clock_of_the_host(device, gpu):
+    device.submit("h2d", lambda: None, label="before")
+    device.record(True)
+    start = device.now()
+    token = device.begin_compute(4, "forward 2")
+    copy = device.submit("h2d", lambda: gpu.launch(lambda: time.sleep(0.01)), op=1, label="prefetch")
+    device.wait(device.submit("host", lambda: time.sleep(0.01), op=2, label="update"))
+    device.end_compute(token)
+    assert [span[:3] for span in device.take_spans()] == [(2, "host", "update")]
+    device.synchronize(copy)
+    gpu.main.synchronize()
+    end = device.now()
+    spans = sorted(device.take_spans())
+    assert [span[:3] for span in spans] == [(1, "h2d", "prefetch"), (4, "compute", "forward 2")]
+    assert all(start - 0.005 <= s[3] <= s[4] <= end + 0.005 for s in spans)
+    assert spans[0][4] - spans[0][3] >= 0.01
+    device.record(False)
+    assert device.begin_compute(0, "") is None
+    device.synchronize(device.submit("h2d", lambda: None))
+    assert device.take_spans() == []
+
+
+def test_both_generators_are_saved(device, gpu):
+    state = device.rng_state()
+    first = torch.rand(3), torch.rand(3, generator=gpu.generator)
+    device.set_rng_state(state)
+    assert all(map(torch.equal, first, (torch.rand(3), torch.rand(3, generator=gpu.generator))))
+
+
+def test_host_memory_is_registered_until_close(gpu):
+    device = CudaDevice(1 << 20, runtime=gpu)
+    adopted = device.host_adopt(torch.arange(5.0))
+    fresh = device.host_empty((7,), torch.bfloat16)
+    assert gpu.registered
+    assert device.host_bytes == adopted.nbytes + fresh.nbytes
+    device.close()
+    device.close()
+    assert not gpu.registered
+    assert torch.equal(adopted, torch.arange(5.0))
+
+
+def test_empty_honours_strides(device):
+    assert device.empty((2, 3), (1, 2), torch.float32).stride() == (1, 2)
+    assert device.empty((2, 3), None, torch.bfloat16).is_contiguous()
+
+
+@pytest.mark.parametrize("closed", [True, False])
+def test_nothing_is_left_of_a_device(gpu, closed):
+    device = CudaDevice(1 << 20, runtime=gpu)
+    device.reserve(KB)
+    device.host_empty((7,), torch.float32)
+    log = []
+    device.submit("h2d", lambda: gpu.launch(lambda: log.append("copy")), after=[device.submit("host", lambda: None)])
+    gone = weakref.ref(device)
+    if closed:
+        device.close()
+    del device
+    gc.collect()
+    assert gone() is None
+    assert not gpu.registered
+    assert log == ["copy"]
+    assert not [t for t in threading.enumerate() if t.name.startswith("lt_offload")]
