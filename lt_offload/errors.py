@@ -1,13 +1,13 @@
-"""Every error a user can meet, as one tree. Each message says what is wrong, with which value, and the nearest thing that works.
+"""Every error a user can meet, as one tree: what is wrong, with which value, and the nearest thing that works.
 
-    OffloadError
-    ├── ConfigError (ValueError)       a setting, recipe or file that cannot be used as given
-    │   ├── UnsupportedError           a combination that is refused before training
-    │   └── PlanError                  a plan that is inconsistent, of another model or of another version
-    ├── ModelError (ValueError)        a model without a usable block sequence
-    ├── InfeasibleError (ValueError)   no plan fits the budgets
-    ├── OverBudget (RuntimeError)      an allocation that would pass the budget
-    └── Race (AssertionError)          the happens-before checker found two unordered accesses (a defect of ours)
+OffloadError
+├── ConfigError (ValueError)       a setting, recipe or file that cannot be used as given
+│   ├── UnsupportedError           a combination that is refused before training
+│   └── PlanError                  a plan that is inconsistent, of another model or of another version
+├── ModelError (ValueError)        a model without a usable block sequence
+├── InfeasibleError (ValueError)   no plan fits the budgets
+├── OverBudget (RuntimeError)      an allocation that would pass the budget
+└── Race (AssertionError)          the happens-before checker found two unordered accesses (a defect of ours)
 """
 
 from __future__ import annotations

@@ -27,19 +27,16 @@ def parse_bytes(value: str | int | float, *, setting: str = "memory") -> int:
     match = _SIZE.fullmatch(str(value)) if not isinstance(value, bool) else None
     factor = _FACTORS.get(match[2].upper()) if match else None
     if match is None or factor is None or float(match[1]) <= 0:
-        raise ConfigError(f'{setting}={value!r} is not a size; write it like "10GB", "10GiB" or as a positive number of bytes')
+        raise ConfigError(f'{setting}={value!r} is not a size; write "10GB", "10GiB" or a positive number of bytes')
     return int(float(match[1]) * factor)
 
 
 def format_bytes(count: float) -> str:
     """Return ``count`` bytes in decimal units with three significant digits, e.g. ``"9.87 GB"``."""
-    size = float(count)
-    for unit in ("B", "kB", "MB", "GB"):
-        if abs(size) < 999.5:
-            break
-        size /= 1000
-    else:
-        unit = "TB"
+    size, units = float(count), ["TB", "GB", "MB", "kB", "B"]
+    unit = units.pop()
+    while units and abs(size) >= 999.5:
+        size, unit = size / 1000, units.pop()
     return f"{size:.0f} {unit}" if unit == "B" or abs(size) >= 99.95 else f"{size:.3g} {unit}"
 
 

@@ -1,8 +1,8 @@
 """What becomes of the tensors that autograd saves inside a block: kept, or moved to the host and back. Knows no plan.
 
-A weight is never kept alive by a saved tensor: its alias is replaced by a :class:`WeightAlias` that finds the weight again wherever it
-is when the backward needs it. Other tensors are handled by storage, so that views of one storage travel once and come back exactly as
-they were.
+A weight is never kept alive by a saved tensor: its alias is replaced by a :class:`WeightAlias` that finds the weight
+again wherever it is when the backward needs it. Other tensors are handled by storage, so that views of one storage
+travel once and come back exactly as they were.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class CacheCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ReplayCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs the forward again and takes the results of its costly operations from the cache instead of computing them."""
+    """Runs the forward again, taking the results of its costly operations from the cache."""
 
     def __init__(self, cache: CacheCostly) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

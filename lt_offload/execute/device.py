@@ -1,12 +1,14 @@
 """The device interface: an arena, three asynchronous lanes beside the compute lane, and events that link them.
 
-The *compute lane* is whatever the calling thread runs (or launches). ``h2d`` and ``d2h`` copy; ``host`` runs updates. Tasks of one
-lane run in the order of submission. The interface never blocks the calling thread except in :meth:`Device.synchronize`, in
-:meth:`Device.wait` where the event's work has not been issued yet, and where an emulated device has no other way.
+The *compute lane* is whatever the calling thread runs (or launches). ``h2d`` and ``d2h`` copy; ``host`` runs updates.
+Tasks of one lane run in the order of submission. The interface never blocks the calling thread except in
+:meth:`Device.synchronize`, in :meth:`Device.wait` where the event's work has not been issued yet, and where an emulated
+device has no other way.
 
-An :class:`Event` is done when its task has run. Work on the compute lane that reads what a task wrote must be preceded by
-:meth:`Device.wait`; a task that reads what the compute lane wrote takes an event of :meth:`Device.mark` in ``after``. A happens-before
-checker (emulated device) verifies exactly that: every access is declared as ``reads``/``writes`` of :class:`Cell` objects.
+An :class:`Event` is done when its task has run. Work on the compute lane that reads what a task wrote must be preceded
+by :meth:`Device.wait`; a task that reads what the compute lane wrote takes an event of :meth:`Device.mark` in
+``after``. A happens-before checker (emulated device) verifies exactly that: every access is declared as
+``reads``/``writes`` of :class:`Cell` objects.
 """
 
 from __future__ import annotations
@@ -81,7 +83,7 @@ class Device(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int, label: str = "") -> Buffer:
-        """Take the first range that fits (for forward-only streaming, where no plan fixed offsets); raises ``OverBudget``."""
+        """Take the first range that fits, where no plan has fixed an offset; raises ``OverBudget``."""
 
     @abstractmethod
     def free(self, buffer: Buffer, after: Sequence[Event] = ()) -> None:
@@ -105,15 +107,16 @@ class Device(ABC):
         op: int = -1,
         nbytes: int = 0,
     ) -> Event:
-        """Queue ``task`` on ``lane``, to run after the events ``after`` (and after the releases of ranges that it writes).
+        """Queue ``task`` on ``lane``, to run after ``after`` and after the releases of the ranges that it writes.
 
-        An exception in a task is raised by the next call of ``wait``, ``synchronize`` or ``drain``. ``op`` is the plan's op id for the
-        trace, ``nbytes`` the copied bytes for throttled links. Tasks run without autograd and outside dispatch modes.
+        An exception in a task is raised by the next call of ``wait``, ``synchronize`` or ``drain``. ``op`` is the
+        plan's op id for the trace, ``nbytes`` the copied bytes for throttled links. Tasks run without autograd and
+        outside dispatch modes.
         """
 
     @abstractmethod
     def mark(self, *, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> Event:
-        """Return an event for everything the compute lane has been given so far; declares the accesses since the last wait."""
+        """Return an event for all that the compute lane has been given so far, and declare what it accessed."""
 
     @abstractmethod
     def wait(self, *events: Event, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> None:
@@ -131,23 +134,27 @@ class Device(ABC):
 
     @abstractmethod
     def host_adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return ``tensor``'s contents as a host tensor fit for asynchronous copies; may be the same tensor (emulated)."""
+        """Return ``tensor``'s contents in a host tensor fit for asynchronous copies, if possible the same."""
 
     @abstractmethod
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised host tensor fit for asynchronous copies; counted in ``host_bytes``. Never called per step."""
+        """Return an uninitialised host tensor fit for asynchronous copies; never called per step."""
 
     @abstractmethod
     def empty(self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> torch.Tensor:
-        """Return uninitialised device memory outside the arena (activations fetched back); counted like any allocation."""
+        """Return uninitialised device memory outside the arena, for activations that are fetched back.
+
+        It may still be in use by earlier work of the compute lane: a task that writes it takes a later ``mark`` in
+        ``after``.
+        """
 
     @abstractmethod
     def accounting(self, signature: object = None) -> AbstractContextManager[None]:
         """Within the context every device allocation of the calling thread is held against the budget.
 
-        On CUDA the allocator's own cap does that and this does nothing. The emulated device counts storages; as that costs time, it
-        may skip counting when ``signature`` (shapes of the batch) has been counted under this arena before, and then uses that
-        run's figures.
+        On CUDA the allocator's own cap does that and this only turns its error into ``OverBudget``. The emulated device
+        counts storages; as that costs time, it may skip counting when ``signature`` (shapes of the batch) has been
+        counted under this arena before, and then uses that run's figures.
         """
 
     # -- random numbers ----------------------------------------------------------------------------------------------

@@ -1,8 +1,9 @@
 """Carries out a plan: the only owner of what is where. It never decides; for that see ``plan/``.
 
-The engine wraps each block's ``forward``. The first block's forward with gradients begins an iteration; the backward of the first block,
-followed by :meth:`Engine.finish`, ends it. Every step issues its prefetches, runs its computation, then issues what follows, exactly in
-the order of the plan. The calling thread waits for an event only where its computation reads what a copy brings.
+The engine wraps each block's ``forward``. The first block's forward with gradients begins an iteration; the backward of
+the first block, followed by :meth:`Engine.finish`, ends it. Every step issues its prefetches, runs its computation,
+then issues what follows, exactly in the order of the plan. The calling thread waits for an event only where its
+computation reads what a copy brings.
 """
 
 from __future__ import annotations
@@ -90,7 +91,7 @@ class Engine:
     # -- life cycle --------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Take the model over: host copies become fit for copies, block forwards are wrapped, gradient hooks attached."""
+        """Take the model over: wrap the blocks' forwards, attach gradient hooks, make the arena."""
         assert not self.installed
         device, plan = self.device, self.plan
         self.weights = [Weight(i, name, param, device) for i, (name, param) in enumerate(self.structure.tensors)]
@@ -108,7 +109,7 @@ class Engine:
         self.installed = True
 
     def remove(self) -> None:
-        """Give the model back: complete host weights, original forwards, no hooks. The engine cannot be installed again."""
+        """Give the model back: complete weights, original forwards, no hooks. The engine cannot be used again."""
         if not self.installed:
             return
         self.installed = False
@@ -135,7 +136,7 @@ class Engine:
         self.residency.forget()
 
     def abort(self) -> None:
-        """Leave an iteration that failed: wait for everything in flight, drop what was saved, bring newer copies to the host."""
+        """Leave an iteration that failed: await what is in flight, drop what was saved, bring newer copies home."""
         self._drop_frames()
         try:
             self.device.drain()
@@ -176,7 +177,7 @@ class Engine:
             yield
 
     def finish(self) -> None:
-        """End the iteration: every gradient has arrived, every update is done or queued. Host updates go on meanwhile."""
+        """End the iteration: every gradient has arrived, every update is done or queued."""
         if not self._ran_backward:
             self._restart()
             return
@@ -399,7 +400,7 @@ class Engine:
         self._frames.clear()
 
     def _streaming_arena(self) -> int:
-        """Forward-only: room for all weights if that leaves half of the budget, else for two blocks, at least for one."""
+        """Room for all weights if that leaves half of the budget, else for two blocks, at least for one."""
         sizes = sorted(
             sum(round_up(self.weights[t].nbytes, ALIGNMENT) for t in block.tensors) for block in self.structure.blocks
         )

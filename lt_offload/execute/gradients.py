@@ -1,4 +1,4 @@
-"""What becomes of a gradient: held until it is complete, then updated with on the device or sent to the host. Knows places, not steps."""
+"""What becomes of a gradient: held until complete, then used on the device or sent to the host. Knows no steps."""
 
 from __future__ import annotations
 

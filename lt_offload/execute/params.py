@@ -1,17 +1,19 @@
 """Where each weight and its optimizer states are, and what is current. Knows nothing of plans or blocks.
 
-A weight has one *host copy* of full size and at most one *device copy*, a view of an arena buffer. ``Parameter.data`` is the device copy
-only while its block runs; at rest it is the host copy, so that ``state_dict``, summaries and user code see real shapes and values.
-Optimizer state tensors follow the same rule with respect to an update on the device.
+A weight has one *host copy* of full size and at most one *device copy*, a view of an arena buffer. ``Parameter.data``
+is the device copy only while its block runs; at rest it is the host copy, so that ``state_dict``, summaries and user
+code see real shapes and values. Optimizer state tensors follow the same rule with respect to an update on the device.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lt_offload.execute.device import Buffer, Cell, Device, Event
 from lt_offload.plan.schedule import UpdatePlace
@@ -20,7 +22,7 @@ STATE_ALIGNMENT = 8
 """State tensors of one weight stand in one buffer, each at a multiple of this many bytes: the largest element size."""
 
 
-class Copies:
+class Copies(ABC):
     """A host copy, an optional device copy, and the events that say when each is complete."""
 
     __slots__ = ("buffer", "current", "device", "dirty", "host_cell", "label", "ready")
@@ -37,14 +39,14 @@ class Copies:
         self.dirty = False
         """The device copy is newer than the host copy."""
 
+    @abstractmethod
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         """Return ``(host tensor, device view)`` of everything that a copy has to move."""
-        raise NotImplementedError(type(self))
 
     @property
+    @abstractmethod
     def nbytes(self) -> int:
         """Arena bytes of the device copy."""
-        raise NotImplementedError(type(self))
 
     def attach(self, buffer: Buffer) -> None:
         """Use ``buffer`` for the device copy."""
@@ -89,24 +91,28 @@ class Weight(Copies):
         self.grad_cell = Cell(f"host grad {name}")
 
     @property
+    @override
     def nbytes(self) -> int:
         return self.host.nbytes
 
+    @override
     def attach(self, buffer: Buffer) -> None:
         super().attach(buffer)
         with torch.inference_mode(False):
             self.view = buffer.view(self.host.dtype, self.host.shape)
 
+    @override
     def detach(self, after: Sequence[Event] = ()) -> None:
         super().detach(after)
         self.view = None
 
+    @override
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         assert self.view is not None
         return [(self.host, self.view)]
 
     def shadow(self, place: str, data: Tensor, grad: Tensor | None) -> nn.Parameter:
-        """Return the stand-in for the parameter in an update at ``place``: a Parameter over ``data`` with gradient ``grad``."""
+        """Return the parameter's stand-in for updates at ``place``, over ``data`` and with gradient ``grad``."""
         shadow = self.shadows.get(place)
         if shadow is None:
             shadow = self.shadows[place] = nn.Parameter(data)
@@ -119,8 +125,8 @@ class Weight(Copies):
 class States(Copies):
     """The optimizer state tensors of one weight that are worth moving: those with more than one element.
 
-    They appear with the first update and are replaced by ``Optimizer.load_state_dict``, so records are made from the live state
-    dictionary whenever it has changed.
+    They appear with the first update and are replaced by ``Optimizer.load_state_dict``, so records are made from the
+    live state dictionary whenever it has changed.
     """
 
     __slots__ = ("entries", "weight")
@@ -132,11 +138,12 @@ class States(Copies):
         """``(state tensor as the optimizer holds it, its host copy, offset in the buffer)``."""
 
     @property
+    @override
     def nbytes(self) -> int:
         return sum(round_up(host.nbytes, STATE_ALIGNMENT) for _, host, _ in self.entries)
 
     def refresh(self, state: dict[str, Any]) -> None:
-        """Adopt the tensors of the optimizer's ``state`` dictionary for this parameter, if they are not the known ones."""
+        """Adopt the tensors of the optimizer's ``state`` dictionary, if they are not the known ones."""
         tensors = [v for v in state.values() if isinstance(v, Tensor) and v.numel() > 1]
         known = [tensor for tensor, _, _ in self.entries]
         if len(known) == len(tensors) and all(a is b for a, b in zip(known, tensors, strict=True)):
@@ -158,6 +165,7 @@ class States(Copies):
                 for _, host, at in self.entries
             ]
 
+    @override
     def pairs(self) -> list[tuple[Tensor, Tensor]]:
         return [(host, view) for (_, host, _), view in zip(self.entries, self.views(), strict=True)]
 
@@ -172,7 +180,7 @@ class States(Copies):
             tensor.data = host
 
     def born(self, state: dict[str, Any]) -> None:
-        """Take over the tensors that the first update on the device has put into ``state``: their home is the arena buffer."""
+        """Take over what the first update on the device has put into ``state``: its home is the arena buffer."""
         assert self.buffer is not None and not self.entries
         offset = 0
         for tensor in [v for v in state.values() if isinstance(v, Tensor) and v.numel() > 1]:
@@ -193,7 +201,7 @@ def round_up(nbytes: int, alignment: int) -> int:
 
 
 def fetch(device: Device, copies: Iterable[Copies], *, label: str, op: int = -1) -> Event | None:
-    """Queue one host-to-device task for all ``copies`` (attached already) and return its event; None if nothing is to be copied."""
+    """Queue one task that fills the attached ``copies``; return its event, None if there is nothing to copy."""
     items = [item for item in copies if item.buffer is not None]
     pairs = [pair for item in items for pair in item.pairs()]
     if not pairs:
@@ -219,7 +227,7 @@ def fetch(device: Device, copies: Iterable[Copies], *, label: str, op: int = -1)
 
 
 def write_back(device: Device, copies: Iterable[Copies], *, label: str, op: int = -1) -> Event | None:
-    """Queue one device-to-host task for those ``copies`` whose device copy is newer; return its event, None if there are none."""
+    """Queue one task that copies newer device copies to the host; return its event, None if there are none."""
     items = [item for item in copies if item.dirty]
     pairs = [pair for item in items for pair in item.pairs()]
     if not pairs:

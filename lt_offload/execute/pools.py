@@ -1,4 +1,4 @@
-"""Host memory that is used again: activations of one iteration go where those of the last one were. Knows sizes and events only."""
+"""Host memory that is used again: activations go where those of the last iteration were. Knows sizes and events."""
 
 from __future__ import annotations
 

@@ -83,8 +83,8 @@ def check_match(structure: Structure, optimizer: Optimizer | None, plan: Plan | 
     if fingerprint(rows, len(structure.blocks)) != plan.fingerprint:
         raise PlanError(
             f"the plan was made for another model ({plan.model}, {len(plan.options)} blocks, {len(plan.update_places)} "
-            f"tensors); this one has {len(structure.blocks)} blocks and {len(rows)} tensors, or other shapes, dtypes or "
-            "frozen parameters. Plan again for this model"
+            f"tensors); this one has {len(structure.blocks)} blocks and {len(rows)} tensors, or other shapes, dtypes "
+            "or frozen parameters. Plan again for this model"
         )
     if optimizer is None:
         raise UnsupportedError("a plan without an optimizer: training needs the optimizer that the plan was made for")

@@ -80,7 +80,7 @@ class Residency:
         self.settled = True
 
     def evict(self, keep: Mapping[tuple[str, int], int] | None = None) -> None:
-        """Bring every device copy to the host and forget it, except those in ``keep`` that are at the offset given there."""
+        """Bring every device copy to the host and forget it, except those in ``keep`` at the offset given there."""
         out = [
             item
             for item in self.all()

@@ -1,8 +1,8 @@
-"""One block's run as an autograd function of its own. Knows options and saved tensors; knows neither plan nor other blocks.
+"""One block's run as an autograd function of its own. Knows options and saved tensors; no plan, no other blocks.
 
-The block's graph is private: outside it, autograd sees one node per block. That node's backward finds (or rebuilds) the private
-graph, runs it, and returns the gradients that arrived at the block's inputs. Parameters get their gradients inside, where the engine's
-hooks pick them up.
+The block's graph is private: outside it, autograd sees one node per block. That node's backward finds (or rebuilds) the
+private graph, runs it, and returns the gradients that arrived at the block's inputs. Parameters get their gradients
+inside, where the engine's hooks pick them up.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from typing_extensions import override
 
 from lt_offload.execute.activations import CacheCostly, Moved, Pager, ReplayCostly, SavedTensors
 from lt_offload.execute.device import Device
@@ -115,7 +116,7 @@ class Frame:
         return out
 
     def backward(self, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Run the backward, rebuilding the graph if the option says so; return the gradients of the activation inputs."""
+        """Run the backward, rebuilding the graph if need be; return the gradients of the activation inputs."""
         roots: Sequence[GradientEdge | Tensor | None] = self._roots
         if self.option in ("recompute", "mixed"):
             roots = self._rebuild(anchor)
@@ -175,11 +176,13 @@ class _Entry(torch.autograd.Function):
     """Where the private graph begins: passes the input on and catches its gradient, holding on to neither."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, anchor: Tensor, x: Tensor, frame: Frame, slot: int) -> Tensor:
         ctx.frame, ctx.slot = weakref.ref(frame), slot  # the frame holds this graph: no cycle
         return x.view_as(x)
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grads: Any) -> tuple[None, None, None, None]:
         frame = ctx.frame()
         assert frame is not None
@@ -188,9 +191,10 @@ class _Entry(torch.autograd.Function):
 
 
 class BlockFunction(torch.autograd.Function):
-    """One block in the outer graph. ``anchor`` requires grad, so that blocks of trainable weights on frozen inputs are reached."""
+    """One block in the outer graph; ``anchor`` requires grad, for blocks that train on frozen inputs."""
 
     @staticmethod
+    @override
     def forward(ctx: Any, frame: Frame, anchor: Tensor, backward: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.frame, ctx.anchor, ctx.run = frame, anchor, backward
         ctx.set_materialize_grads(False)
@@ -199,6 +203,7 @@ class BlockFunction(torch.autograd.Function):
         return tuple(out)
 
     @staticmethod
+    @override
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         found = ctx.run(ctx.frame, ctx.anchor, grads)
         needed = ctx.needs_input_grad[3:]

@@ -1,9 +1,9 @@
 """Runs the user's own optimizer on some tensors at a time, on the device or on the host. Knows tensors, not plans.
 
-Any ``torch.optim.Optimizer`` that updates each tensor on its own works: a *sub-optimizer* is the same class with the same
-attributes, whose only parameters are stand-ins ("shadows") for the tensors to be updated and whose state dictionaries are the very
-dictionaries of the real optimizer. Group options are read when an update is queued, so a learning-rate scheduler may change them
-right afterwards.
+Any ``torch.optim.Optimizer`` that updates each tensor on its own works: a *sub-optimizer* is the same class with the
+same attributes, whose only parameters are stand-ins ("shadows") for the tensors to be updated and whose state
+dictionaries are the very dictionaries of the real optimizer. Group options are read when an update is queued, so a
+learning-rate scheduler may change them right afterwards.
 """
 
 from __future__ import annotations
@@ -46,16 +46,16 @@ class Updates:
         return param in self._group_of
 
     def state(self, weight: Weight) -> dict[str, Any]:
-        """Return the live state dictionary of ``weight``; an empty one that the optimizer does not know if it has none."""
+        """Return the live state dictionary of ``weight``, or a new one that the optimizer does not know yet."""
         state: dict[str, Any] = self.optimizer.state.get(weight.param, {})
         return state
 
     def prepare(self, weights: Sequence[Weight], place: str, grads: Sequence[Tensor]) -> Callable[[], None]:
-        """Return a function that updates ``weights`` at ``place`` (``"host"`` or ``"device"``) with today's group options.
+        """Return a function that updates ``weights`` with the group options of this moment.
 
         Args:
             weights: distinct weights; for the device, their device copies stay attached until the function has run.
-            place: where parameter, gradient and states are.
+            place: ``"host"`` or ``"device"``, where parameter, gradient and states are.
             grads: one gradient per weight, at that place.
         """
         groups: dict[int, dict[str, Any]] = {}

@@ -1,23 +1,24 @@
 """The plan of one iteration: the only contract between planning and execution. Pure data, JSON both ways.
 
-An iteration has ``T = 2L`` steps: forward of block ``i`` is step ``i``, its backward step ``2L - 1 - i``. A plan is cyclic: what is
-resident at the start of step 0 is resident again after step ``T - 1``.
+An iteration has ``T = 2L`` steps: forward of block ``i`` is step ``i``, its backward step ``2L - 1 - i``. A plan is
+cyclic: what is resident at the start of step 0 is resident again after step ``T - 1``.
 
 Ops stand in *issue order*; their id is their position. Within a step the order is
 
 1. ``prefetch`` ops: device memory is taken, then the copies are queued in this order;
 2. the step's one ``forward`` or ``backward`` op;
-3. (backward) ``offload`` of gradients and ``update`` on the device, carried out tensor by tensor as each gradient is complete,
+3. (backward) ``offload`` of gradients and ``update`` on the device, carried out tensor by tensor as each gradient is
+complete,
    and the host ``update`` ops that become possible with this step's gradients;
 4. other ``offload`` ops (saved activations, updated weights, states), then ``drop`` ops.
 
-``Op.after`` are ids of ops that must have ended before this one starts; an id that is not smaller than the op's own means the
-previous iteration. Because every op depends only on ops issued before it, a plan that passes :func:`lt_offload.plan.check` cannot
-deadlock.
+``Op.after`` are ids of ops that must have ended before this one starts; an id that is not smaller than the op's own
+means the previous iteration. Because every op depends only on ops issued before it, a plan that passes
+:func:`lt_offload.plan.check` cannot deadlock.
 
 Device memory is two pools: the *arena* holds weights and optimizer states at offsets fixed by the plan, everything else
-(activations, gradients, workspaces) is allocated as the framework goes. Arena memory released by an op may be reused by any op
-issued later; the later op is ordered after the release by events.
+(activations, gradients, workspaces) is allocated as the framework goes. Arena memory released by an op may be reused by
+any op issued later; the later op is ordered after the release by events.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ class Op:
     """Expected duration on its resource."""
     after: tuple[int, ...] = ()
     until: int | None = None
-    """For offloads: the step at whose end the device memory is given back. None: the device copy stays (a write-back)."""
+    """For offloads: the step at whose end the device memory is given back. None: the device copy stays."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -159,7 +160,7 @@ class Plan:
         return load_json(cls, path, schema=PLAN_SCHEMA)
 
     def explain(self) -> str:
-        """Return a table that a person can act on: what stays, travels, is recomputed, is updated where, and the predictions."""
+        """Return a table of what stays, travels, is recomputed and is updated where, and of the predictions."""
         from lt_offload.plan.explain import explain
 
         return explain(self)

@@ -1,7 +1,7 @@
 """What a model and a machine cost: frozen data, JSON both ways. Imports no torch, so plans can be made anywhere.
 
-Sizes are bytes, times seconds, speeds bytes per second. Block ``i`` of ``L`` runs its forward at step ``i`` and its backward at
-step ``2L - 1 - i`` of an iteration.
+Sizes are bytes, times seconds, speeds bytes per second. Block ``i`` of ``L`` runs its forward at step ``i`` and its
+backward at step ``2L - 1 - i`` of an iteration.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ class OptionProfile:
     forward_peak_bytes: int
     """Peak above saved bytes, input and output while the forward runs."""
     backward_peak_bytes: int
-    """Peak above saved bytes, input, output and the gradient of the input while the backward runs, parameter gradients excluded;
-    includes everything that is rebuilt or fetched back."""
+    """Peak above saved bytes, input, output and the gradient of the input while the backward runs, parameter gradients
+    excluded; includes everything that is rebuilt or fetched back."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,7 +163,7 @@ class Profile:
     optimizer: OptimizerProfile
     hardware: HardwareProfile
     shared_bytes: int = 0
-    """On the device during the whole iteration: masks, rotary tables, buffers, the batch, parameters outside the blocks."""
+    """On the device during the whole iteration: masks, rotary tables, buffers, parameters outside the blocks."""
     estimated: bool = False
     """True if times are a roofline estimate and not a measurement."""
     schema: int = PROFILE_SCHEMA
