@@ -189,6 +189,11 @@ class Device(ABC):
     def take_spans(self) -> list[tuple[int, str, str, float, float]]:
         """Return and clear ``(op, lane, label, start, end)`` of finished tasks and computations."""
 
+    @property
+    def counting(self) -> bool:
+        """Whether ``memory`` and ``peak_memory`` see every allocation at present."""
+        return True
+
     @abstractmethod
     def memory(self) -> int:
         """Return the device bytes in use now, arena extent included."""
@@ -204,7 +209,7 @@ class Device(ABC):
     @property
     @abstractmethod
     def host_bytes(self) -> int:
-        """Bytes handed out by ``host_adopt`` and ``host_empty``."""
+        """Bytes handed out by ``host_adopt`` and ``host_empty`` and still in use."""
 
     @abstractmethod
     def close(self) -> None:

@@ -83,7 +83,8 @@ class EmulatedDevice(Device):
         self._compute_label = "compute"
         self._counting = False
         self._counted: dict[tuple[int, object], int] = {}
-        self._peak = self._host_bytes = 0
+        self._peak = 0
+        self._host = Account()
         self._closed = False
         # Neither lanes nor account refer to the device: it is collected, and its threads end, even if nobody closes it.
         self._account = _DeviceAccount(budget, self._lanes)
@@ -232,7 +233,7 @@ class EmulatedDevice(Device):
 
     @override
     def host_adopt(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._host_bytes += tensor.nbytes
+        self._host.charge(tensor)
         return tensor
 
     @override
@@ -241,7 +242,7 @@ class EmulatedDevice(Device):
             tensor = torch.empty(tuple(shape), dtype=dtype)
             if self._poison:
                 _fill(_bytes(tensor))
-        self._host_bytes += tensor.nbytes
+        self._host.charge(tensor)
         return tensor
 
     @override
@@ -318,6 +319,11 @@ class EmulatedDevice(Device):
         finished = self._runner.spans
         return [finished.popleft() for _ in range(len(finished))]
 
+    @property
+    @override
+    def counting(self) -> bool:
+        return self._counting
+
     @override
     def memory(self) -> int:
         return self._account.current
@@ -335,7 +341,7 @@ class EmulatedDevice(Device):
     @property
     @override
     def host_bytes(self) -> int:
-        return self._host_bytes
+        return self._host.current
 
     @override
     def close(self) -> None:

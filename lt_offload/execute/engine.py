@@ -351,9 +351,9 @@ class Engine:
     def _begin_step(self, at: int) -> None:
         assert at == self._cursor, f"step {at} after step {self._cursor - 1}"
         self._cursor = at + 1
+        self.recorder.begin_step()
         for op in self._steps[at].before:
             self._issue(op)
-        self.recorder.sample()
 
     def _end_step(self, at: int) -> None:
         step = self._steps[at]
@@ -363,7 +363,7 @@ class Engine:
         for op in step.after:
             self._issue(op)
         self.residency.end_step(at)
-        self.recorder.sample()
+        self.recorder.end_step()
 
     def _issue(self, op: Op) -> None:
         if op.payload != "activation":

@@ -11,12 +11,14 @@ from __future__ import annotations
 import logging
 import math
 import mmap
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from lt_offload.plan.schedule import ALIGNMENT
+from lt_offload.profile.accounting import Account
 from lt_offload.units import format_bytes
 
 _log = logging.getLogger(__name__)
@@ -25,14 +27,13 @@ SLAB_BYTES = 64 << 20
 """Small tensors share mappings of this size."""
 
 LARGE_BYTES = 8 << 20
-"""Tensors of at least this size have a mapping of their own, so that hardly a page is wasted."""
+"""Tensors of at least this size have a mapping of their own: hardly a page is wasted, and it goes when they go."""
 
 
 @dataclass(slots=True, eq=False)
 class _Slab:
     memory: mmap.mmap
-    address: int
-    registered: bool
+    size: int
     used: int = 0
 
 
@@ -47,19 +48,20 @@ class HostMemory:
     def __init__(self, register: Callable[[int, int], int], unregister: Callable[[int], int]) -> None:
         self._register = register
         self._unregister = unregister
-        self._slabs: list[_Slab] = []
-        self.nbytes = 0
-        """Bytes handed out."""
+        self._shared: list[_Slab] = []
+        self._mapped: dict[weakref.finalize[..., mmap.mmap], int] = {}
+        """What undoes each mapping's registration (nothing, if it is pageable), and its size."""
+        self._account = Account()
 
     @property
-    def registered_bytes(self) -> int:
-        """Bytes that are page-locked."""
-        return sum(len(slab.memory) for slab in self._slabs if slab.registered)
+    def nbytes(self) -> int:
+        """Bytes of the tensors that were handed out and are in use."""
+        return self._account.current
 
     @property
     def mapped_bytes(self) -> int:
         """Bytes taken from the operating system."""
-        return sum(len(slab.memory) for slab in self._slabs)
+        return sum(size for release, size in self._mapped.items() if release.alive)
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised contiguous tensor."""
@@ -67,11 +69,15 @@ class HostMemory:
         nbytes = count * dtype.itemsize
         if count == 0:
             return torch.empty(tuple(shape), dtype=dtype)
-        slab = self._slab_for(nbytes)
-        start = slab.used
-        slab.used = -(-(start + nbytes) // ALIGNMENT) * ALIGNMENT
-        self.nbytes += nbytes
-        return torch.frombuffer(slab.memory, dtype=dtype, count=count, offset=start).view(tuple(shape))
+        if nbytes >= LARGE_BYTES:
+            memory, start = self._map(nbytes), 0
+        else:
+            slab = self._shared_slab(nbytes)
+            memory, start = slab.memory, slab.used
+            slab.used = -(-(start + nbytes) // ALIGNMENT) * ALIGNMENT
+        tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(tuple(shape))
+        self._account.charge(tensor)
+        return tensor
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of ``tensor``."""
@@ -81,21 +87,19 @@ class HostMemory:
 
     def close(self) -> None:
         """Unregister everything and forget it; idempotent."""
-        slabs, self._slabs = self._slabs, []
-        self.nbytes = 0
-        for slab in slabs:
-            if slab.registered:
-                code = self._unregister(slab.address)
-                if code != 0:
-                    _log.warning("cudaHostUnregister failed with error %d", code)
+        self._shared.clear()
+        for release in list(self._mapped):
+            release()
+        self._mapped.clear()
 
-    def _slab_for(self, nbytes: int) -> _Slab:
-        if nbytes >= LARGE_BYTES:
-            return self._new_slab(nbytes)
-        fitting = (slab for slab in self._slabs if slab.used + nbytes <= len(slab.memory))
-        return next(fitting, None) or self._new_slab(SLAB_BYTES)
+    def _shared_slab(self, nbytes: int) -> _Slab:
+        for slab in self._shared:
+            if slab.used + nbytes <= slab.size:
+                return slab
+        self._shared.append(_Slab(self._map(SLAB_BYTES), SLAB_BYTES))
+        return self._shared[-1]
 
-    def _new_slab(self, nbytes: int) -> _Slab:
+    def _map(self, nbytes: int) -> mmap.mmap:
         size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         # A shared mapping: a private one would be copied at the next write after a fork (data loader workers), while
         # the GPU would go on using the old pages.
@@ -109,6 +113,17 @@ class HostMemory:
                 format_bytes(size),
                 code,
             )
-        slab = _Slab(memory, address, registered=code == 0)
-        self._slabs.append(slab)
-        return slab
+        # The mapping lives as long as a tensor in it; it must be unregistered just before it goes.
+        release = weakref.finalize(memory, _unregister if code == 0 else _nothing, self._unregister, address)
+        self._mapped = {known: bytes_ for known, bytes_ in self._mapped.items() if known.alive} | {release: size}
+        return memory
+
+
+def _unregister(unregister: Callable[[int], int], address: int) -> None:
+    code = unregister(address)
+    if code != 0:
+        _log.warning("cudaHostUnregister failed with error %d", code)
+
+
+def _nothing(unregister: Callable[[int], int], address: int) -> None:
+    pass

@@ -8,7 +8,7 @@ code see real shapes and values. Optimizer state tensors follow the same rule wi
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ STATE_ALIGNMENT = 8
 class Copies(ABC):
     """A host copy, an optional device copy, and the events that say when each is complete."""
 
-    __slots__ = ("buffer", "current", "device", "dirty", "host_cell", "label", "ready")
+    __slots__ = ("buffer", "current", "device", "dirty", "host_cell", "label", "leaving", "ready")
 
     def __init__(self, label: str, device: Device) -> None:
         self.label = label
@@ -34,6 +34,8 @@ class Copies(ABC):
         self.buffer: Buffer | None = None
         self.ready: Event | None = None
         """The device copy is complete; None: it is, or there is none."""
+        self.leaving: Event | None = None
+        """The last copy from the device copy to the host."""
         self.current: Event | None = None
         """The host copy is complete; None: it is."""
         self.dirty = False
@@ -52,18 +54,13 @@ class Copies(ABC):
         """Use ``buffer`` for the device copy."""
         assert self.buffer is None, f"{self.label} is on the device already"
         self.buffer = buffer
-        self.ready = None
-        self.dirty = False
 
-    def detach(self, after: Sequence[Event] = ()) -> None:
-        """Forget the device copy and give its range back.
-
-        The copy that filled it counts among what the range's next writer waits for: nobody may have used it meanwhile.
-        """
+    def detach(self) -> None:
+        """Forget the device copy and give its range back; its next writer waits for the copies in and out."""
         assert self.buffer is not None
-        self.device.free(self.buffer, [*after, self.ready] if self.ready is not None else after)
+        self.device.free(self.buffer, distinct((self.ready, self.leaving)))
         self.buffer = None
-        self.ready = None
+        self.ready = self.leaving = None
         self.dirty = False
 
 
@@ -102,8 +99,8 @@ class Weight(Copies):
             self.view = buffer.view(self.host.dtype, self.host.shape)
 
     @override
-    def detach(self, after: Sequence[Event] = ()) -> None:
-        super().detach(after)
+    def detach(self) -> None:
+        super().detach()
         self.view = None
 
     @override
@@ -248,7 +245,7 @@ def write_back(device: Device, copies: Iterable[Copies], *, label: str, op: int 
         nbytes=sum(host.nbytes for host, _ in pairs),
     )
     for item in items:
-        item.current = event
+        item.current = item.leaving = event
         item.dirty = False
     return event
 

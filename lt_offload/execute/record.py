@@ -12,7 +12,11 @@ from lt_offload.plan.trace import Span, Trace
 
 
 class Recorder:
-    """Keeps spans and memory samples of the last complete iteration."""
+    """Keeps spans and memory peaks of the last complete iteration.
+
+    An emulated device need not count the allocations of every iteration. Peaks per step are those of the last iteration
+    that was counted; batches of other shapes are always counted.
+    """
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -20,29 +24,38 @@ class Recorder:
         self.iteration_s = 0.0
         self.device_peak = 0
         self._began = 0.0
-        self._ended = 0.0
-        self._samples: list[tuple[float, int]] = []
+        self._steps: list[float] = []
+        self._peaks: list[int] = []
+        self._counted: list[int] = []
         self._finished: tuple[float, float, list[tuple[float, int]]] = (0.0, 0.0, [])
         self._spans: list[tuple[int, str, str, float, float]] = []
 
     def begin(self) -> None:
         """Start an iteration."""
         self._began = self.device.now()
-        self._samples = []
+        self._steps, self._peaks = [], []
         self.device.record(True)
         self.device.reset_peak()
 
-    def sample(self) -> None:
-        """Note the device memory in use."""
-        self._samples.append((self.device.now(), self.device.memory()))
+    def begin_step(self) -> None:
+        """Note when a step starts."""
+        self._steps.append(self.device.now())
+
+    def end_step(self) -> None:
+        """Note the largest use of device memory in the step."""
+        if self.device.counting:
+            self._peaks.append(self.device.peak_memory())
+            self.device.reset_peak()
 
     def end(self) -> None:
-        """End the iteration; time between the ends of two iterations counts as the iteration's."""
+        """End the iteration."""
         now = self.device.now()
         self.iterations += 1
         self.iteration_s = now - self._began
-        self.device_peak = self.device.peak_memory()
-        self._finished = (self._began, now, self._samples)
+        if len(self._peaks) == len(self._steps):
+            self._counted = self._peaks
+        self.device_peak = max(self._counted, default=self.device.peak_memory())
+        self._finished = (self._began, now, list(zip(self._steps, self._counted, strict=False)))
         self._spans = [span for span in self._spans if span[4] > self._began] + self.device.take_spans()
 
     @contextmanager
@@ -75,5 +88,5 @@ class Recorder:
             host_peak=host_peak,
             budget_bytes=plan.budget_bytes,
             spans=tuple(sorted(spans, key=lambda span: (span.start, span.lane))),
-            memory=tuple((max(at - began, 0.0), used) for at, used in samples),
+            memory=tuple((at - began, peak) for at, peak in samples),
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 from lt_offload.execute.activations import Pager
-from lt_offload.execute.device import Device, Event
+from lt_offload.execute.device import Device
 from lt_offload.execute.params import States, Weight, fetch, round_up, write_back
 from lt_offload.execute.updates import Updates
 from lt_offload.plan.schedule import ALIGNMENT, Op, Plan
@@ -35,10 +35,10 @@ class Residency:
                 self._attach(item, offset)
             fetch(self.device, copies, label=label, op=op.id)
         elif op.kind == "offload":
-            event = write_back(self.device, copies, label=label, op=op.id)
+            write_back(self.device, copies, label=label, op=op.id)
             if op.until is not None:
                 for item in copies:
-                    self.release_at(op.until, _Detach(item, event))
+                    self.release_at(op.until, item.detach)
         else:
             for item in copies:
                 assert not item.dirty, f"{item.label} would be lost"
@@ -86,9 +86,9 @@ class Residency:
             for item in self.all()
             if item.buffer is not None and (keep or {}).get(_key(item)) != item.buffer.offset
         ]
-        event = write_back(self.device, out, label="evict")
+        write_back(self.device, out, label="evict")
         for item in out:
-            item.detach([event] if event is not None else [])
+            item.detach()
         self.settled = False
 
     def complete_host(self) -> None:
@@ -130,14 +130,3 @@ class Residency:
 
 def _key(item: Weight | States) -> tuple[str, int]:
     return ("weight", item.index) if isinstance(item, Weight) else ("state", item.weight.index)
-
-
-class _Detach:
-    """Gives an arena range back; its next writer waits for the copy."""
-
-    def __init__(self, item: Weight | States, event: Event | None) -> None:
-        self.item, self.event = item, event
-
-    def __call__(self) -> None:
-        if self.item.buffer is not None:
-            self.item.detach([self.event] if self.event is not None else [])

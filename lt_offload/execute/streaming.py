@@ -90,5 +90,5 @@ class Streaming:
         return [*states, *weights]
 
     def _evict(self, item: Copies) -> None:
-        event = write_back(self.device, [item], label=f"evict {item.label}")
-        item.detach([event] if event is not None else [])
+        write_back(self.device, [item], label=f"evict {item.label}")
+        item.detach()

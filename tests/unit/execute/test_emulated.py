@@ -491,11 +491,14 @@ def test_arena_views_host_memory_and_tasks_cost_nothing(opened):
         view = buffer.view(torch.float32, (256,))
         device.wait(device.submit("h2d", lambda: view.copy_(host + torch.zeros(256)), writes=[buffer]))
         view.add_(host)
-        device.host_empty((256,), torch.float32).copy_(view)
+        fresh = device.host_empty((256,), torch.float32).copy_(view)
         assert device.memory() == 64 * KB
         with pytest.raises(OverBudget):
             device.empty((1,), None, torch.float32)
     assert device.host_bytes == 2 * KB
+    del fresh
+    assert device.host_adopt(host).data_ptr() == host.data_ptr()
+    assert device.host_bytes == KB
 
 
 def test_a_full_device_waits_for_copies_that_are_leaving(opened):

@@ -64,15 +64,16 @@ def test_tensors_are_aligned_disjoint_and_inside_one_registration(memory, driver
 def test_sizes_are_exact(memory):
     """A power of two would be 16 MiB here."""
     nbytes = LARGE_BYTES + 5
-    memory.empty((nbytes,), torch.uint8)
+    tensor = memory.empty((nbytes,), torch.uint8)
+    assert tensor.numel() == nbytes
     assert memory.nbytes == nbytes
-    assert memory.mapped_bytes == memory.registered_bytes <= nbytes + mmap.PAGESIZE
+    assert memory.mapped_bytes <= nbytes + mmap.PAGESIZE
 
 
 def test_small_tensors_share_mappings_and_gaps_are_filled(memory):
-    for _ in range(11):
-        memory.empty((LARGE_BYTES - 512,), torch.uint8)
-    memory.empty((SLAB_BYTES // 16,), torch.uint8)
+    tensors = [memory.empty((LARGE_BYTES - 512,), torch.uint8) for _ in range(11)]
+    tensors.append(memory.empty((SLAB_BYTES // 16,), torch.uint8))
+    assert memory.nbytes == sum(t.nbytes for t in tensors)
     assert memory.mapped_bytes == 2 * SLAB_BYTES
 
 
@@ -111,11 +112,23 @@ def test_what_is_refused_stays_pageable_and_is_said(caplog):
     large.fill_(3)
     assert driver.covers(small)
     assert not driver.covers(large)
-    assert memory.registered_bytes == SLAB_BYTES
     assert memory.mapped_bytes == SLAB_BYTES + LARGE_BYTES
     assert "8.39 MB of host memory could not be page-locked (error 2)" in caplog.text
     memory.close()
     assert driver.ranges == {}
+
+
+def test_a_large_tensor_returns_its_memory_when_it_dies(memory, driver):
+    small = memory.empty((10,), torch.float32)
+    for i in range(5):
+        large = memory.empty((LARGE_BYTES,), torch.uint8)
+        view = large[5:].fill_(i)
+        del large
+        assert driver.covers(view)
+        assert memory.nbytes == LARGE_BYTES + small.nbytes
+        del view
+        assert memory.nbytes == small.nbytes
+        assert memory.mapped_bytes == sum(end - start for start, end in driver.ranges.items()) == SLAB_BYTES
 
 
 def test_close_unregisters_and_leaves_the_tensors_alone(driver):
@@ -124,6 +137,6 @@ def test_close_unregisters_and_leaves_the_tensors_alone(driver):
     memory.close()
     memory.close()
     assert driver.ranges == {}
-    assert memory.nbytes == memory.mapped_bytes == 0
+    assert memory.mapped_bytes == 0
     for i, tensor in enumerate(tensors):
         assert (tensor == i).all()

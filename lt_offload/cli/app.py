@@ -1,0 +1,189 @@
+"""Lightning's command line for fine-tuning. Knows settings: where they come from, their names, what is wrong with them.
+
+What is done with them is in ``verbs.py``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import logging
+import re
+import sys
+import warnings
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+from jsonargparse import Namespace
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+
+from lt_offload.cli import recipes, verbs
+from lt_offload.errors import ConfigError
+from lt_offload.finetune.data import FineTuneData
+from lt_offload.finetune.module import FineTune
+from lt_offload.finetune.summary import RunSummary
+
+_STAMP = "%Y%m%d-%H%M%S"
+
+
+def run(verb: str, files: Sequence[Path], args: Sequence[str]) -> int:
+    """Carry out ``verb`` with the settings of ``files``, later ones first, and of ``args``; return the exit code."""
+    _quieten()
+    on_gpu = torch.cuda.is_available() or any(arg.startswith("--hardware") for arg in args)
+    app = App(getattr(verbs, verb), files[-1], [*files, *(recipes.for_gpu(files) if on_gpu else [])], args)
+    result: int = app.verb(app, **app.options)
+    return result
+
+
+class Parser(LightningArgumentParser):
+    """Raises instead of printing its usage and leaving, and writes configs that are recipes for every verb."""
+
+    transient: Sequence[str] = ()
+    """Keys that belong to one call and not to the settings."""
+
+    def dump(self, namespace: Namespace, *args: Any, **kwargs: Any) -> str:
+        """Return the settings as YAML."""
+        settings = namespace.clone()
+        for key in self.transient:
+            settings.pop(key, None)
+        text: str = super().dump(settings, *args, **kwargs)
+        return text
+
+    def error(self, message: str, ex: Exception | None = None) -> NoReturn:
+        """Raise ``message``, shortened."""
+        raise ConfigError(explain(message, list(self._option_string_actions))) from ex
+
+
+class App(LightningCLI):
+    """Parses a chain of recipe files and flags into a module, a data module and a trainer; runs nothing.
+
+    Args:
+        verb: function of ``verbs`` that will be called; its parameters are flags of their own.
+        recipe: the file that was asked for.
+        files: all files that make it up, each one overriding the ones before.
+        args: flags, overriding the files.
+    """
+
+    def __init__(self, verb: Callable[..., int], recipe: Path, files: Sequence[Path], args: Sequence[str]) -> None:
+        self.verb = verb
+        self.recipe = recipe
+        self.options: dict[str, Any] = {}
+        self.summary = RunSummary()
+        super().__init__(
+            FineTune,
+            FineTuneData,
+            trainer_class=Trainer,
+            parser_class=Parser,
+            parser_kwargs={"prog": "lt-finetune RECIPE", "description": verb.__doc__},
+            save_config_kwargs={"overwrite": True},
+            seed_everything_default=1,
+            auto_configure_optimizers=False,
+            load_from_checkpoint_support=False,
+            args=[part for file in files for part in ("--config", str(file))] + list(args),
+            run=False,
+        )
+
+    def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
+        """Add the verb's own flags, and the keys with which a recipe names other files."""
+        parser.add_argument("--base", type=str | list[str] | None, default=None, help="files a recipe builds on")
+        parser.add_argument("--gpu", type=str | list[str] | None, default=None, help="files that override it on a GPU")
+        parser.link_arguments("model.name", "data.model")
+        self._option_names = parser.add_function_arguments(self.verb, skip={"app"})
+        assert isinstance(parser, Parser)
+        parser.transient = ("base", "gpu", "config", *self._option_names)
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse, and take out the verb's own flags."""
+        # Lightning warns if there are arguments in sys.argv too; these are the ones we were given, rearranged.
+        argv, sys.argv = sys.argv, sys.argv[:1]
+        try:
+            super().parse_arguments(parser, args)
+        finally:
+            sys.argv = argv
+        self.options = {name: self.config.pop(name) for name in self._option_names}
+
+    def instantiate_classes(self) -> None:
+        """Make the module, the data module and the trainer; nothing is loaded yet.
+
+        Raises:
+            ConfigError: if one of them does not take its settings.
+        """
+        try:
+            super().instantiate_classes()
+        except (ValueError, TypeError) as error:  # jsonargparse words our own errors anew
+            if isinstance(error, ConfigError):
+                raise
+            raise ConfigError(explain(str(error), [])) from error
+
+    def instantiate_trainer(self, **kwargs: Any) -> Trainer:
+        """Return the trainer, with a run folder that holds everything the run leaves behind."""
+        config = self.config_init["trainer"]
+        root = config.get("default_root_dir")
+        self.run_dir = Path(root) if root else Path("runs") / f"{run_name(self.recipe)}-{datetime.now():{_STAMP}}"
+        kwargs["default_root_dir"] = str(self.run_dir)
+        if config.get("logger") in (None, True):
+            kwargs["logger"] = [
+                CSVLogger(str(self.run_dir), name="", version="", flush_logs_every_n_steps=1),
+                TensorBoardLogger(str(self.run_dir / "tensorboard"), name="", version=""),
+            ]
+        strategy = config.get("strategy")
+        if getattr(strategy, "report_dir", "none") is None:
+            strategy.report_dir = self.run_dir
+        callbacks = config.get("callbacks") or []
+        kwargs["callbacks"] = [*(callbacks if isinstance(callbacks, list) else [callbacks]), self.summary]
+        return super().instantiate_trainer(**kwargs)
+
+
+def run_name(recipe: Path) -> str:
+    """Return what runs of ``recipe`` are called; the config of a run folder is the recipe of that run."""
+    folder = re.fullmatch(r"(.+)-\d{8}-\d{6}", recipe.resolve().parent.name)
+    return folder[1] if folder and recipe.name == "config.yaml" else recipe.stem
+
+
+def explain(message: str, flags: Sequence[str]) -> str:
+    """Return jsonargparse's ``message`` as one line that names the setting; ``flags`` are the known ones."""
+    nested = re.search(r"Group '([^']+)' does not accept option '([^']+)'", message)
+    if nested:
+        return _unknown(f"{nested[1]}.{nested[2]}", flags)
+    unknown = re.search(r"(?:unrecognized arguments: |Option ')([^\s']+)", message)
+    if unknown:
+        return _unknown(unknown[1].lstrip("-").split("=")[0], flags)
+    key = re.search(r'[Kk]ey "([^"]+)"', message)
+    where = f"{key[1]}: " if key else ""
+    reasons = re.findall(r"^\s*- (.*(?:\n(?!\s*- |\s*Given value).*)*)", message, flags=re.MULTILINE)
+    # Of a union's errors, those about the type say only what else it could have been.
+    telling = [reason for reason in reasons if not reason.startswith("Expected a")] or reasons
+    if telling:
+        return where + "; ".join(" ".join(reason.split()) for reason in telling)
+    line = " ".join(part.strip() for part in message.splitlines())
+    line = re.sub(r'^.*?[Kk]ey "[^"]+":\s*', where, line)
+    line = re.sub(r"<class '([\w.]+)'>", r"\1", line).replace("typing.", "")
+    return re.sub(r"Expected an? (.+?)\. Got value: (.*)", r"expected \1, got \2", line)
+
+
+def _unknown(key: str, flags: Sequence[str]) -> str:
+    known = [flag.lstrip("-") for flag in flags if flag.startswith("--")]
+    group, _, last = key.rpartition(".")
+    close = [name for name in known if name.rpartition(".")[2] == last and not name.endswith("help")]
+    if not close:
+        close = difflib.get_close_matches(key, [name for name in known if not group or "." in name], n=2, cutoff=0.75)
+    hint = f"; did you mean {' or '.join(close[:3])}?" if close else ""
+    return f"unknown setting {key!r}{hint}"
+
+
+def _quieten() -> None:
+    """Silence what Lightning advises and recipes decide otherwise."""
+    for message in (
+        r".*does not have many workers.*",  # batches are cut from memory; workers would only cost
+        r"Experiment logs directory .* exists and is not empty",  # it is the run folder, with config.yaml in it
+        r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning's own call
+        r"Total length of `list` across ranks is zero",  # nothing is held out because a setting says so
+        r"The dirpath has changed from",  # every run has its own folder, and keeps its own checkpoints
+    ):
+        warnings.filterwarnings("ignore", message=message)
+    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+        logging.getLogger(name).addFilter(lambda record: "Tip: " not in record.getMessage())  # advertisements

@@ -1,0 +1,44 @@
+"""``lt-finetune doctor``: what this machine can do, as numbers that plans depend on."""
+
+from __future__ import annotations
+
+import platform
+import sys
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from lt_offload.profile.rates import measure_machine
+from lt_offload.profile.types import HardwareProfile
+from lt_offload.units import format_bytes
+
+
+def doctor() -> None:
+    """Measure this machine and print a table."""
+    machine = measure_machine(on_progress=lambda message: print(f"  {message}", file=sys.stderr, flush=True))
+    table = Table(title=f"{machine.name} on {platform.machine()}, {torch.get_num_threads()} threads")
+    table.add_column("what")
+    table.add_column("measured", justify="right")
+    for what, value in rows(machine):
+        table.add_row(what, value)
+    Console().print(table)
+    if machine.name == "emulated":
+        print("No GPU here: the emulated device runs the same plans with the same numbers, under a hard budget in RAM.")
+    elif machine.pinnable_bytes == 0:
+        print("Memory cannot be pinned here (see 'ulimit -l'): copies will be slower and will not overlap as well.")
+
+
+def rows(machine: HardwareProfile) -> list[tuple[str, str]]:
+    """Return (what, value) for people."""
+    return [
+        ("device memory", format_bytes(machine.device_bytes)),
+        ("taken before the first tensor", format_bytes(machine.context_bytes)),
+        ("RAM that training may take", format_bytes(machine.host_bytes)),
+        *([] if machine.name == "emulated" else [("RAM that may be pinned", format_bytes(machine.pinnable_bytes))]),
+        ("host to device, other direction busy", f"{format_bytes(machine.h2d_bytes_per_s)}/s"),
+        ("device to host, other direction busy", f"{format_bytes(machine.d2h_bytes_per_s)}/s"),
+        *((f"matrix products, {dtype}", f"{rate / 1e12:.3g} TFLOP/s") for dtype, rate in machine.flops_per_s.items()),
+        ("device memory, read and written", f"{format_bytes(machine.device_memory_bytes_per_s)}/s"),
+        ("host memory, read and written", f"{format_bytes(machine.host_memory_bytes_per_s)}/s"),
+    ]

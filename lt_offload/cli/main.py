@@ -1,0 +1,134 @@
+"""``lt-finetune``: finds out what is asked for, and answers at once what needs no torch.
+
+The other verbs are Lightning's command line, which takes seconds to import: see ``app.py``.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from lt_offload import __version__
+from lt_offload.cli import recipes
+from lt_offload.errors import ConfigError, OffloadError
+
+USAGE = """\
+usage: lt-finetune RECIPE [--key value ...]            fine-tune
+       lt-finetune plan RECIPE [--memory 12GB] [--hardware NAME] [--save plan.json] [--report plan.html]
+       lt-finetune validate RECIPE [--ckpt_path FILE]  loss on held-out data
+       lt-finetune generate RECIPE [--ckpt_path FILE] [--prompt TEXT]
+       lt-finetune export RECIPE --output FOLDER [--ckpt_path FILE]
+       lt-finetune check RECIPE                        is every setting known and of the right type?
+       lt-finetune ls                                  list the recipes that come with it
+       lt-finetune cp RECIPE FILE                      copy one, to change it
+       lt-finetune doctor                              what this machine can do
+       lt-finetune --version | --help
+
+RECIPE is a YAML file or the name of a shipped one. Any setting can be given on the command line:
+  lt-finetune quickstart --trainer.strategy.memory 600MB --model.lora.r 8 --trainer.max_steps 20
+'lt-finetune RECIPE --help' explains every setting, '--print_config' prints them all with their values.
+--debug shows where an error comes from.
+"""
+LIGHTNING_VERBS = ("fit", "plan", "validate", "generate", "export", "check")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line and return the exit code: 0, 2 for something the user can mend, 130 when interrupted."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args
+    args = [arg for arg in args if arg != "--debug"]
+    try:
+        return _dispatch(args)
+    except KeyboardInterrupt:
+        print("\ninterrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # the reader of our output has left, e.g. head
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
+    except OffloadError as error:
+        return _fail(str(error), debug=debug, code=2)
+    except Exception as error:  # a defect, ours or a library's: still one line unless asked for more
+        first = (str(error).strip() or "no message").splitlines()[0]
+        return _fail(f"{type(error).__name__}: {first} (--debug shows where)", debug=debug, code=1)
+
+
+def _dispatch(args: list[str]) -> int:
+    verb = args[0] if args else "--help"
+    if verb in ("--help", "-h", "help"):
+        print(USAGE, end="")
+        return 0 if args else 2
+    if verb == "--version":
+        print(f"lt-finetune {__version__}")
+        return 0
+    if verb in _PLAIN_VERBS:
+        return _PLAIN_VERBS[verb](args[1:])
+    if verb in LIGHTNING_VERBS:
+        args = args[1:]
+    else:
+        verb = "fit"
+    if not args or (args[0].startswith("-") and args[0] not in ("-h", "--help")):
+        raise ConfigError(f"{verb} needs a recipe: lt-finetune {'' if verb == 'fit' else verb + ' '}RECIPE")
+    if args[0].startswith("-"):
+        print(USAGE, end="")
+        return 0
+    files = recipes.chain(recipes.find(args[0]))
+    print(f"lt-finetune {verb} {files[-1].stem}: starting PyTorch and Lightning ...", file=sys.stderr, flush=True)
+    from lt_offload.cli import app
+
+    return app.run(verb, files, args[1:])
+
+
+def _list(args: list[str]) -> int:
+    _no_more("ls", args)
+    known = recipes.shipped()
+    width = max(map(len, known))
+    for name, path in known.items():
+        print(f"{name:{width}}  {recipes.describe(path)}")
+    return 0
+
+
+def _copy(args: list[str]) -> int:
+    if len(args) != 2:
+        raise ConfigError(f"cp needs a recipe and a file, got {args}: lt-finetune cp quickstart mine.yaml")
+    source, target = recipes.find(args[0]), Path(args[1]).expanduser()
+    if target.is_dir():
+        target = target / source.name
+    if target.exists():
+        raise ConfigError(f"{target} exists already; give another name, or remove it first")
+    if not target.parent.is_dir():
+        raise ConfigError(f"cannot write {target}: there is no folder {target.parent}")
+    shutil.copyfile(source, target)
+    print(f"{target}  (run it: lt-finetune {target})")
+    return 0
+
+
+def _doctor(args: list[str]) -> int:
+    _no_more("doctor", args)
+    print("Measuring this machine ...", file=sys.stderr, flush=True)
+    from lt_offload.cli.doctor import doctor
+
+    doctor()
+    return 0
+
+
+def _no_more(verb: str, args: list[str]) -> None:
+    if args:
+        raise ConfigError(f"{verb} takes no arguments, got {' '.join(args)}")
+
+
+_PLAIN_VERBS: dict[str, Callable[[list[str]], int]] = {"ls": _list, "cp": _copy, "doctor": _doctor}
+
+
+def _fail(message: str, *, debug: bool, code: int) -> int:
+    if debug:
+        traceback.print_exc()
+    print(f"error: {message}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

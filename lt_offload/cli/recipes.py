@@ -1,0 +1,98 @@
+"""Recipes by name or path, and the files each one builds on. Imports neither torch nor Lightning.
+
+A recipe may say ``base: FILE`` or ``base: [FILE, FILE]``: those files come first, the recipe's keys override theirs.
+A recipe may also say ``gpu: FILE``: where it runs on a GPU, that file overrides it.
+Such files are looked for beside the one that names them, then among those that come with the package.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from lt_offload.errors import ConfigError
+from lt_offload.shipped import shipped_files, shipped_root
+
+
+def shipped() -> dict[str, Path]:
+    """Return the recipes that come with the package, by name."""
+    return shipped_files("recipes", ".yaml")
+
+
+def find(recipe: str) -> Path:
+    """Return the file of ``recipe``: a path, or the name of a shipped one; a path wins.
+
+    Raises:
+        ConfigError: if there is none; names the closest ones.
+    """
+    path = Path(recipe).expanduser()
+    if path.is_file():
+        return path
+    known = shipped()
+    name = recipe.removesuffix(".yaml").removeprefix("recipes/")
+    if name in known:
+        return known[name]
+    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    hint = f"did you mean {' or '.join(close)}?" if close else "'lt-finetune ls' lists the recipes that come with it"
+    raise ConfigError(f"there is no recipe {recipe!r}: no such file, and none of that name is shipped; {hint}")
+
+
+def chain(recipe: Path) -> list[Path]:
+    """Return the files that make up ``recipe``, in the order in which they apply: bases first, the recipe last.
+
+    Raises:
+        ConfigError: if a base is missing or builds on itself.
+    """
+    return _expand(recipe, ())
+
+
+def for_gpu(files: Sequence[Path]) -> list[Path]:
+    """Return the files that apply after ``files`` on a GPU.
+
+    Raises:
+        ConfigError: if one of them is missing.
+    """
+    return [found for file in files for found in _named(file, "gpu")]
+
+
+def _expand(path: Path, above: tuple[Path, ...]) -> list[Path]:
+    if path.resolve() in above:
+        raise ConfigError(f"base: {path} builds on itself")
+    bases = [file for base in _named(path, "base") for file in _expand(base, (*above, path.resolve()))]
+    return [*bases, path]
+
+
+def _named(path: Path, key: str) -> list[Path]:
+    """Return the files that ``path`` names under ``key``."""
+    value = _read(path).get(key) or []
+    names = [value] if isinstance(value, str) else value
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(f"{key}: {value!r} in {path} is not a file or a list of files")
+    return [_locate(name, path, key) for name in names]
+
+
+def _locate(name: str, child: Path, key: str) -> Path:
+    for folder in (child.parent, shipped_root()):
+        if (folder / name).is_file():
+            return folder / name
+    raise ConfigError(f"{key}: {name!r} in {child} does not exist, neither beside it nor in {shipped_root()}")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"recipe {path} is {'empty' if content is None else 'not a mapping of settings'}")
+    return content
+
+
+def describe(recipe: Path) -> str:
+    """Return the first line of a recipe's header comment."""
+    first = recipe.read_text(encoding="utf-8").splitlines()[0]
+    return first.removeprefix("#").strip() if first.startswith("#") else ""

@@ -1,0 +1,198 @@
+"""What ``lt-finetune`` does once settings are known. A verb's keyword parameters are flags, its docstring is help."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from lt_offload.errors import ConfigError
+from lt_offload.finetune.module import check_data
+from lt_offload.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from lt_offload.cli.app import App
+    from lt_offload.profile.types import Profile
+
+
+def fit(app: App, *, ckpt_path: str | None = None) -> int:
+    """Fine-tune.
+
+    Args:
+        app: the settings.
+        ckpt_path: checkpoint to continue from, bit for bit as if there had been no interruption.
+    """
+    from lt_offload.finetune.summary import print_summary, write_run_report
+
+    trainer = app.trainer
+    try:
+        trainer.fit(app.model, datamodule=app.datamodule, ckpt_path=_checkpoint(ckpt_path), weights_only=True)
+    except SystemExit:
+        if not trainer.interrupted:
+            raise
+        last = getattr(trainer.checkpoint_callback, "best_model_path", "") or ckpt_path
+        hint = f"continue with --ckpt_path {last}" if last else "there is no checkpoint yet"
+        print(f"interrupted after step {trainer.global_step}; {hint}", file=sys.stderr)
+        return 130
+    report = write_run_report(app.summary, trainer, app.run_dir)
+    print_summary(app.summary, trainer, app.run_dir, report)
+    return 0
+
+
+def validate(app: App, *, ckpt_path: str | None = None) -> int:
+    """Compute the loss on held-out data, streaming the weights.
+
+    Args:
+        app: the settings.
+        ckpt_path: checkpoint to evaluate; the pretrained model if not given.
+    """
+    app.trainer.validate(app.model, datamodule=app.datamodule, ckpt_path=_checkpoint(ckpt_path), weights_only=True)
+    return 0
+
+
+def generate(app: App, *, prompt: str | None = None, max_new_tokens: int = 64, ckpt_path: str | None = None) -> int:
+    """Let the model continue a prompt, streaming the weights.
+
+    Args:
+        app: the settings.
+        prompt: text, or an instruction if the recipe trains on instructions; default: the recipe's sample_prompt.
+        max_new_tokens: where to stop if the model does not.
+        ckpt_path: checkpoint to use; the pretrained model if not given.
+    """
+    text = prompt if prompt is not None else app.datamodule.sample_prompt
+    if text is None:
+        raise ConfigError("generate needs --prompt: the recipe has no data.sample_prompt")
+    checkpoint = _checkpoint(ckpt_path)
+    request: Any = [app.datamodule.prompt(text, max_new_tokens=max_new_tokens)]
+    loader: DataLoader[Any] = DataLoader(request, batch_size=None)
+    results: Any = app.trainer.predict(app.model, loader, ckpt_path=checkpoint, weights_only=True)
+    print(app.datamodule.tokenizer.decode(results[0], skip_special_tokens=True))
+    return 0
+
+
+def export(app: App, *, output: str, ckpt_path: str | None = None, merge: bool = True) -> int:
+    """Write a model folder that Hugging Face's from_pretrained reads.
+
+    Args:
+        app: the settings.
+        output: the folder; must not exist or be empty.
+        ckpt_path: checkpoint to export; the pretrained model if not given.
+        merge: merge adapters into the weights; otherwise the adapters alone are written.
+    """
+    from lt_offload.finetune.export import check_target
+    from lt_offload.finetune.export import export as write
+
+    checkpoint = _checkpoint(ckpt_path)
+    target = check_target(output)
+    module = app.model
+    module.configure_model()
+    if checkpoint is not None:
+        state = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
+        try:
+            module.load_state_dict(state)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"checkpoint {checkpoint} does not fit {app.recipe}: {str(error).splitlines()[1].strip()}; "
+                "use the config.yaml of its run folder as the recipe"
+            ) from error
+    print(write(module.model, app.datamodule.tokenizer, target, merge=merge))
+    return 0
+
+
+def check(app: App) -> int:
+    """Check every setting, without data, weights or a GPU.
+
+    Args:
+        app: the settings.
+    """
+    from lt_offload.finetune import load, sources
+
+    module, data = app.model, app.datamodule
+    if module.architecture is not None:
+        config = load.load_config(module.name, module.architecture)
+        check_data(config, max_length=data.max_length)
+    for setting in ("path", "validation_path"):
+        path = getattr(data, setting)
+        if path not in (None, sources.PYDOC):
+            sources.local_files(path, f"data.{setting}")
+    print(f"{app.recipe}: every setting is known and of the right type")
+    return 0
+
+
+def plan(
+    app: App,
+    *,
+    memory: str | None = None,
+    hardware: str | None = None,
+    save: str | None = None,
+    report: str | None = None,
+) -> int:
+    """Plan without weights and without a GPU, and explain the plan.
+
+    Args:
+        app: the settings.
+        memory: device memory, e.g. 12GB; default: the strategy's, else all of the hardware's.
+        hardware: name of a shipped description (rtx-3060-12gb, ...) or a YAML file; default: this machine.
+        save: file to write the plan to; --trainer.strategy.plan replays it on the machine it was made for.
+        report: HTML page to write.
+    """
+    from lt_offload.finetune.report import write_plan_report
+    from lt_offload.plan import simulate, solve
+
+    profile = estimate(app, hardware)
+    strategy = app.trainer.strategy
+    budget = memory or getattr(strategy, "memory", None) or profile.hardware.device_bytes
+    _say(f"planning for {format_bytes(parse_bytes(budget))} on {profile.hardware.name}")
+    made = solve(
+        profile,
+        memory=budget,
+        host_memory=getattr(strategy, "host_memory", None),
+        planner=getattr(strategy, "planner", "auto"),
+        time_limit=getattr(strategy, "solver_time_limit", 30.0),
+        **getattr(strategy, "switches", {}),
+    )
+    print(made.explain())
+    if save is not None:
+        print(f"plan: {made.save(save)}")
+    if report is not None:
+        print(f"report: {write_plan_report(report, made, profile, simulate(made, profile))}")
+    return 0
+
+
+def estimate(app: App, hardware: str | None) -> Profile:
+    """Return the profile of the app's model and batch on ``hardware``, without weights."""
+    from lt_offload.finetune import load
+    from lt_offload.profile import profile_config
+    from lt_offload.profile.rates import measure_machine
+
+    module, data = app.model, app.datamodule
+    config = load.load_config(module.name, module.architecture)
+    check_data(config, max_length=data.max_length)
+    if module.dropout is not None:
+        load.set_dropout(config, module.dropout)
+    if module.attention is not None:
+        config._attn_implementation = module.attention
+    return profile_config(
+        config,
+        batch_size=getattr(app.trainer.strategy, "batch_size", None) or data.batch_size,
+        sequence_length=data.max_length,
+        dtype=module.model_dtype,
+        hardware=hardware or measure_machine(on_progress=_say),
+        optimizer=module.optimizer,
+        lora=None if module.lora is None else module.lora.peft(),
+        padding=not data.pack,
+        on_progress=_say,
+    )
+
+
+def _say(message: str) -> None:
+    print(f"  {message} ...", file=sys.stderr, flush=True)
+
+
+def _checkpoint(path: str | None) -> str | None:
+    if path is not None and not Path(path).is_file():
+        raise ConfigError(f"ckpt_path={path!r} does not exist")
+    return path

@@ -1,0 +1,94 @@
+"""What a training run logs about itself: speed, memory, gradient norm. Knows Trainers; works with any strategy.
+
+Free of Lightning imports, so that one class serves every namespace: ``_register.bind`` puts it on its ``Callback``.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback as _Base
+else:
+    _Base = object
+
+
+class Metrics(_Base):
+    """Logs figures of the training step; the offmate strategy adds it to its Trainer by itself.
+
+    Every step: ``tokens_per_s`` (padding included, validation excluded). Every ``log_every_n_steps`` steps, where the
+    strategy has an engine: ``step_s``, ``step_vs_plan`` (measured over predicted time), ``device_peak_gb``,
+    ``host_peak_gb`` and ``grad_norm``. Of all these only the gradient norm is read back from the device.
+    """
+
+    log: Callable[..., None]
+    """The module's; put here by the Trainer."""
+
+    def __init__(self) -> None:
+        self._tokens = 0
+        self._since = 0.0
+        self._validation = 0.0
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Start the clock."""
+        self._restart()
+
+    def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
+        """Stop it."""
+        self._validation = time.perf_counter()
+
+    def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
+        """Let it go on."""
+        self._since += time.perf_counter() - self._validation
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Log."""
+        self._tokens += tokens_in(batch)
+        if self._tokens:
+            self._log("tokens_per_s", self._tokens / (time.perf_counter() - self._since), prog_bar=True)
+        if not logs_after(trainer, trainer.global_step):
+            return
+        self._restart()
+        engine = getattr(trainer.strategy, "engine", None)
+        if engine is None or engine.plan is None:
+            return
+        stats = engine.stats
+        self._log("step_s", stats.iteration_s)
+        if engine.plan.predicted.iteration_s > 0:
+            self._log("step_vs_plan", stats.iteration_s / engine.plan.predicted.iteration_s)
+        self._log("device_peak_gb", stats.device_peak_bytes / 1e9, prog_bar=True)
+        self._log("host_peak_gb", stats.host_peak_bytes / 1e9, prog_bar=True)
+        if stats.grad_norm is not None:
+            self._log("grad_norm", stats.grad_norm)
+
+    def _restart(self) -> None:
+        self._tokens = 0
+        self._since = time.perf_counter()
+
+    def _log(self, name: str, value: float, *, prog_bar: bool = False) -> None:
+        # a tensor on the host stays there; a float would become one on the device, to be read back by the progress bar
+        metric = torch.tensor(value, dtype=torch.float32)
+        self.log(name, metric, on_step=True, on_epoch=False, prog_bar=prog_bar, batch_size=1)
+
+
+def logs_after(trainer: Any, step: int) -> bool:
+    """Return whether the Trainer's loggers record the metrics of the step after which ``global_step`` is ``step``."""
+    return bool(trainer.log_every_n_steps > 0 and step % trainer.log_every_n_steps == 0)
+
+
+def tokens_in(batch: Any) -> int:
+    """Return the number of tokens in ``batch``: of its ``input_ids`` or its first integer matrix; 0 if it has none."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(ids, Tensor):
+        ids = next((t for t in tree_leaves(batch) if isinstance(t, Tensor) and _is_ids(t)), None)
+    return 0 if ids is None else ids.numel()
+
+
+def _is_ids(tensor: Tensor) -> bool:
+    return tensor.ndim >= 2 and not tensor.is_floating_point() and tensor.dtype != torch.bool

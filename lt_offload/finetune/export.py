@@ -1,0 +1,66 @@
+"""What comes out of a fine-tuning: a Hugging Face folder, and text. Works while the weights are streamed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lt_offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def export(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: str | Path, *, merge: bool = True) -> Path:
+    """Write ``model`` and ``tokenizer`` as ``from_pretrained`` reads them, and return the folder.
+
+    Args:
+        model: a Hugging Face model, possibly with adapters; its weights must be complete on the host.
+        tokenizer: the one it was trained with.
+        folder: must not exist or be empty.
+        merge: write adapters into the weights; if false, the adapters alone are written. No matter without adapters.
+
+    Raises:
+        ConfigError: if the folder has something in it.
+    """
+    target = check_target(folder)
+    whole: Any = model
+    if merge and hasattr(whole, "merge_and_unload"):
+        whole = whole.merge_and_unload()
+    whole.save_pretrained(target)
+    tokenizer.save_pretrained(target)
+    return target
+
+
+def check_target(folder: str | Path) -> Path:
+    """Return ``folder``, which can be written to.
+
+    Raises:
+        ConfigError: if the folder has something in it.
+    """
+    target = Path(folder).expanduser()
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ConfigError(f"{str(folder)!r} exists and is not an empty folder; choose another one with --output")
+    return target
+
+
+@torch.no_grad()
+def continuation(model: Any, ids: Tensor, *, max_new_tokens: int, end: int | None) -> list[int]:
+    """Return the tokens that most likely follow ``ids`` of shape (1, n), up to and without the token ``end``.
+
+    Each step runs the whole model once for one token, so weights that are streamed travel once per token.
+    """
+    new: list[int] = []
+    step, cache = ids, None
+    while len(new) < max_new_tokens:
+        output = model(input_ids=step, past_key_values=cache, use_cache=True)
+        cache = output.past_key_values
+        token = int(output.logits[0, -1].argmax())
+        if token == end:
+            break
+        new.append(token)
+        step = ids.new_tensor([[token]])
+    return new

@@ -1,0 +1,139 @@
+"""Where rows come from: files, the hub, or Python's own documentation. Knows nothing of tokens.
+
+Everything a user can get wrong about a path is found here, before a model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from lt_offload.errors import ConfigError
+from lt_offload.finetune.formats import Row
+
+PYDOC = "pydoc_topics"
+"""Name of the source that every Python installation has: the language reference behind ``help()``."""
+PYDOC_HELD_OUT = 8
+"""Every so many topics, in alphabetical order, one is held out for validation."""
+
+_BUILDERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
+_ENDINGS = ", ".join(_BUILDERS)
+
+
+def load_rows(path: str, *, subset: str | None, split: str, columns: Sequence[str], setting: str) -> Sequence[Row]:
+    """Return the rows behind ``path``: a file, a folder of files of one kind, or the name of a data set on the hub.
+
+    Args:
+        path: see above; text files become one row each.
+        subset: name of a configuration of a hub data set.
+        split: split of a hub data set.
+        columns: columns that must be there.
+        setting: name of the setting that ``path`` comes from, for errors.
+
+    Raises:
+        ConfigError: if there is nothing there, the file cannot be read, has no rows or lacks a column.
+    """
+    files = local_files(path, setting)
+    rows = _read_files(path, files, setting) if files else _read_hub(path, subset, split, setting)
+    if len(rows) == 0:
+        raise ConfigError(f"{setting}={path!r} has no rows")
+    missing = [column for column in columns if column not in rows.column_names]
+    if missing:
+        raise ConfigError(
+            f"{setting}={path!r} has no column {missing[0]!r}, it has {', '.join(map(repr, rows.column_names))}; "
+            "choose data.format and data.text_column to match"
+        )
+    result: Sequence[Row] = rows
+    return result
+
+
+def local_files(path: str, setting: str) -> list[Path]:
+    """Return the files at ``path``, none if it can only be a name on the hub.
+
+    Raises:
+        ConfigError: if it is a path and there is nothing to read.
+    """
+    place = Path(path).expanduser()
+    if place.is_dir():
+        found = sorted(file for file in place.iterdir() if file.suffix.lower() in _BUILDERS)
+        kinds = {_BUILDERS[file.suffix.lower()] for file in found}
+        if len(kinds) != 1:
+            have = "files of several kinds" if kinds else "no data files"
+            raise ConfigError(f"{setting}={path!r} is a folder with {have}; it should hold one of {_ENDINGS}")
+        return found
+    if place.is_file():
+        if place.suffix.lower() not in _BUILDERS:
+            raise ConfigError(f"{setting}={path!r} is of no known kind; it should end with one of {_ENDINGS}")
+        return [place]
+    if place.suffix.lower() in _BUILDERS or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
+        raise ConfigError(f"{setting}={path!r} does not exist (looked in {Path.cwd()})")
+    return []
+
+
+def _read_files(path: str, files: Sequence[Path], setting: str) -> Any:
+    empty = [file for file in files if file.stat().st_size == 0]
+    if empty:
+        raise ConfigError(f"{setting}={path!r}: {empty[0].name} is empty")
+    from datasets import Dataset, load_dataset
+
+    builder = _BUILDERS[files[0].suffix.lower()]
+    if builder == "text":
+        return Dataset.from_dict({"text": [text for file in files if (text := _read_text(file, setting)).strip()]})
+    try:
+        return load_dataset(builder, data_files=[str(file) for file in files], split="train")
+    except Exception as error:  # the readers raise whatever their libraries do, each with another base class
+        raise ConfigError(f"{setting}={path!r} cannot be read as {builder}: {_root(error)}") from error
+
+
+def _read_text(file: Path, setting: str) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{setting}: {str(file)!r} is not UTF-8 text: {error}") from None
+
+
+def _read_hub(path: str, subset: str | None, split: str, setting: str) -> Any:
+    from datasets import load_dataset
+
+    try:
+        return load_dataset(path, subset, split=split)
+    except Exception as error:  # as above
+        raise ConfigError(
+            f"{setting}={path!r} is neither a file here nor a data set that the hub would give: {_root(error)}"
+        ) from error
+
+
+def _root(error: BaseException) -> str:
+    """Return the first line of the error at the bottom of a chain: the one that says what is wrong."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__
+
+
+def pydoc_topics() -> tuple[list[Row], list[Row]]:
+    """Return Python's language reference as ``(training, validation)`` rows with a column ``text``.
+
+    Topics quote each other at length. A paragraph of a held-out topic is taken out of all training topics, and no
+    paragraph is trained twice, so the validation loss is about text the model has not been shown here.
+    """
+    from pydoc_data.topics import topics
+
+    names = sorted(topics)
+    held_out = names[PYDOC_HELD_OUT - 1 :: PYDOC_HELD_OUT]
+    seen: set[str] = set()
+    validation = [_unseen(topics[name], seen) for name in held_out]
+    training = [_unseen(topics[name], seen) for name in names if name not in set(held_out)]
+    return [{"text": text} for text in training if text], [{"text": text} for text in validation if text]
+
+
+def _unseen(topic: str, seen: set[str]) -> str:
+    """Return ``topic`` without the paragraphs in ``seen``, whatever their indentation, and add the others to it."""
+    kept = []
+    for paragraph in topic.split("\n\n"):
+        key = " ".join(paragraph.split())
+        if key and key not in seen:
+            seen.add(key)
+            kept.append(paragraph)
+    return "\n\n".join(kept)

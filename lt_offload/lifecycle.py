@@ -1,0 +1,395 @@
+"""The strategy without Lightning: which hook of a Trainer's life calls which part of profile, plan and execute.
+
+Holds no logic beyond that order. Free of Lightning imports, so that one class serves every namespace: see
+``strategy.py`` and ``_register.strategy_class``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lt_offload import limits, prepare
+from lt_offload._register import bind
+from lt_offload.checkpoint import AtomicCheckpointIO, load_optimizer_state
+from lt_offload.errors import ConfigError, UnsupportedError
+from lt_offload.execute import open_device
+from lt_offload.execute.device import Device
+from lt_offload.execute.engine import Engine
+from lt_offload.finetune.callbacks import Metrics, logs_after
+from lt_offload.plan.perfetto import save_perfetto
+from lt_offload.plan.schedule import Plan, PlannerName
+from lt_offload.plan.select import PLANNERS
+from lt_offload.plan.trace import Trace
+from lt_offload.profile.caches import caches_off
+from lt_offload.profile.types import Profile
+from lt_offload.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.strategies import Strategy as _Base
+else:
+    _Base = object
+
+
+class OffmateCore(_Base):
+    """Everything of the strategy but its Lightning base class; for the options see ``OffmateStrategy``."""
+
+    strategy_name = "offmate"
+    namespace = "lightning.pytorch"
+    num_nodes = 1  # set by the Trainer
+    global_rank = local_rank = 0
+    world_size = 1
+
+    def __init__(
+        self,
+        *,
+        memory: str | int | None = None,
+        host_memory: str | int | None = None,
+        planner: PlannerName = "auto",
+        batch_size: int | Literal["auto"] | None = None,
+        host_update: bool = True,
+        activation_offload: bool = True,
+        recompute: bool = True,
+        plan: str | Path | None = None,
+        solver_time_limit: float = 30.0,
+        report_dir: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        if planner not in PLANNERS:
+            known = "not in this release" if planner in get_args(PlannerName) else "not a planner"
+            raise UnsupportedError(f"planner={planner!r} is {known}; choose one of {', '.join(PLANNERS)}")
+        if batch_size == "auto":
+            raise UnsupportedError(
+                "batch_size='auto' is not supported yet; use an integer, or None for the datamodule's"
+            )
+        if batch_size is not None and batch_size < 1:
+            raise ConfigError(f"batch_size={batch_size} must be at least 1")
+        if solver_time_limit <= 0:
+            raise ConfigError(f"solver_time_limit={solver_time_limit} must be a positive number of seconds")
+        self.memory = None if memory is None else parse_bytes(memory)
+        self.host_memory = None if host_memory is None else parse_bytes(host_memory, setting="host_memory")
+        self.planner: PlannerName = planner
+        self.batch_size = batch_size
+        self.switches = {"host_update": host_update, "activation_offload": activation_offload, "recompute": recompute}
+        self.plan_path = plan
+        self.solver_time_limit = solver_time_limit
+        self.report_dir = report_dir
+        self.parallel_devices: list[torch.device] | None = None  # filled in by the Trainer
+        self.profile: Profile | None = None
+        self.plan: Plan | None = None
+        self.trace: Trace | None = None
+        """Of the last complete iteration, once training has ended."""
+        self.engine: Engine | None = None
+        """Present between ``setup`` and ``teardown``."""
+        self._device: Device | None = None
+        self._signature: object = None
+        self._updating = False
+        """Some weights of the present iteration are updated and others are not."""
+        self._undo = ExitStack()
+        """What ``teardown`` puts back."""
+
+    # -- one process, one device -------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where batches go and blocks run."""
+        assert self.parallel_devices, "the Trainer has not chosen a device yet"
+        return self.parallel_devices[0]
+
+    @property
+    def is_global_zero(self) -> bool:
+        """There is only one process."""
+        return True
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return ``tensor``."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return ``tensor``."""
+        return tensor
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Return at once."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return ``obj``."""
+        return obj
+
+    # -- before training ---------------------------------------------------------------------------------------------
+
+    def connect(self, model: LightningModule) -> None:
+        """Take the module, and give its Trainer the metrics callback."""
+        super().connect(model)
+        trainer: Any = model._trainer
+        if trainer is None or trainer.barebones or any(isinstance(c, Metrics) for c in trainer.callbacks):
+            return
+        metrics = bind(Metrics, self.namespace, "callbacks.Callback")()
+        checkpoints = {id(callback) for callback in trainer.checkpoint_callbacks}
+        at = next((i for i, c in enumerate(trainer.callbacks) if id(c) in checkpoints), len(trainer.callbacks))
+        trainer.callbacks.insert(at, metrics)
+
+    def setup_environment(self) -> None:
+        """Refuse what the Trainer asks for and cannot have, before anything is downloaded or loaded."""
+        trainer = self._trainer
+        limits.check("trainer", limits.Run(trainer=trainer), training=_fitting(trainer))
+        if self.batch_size is not None and _fitting(trainer):
+            self._set_batch_size(trainer)
+        super().setup_environment()
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Models are made on the host, whatever the device."""
+        with torch.device("cpu"), self.precision_plugin.tensor_init_context():
+            yield
+
+    def model_to_device(self) -> None:
+        """Move metrics only: weights go to the device block by block, and the engine takes care of what is left."""
+        from torchmetrics import Metric
+
+        for module in self._module.modules():
+            if isinstance(module, Metric):
+                module.to(self.root_device)
+
+    def setup(self, trainer: Any) -> None:
+        """Make optimizers, profile, plan, and install the engine."""
+        assert self.accelerator is not None and self.model is not None
+        self._updating = False
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        limits.check("model", limits.Run(model=self.model), training=_fitting(trainer))
+        if _fitting(trainer):
+            self.setup_optimizers(trainer)
+            limits.check("optimizer", limits.Run(model=self.model, optimizers=self.optimizers))
+        self.setup_precision_plugin()
+        if _fitting(trainer):
+            self._prepare_training(trainer)
+        else:
+            self._install(None, None, self.memory or prepare.free_memory(self.root_device))
+
+    def _prepare_training(self, trainer: Any) -> None:
+        (optimizer,) = self.optimizers
+        if limits.unknown_optimizer(optimizer):
+            rank_zero_warn(
+                f"offmate: {type(optimizer).__name__} is assumed to update each tensor on its own, from that tensor's "
+                "gradient alone; if it does not, results differ from plain training"
+            )
+        self.trace = None
+        self._undo.enter_context(caches_off(self._module))
+        with import_module(f"{self.namespace}.utilities.seed").isolate_rng():
+            self.profile = prepare.measure(trainer, optimizer)
+        self.plan = self._make_plan(self.profile)
+        folder = self._folder(trainer)
+        if folder is not None:
+            self.profile.save(folder / "profile.json")
+            self.plan.save(folder / "plan.json")
+        rank_zero_info(f"offmate: {prepare.summary(self.plan)}" + (f"; saved in {folder}" if folder else ""))
+        rank_zero_info(self.plan.explain())
+        self._install(optimizer, self.plan, self.plan.budget_bytes)
+
+    def _make_plan(self, profile: Profile) -> Plan:
+        from lt_offload.plan import solve
+
+        memory = self.memory or prepare.free_memory(self.root_device)
+        if self.plan_path is not None:
+            return prepare.replay(self.plan_path, profile, memory)
+        rank_zero_info(f"offmate: planning for {format_bytes(memory)}, {self.solver_time_limit:g} s at most")
+        return solve(
+            profile,
+            memory=memory,
+            host_memory=self.host_memory,
+            planner=self.planner,
+            time_limit=self.solver_time_limit,
+            **self.switches,
+        )
+
+    def _install(self, optimizer: Optimizer | None, plan: Plan | None, budget: int) -> None:
+        self._device = open_device(budget, self.root_device.type)
+        self.engine = Engine(self._module, optimizer, plan, self._device)
+        self.engine.install()
+
+    def _folder(self, trainer: Any) -> Path | None:
+        """Return the run folder, None if the run keeps nothing."""
+        if self.report_dir is not None:
+            return Path(self.report_dir)
+        kept = trainer.loggers and not trainer.fast_dev_run and trainer.log_dir
+        return Path(trainer.log_dir) if kept else None
+
+    def _set_batch_size(self, trainer: Any) -> None:
+        for owner in (trainer.datamodule, self._module):
+            if hasattr(owner, "batch_size"):
+                owner.batch_size = self.batch_size
+                return
+        raise ConfigError(
+            f"batch_size={self.batch_size} cannot be set: neither the datamodule nor the LightningModule has an "
+            "attribute batch_size; set it where the dataloader is made and use batch_size=None"
+        )
+
+    # -- training and evaluation -------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Remember the shapes of the batch; the account of a shape that was counted before is not made again."""
+        self._signature = tuple((t.shape, t.dtype) for t in tree_leaves(batch) if isinstance(t, Tensor))
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run one planned iteration: the closure's forward and backward contain every update."""
+        assert self.engine is not None
+        trainer = self._trainer
+        norm = logs_after(trainer, trainer.global_step + 1)
+        with self.engine.iteration(grad_norm=norm, signature=self._signature):
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._updating = False
+        return result
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """From here until the end of the iteration the weights are of two steps."""
+        self._updating = True
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Stream the forward."""
+        with self._streaming():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Stream the forward."""
+        with self._streaming():
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Stream the forward."""
+        with self._streaming():
+            return super().predict_step(*args, **kwargs)
+
+    def on_train_end(self) -> None:
+        """Keep the record of the last iteration."""
+        assert self.engine is not None
+        if self.engine.stats.iterations == 0:
+            return
+        self.trace = self.engine.trace()
+        folder = self._folder(self._trainer)
+        if folder is not None:
+            self.trace.save(folder / "trace.json")
+            save_perfetto(self.trace, folder / "trace.perfetto.json")
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """The Trainer's plugin if it has one, else files without a second copy in RAM."""
+        io: Any = self._checkpoint_io
+        if io is None or getattr(io, "checkpoint_io", self) is None:  # none, or a wrapper around none
+            ours = bind(AtomicCheckpointIO, self.namespace, "plugins.TorchCheckpointIO")()
+            if io is None:
+                self._checkpoint_io = io = ours
+            else:
+                io.checkpoint_io = ours
+        return io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights, complete on the host."""
+        self._complete()
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Return the optimizer's state, complete on the host."""
+        self._complete()
+        return super().optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write the checkpoint, unless an iteration was interrupted between two updates."""
+        if self._updating:
+            rank_zero_warn(
+                f"offmate: {filepath} is not written: the iteration was interrupted when some weights were updated and "
+                "others were not; resume from the last complete checkpoint"
+            )
+            return
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights into the host copies."""
+        with self._rewriting():
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizer's state into host memory of its own, in the dtypes in which it was saved."""
+        saved = {name: t.dtype for name, t in checkpoint["state_dict"].items() if isinstance(t, Tensor)}
+        unchanged = {p for name, p in self._module.named_parameters() if saved.get(name) == p.dtype}
+        with self._rewriting():
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+                load_optimizer_state(optimizer, state, unchanged)
+
+    # -- afterwards --------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Leave the iteration; a second error must not hide the first."""
+        if self.engine is not None:
+            try:
+                self.engine.abort()
+            except Exception as second:
+                rank_zero_warn(f"offmate: while leaving the iteration: {second}")
+
+    def teardown(self) -> None:
+        """Give the model back with complete host weights and release the device."""
+        engine, device = self.engine, self._device
+        self.engine = self._device = None
+        try:
+            if engine is not None:
+                engine.close()
+        finally:
+            if device is not None:
+                device.close()
+            self._undo.close()
+            super().teardown()
+
+    # -- helpers -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _module(self) -> LightningModule:
+        module = self.lightning_module
+        assert module is not None
+        return module
+
+    @property
+    def _trainer(self) -> Any:
+        return self._module.trainer
+
+    def _complete(self) -> None:
+        """Wait for what is on its way to the host, unless the iteration was left halfway."""
+        if self.engine is not None and not self._updating:
+            self.engine.drain()
+
+    @contextmanager
+    def _rewriting(self) -> Iterator[None]:
+        """Enclose changes of the host copies from outside."""
+        if self.engine is not None:
+            self.engine.drain()
+            self.engine.invalidate()
+        yield
+
+    def _streaming(self) -> AbstractContextManager[None]:
+        return self.engine.inference() if self.engine is not None else nullcontext()
+
+
+def _fitting(trainer: Any) -> bool:
+    return bool(trainer.state.fn == "fit")

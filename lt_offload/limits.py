@@ -1,0 +1,398 @@
+"""Every combination that is refused, in one table. Recognises settings; runs nothing and imports no Lightning.
+
+A setting is refused where the strategy could not honour it exactly. The table is data: :func:`check` raises from it
+before training starts, :func:`markdown` prints it for the README.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from lt_offload.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+Scope = Literal["trainer", "model", "optimizer"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """What is about to run, as far as it exists yet."""
+
+    trainer: Any = None
+    """A Lightning Trainer of either namespace; None in a plain loop."""
+    model: nn.Module | None = None
+    """The LightningModule, or the model of a plain loop."""
+    optimizers: Sequence[Optimizer] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limit:
+    """One thing that is not supported."""
+
+    name: str
+    scope: Scope
+    """From when on it can be recognised: once there is a trainer, a complete model, the optimizers."""
+    found: Callable[[Run], str | None]
+    """Returns the offending setting with its value as the user wrote it, None if there is nothing to refuse."""
+    why: str
+    instead: str
+    """The nearest thing that works."""
+    training_only: bool = True
+    """False if validation and prediction are refused too."""
+
+
+def check(scope: Scope, run: Run, *, training: bool = True) -> None:
+    """Raise for everything in ``run`` that is not supported, all in one error.
+
+    Raises:
+        UnsupportedError: with one line per setting: the setting, its value, why, and what works instead.
+    """
+    problems = [
+        f"{setting}: {limit.why}; {limit.instead}"
+        for limit in LIMITS
+        if limit.scope == scope and (training or not limit.training_only) and (setting := limit.found(run)) is not None
+    ]
+    if problems:
+        raise UnsupportedError("not supported by the offmate strategy:\n" + "\n".join(f"- {line}" for line in problems))
+
+
+def unknown_optimizer(optimizer: Optimizer) -> bool:
+    """Return whether nobody has vouched for ``optimizer`` updating each tensor on its own."""
+    return not f"{type(optimizer).__module__}.".startswith(("torch.optim.", "transformers.optimization."))
+
+
+def markdown() -> str:
+    """Return the table for people: what is refused and what works instead."""
+    rows = [f"| {limit.name} | {limit.why} | {limit.instead} |" for limit in LIMITS]
+    return "\n".join(["| not supported | why | instead |", "|---|---|---|", *rows])
+
+
+LIMITS: list[Limit] = []
+"""The table, in the order of the README."""
+
+Found = Callable[[Run], str | None]
+
+
+def _limit(name: str, scope: Scope, *, why: str, instead: str, training_only: bool = True) -> Callable[[Found], Found]:
+    """Add the row that the decorated function recognises."""
+
+    def add(found: Found) -> Found:
+        limit = Limit(name=name, scope=scope, found=found, why=why, instead=instead, training_only=training_only)
+        LIMITS.append(limit)
+        return found
+
+    return add
+
+
+# -- trainer ----------------------------------------------------------------------------------------------------------
+
+
+@_limit(
+    "gradient clipping",
+    "trainer",
+    why="weights are updated inside the backward, so Lightning would find nothing to clip",
+    instead="set gradient_clip_val=None and lower the learning rate or lengthen its warm-up",
+)
+def _clipping(run: Run) -> str | None:
+    value = run.trainer.gradient_clip_val
+    if not value or value <= 0:
+        return None
+    algorithm = run.trainer.gradient_clip_algorithm
+    named = f", gradient_clip_algorithm={str(getattr(algorithm, 'value', algorithm))!r}" if algorithm else ""
+    return f"Trainer(gradient_clip_val={value}{named})"
+
+
+@_limit(
+    "gradient accumulation",
+    "trainer",
+    why="every backward updates the weights",
+    instead="use accumulate_grad_batches=1 and a larger batch_size; recomputed activations make it fit",
+)
+def _accumulation(run: Run) -> str | None:
+    if run.trainer.accumulate_grad_batches > 1:
+        return f"Trainer(accumulate_grad_batches={run.trainer.accumulate_grad_batches})"
+    for callback in run.trainer.callbacks:
+        if _is_a(callback, {"GradientAccumulationScheduler"}) and max(callback.scheduling.values()) > 1:
+            return f"GradientAccumulationScheduler(scheduling={callback.scheduling})"
+    return None
+
+
+@_limit(
+    "mixed, fp16, double and quantized precision",
+    "trainer",
+    why="casts made outside the blocks and loss scaling are not reproduced exactly when a block runs again",
+    instead="use precision='bf16-true' or precision='32-true'",
+    training_only=False,
+)
+def _precision(run: Run) -> str | None:
+    value = run.trainer.precision
+    return None if value in ("32-true", "bf16-true") else f"Trainer(precision={value!r})"
+
+
+@_limit(
+    "several devices or nodes, accelerators other than cuda and cpu",
+    "trainer",
+    why="one process plans for one device, a CUDA device or the emulated one",
+    instead="use devices=1, num_nodes=1 and accelerator='cuda' or 'cpu'",
+    training_only=False,
+)
+def _devices(run: Run) -> str | None:
+    devices = run.trainer.strategy.parallel_devices or ()
+    for device in devices:
+        if device.type not in ("cpu", "cuda"):
+            return f"Trainer(accelerator={device.type!r})"
+    if len(devices) > 1:
+        return f"Trainer(devices={len(devices)})"
+    nodes = run.trainer.num_nodes
+    return f"Trainer(num_nodes={nodes})" if nodes > 1 else None
+
+
+@_limit(
+    "anomaly detection",
+    "trainer",
+    why="it does not see into the blocks, which have graphs of their own",
+    instead="set detect_anomaly=False, or search for the anomaly with strategy='auto' on a small model",
+)
+def _anomaly(run: Run) -> str | None:
+    return "Trainer(detect_anomaly=True)" if getattr(run.trainer, "_detect_anomaly", False) else None
+
+
+@_limit(
+    "manual optimization",
+    "trainer",
+    why="updates belong to the planned iteration",
+    instead="use automatic optimization with one optimizer",
+)
+def _manual(run: Run) -> str | None:
+    module = run.trainer.lightning_module
+    return None if module.automatic_optimization else f"{type(module).__name__}.automatic_optimization=False"
+
+
+_STEP_HOOKS = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "backward")
+_GRADIENT_HOOKS = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
+
+
+@_limit(
+    "own optimizer_step, optimizer_zero_grad, configure_gradient_clipping or backward",
+    "trainer",
+    why="the hook acts on an update that has happened already",
+    instead="remove it; schedule the learning rate with an lr_scheduler of interval='step'",
+)
+def _step_hook(run: Run) -> str | None:
+    return _overridden([run.trainer.lightning_module], _STEP_HOOKS)
+
+
+@_limit(
+    "hooks that look at gradients",
+    "trainer",
+    why="gradients are consumed inside the backward, the hook would see none",
+    instead="remove it; the gradient norm is logged as 'grad_norm'",
+)
+def _gradient_hook(run: Run) -> str | None:
+    return _overridden([run.trainer.lightning_module, *run.trainer.callbacks], _GRADIENT_HOOKS)
+
+
+_REWRITING = {"BaseFinetuning", "BatchSizeFinder", "LearningRateFinder", "ModelPruning"}
+_REWRITING |= {"StochasticWeightAveraging", "WeightAveraging"}
+
+
+@_limit(
+    "callbacks that rewrite weights or the optimizer",
+    "trainer",
+    why="the plan is made for fixed weights, trainable tensors and batch size",
+    instead="remove it",
+)
+def _rewriting_callback(run: Run) -> str | None:
+    for callback in run.trainer.callbacks:
+        if _is_a(callback, _REWRITING):
+            return f"callback {type(callback).__name__}"
+    return None
+
+
+# -- model ------------------------------------------------------------------------------------------------------------
+
+
+@_limit(
+    "torch.compile",
+    "model",
+    why="compiled code keeps addresses of weights that move",
+    instead="pass the model without torch.compile",
+    training_only=False,
+)
+def _compiled(run: Run) -> str | None:
+    for name, module in _modules(run):
+        context = getattr(module, "_compiler_ctx", None)
+        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None or context is not None:
+            return f"torch.compile of {name}"
+    return None
+
+
+@_limit(
+    "gradient checkpointing inside the model",
+    "model",
+    why="the plan decides what is recomputed, and both would do it twice",
+    instead="switch it off in the model; the strategy recomputes what the plan says",
+)
+def _checkpointing(run: Run) -> str | None:
+    for name, module in _modules(run):
+        if getattr(module, "gradient_checkpointing", False) is True:
+            return f"gradient checkpointing in {name}"
+    return None
+
+
+@_limit(
+    "output_hidden_states, output_attentions",
+    "model",
+    why="collected outputs keep activations on the device that the plan moves away",
+    instead="set it to False for training",
+)
+def _collected_outputs(run: Run) -> str | None:
+    for name, module in _modules(run):
+        for setting in ("output_hidden_states", "output_attentions"):
+            if getattr(getattr(module, "config", None), setting, False) is True:
+                return f"config.{setting}=True of {name}"
+    return None
+
+
+@_limit(
+    "float16 weights",
+    "model",
+    why="they need loss scaling",
+    instead="load the model in bfloat16 or float32",
+)
+def _half(run: Run) -> str | None:
+    import torch
+
+    return next((f"parameter {n} of dtype float16" for n, p in _parameters(run) if p.dtype == torch.float16), None)
+
+
+@_limit(
+    "quantized weights",
+    "model",
+    why="their scales do not travel with them",
+    instead="load the model in bfloat16; weights that do not fit are streamed",
+    training_only=False,
+)
+def _quantized(run: Run) -> str | None:
+    for name, parameter in _parameters(run):
+        if type(parameter).__name__ in {"Params4bit", "Int8Params"}:
+            return f"quantized parameter {name} ({type(parameter).__name__})"
+    return None
+
+
+@_limit(
+    "weights on the meta device",
+    "model",
+    why="there is nothing to train",
+    instead="load the weights in configure_model or before",
+    training_only=False,
+)
+def _meta(run: Run) -> str | None:
+    return next((f"parameter {n} on the meta device" for n, p in _parameters(run) if p.is_meta), None)
+
+
+@_limit(
+    "sparse gradients",
+    "model",
+    why="gradients travel as dense tensors",
+    instead="use sparse=False",
+)
+def _sparse(run: Run) -> str | None:
+    return next((f"{n} with sparse=True" for n, m in _modules(run) if getattr(m, "sparse", False) is True), None)
+
+
+@_limit(
+    "embeddings with max_norm",
+    "model",
+    why="the forward changes the weight, and that change would not be kept",
+    instead="use max_norm=None",
+    training_only=False,
+)
+def _renormalised(run: Run) -> str | None:
+    for name, module in _modules(run):
+        if getattr(module, "max_norm", None) is not None:
+            return f"{name} with max_norm={module.max_norm}"
+    return None
+
+
+# -- optimizer --------------------------------------------------------------------------------------------------------
+
+
+@_limit(
+    "no optimizer or several",
+    "optimizer",
+    why="each parameter has exactly one update per iteration",
+    instead="return one optimizer; parameter groups may differ in every option",
+)
+def _not_one_optimizer(run: Run) -> str | None:
+    count = len(run.optimizers)
+    return None if count == 1 else f"{count} optimizers from configure_optimizers"
+
+
+_GLOBAL_OPTIMIZERS = {"LBFGS", "SAM", "ZeroRedundancyOptimizer"}
+_GLOBAL_OPTIMIZERS |= {"DAdaptAdaGrad", "DAdaptAdam", "DAdaptLion", "DAdaptSGD", "Prodigy"}
+
+
+@_limit(
+    "optimizers that look across parameters or call a closure twice",
+    "optimizer",
+    why="each tensor is updated on its own as soon as its gradient is complete",
+    instead="use AdamW, Adam, SGD, Adafactor or another optimizer that updates each tensor on its own",
+)
+def _global_optimizer(run: Run) -> str | None:
+    for optimizer in run.optimizers:
+        if _is_a(optimizer, _GLOBAL_OPTIMIZERS):
+            return f"optimizer {type(optimizer).__name__}"
+    return None
+
+
+@_limit(
+    "trainable parameters without an optimizer",
+    "optimizer",
+    why="its gradient would be computed and never used",
+    instead="give it to the optimizer or set requires_grad=False",
+)
+def _orphans(run: Run) -> str | None:
+    held = {id(p) for optimizer in run.optimizers for group in optimizer.param_groups for p in group["params"]}
+    for name, parameter in _parameters(run):
+        if parameter.requires_grad and id(parameter) not in held:
+            return f"trainable parameter {name} that the optimizer does not hold"
+    return None
+
+
+# -- helpers ----------------------------------------------------------------------------------------------------------
+
+
+def _modules(run: Run) -> Iterator[tuple[str, Any]]:
+    assert run.model is not None
+    for name, module in run.model.named_modules():
+        yield name or type(module).__name__, module
+
+
+def _parameters(run: Run) -> Iterator[tuple[str, nn.Parameter]]:
+    assert run.model is not None
+    return run.model.named_parameters()
+
+
+def _is_a(thing: object, names: set[str]) -> bool:
+    """Return whether ``thing``'s class or a base of it has one of ``names``; namespaces do not matter."""
+    return any(cls.__name__ in names for cls in type(thing).__mro__)
+
+
+_LIGHTNING_BASE = re.compile(r"(lightning\.pytorch|pytorch_lightning)\.(core\.|callbacks\.callback$)")
+
+
+def _overridden(things: Sequence[Any], hooks: Sequence[str]) -> str | None:
+    """Return the first hook that one of ``things`` defines itself instead of inheriting it from Lightning."""
+    for thing in things:
+        for hook in hooks:
+            owner = next((cls for cls in type(thing).__mro__ if hook in vars(cls)), None)
+            if hook in vars(thing) or (owner is not None and _LIGHTNING_BASE.match(owner.__module__) is None):
+                return f"{type(thing).__name__}.{hook}"
+    return None

@@ -1,0 +1,80 @@
+"""Turns decisions about whole tensors into a plan: ops in issue order, arena offsets, and what each op waits for.
+
+Knows the contract of :mod:`lt_offload.plan.schedule`; decides nothing but the order within a step and the offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lt_offload.plan.arena import Placement, place
+from lt_offload.plan.choices import Choices
+from lt_offload.plan.copies import DeviceCopy, device_copies, state_room
+from lt_offload.plan.emit import Emitter
+from lt_offload.plan.link import link
+from lt_offload.plan.schedule import Plan, Prediction, Residency
+from lt_offload.profile.types import Profile
+from lt_offload.units import format_bytes
+
+UNKNOWN = Prediction(iteration_s=0.0, lower_bound_s=0.0, no_offload_s=0.0, device_peak_bytes=0, host_peak_bytes=0)
+"""Placeholder of a plan that has not been simulated yet."""
+
+
+def place_copies(choices: Choices, profile: Profile) -> Placement:
+    """Return the arena that ``choices`` need, its offsets in the order of ``device_copies``."""
+    steps = 2 * len(profile.blocks)
+    return place([copy.lifetime(steps) for copy in device_copies(choices, profile)], steps)
+
+
+def build(
+    choices: Choices,
+    profile: Profile,
+    *,
+    planner: str,
+    budget_bytes: int,
+    host_budget_bytes: int,
+    placement: Placement | None = None,
+) -> Plan:
+    """Return the plan that carries out ``choices``; its prediction is ``UNKNOWN``.
+
+    ``placement`` has an offset for each of ``device_copies``, if the caller has found some already.
+    """
+    copies = device_copies(choices, profile)
+    placement = placement or place_copies(choices, profile)
+    for copy, offset in zip(copies, placement.offsets, strict=True):
+        copy.offset = offset
+    emitter = Emitter(choices, profile, copies)
+    emitter.emit()
+    return Plan(
+        fingerprint=profile.fingerprint,
+        model=profile.model,
+        planner=planner,
+        batch_size=profile.batch_size,
+        sequence_length=profile.sequence_length,
+        budget_bytes=budget_bytes,
+        host_budget_bytes=host_budget_bytes,
+        options=tuple(block.option for block in choices.blocks),
+        update_places=tuple(tensor.place for tensor in choices.tensors),
+        state_bytes=tuple(state_room(tensor.state_bytes) for tensor in profile.tensors),
+        initial=tuple(
+            Residency(payload=copy.payload, tensor=copy.tensor, offset=copy.offset) for copy in copies if copy.at_start
+        ),
+        ops=link(emitter),
+        arena_bytes=placement.extent,
+        predicted=UNKNOWN,
+        estimated=profile.estimated,
+        notes=tuple(_notes(copies, profile, placement)),
+    )
+
+
+def _notes(copies: Sequence[DeviceCopy], profile: Profile, placement: Placement) -> Iterator[str]:
+    for payload, total in (
+        ("weight", sum(tensor.bytes for tensor in profile.tensors)),
+        ("state", sum(tensor.state_bytes for tensor in profile.tensors)),
+    ):
+        stay = sum(copy.bytes for copy in copies if copy.payload == payload and copy.stay is None)
+        if total:
+            what = "weights" if payload == "weight" else "optimizer states"
+            yield f"{format_bytes(stay)} of {format_bytes(total)} of {what} are always on the device"
+    if placement.waste >= 0.02:
+        yield f"{placement.waste:.1%} of the arena is lost to fragmentation"

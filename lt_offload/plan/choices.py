@@ -1,0 +1,86 @@
+"""Decisions about whole tensors, before they become ops: what every planner produces and ``build`` takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lt_offload.plan.memory import Usage, backward_steps
+from lt_offload.plan.schedule import UpdatePlace
+from lt_offload.profile.types import OptionName, Profile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stay:
+    """A device copy from its prefetch, before the computation of step ``start``, to the end of step ``end``; cyclic."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorChoice:
+    """What happens to one tensor."""
+
+    place: UpdatePlace
+    stays: tuple[Stay, ...] = ()
+    """When its weight is on the device; empty: always."""
+    write_back: int | None = None
+    """Step after whose computation the updated weight is copied to the host; None: never."""
+    grad_until: int | None = None
+    """Host update: the step at whose end the gradient's device memory is free."""
+    state_stay: Stay | None = None
+    """When its states are on the device (place ``paged``)."""
+    state_leave: int | None = None
+    """Step after whose computation its states are copied to the host (place ``paged``)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockChoice:
+    """What happens to one block's activations."""
+
+    option: OptionName
+    until: int | None = None
+    """Step at whose end offloaded activations have left; None: none are offloaded."""
+    fetch: int | None = None
+    """Step in which they are fetched back."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choices:
+    """One iteration, decided."""
+
+    tensors: tuple[TensorChoice, ...]
+    blocks: tuple[BlockChoice, ...]
+
+    @property
+    def usage(self) -> Usage:
+        """What decides about the framework's memory."""
+        return Usage(
+            options=tuple(block.option for block in self.blocks),
+            places=tuple(tensor.place for tensor in self.tensors),
+            grad_until={t: c.grad_until for t, c in enumerate(self.tensors) if c.grad_until is not None},
+            left={i: c.until for i, c in enumerate(self.blocks) if c.until is not None},
+            fetched={i: c.fetch for i, c in enumerate(self.blocks) if c.fetch is not None},
+        )
+
+
+def uses(blocks: tuple[int, ...], profile: Profile) -> list[int]:
+    """Return the steps that compute with a tensor of ``blocks``, ascending."""
+    return sorted({*blocks, *backward_steps(blocks, profile)})
+
+
+def block_choices(profile: Profile, options: tuple[OptionName, ...], *, lag: int, lead: int) -> tuple[BlockChoice, ...]:
+    """Return the blocks' choices: offloaded activations leave ``lag`` steps late and return ``lead`` steps early.
+
+    Both cost the activations' memory for a step and let the copy run beside a computation. Where forward and backward
+    are too close, as for the last blocks, they are less.
+    """
+    found = []
+    for index, (block, option) in enumerate(zip(profile.blocks, options, strict=True)):
+        if not block.has_backward or not block.option(option).offload_bytes:
+            found.append(BlockChoice(option=option))
+            continue
+        backward = 2 * len(profile.blocks) - 1 - index
+        until = min(index + lag, backward - 1)
+        found.append(BlockChoice(option=option, until=until, fetch=max(backward - lead, until + 1)))
+    return tuple(found)

@@ -1,0 +1,88 @@
+"""How much later a device copy may come and how much earlier it may go. Knows uses and copies; places nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from lt_offload.plan.choices import Choices, Stay, uses
+from lt_offload.plan.copies import DeviceCopy
+from lt_offload.plan.memory import backward_steps
+from lt_offload.profile.types import Profile
+
+
+class FlexibleStay:
+    """A stay that may be shortened at both ends. Times are steps since its first one."""
+
+    def __init__(self, copy: DeviceCopy, choices: Choices, profile: Profile) -> None:
+        assert copy.stay is not None
+        self.copy, self.steps = copy, 2 * len(profile.blocks)
+        self.origin = copy.stay.start
+        self.start, self.end = 0, self._since(copy.stay.end)
+        tensor, choice = profile.tensors[copy.tensor], choices.tensors[copy.tensor]
+        weight = copy.payload == "weight"
+        needed = uses(tensor.blocks, profile) if weight else backward_steps(tensor.blocks, profile)[-1:]
+        left = choice.write_back if weight else choice.state_leave
+        inside = [at for step in needed if (at := self._since(step)) <= self.end]
+        self.latest_start = max(min(inside) - 1, 0)
+        """The prefetch still has a step to run beside."""
+        self.earliest_end = max(inside)
+        if left is not None and self._since(left) <= self.end:
+            self.earliest_end = max(self.earliest_end, self._since(left))
+
+    def moves(self, step: int) -> Iterator[tuple[int, bool]]:
+        """Yield (steps lost, whether the start moves) for the ways not to be there in ``step``."""
+        at = self._since(step)
+        if self.start <= at < self.latest_start:
+            yield at - self.start + 1, True
+        if self.earliest_end < at <= self.end:
+            yield self.end - at + 1, False
+
+    def shorten(self, step: int, late: bool) -> list[int]:
+        """Begin after ``step`` or end before it; return the steps that are freed."""
+        at = self._since(step)
+        freed = range(self.start, at + 1) if late else range(at, self.end + 1)
+        if late:
+            self.start = at + 1
+        else:
+            self.end = at - 1
+        return self._steps(freed)
+
+    def lifetimes(self) -> list[tuple[int, int]]:
+        """Return every (start, end) it may have, the longest first."""
+        found = [
+            (start, end)
+            for start in range(self.start, max(self.start, self.latest_start) + 1)
+            for end in range(self.end, self.earliest_end - 1, -1)
+        ]
+        return sorted(found, key=lambda life: life[0] - life[1])
+
+    def steps_of(self, lifetime: tuple[int, int]) -> tuple[int, ...]:
+        """Return the steps of one of :meth:`lifetimes`."""
+        return tuple(self._steps(range(lifetime[0], lifetime[1] + 1)))
+
+    @property
+    def stay(self) -> Stay:
+        """The stay as it is now."""
+        return Stay(start=(self.origin + self.start) % self.steps, end=(self.origin + self.end) % self.steps)
+
+    def _since(self, step: int) -> int:
+        return (step - self.origin) % self.steps
+
+    def _steps(self, since: range) -> list[int]:
+        return [(self.origin + at) % self.steps for at in since]
+
+
+def with_stays(choices: Choices, stays: Sequence[FlexibleStay]) -> Choices:
+    """Return ``choices`` with these stays, which are all there are, in the order of ``device_copies``."""
+    weights: dict[int, list[Stay]] = {}
+    tensors = list(choices.tensors)
+    for item in stays:
+        tensor = item.copy.tensor
+        if item.copy.payload == "weight":
+            weights.setdefault(tensor, []).append(item.stay)
+        else:
+            tensors[tensor] = replace(tensors[tensor], state_stay=item.stay)
+    for tensor, found in weights.items():
+        tensors[tensor] = replace(tensors[tensor], stays=tuple(found))
+    return replace(choices, tensors=tuple(tensors))

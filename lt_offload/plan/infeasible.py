@@ -1,0 +1,107 @@
+"""What to tell somebody for whom no plan fits: which budget, batch or sequence would. Knows the smallest plans only."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from lt_offload.errors import InfeasibleError
+from lt_offload.plan.baselines import Allowed, resident_choices, smallest
+from lt_offload.plan.memory import host_bytes
+from lt_offload.plan.offmate_config import OffmateConfig, allowed_options
+from lt_offload.plan.schedule import PlannerName, UpdatePlace
+from lt_offload.profile.types import BlockProfile, OptionProfile, Profile
+from lt_offload.units import format_bytes
+
+
+def explain_infeasible(
+    profile: Profile, config: OffmateConfig, allowed: Allowed, planner: PlannerName
+) -> InfeasibleError:
+    """Return the error for budgets that no plan of ``planner`` fits into."""
+    assert config.budget_bytes is not None
+    assert config.host_budget_bytes is not None
+    asked = f"{profile.model} with batch_size={profile.batch_size} and sequence_length={profile.sequence_length}"
+    memory, ram = format_bytes(config.budget_bytes), format_bytes(config.host_budget_bytes)
+    if planner == "resident":
+        needed = min((nbytes for _, nbytes in resident_choices(profile, allowed)), default=None)
+        way = f"needs memory={as_setting(needed)}" if needed else "is impossible if activations may only be offloaded"
+        return InfeasibleError(
+            f"memory={memory} is too small for {asked}: planner='resident' keeps everything on the device, "
+            f"which {way}; planner='auto' needs less",
+            needed_bytes=needed,
+        )
+    least = smallest(profile, allowed, host_update=config.host_update, host_budget=config.host_budget_bytes)
+    if least is None:
+        return InfeasibleError(
+            f"host_memory={ram} is too small for {asked}: the host copies of the parameters, and what travels, need at "
+            f"least host_memory={as_setting(_smallest_ram(profile, allowed))}"
+        )
+    if least.device_bytes <= config.budget_bytes:
+        return InfeasibleError(
+            f"planner={planner!r} finds no plan for {asked} in memory={memory} with host_memory={ram}; planner='auto' "
+            "does",
+            needed_bytes=least.device_bytes,
+        )
+    ways = [f"memory={as_setting(least.device_bytes)} is the smallest that works", *_smaller_inputs(profile, config)]
+    off = [name for name in ("host_update", "activation_offload", "recompute") if not getattr(config, name)]
+    if off:
+        ways.append(f"{' and '.join(f'{name}=True' for name in off)} may help")
+    return InfeasibleError(
+        f"memory={memory} is too small for {asked} with host_memory={ram}: {'; '.join(ways)}",
+        needed_bytes=least.device_bytes,
+    )
+
+
+def as_setting(nbytes: int) -> str:
+    """Return ``nbytes``, rounded up, as the settings accept it."""
+    return f"{math.ceil(nbytes / 1e6)}MB" if nbytes >= 10**8 else f"{math.ceil(nbytes / 1e3)}KB"
+
+
+def _smallest_ram(profile: Profile, allowed: Allowed) -> int:
+    """Return the host bytes of a plan that has all states on the device and copies as few activations as possible."""
+    places: tuple[UpdatePlace, ...] = tuple("device" if tensor.trainable else "none" for tensor in profile.tensors)
+    options = tuple(min(options, key=lambda o: o.offload_bytes).name for options in allowed)
+    return host_bytes(options, places, profile)
+
+
+def _smaller_inputs(profile: Profile, config: OffmateConfig) -> Iterator[str]:
+    """Yield the largest batch and sequence that fit, if activations are proportional to them."""
+    for name, present in (("batch_size", profile.batch_size), ("sequence_length", profile.sequence_length)):
+        low, high = 0, present
+        while high - low > max(1, present // 64):
+            middle = (low + high) // 2
+            low, high = (middle, high) if _fits(_scaled(profile, middle / present), config) else (low, middle)
+        if low:
+            yield f"or {name}={low} (estimated)"
+
+
+def _fits(profile: Profile, config: OffmateConfig) -> bool:
+    allowed = tuple(allowed_options(block, config) for block in profile.blocks)
+    least = smallest(profile, allowed, host_update=config.host_update, host_budget=config.host_budget_bytes)
+    assert config.budget_bytes is not None
+    return least is not None and least.device_bytes <= config.budget_bytes
+
+
+def _scaled(profile: Profile, ratio: float) -> Profile:
+    """Return ``profile`` with activations of ``ratio`` times the size."""
+    return replace(profile, blocks=tuple(_scaled_block(block, ratio) for block in profile.blocks))
+
+
+def _scaled_block(block: BlockProfile, ratio: float) -> BlockProfile:
+    return replace(
+        block,
+        input_bytes=int(block.input_bytes * ratio),
+        output_bytes=int(block.output_bytes * ratio),
+        options=tuple(_scaled_option(option, ratio) for option in block.options),
+    )
+
+
+def _scaled_option(option: OptionProfile, ratio: float) -> OptionProfile:
+    return replace(
+        option,
+        saved_bytes=int(option.saved_bytes * ratio),
+        offload_bytes=int(option.offload_bytes * ratio),
+        forward_peak_bytes=int(option.forward_peak_bytes * ratio),
+        backward_peak_bytes=int(option.backward_peak_bytes * ratio),
+    )

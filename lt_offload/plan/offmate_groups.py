@@ -1,0 +1,178 @@
+"""One parameter group in the OFFMATE program: its variables and its own rows C2 to C8. Knows no budgets and no times.
+
+The rows are defined in :mod:`lt_offload.plan.offmate_model`; everything is indexed by ``tau``, the steps since the
+group's update step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+import pulp
+
+from lt_offload.plan.offmate_config import OffmateConfig
+from lt_offload.plan.solution import Group
+
+Term: TypeAlias = pulp.LpVariable | float
+Pair: TypeAlias = tuple[float, Term]
+_SENSE = {"<=": pulp.LpConstraintLE, ">=": pulp.LpConstraintGE, "==": pulp.LpConstraintEQ}
+
+
+def add(row: pulp.LpAffineExpression, pairs: Iterable[Pair]) -> None:
+    """Add products of a number and a variable (or constant) to ``row``."""
+    for factor, term in pairs:
+        if isinstance(term, float):
+            row.constant += factor * term
+        elif factor:
+            row.addterm(term, factor)
+
+
+def require(
+    problem: pulp.LpProblem,
+    pairs: Iterable[Pair],
+    relation: Literal["<=", ">=", "=="],
+    right: float = 0.0,
+) -> None:
+    """Add the row ``sum(pairs) relation right`` to ``problem``."""
+    row = pulp.LpAffineExpression()
+    add(row, pairs)
+    problem.addConstraint(pulp.LpConstraint(row, sense=_SENSE[relation], rhs=right))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupTerms:
+    """Variables, or constants where nothing is to be decided, per tau."""
+
+    group: Group
+    uses: tuple[int, ...]
+    """Steps that need all parameters, as tau, ascending."""
+    host_share: Term
+    resident: list[Term]
+    prefetch: list[Term]
+    write_back: list[Term]
+    grad_offload: list[Term]
+    host_update: list[Term]
+    state_resident: list[Term]
+    state_prefetch: list[Term]
+    state_offload: list[Term]
+
+    @property
+    def first_use(self) -> int:
+        """``tau_f``, the first forward use."""
+        return 2 * self.group.blocks[0] + 1
+
+
+class GroupBuilder:
+    """Adds the variables and rows of one group to a problem."""
+
+    def __init__(
+        self, problem: pulp.LpProblem, name: str, group: Group, uses: tuple[int, ...], steps: int, config: OffmateConfig
+    ) -> None:
+        self.problem, self.name, self.steps, self.config = problem, name, steps, config
+        trainable, paged = group.trainable_bytes > 0, group.state_bytes > 0
+        self.share = group.trainable_bytes / group.bytes if group.bytes else 0.0
+        first_use = 2 * group.blocks[0] + 1
+        # The host needs a step to receive gradients, one to update and one to send the result back.
+        on_host = config.host_update and trainable and first_use >= 3
+        release = config.window + config.gradient_window if trainable else 0
+        resident, fetched = self._residency("R", uses, release)
+        state, state_fetched = self._residency("S", (0,), release) if paged else ([0.0] * steps, [])
+        self.terms = GroupTerms(
+            group=group,
+            uses=uses,
+            host_share=problem.add_variable(f"{name}_X", 0, 1) if on_host else 0.0,
+            resident=resident,
+            prefetch=self._flow("P", fetched),
+            write_back=self._flow("OW", self._write_backs(uses, release) if trainable else ()),
+            grad_offload=self._flow("OG", range(min(config.gradient_window, first_use - 2)) if on_host else ()),
+            host_update=self._flow("OP", range(1, first_use - 1) if on_host else ()),
+            state_resident=state,
+            state_prefetch=self._flow("PS", state_fetched),
+            state_offload=self._flow("OS", range(min(release, steps - 1)) if paged else ()),
+        )
+        self._require_weights()
+        if on_host:
+            self._require_host_update()
+        if paged:
+            self._require_states()
+
+    def _flow(self, name: str, taus: Iterable[int]) -> list[Term]:
+        flow: list[Term] = [0.0] * self.steps
+        for tau in taus:
+            flow[tau] = self.problem.add_variable(f"{self.name}_{name}_{tau:03d}", 0, 1)
+        return flow
+
+    def _residency(self, name: str, uses: tuple[int, ...], release: int) -> tuple[list[Term], list[int]]:
+        """Return the residency per tau, 1 at uses (C2), and the taus of possible prefetches.
+
+        There is a variable for each of the ``release`` steps after a use and the ``window - 1`` steps before the next
+        one, and a common one for all steps between.
+        """
+        resident: list[Term] = [1.0] * self.steps
+        fetched: list[int] = []
+        for use, following in zip(uses, (*uses[1:], uses[0] + self.steps), strict=True):
+            gap = [tau % self.steps for tau in range(use + 1, following)]
+            late = gap[max(0, len(gap) - self.config.window + 1) :]
+            fetched += late
+            middle: Term | None = None
+            for position, tau in enumerate(gap):
+                explicit = position < release or position >= len(gap) - len(late)
+                if explicit or middle is None:
+                    resident[tau] = self.problem.add_variable(f"{self.name}_{name}_{tau:03d}", 0, 1)
+                    middle = middle if explicit else resident[tau]
+                else:
+                    resident[tau] = middle
+        return resident, fetched
+
+    def _write_backs(self, uses: tuple[int, ...], release: int) -> list[int]:
+        """Return the taus in which updated weights may leave: after the update, and around every further use."""
+        taus = set(range(release))
+        for use in uses[1:]:
+            taus.update(range(use - self.config.window, use + self.config.window))
+        return sorted(taus & set(range(self.steps - 1)))
+
+    def _require_weights(self) -> None:
+        v, problem = self.terms, self.problem
+        covered: set[int] = set()
+        for tau in range(self.steps):
+            following = (tau + 1) % self.steps
+            now, then = v.resident[tau], v.resident[following]
+            if tau not in v.uses and now is not then:
+                require(problem, [(1, then), (-1, now), (-1, v.prefetch[tau])], "<=")  # C3
+            if self.share and tau not in v.uses and id(now) not in covered:
+                covered.add(id(now))
+                copies = [(1.0, flow) for flow in v.write_back[:tau]]
+                require(problem, [(1, now), *copies, (self.share, v.host_share)], ">=", self.share)  # C5
+        if self.share:
+            require(problem, [(1, flow) for flow in v.write_back], "<=", self.share)  # C5
+
+    def _require_host_update(self) -> None:
+        v, problem, last = self.terms, self.problem, self.terms.first_use - 1
+        require(problem, [(-1, v.host_share), *((1, flow) for flow in v.grad_offload)], "==")  # C6
+        require(problem, [(-1, v.host_share), *((1, flow) for flow in v.host_update)], "==")  # C6
+        for tau in range(1, min(self.config.gradient_window, last)):
+            updated = [(1.0, flow) for flow in v.host_update[: tau + 1]]
+            # C7; C6 implies it for later steps.
+            require(problem, [*updated, *((-1, flow) for flow in v.grad_offload[:tau])], "<=")
+        require(problem, [(1, v.resident[1]), (1, v.prefetch[1]), (self.share, v.host_share)], "<=", 1)  # C8
+        for tau in range(2, last + 1):
+            # Without a prefetch, C3 and the row of tau = 1 imply it.
+            if not isinstance(v.prefetch[tau], float):
+                stale = [(self.share, flow) for flow in v.host_update[tau : last + 1]]
+                require(problem, [(1, v.resident[tau]), (1, v.prefetch[tau]), *stale], "<=", 1)  # C8
+
+    def _require_states(self) -> None:
+        v, problem, end = self.terms, self.problem, self.steps - 1
+        require(problem, [(1, v.state_resident[end]), (1, v.state_prefetch[end]), (1, v.host_share)], ">=", 1)  # C4
+        require(problem, [(1, v.state_resident[1]), (1, v.host_share)], "<=", 1)  # C4
+        covered: set[int] = set()
+        for tau in range(1, self.steps):
+            now = v.state_resident[tau]
+            if tau < end and now is not v.state_resident[tau + 1]:
+                require(problem, [(1, v.state_resident[tau + 1]), (-1, now), (-1, v.state_prefetch[tau])], "<=")  # C3
+            if id(now) not in covered:
+                covered.add(id(now))
+                copies = [(1.0, flow) for flow in v.state_offload[:tau]]
+                require(problem, [(1, now), *copies, (1, v.host_share)], ">=", 1)  # C5

@@ -1,0 +1,179 @@
+"""From a Trainer to a profile and a plan. Knows Trainers, loaders and the planner's entry points; trains nothing.
+
+Preparing leaves no trace in the run that follows: neither the order of the data nor any generator changes. The caller
+isolates the global generators; samplers, which may carry generators of their own, are copied before they are asked.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from lt_offload.errors import ConfigError, PlanError
+from lt_offload.plan.schedule import Plan
+from lt_offload.profile.hardware import available_host_bytes
+from lt_offload.profile.types import Profile
+from lt_offload.units import format_bytes, format_seconds
+
+BATCH_METHODS = ("worst_case_batch", "sample_batch")
+"""Methods of the module or the datamodule that are asked for a batch first; the largest is the best one to plan for."""
+
+
+def sample_batch(trainer: Any) -> Any:
+    """Return a training batch of ``trainer`` as its module will see it, on the device.
+
+    Raises:
+        ConfigError: if there is none, or if taking it would disturb the data's order.
+    """
+    batch = None
+    for owner in (trainer.lightning_module, trainer.datamodule):
+        for name in BATCH_METHODS:
+            if batch is None and callable(getattr(owner, name, None)):
+                batch = getattr(owner, name)()
+    if batch is None:
+        batch = first_batch(trainer.fit_loop._data_source.dataloader())
+    batch = trainer.precision_plugin.convert_input(batch)
+    return trainer.strategy.batch_to_device(trainer.lightning_module._on_before_batch_transfer(batch))
+
+
+def first_batch(loader: Any) -> Any:
+    """Return the first batch of a loader, or of each loader in a collection, without advancing it."""
+    if isinstance(loader, Mapping):
+        return {key: first_batch(member) for key, member in loader.items()}
+    if isinstance(loader, (list, tuple)):
+        return [first_batch(member) for member in loader]
+    try:
+        return next(iter(_detached(loader)))
+    except StopIteration:
+        raise ConfigError("the training dataloader has no batch; give it at least one") from None
+
+
+def _detached(loader: Any) -> Any:
+    """Return an iterable with the same first batch as ``loader`` that shares no state with it, only the data."""
+    try:
+        if not isinstance(loader, DataLoader):
+            return copy.deepcopy(loader)
+        data, collate = loader.dataset, loader.collate_fn
+        if isinstance(data, IterableDataset):
+            return DataLoader(copy.deepcopy(data), batch_size=loader.batch_size, collate_fn=collate)
+        memo = {id(data): data}
+        generator = copy.deepcopy(loader.generator, memo)  # often the sampler's too
+        if loader.batch_sampler is None:
+            sampler = copy.deepcopy(loader.sampler, memo)
+            return DataLoader(data, batch_size=None, sampler=sampler, collate_fn=collate, generator=generator)
+        batches = copy.deepcopy(loader.batch_sampler, memo)
+        return DataLoader(data, batch_sampler=batches, collate_fn=collate, generator=generator)
+    except Exception as error:  # whatever a user's class raises when it is copied
+        raise ConfigError(
+            f"no batch can be taken from {type(loader).__name__} without disturbing its order ({error}); give the "
+            f"LightningModule or the datamodule a method {BATCH_METHODS[1]}() that returns one"
+        ) from error
+
+
+def measure(trainer: Any, optimizer: Optimizer) -> Profile:
+    """Return the profile of one training iteration of ``trainer``."""
+    from lt_offload.profile.measure import profile
+
+    module, strategy = trainer.lightning_module, trainer.strategy
+    with untouched(module):
+        return profile(
+            module,
+            sample_batch(trainer),
+            optimizer=optimizer,
+            device=strategy.root_device,
+            run=lambda batch: _loss(strategy, batch),
+            on_progress=lambda message: rank_zero_info(f"offmate: {message}"),
+        )
+
+
+@contextmanager
+def untouched(module: Any) -> Iterator[None]:
+    """Let ``training_step`` run once without a trace: logs go nowhere, attributes and metrics are put back.
+
+    Containers among the attributes are copied one level deep, metrics entirely; other objects are not protected.
+    """
+    from torchmetrics import Metric
+
+    attributes = dict(module.__dict__)
+    metrics = [
+        (m, name, child) for m in module.modules() for name, child in m._modules.items() if isinstance(child, Metric)
+    ]
+    containers = {k: copy.copy(v) for k, v in attributes.items() if k[0] != "_" and isinstance(v, (list, dict, set))}
+    module.__dict__.update(containers)
+    module.__dict__.update(dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None))
+    for parent, name, metric in metrics:
+        parent._modules[name] = copy.deepcopy(metric)
+    try:
+        yield
+    finally:
+        for parent, name, metric in metrics:
+            parent._modules[name] = metric
+        module.__dict__.clear()
+        module.__dict__.update(attributes)
+
+
+def _loss(strategy: Any, batch: Any) -> Tensor:
+    """Return the loss of one training step."""
+    module = strategy.lightning_module
+    indexed = len(inspect.signature(module.training_step).parameters) > 1
+    found = strategy.training_step(batch, 0) if indexed else strategy.training_step(batch)
+    loss = found.get("loss") if isinstance(found, Mapping) else found
+    if not isinstance(loss, Tensor):
+        raise ConfigError(
+            f"{type(module).__name__}.training_step returned {type(found).__name__} for the sample batch; it must "
+            "return the loss, or a dict with the key 'loss'"
+        )
+    return loss
+
+
+def replay(path: str | Path, profile: Profile, memory: int) -> Plan:
+    """Return the saved plan at ``path``.
+
+    Raises:
+        PlanError: if it is no plan, is of another model, or does not fit today's batch or memory.
+    """
+    from lt_offload.plan import check
+
+    plan = Plan.load(path)
+    if plan.fingerprint != profile.fingerprint:
+        raise PlanError(
+            f"plan={str(path)!r} was made for another model ({plan.model}, {len(plan.options)} blocks) or for other "
+            f"shapes, dtypes or frozen weights; this is {profile.model} with {len(profile.blocks)} blocks; plan again"
+        )
+    if plan.budget_bytes > memory:
+        raise PlanError(
+            f"plan={str(path)!r} needs memory={plan.budget_bytes}, there are {memory} bytes; raise memory or plan again"
+        )
+    problems = check(plan, profile)
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise PlanError(f"plan={str(path)!r} cannot be carried out: {problems[0]}{more}; plan again")
+    return plan
+
+
+def summary(plan: Plan) -> str:
+    """Return one line about ``plan``."""
+    found = plan.predicted
+    return (
+        f"plan by {plan.planner}: {format_seconds(found.iteration_s)} per iteration predicted "
+        f"({found.gap:.1%} above the bound), {format_bytes(found.device_peak_bytes)} of "
+        f"{format_bytes(plan.budget_bytes)} on the device, {format_bytes(found.host_peak_bytes)} on the host"
+    )
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the bytes that this process could occupy on ``device``; the emulated one is in RAM."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
+    return available_host_bytes()

@@ -1,0 +1,234 @@
+"""Runs a model once to learn what its blocks are called with, and what happens outside them. Measures no block.
+
+The blocks run without autograd here, so that no activation is kept; what lies between them and after the last one (the
+loss) runs as in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from lt_offload.errors import ModelError
+from lt_offload.profile.accounting import Account
+from lt_offload.profile.blocks import Block, Structure
+from lt_offload.profile.meters import Lap, Meter
+from lt_offload.profile.options import is_activation
+from lt_offload.profile.trial import Call
+
+Run = Callable[[Any], Any]
+Stage = Callable[[nn.Module], AbstractContextManager[None]]
+
+
+@dataclass(kw_only=True, slots=True)
+class Tail:
+    """What happens between the last block's forward and its backward: the loss. Bytes include that block's output."""
+
+    forward: Lap
+    backward: Lap = Lap(seconds=0.0, launch_s=0.0)
+    forward_peak: int = 0
+    saved: int = 0
+    """In use when the backward begins."""
+    backward_peak: int = 0
+    left: int = 0
+    """In use when the last block's backward begins: the gradient of its output, and what the caller still holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capture:
+    """One run of the model."""
+
+    calls: tuple[Call, ...]
+    """One per block; blocks that cost the same share one."""
+    between: int
+    """Bytes that live outside the blocks until the backward: masks, tables, what operations between blocks save."""
+    held: int
+    """Bytes of what the model returned, which its caller may hold until it has called the model again."""
+    tail: Tail
+
+
+def capture(structure: Structure, run: Run, batch: Any, *, device: torch.device, stage: Stage, meter: Meter) -> Capture:
+    """Run the model on ``batch`` and return what its blocks were called with.
+
+    Args:
+        structure: the model's blocks.
+        run: calls the model and returns the loss, or something that holds it; what it returns is taken to stay.
+        batch: on the device.
+        device: where blocks run.
+        stage: context in which a block's parameters are on the device.
+        meter: tells the time of the tail.
+
+    Raises:
+        ModelError: if a block is not called exactly once, in its place.
+    """
+    with ExitStack() as stack:
+        recorder = _Recorder(structure, device, stage, meter)
+        for index, block in enumerate(structure.blocks):
+            stack.enter_context(_replaced_forward(block.module, recorder.wrap(index, block)))
+        with recorder.account, torch.enable_grad():
+            result = run(batch)
+            return recorder.finish(result)
+
+
+class _Recorder:
+    """Stands between the model and its blocks."""
+
+    def __init__(self, structure: Structure, device: torch.device, stage: Stage, meter: Meter) -> None:
+        self.account = Account(device_type=device.type)
+        self._blocks = structure.blocks
+        self._stage = stage
+        self._meter = meter
+        self._calls: list[Call] = []
+        self._by_signature: dict[object, Call] = {}
+        self._shared: list[Tensor] = []  # what blocks are given lives until the backward, and so does
+        self._graph: list[Any] = []  # what operations between blocks save
+        self._interfaces: set[int | None] = set()
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._between = self._below = self._output_bytes = 0
+
+    def wrap(self, index: int, block: Block) -> Callable[..., Any]:
+        """Return what is called instead of the block's forward."""
+        original = block.module.forward
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self._check_turn(index)
+            call = self._call(block, args, kwargs)
+            self._calls.append(call)
+            last = index == len(self._blocks) - 1
+            if last:
+                live = self.account.live()
+                self._between = sum(nbytes for serial, nbytes in live.items() if serial not in self._interfaces)
+            with self._stage(block.module), torch.no_grad():
+                out = original(*args, **kwargs)
+            del args, kwargs
+            self._interfaces.update(self.account.serial(t) for t in tree_leaves(out) if isinstance(t, Tensor))
+            if last:
+                outputs = {self.account.serial(t): t.untyped_storage().nbytes() for t in _numbers(out)}
+                self._output_bytes = sum(outputs.values())
+                self._below = self.account.current - self._output_bytes
+                self.account.reset_peak()
+                self._meter.lap()
+            return tree_map(self._connect, out) if call.has_backward else out
+
+        return forward
+
+    def finish(self, result: Any) -> Capture:
+        """Run the loss's backward; to be called with what the model returned."""
+        forward = self._meter.lap()
+        if len(self._calls) < len(self._blocks):
+            raise ModelError(f"block {self._blocks[len(self._calls)].name} was not called by the model's forward")
+        below, live = self._below, self.account.live()
+        results = {self.account.serial(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        held = sum(nbytes for serial, nbytes in live.items() if serial in results)
+        tail = Tail(forward=forward, forward_peak=self.account.peak - below, saved=self.account.current - below)
+        tail.backward_peak = tail.left = tail.saved + self._output_bytes
+        loss = find_loss(result)
+        if loss is not None and loss.requires_grad:
+            self.account.reset_peak()
+            self._meter.lap()
+            torch.autograd.backward(loss)
+            tail.backward = self._meter.lap()
+            tail.backward_peak, tail.left = self.account.peak - below, self.account.current - below
+        return Capture(calls=tuple(self._calls), between=self._between, held=held, tail=tail)
+
+    def _check_turn(self, index: int) -> None:
+        expected = len(self._calls)
+        if index != expected:
+            name = self._blocks[index].name
+            turn = f"before {self._blocks[expected].name}" if index > expected else "a second time"
+            raise ModelError(
+                f"the model calls block {name} {turn}; blocks must be called once each, in the order "
+                f"{', '.join(block.name for block in self._blocks)}"
+            )
+
+    def _call(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Return the call, the same for blocks that cost the same."""
+        leaves, spec = tree_flatten((args, kwargs))
+        positional = len(tree_leaves(args))
+        tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        slots = tuple(at for at, leaf in tensors if is_activation(leaf, positional=at < positional))
+        needs_grad = tuple(leaves[at].requires_grad for at in slots)
+        for at, leaf in tensors:
+            if at in slots:
+                self._interfaces.add(self.account.serial(leaf))
+                self._graph.append(leaf.grad_fn)
+            else:
+                self._shared.append(leaf)
+        parameters = list(block.module.parameters())
+        signature = (
+            repr(block.module),
+            tuple((p.shape, p.dtype, p.requires_grad) for p in parameters),
+            tuple(_describe(leaf) for leaf in leaves),
+            spec,
+            needs_grad,
+        )
+        key = repr(signature)
+        if key not in self._by_signature:
+            self._by_signature[key] = Call(
+                module=block.module,
+                leaves=[leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+                spec=spec,
+                slots=slots,
+                needs_grad=needs_grad,
+                has_backward=any(needs_grad) or any(p.requires_grad for p in parameters),
+            )
+        return self._by_signature[key]
+
+    def _connect(self, leaf: Any) -> Any:
+        """Make a block's output part of a graph, as if the block had run with autograd."""
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            box = [leaf]
+            del leaf
+            return _Interface.apply(self._anchor, box)  # type: ignore[no-untyped-call]
+        return leaf
+
+
+class _Interface(torch.autograd.Function):
+    """The node of a block in the outer graph: unlike a leaf, it does not hold the block's output."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, box: list[Tensor]) -> Tensor:
+        ctx.box = box
+        return box.pop()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[None, None]:
+        ctx.box.append(grads[0])  # stays alive, as the gradient that the block's backward begins with
+        return None, None
+
+
+def find_loss(result: Any) -> Tensor | None:
+    """Return the loss in what a model or a training step returned, if there is one."""
+    if isinstance(result, Mapping):
+        result = result.get("loss")
+    elif not isinstance(result, Tensor):
+        result = getattr(result, "loss", result[0] if isinstance(result, Sequence) and result else None)
+    return result if isinstance(result, Tensor) and result.numel() == 1 else None
+
+
+def _numbers(out: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _describe(leaf: Any) -> object:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.stride()
+    return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)
+
+
+@contextmanager
+def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    own = vars(module).get("forward")
+    module.forward = forward
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own

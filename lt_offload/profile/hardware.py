@@ -1,0 +1,226 @@
+"""What a machine offers: measured here, or read from a description. Knows nothing of models.
+
+Descriptions are ``configs/hardware/*.yaml``; reading them needs no torch.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lt_offload.errors import ConfigError
+from lt_offload.profile.types import HardwareProfile
+from lt_offload.shipped import shipped_files
+from lt_offload.units import format_bytes
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+_COPY_BYTES = 64 << 20
+_PIN_BYTES = 256 << 20
+_CGROUP = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Links:
+    """Copy speeds between host and device, in bytes per second."""
+
+    h2d_alone: float
+    d2h_alone: float
+    h2d: float
+    """While the other direction is busy."""
+    d2h: float
+    """While the other direction is busy."""
+
+
+def hardware_names() -> list[str]:
+    """Return the names of the shipped descriptions."""
+    return list(shipped_files("configs/hardware", ".yaml"))
+
+
+def load_hardware(name: str | Path) -> HardwareProfile:
+    """Return the machine called ``name``, or described in the YAML file ``name``.
+
+    A shipped name may be cut short where that is unambiguous: ``rtx-3060`` is ``rtx-3060-12gb``.
+
+    Raises:
+        ConfigError: if there is no such description, or it is not a valid one.
+    """
+    import yaml
+    from pydantic import TypeAdapter, ValidationError
+
+    path = _description(str(name))
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+        return TypeAdapter(HardwareProfile).validate_python({"name": path.stem} | values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"hardware description {str(path)!r}: {where}: {first['msg']}") from None
+    except (OSError, yaml.YAMLError, TypeError) as error:
+        raise ConfigError(f"cannot read hardware description {str(path)!r}: {error}") from None
+
+
+def _description(name: str) -> Path:
+    shipped = shipped_files("configs/hardware", ".yaml")
+    wanted = name.lower().replace("_", "-").replace(" ", "-")
+    if wanted in shipped:
+        return shipped[wanted]
+    matches = [known for known in shipped if known.startswith(f"{wanted}-")]
+    if len(matches) == 1:
+        return shipped[matches[0]]
+    if Path(name).is_file():
+        return Path(name)
+    why = f"could be {' or '.join(matches)}" if matches else "is no file and not known"
+    raise ConfigError(f"hardware={name!r} {why}; give a YAML file or one of {', '.join(shipped)}")
+
+
+def measure_hardware(
+    device: torch.device | str | None = None, *, on_progress: Callable[[str], None] | None = None
+) -> HardwareProfile:
+    """Measure this machine with ``device`` (None: CUDA if there is any, otherwise the CPU, for the emulated device)."""
+    import torch
+
+    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if on_progress is not None:
+        on_progress("measuring copies between host and device")
+    host = available_host_bytes()
+    pinnable = _pinnable_bytes(host) if place.type == "cuda" else host
+    links = measure_links(place, pinned=pinnable > 0)
+    cuda = place.type == "cuda"
+    return HardwareProfile(
+        name=torch.cuda.get_device_name(place) if cuda else "emulated",
+        device_bytes=torch.cuda.mem_get_info(place)[1] if cuda else host,
+        host_bytes=host,
+        pinnable_bytes=pinnable,
+        h2d_bytes_per_s=links.h2d,
+        d2h_bytes_per_s=links.d2h,
+        context_bytes=_context_bytes(place) if cuda else 0,
+        source=(
+            f"measured; one direction alone: {format_bytes(links.h2d_alone)}/s to the device, "
+            f"{format_bytes(links.d2h_alone)}/s to the host"
+        ),
+    )
+
+
+def available_host_bytes() -> int:
+    """Return the RAM this process may still take: what the system has available, or its control group allows."""
+    import psutil  # type: ignore[import-untyped]
+
+    return max(0, min(int(psutil.virtual_memory().available), *_cgroup_bytes(_CGROUP)))
+
+
+def _cgroup_bytes(root: Path) -> list[int]:
+    """Return what the control group leaves, per version that is mounted; empty without a limit."""
+    left: list[int] = []
+    for limit_file, used_file, cache_key in (
+        (root / "memory.max", root / "memory.current", "inactive_file"),
+        (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit, used = limit_file.read_text().strip(), int(used_file.read_text())
+            statistics = dict(line.split() for line in (used_file.parent / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if limit != "max":
+            left.append(int(limit) - used + int(statistics.get(cache_key, 0)))  # the page cache gives way
+    return left
+
+
+def _pinnable_bytes(host: int) -> int:
+    """Return ``host`` if memory can be pinned at all; some containers do not allow it."""
+    import torch
+
+    try:
+        torch.empty(min(_PIN_BYTES, host), dtype=torch.uint8, pin_memory=True)
+    except RuntimeError:
+        return 0
+    return host
+
+
+def _context_bytes(device: torch.device) -> int:
+    """Return what the device holds beside PyTorch's memory, and the workspace of the first matrix product."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info(device)
+    context = total - free - torch.cuda.memory_reserved(device)
+    before = torch.cuda.memory_allocated(device)
+    operand = torch.ones(16, 16, device=device)
+    product = operand @ operand
+    torch.cuda.synchronize(device)
+    workspace = torch.cuda.memory_allocated(device) - before - 2 * 512
+    del operand, product
+    return max(0, context) + max(0, workspace)
+
+
+def measure_links(device: torch.device, *, pinned: bool = True) -> Links:
+    """Measure copies, each way alone and both at once; without CUDA between two places in RAM."""
+    import torch
+
+    on_cuda = device.type == "cuda"
+    hosts = [torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=on_cuda and pinned) for _ in range(2)]
+    devices = [torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    down, up = (devices[0], hosts[0]), (hosts[1], devices[1])
+    copy = _CudaCopies(device) if on_cuda else _ThreadCopies()
+    copy([down, up], repeat=1)
+    (h2d_alone,), (d2h_alone,) = copy([down], repeat=4), copy([up], repeat=4)
+    h2d, d2h = copy([down, up], repeat=4)
+    return Links(h2d_alone=h2d_alone, d2h_alone=d2h_alone, h2d=h2d, d2h=d2h)
+
+
+class _CudaCopies:
+    """Copies on one stream per direction."""
+
+    def __init__(self, device: torch.device) -> None:
+        import torch
+
+        self._device = device
+        self._streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
+
+    def __call__(self, pairs: list[tuple[Tensor, Tensor]], *, repeat: int) -> list[float]:
+        """Return bytes per second for every (target, source)."""
+        import torch
+
+        events: list[Any] = []
+        torch.cuda.synchronize(self._device)
+        for _, stream in zip(pairs, self._streams, strict=False):
+            start, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
+            start.record(stream)
+            events.append((start, end))
+        for _ in range(repeat):
+            for (target, source), stream in zip(pairs, self._streams, strict=False):
+                with torch.cuda.stream(stream):
+                    target.copy_(source, non_blocking=True)
+        for (_, end), stream in zip(events, self._streams, strict=False):
+            end.record(stream)
+        torch.cuda.synchronize(self._device)
+        seconds = [start.elapsed_time(end) / 1e3 for start, end in events]
+        return [repeat * target.nbytes / s for (target, _), s in zip(pairs, seconds, strict=True)]
+
+
+class _ThreadCopies:
+    """Copies on one thread per direction."""
+
+    def __call__(self, pairs: list[tuple[Tensor, Tensor]], *, repeat: int) -> list[float]:
+        """Return bytes per second for every (target, source)."""
+        seconds = [0.0] * len(pairs)
+        together = threading.Barrier(len(pairs))
+
+        def work(at: int, target: Tensor, source: Tensor) -> None:
+            together.wait()
+            start = time.perf_counter()
+            for _ in range(repeat):
+                target.copy_(source)
+            seconds[at] = time.perf_counter() - start
+
+        threads = [threading.Thread(target=work, args=(at, *pair)) for at, pair in enumerate(pairs)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return [repeat * target.nbytes / s for (target, _), s in zip(pairs, seconds, strict=True)]

@@ -1,0 +1,369 @@
+"""Runs one block alone, under one activation option, and measures it. Knows nothing of the model around it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+
+from lt_offload.profile.accounting import Account
+from lt_offload.profile.meters import Lap, Meter
+from lt_offload.profile.options import for_replay, is_costly, travels
+from lt_offload.profile.types import OptionProfile
+
+Option = Literal["keep", "recompute", "mixed"]
+"""What is run; ``offload`` computes what ``keep`` computes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """A block and what it was called with."""
+
+    module: nn.Module
+    leaves: list[Any]
+    """Arguments as ``tree_flatten`` gives them."""
+    spec: TreeSpec
+    slots: tuple[int, ...]
+    """Which leaves are activations."""
+    needs_grad: tuple[bool, ...]
+    """Per slot."""
+    has_backward: bool
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The activations."""
+        return [self.leaves[slot] for slot in self.slots]
+
+    def run(self, inputs: Sequence[Tensor]) -> Any:
+        """Call the block on ``inputs``."""
+        leaves = list(self.leaves)
+        for slot, tensor in zip(self.slots, inputs, strict=True):
+            leaves[slot] = tensor
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        return self.module(*args, **kwargs)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockCost:
+    """What one block costs on its own."""
+
+    input_bytes: int
+    output_bytes: int
+    launch_s: float
+    options: tuple[OptionProfile, ...]
+
+
+@dataclass(kw_only=True, slots=True)
+class _Figures:
+    """One option's figures."""
+
+    live: int = 0
+    """Bytes that the forward leaves, its input excluded."""
+    forward_peak: int = 0
+    backward_peak: int = 0
+    travelling: int = 0
+    """Bytes among ``live`` that may travel."""
+    saves_input: bool = False
+    input_travels: bool = False
+    output_bytes: int = 0
+    forward: Lap = Lap(seconds=0.0, launch_s=0.0)
+    backward: Lap = Lap(seconds=0.0, launch_s=0.0)
+
+
+def measure_block(call: Call, meter: Meter) -> BlockCost:
+    """Run ``call`` under every option that can pay and return what it costs."""
+    keep = _measure(call, "keep", meter, timed=True)
+    input_bytes = storage_bytes(call.inputs)
+    profiles = [_keep(keep)]
+    if call.has_backward and keep.live:
+        profiles.append(_recompute(keep, _measure(call, "recompute", meter, timed=False)))
+    if call.has_backward and (keep.travelling or keep.input_travels):
+        profiles.append(_offload(keep, input_bytes))
+    if call.has_backward and keep.live:
+        profiles.append(_mixed(_measure(call, "mixed", meter, timed=True), input_bytes))
+    return BlockCost(
+        input_bytes=input_bytes,
+        output_bytes=keep.output_bytes,
+        launch_s=max(keep.forward.launch_s, keep.backward.launch_s),
+        options=tuple(profiles),
+    )
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the distinct storages of ``tensors``."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _keep(keep: _Figures) -> OptionProfile:
+    return OptionProfile(
+        name="keep",
+        forward_s=keep.forward.seconds,
+        backward_s=keep.backward.seconds,
+        saved_bytes=keep.live,
+        keeps_input=keep.saves_input,
+        offload_bytes=0,
+        forward_peak_bytes=keep.forward_peak,
+        backward_peak_bytes=keep.backward_peak,
+    )
+
+
+def _recompute(keep: _Figures, recompute: _Figures) -> OptionProfile:
+    return OptionProfile(
+        name="recompute",
+        forward_s=keep.forward.seconds,
+        backward_s=keep.forward.seconds + keep.backward.seconds,
+        saved_bytes=0,
+        keeps_input=True,
+        offload_bytes=0,
+        forward_peak_bytes=recompute.forward_peak,
+        backward_peak_bytes=recompute.backward_peak,
+    )
+
+
+def _offload(keep: _Figures, input_bytes: int) -> OptionProfile:
+    """Until the copies have ended, and again from their return on, everything is where ``keep`` has it."""
+    return OptionProfile(
+        name="offload",
+        forward_s=keep.forward.seconds,
+        backward_s=keep.backward.seconds,
+        saved_bytes=keep.live - keep.travelling,
+        keeps_input=keep.saves_input and not keep.input_travels,
+        offload_bytes=keep.travelling + (input_bytes if keep.input_travels else 0),
+        forward_peak_bytes=keep.forward_peak + keep.travelling,
+        backward_peak_bytes=keep.backward_peak + keep.travelling,
+    )
+
+
+def _mixed(mixed: _Figures, input_bytes: int) -> OptionProfile:
+    return OptionProfile(
+        name="mixed",
+        forward_s=mixed.forward.seconds,
+        backward_s=mixed.backward.seconds,
+        saved_bytes=mixed.live - mixed.travelling,
+        keeps_input=False,
+        offload_bytes=mixed.travelling + input_bytes,
+        forward_peak_bytes=mixed.forward_peak + mixed.travelling,
+        backward_peak_bytes=mixed.backward_peak + mixed.travelling,
+    )
+
+
+def _measure(call: Call, option: Option, meter: Meter, *, timed: bool) -> _Figures:
+    """Run ``call`` once for its bytes, which warms up, and then for its times."""
+    figures = _Figures()
+    forward, backward = _run(call, option, meter, figures)
+    laps = [_run(call, option, meter, None) for _ in range(meter.repeats(forward.seconds) if timed else 0)]
+    figures.forward = _median([lap for lap, _ in laps] or [forward])
+    figures.backward = _median([lap for _, lap in laps] or [backward])
+    return figures
+
+
+def _median(laps: list[Lap]) -> Lap:
+    return Lap(
+        seconds=statistics.median(lap.seconds for lap in laps), launch_s=statistics.median(lap.launch_s for lap in laps)
+    )
+
+
+def _run(call: Call, option: Option, meter: Meter, figures: _Figures | None) -> tuple[Lap, Lap]:
+    """Run forward and backward; fill in ``figures`` if given (which costs time)."""
+    trial = _Trial(call, option)
+    watch = _Watch(call) if figures is not None else None
+    meter.lap()
+    if watch is None:
+        trial.forward()
+    else:
+        with watch:
+            trial.forward()
+    forward = meter.lap()
+    if figures is not None and watch is not None:
+        figures.live = watch.current
+        figures.output_bytes = trial.output_bytes
+        figures.forward_peak = max(0, watch.peak() - figures.live - trial.output_bytes)
+        figures.travelling, figures.saves_input, figures.input_travels = trial.travelling()
+    if not call.has_backward:
+        return forward, Lap(seconds=0.0, launch_s=0.0)
+    gradient = trial.incoming_gradient()
+    meter.lap()
+    if watch is None:
+        trial.backward(gradient)
+    else:
+        with watch:
+            trial.backward(gradient, watch.leave_out)
+    backward = meter.lap()
+    if figures is not None and watch is not None:
+        outgoing = sum(x.nbytes for x, need in zip(call.inputs, call.needs_grad, strict=True) if need)
+        figures.backward_peak = max(0, watch.peak() - figures.live - outgoing)
+    return forward, backward
+
+
+class _Watch:
+    """Bytes in use during a phase: storages by account, and on CUDA what kernels take beside them."""
+
+    def __init__(self, call: Call) -> None:
+        device = next((leaf.device for leaf in call.leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+        self._cuda = device if device.type == "cuda" else None
+        self._account = Account(device_type=device.type, timeline=True)
+        self._left_out: set[int] = set()
+        self._outside = self._beside = 0
+
+    @property
+    def current(self) -> int:
+        """Bytes in use."""
+        return self._account.current
+
+    def __enter__(self) -> None:
+        self._account.reset_peak()
+        if self._cuda is not None:
+            torch.cuda.reset_peak_memory_stats(self._cuda)
+            self._outside = torch.cuda.memory_allocated(self._cuda) - self._account.current
+        self._account.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        self._account.__exit__(*error)  # type: ignore[no-untyped-call]
+        if self._cuda is not None:
+            seen = torch.cuda.max_memory_allocated(self._cuda) - self._outside
+            self._beside = max(0, seen - self._account.peak)
+
+    def leave_out(self, gradient: Tensor) -> None:
+        """Do not count ``gradient``."""
+        serial = self._account.serial(gradient)
+        if serial is not None:
+            self._left_out.add(serial)
+
+    def peak(self) -> int:
+        """Return the peak of the last phase."""
+        return self._account.peak_without(self._left_out) + self._beside
+
+
+class _Trial:
+    """One forward and backward of a block."""
+
+    def __init__(self, call: Call, option: Option) -> None:
+        self.call = call
+        self.option = option
+        self.output_bytes = 0
+        self._inputs: list[Tensor] = []
+        self._root: GradientEdge | None = None
+        self._output: tuple[torch.Size, torch.dtype, torch.device] | None = None
+        self._cache: list[Any] = []
+        self._saved: dict[int, tuple[int, bool]] = {}
+
+    def forward(self) -> None:
+        """Run the forward and keep what the option keeps."""
+        if self.option == "keep":
+            self._inputs = self._enter()
+            with torch.enable_grad(), saved_tensors_hooks(self._note, lambda tensor: tensor):
+                output = _interface(self.call.run(self._inputs))
+        elif self.option == "mixed":
+            with torch.no_grad(), _Collect(self._cache):
+                output = _interface(self.call.run(self.call.inputs))
+            for tensor in tree_leaves(self._cache):
+                self._note(tensor)
+        else:
+            with torch.no_grad():
+                output = _interface(self.call.run(self.call.inputs))
+        self.output_bytes = output.untyped_storage().nbytes()
+        self._output = output.shape, output.dtype, output.device
+        self._root = get_gradient_edge(output) if output.requires_grad else None
+
+    def incoming_gradient(self) -> Tensor:
+        """Return a gradient for the output."""
+        assert self._output is not None
+        shape, dtype, device = self._output
+        return torch.zeros(shape, dtype=dtype, device=device)
+
+    def backward(self, gradient: Tensor, seen: Callable[[Tensor], None] | None = None) -> None:
+        """Run the backward; gradients of parameters are shown to ``seen`` and dropped as soon as they are complete."""
+        with _dropping_gradients(self.call.module, seen):
+            root = self._root
+            if self.option != "keep":
+                self._inputs = self._enter()
+                with torch.enable_grad(), _Replay(self._cache):
+                    root = get_gradient_edge(_interface(self.call.run(self._inputs)))
+            assert root is not None
+            torch.autograd.backward([root], [gradient])
+        self._inputs = []
+
+    def travelling(self) -> tuple[int, bool, bool]:
+        """Return how many of the saved bytes may travel, whether the input is saved, and whether that may travel."""
+        inputs = {tensor.untyped_storage()._cdata for tensor in self.call.inputs}
+        others = {leaf.untyped_storage()._cdata for leaf in self.call.leaves if isinstance(leaf, Tensor)}
+        others |= {p.untyped_storage()._cdata for p in (*self.call.module.parameters(), *self.call.module.buffers())}
+        moving = [nbytes for key, (nbytes, moves) in self._saved.items() if moves and key not in others]
+        saved_inputs = [self._saved[key][1] for key in inputs if key in self._saved]
+        return sum(moving), bool(saved_inputs), any(saved_inputs)
+
+    def _enter(self) -> list[Tensor]:
+        needs = zip(self.call.inputs, self.call.needs_grad, strict=True)
+        return [tensor.detach().requires_grad_(need) for tensor, need in needs]
+
+    def _note(self, tensor: Any) -> Any:
+        if isinstance(tensor, Tensor):
+            storage = tensor.untyped_storage()
+            moves = travels(tensor) or self._saved.get(storage._cdata, (0, False))[1]
+            self._saved[storage._cdata] = storage.nbytes(), moves
+            return tensor.detach()
+        return tensor
+
+
+class _Collect(TorchDispatchMode):
+    """Keeps the results of costly operations."""
+
+    def __init__(self, cache: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cache = cache
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if not is_costly(func, args, kwargs or {}):
+            return func(*args, **(kwargs or {}))
+        out = func(*for_replay(func, args), **(kwargs or {}))
+        self._cache.append(out)
+        return out
+
+
+class _Replay(TorchDispatchMode):
+    """Hands out the kept results in order, instead of running the operations again."""
+
+    def __init__(self, cache: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cache = cache
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if self._cache and is_costly(func, args, kwargs or {}):
+            return self._cache.pop(0)
+        return func(*args, **(kwargs or {}))
+
+
+def _interface(out: Any) -> Tensor:
+    """Return the tensor that goes on to the next block: the first one of numbers."""
+    return next(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+
+
+@contextmanager
+def _dropping_gradients(module: nn.Module, seen: Callable[[Tensor], None] | None) -> Iterator[None]:
+    """Let no gradient of a parameter outlive its completion; gradients that were there are put back."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    before = [parameter.grad for parameter in parameters]
+
+    def drop(parameter: Tensor) -> None:
+        if seen is not None and parameter.grad is not None:
+            seen(parameter.grad)
+        parameter.grad = None
+
+    for parameter in parameters:
+        parameter.grad = None
+    register: Callable[[Tensor, Callable[[Tensor], None]], Any] = Tensor.register_post_accumulate_grad_hook
+    hooks = [register(parameter, drop) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for hook, parameter, gradient in zip(hooks, parameters, before, strict=True):
+            hook.remove()
+            parameter.grad = gradient

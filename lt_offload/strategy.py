@@ -1,0 +1,68 @@
+"""The strategy for ``lightning.pytorch``; what it does is in ``lifecycle.py``.
+
+A Trainer of ``pytorch_lightning`` takes a class over its own base: ``strategy_class("pytorch_lightning")`` in
+``lt_offload._register``.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from lightning.pytorch.strategies import Strategy
+
+from lt_offload.lifecycle import OffmateCore
+from lt_offload.plan.schedule import PlannerName
+
+
+class OffmateStrategy(OffmateCore, Strategy):
+    """Trains inside a device memory budget by planning one iteration, with the same numbers as plain training.
+
+    On ``accelerator="cuda"`` blocks run on the GPU; on ``accelerator="cpu"`` the same plan runs on an emulated device
+    of ``memory`` bytes. What is not supported is refused before training, see ``lt_offload.limits``.
+
+    Updates of one iteration overlap the next forward. A hook that reads weights between iterations must call
+    ``trainer.strategy.engine.drain()`` first; checkpoints and validation do so by themselves.
+
+    Args:
+        memory: device memory that training may occupy, such as ``"10GB"``, ``"10GiB"`` or bytes; None: what is free.
+        host_memory: RAM that training may take; None: what is free.
+        planner: which planner to use; ``"auto"`` simulates several and takes the fastest.
+        batch_size: set as ``batch_size`` of the datamodule before its loaders are made; None: as it is.
+        host_update: allow optimizer updates on the host.
+        activation_offload: allow activations to travel to the host and back.
+        recompute: allow activations to be computed again.
+        plan: path of a saved plan to replay instead of planning.
+        solver_time_limit: seconds that planning may take.
+        report_dir: folder for profile.json, plan.json and trace.json; None: the logger's folder, if there is one.
+
+    Raises:
+        ConfigError: if an option cannot be used as given.
+    """
+
+    def __init__(
+        self,
+        *,
+        memory: str | int | None = None,
+        host_memory: str | int | None = None,
+        planner: PlannerName = "auto",
+        batch_size: int | Literal["auto"] | None = None,
+        host_update: bool = True,
+        activation_offload: bool = True,
+        recompute: bool = True,
+        plan: str | Path | None = None,
+        solver_time_limit: float = 30.0,
+        report_dir: str | Path | None = None,
+    ) -> None:
+        super().__init__(
+            memory=memory,
+            host_memory=host_memory,
+            planner=planner,
+            batch_size=batch_size,
+            host_update=host_update,
+            activation_offload=activation_offload,
+            recompute=recompute,
+            plan=plan,
+            solver_time_limit=solver_time_limit,
+            report_dir=report_dir,
+        )

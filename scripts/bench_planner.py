@@ -1,0 +1,67 @@
+"""How long planning takes, and how good the plans are: Llama-2-7B with more or fewer layers, from its configuration.
+
+python scripts/bench_planner.py [--layers 32 40 80] [--hardware rtx-3060-12gb] [--memory 11GB]
+"""
+
+from __future__ import annotations
+
+import time
+
+from common import arguments, save
+from planning import model_bytes
+
+import lt_offload
+from lt_offload.profile.fake import load_model_config
+from lt_offload.units import format_seconds, parse_bytes
+
+GOALS = {40: 10.0, 80: 30.0}
+"""Seconds, on two cores."""
+
+
+def main() -> int:
+    """Measure, print and save."""
+    parser = arguments(__doc__)
+    parser.add_argument("--layers", type=int, nargs="+", default=[32, 40, 80])
+    parser.add_argument("--config", default="llama2-7b")
+    parser.add_argument("--hardware", default="rtx-3060-12gb")
+    parser.add_argument("--memory", default="11GB")
+    parser.add_argument("--batch-size", type=int, default=4)
+    parser.add_argument("--sequence-length", type=int, default=512)
+    options = parser.parse_args()
+    shape = {"batch_size": options.batch_size, "sequence_length": options.sequence_length}
+    cases = []
+    for layers in options.layers:
+        config = load_model_config(options.config)
+        config.num_hidden_layers = layers
+        began = time.perf_counter()
+        profile = lt_offload.profile_config(config, dtype="bfloat16", hardware=options.hardware, **shape)
+        profiled = time.perf_counter()
+        plan = lt_offload.solve(profile, memory=options.memory)
+        done = time.perf_counter()
+        case = {
+            "layers": layers,
+            "blocks": len(profile.blocks),
+            "ops": len(plan.ops),
+            "profile_s": profiled - began,
+            "plan_s": done - profiled,
+            "goal_s": GOALS.get(layers),
+            "gap": plan.predicted.gap,
+            "iteration_s": plan.predicted.iteration_s,
+            "no_offload_s": plan.predicted.no_offload_s,
+            "model_bytes": model_bytes(profile),
+        }
+        cases.append(case)
+        seconds = format_seconds(case["plan_s"])
+        print(f"{layers:3d} layers: planned in {seconds}, gap {case['gap']:.2%}, {len(plan.ops)} ops", flush=True)
+    what = {
+        "config": options.config,
+        "hardware": options.hardware,
+        "memory_bytes": parse_bytes(options.memory),
+        **shape,
+    }
+    print(save("bench-planner", "bench-planner", what, {"cases": cases}, options.results))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,148 @@
+"""What the measuring scripts share: processes with honest memory figures, the machine's description, result files."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from datetime import date
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "results"
+PACKAGES = ("lt-offload", "torch", "lightning", "transformers")
+
+Job = Callable[..., dict[str, Any]]
+
+
+def machine() -> dict[str, Any]:
+    """Return what the figures depend on."""
+    import psutil
+    import torch
+
+    return {
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "ram_bytes": psutil.virtual_memory().total,
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "threads": torch.get_num_threads(),
+        "system": platform.system(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and of the packages that matter."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found
+
+
+def save(name: str, kind: str, settings: Mapping[str, Any], figures: Mapping[str, Any], folder: Path) -> Path:
+    """Write a result file and return its path.
+
+    Args:
+        name: stem of the file.
+        kind: which table of ``tables.py`` shows it.
+        settings: what was run.
+        figures: what was measured.
+        folder: where to write.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"{name}.json"
+    result = {
+        "kind": kind,
+        "date": date.today().isoformat(),
+        "machine": machine(),
+        "versions": versions(),
+        "settings": dict(settings),
+        "figures": dict(figures),
+    }
+    path.write_text(json.dumps(result, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    return path
+
+
+def in_child(script: str, job: str, **arguments: Any) -> dict[str, Any]:
+    """Run ``job`` of ``script`` in a process, so that peaks and leftovers are its own, and return its figures.
+
+    The script must hand its jobs to :func:`serve_child` first thing.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        code = _run([sys.executable, script, "--child", job, str(answer), json.dumps(arguments)])
+        if code or not answer.is_file():
+            raise SystemExit(f"{Path(script).name}: {job} failed (exit code {code}); its output is above")
+        return read_json(answer)
+
+
+def serve_child(*jobs: Job) -> None:
+    """In a child process, run the job that was asked for and exit; do nothing otherwise."""
+    if sys.argv[1:2] != ["--child"]:
+        return
+    name, answer, arguments = sys.argv[2:5]
+    job = {job.__name__: job for job in jobs}[name]
+    Path(answer).write_text(json.dumps(job(**json.loads(arguments))), encoding="utf-8")
+    sys.stdout.flush()
+    raise SystemExit(0)
+
+
+def run_recipe(recipe: str, folder: Path, steps: int, settings: Sequence[str], *, checkpoint: bool = True) -> int:
+    """Train ``recipe`` for ``steps`` steps by the command line, without validation, and return its exit code.
+
+    ``training.Recorder`` leaves ``figures.json`` and, with ``checkpoint``, ``end.ckpt`` in ``folder``.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    recorder = {"class_path": "training.Recorder", "init_args": {"folder": str(folder), "checkpoint": checkpoint}}
+    return _run(
+        [
+            *(sys.executable, "-m", "lt_offload.cli.main", recipe),
+            *("--trainer.max_steps", str(steps)),
+            *("--trainer.limit_val_batches", "0"),
+            *("--trainer.num_sanity_val_steps", "0"),
+            *("--data.sample_prompt", "null"),
+            *("--trainer.enable_checkpointing", "false"),
+            *("--trainer.enable_model_summary", "false"),
+            *("--trainer.default_root_dir", str(folder)),
+            *("--trainer.callbacks", json.dumps([recorder])),
+            *settings,
+        ]
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Return the object in a JSON file."""
+    result: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return result
+
+
+def _run(command: Sequence[str]) -> int:
+    """Run a Python process that can import these scripts; what it prints goes to standard error."""
+    path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH"))))
+    return subprocess.run(command, stdout=sys.stderr, env=os.environ | {"PYTHONPATH": path}).returncode
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with what all scripts take."""
+    parser = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="where to write the JSON file")
+    return parser
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()

@@ -1,0 +1,48 @@
+"""What the measuring scripts ask the planner: the smallest budget, the plan that streams all. Imports no torch."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from lt_offload import InfeasibleError, Plan, Profile, simulate, solve
+from lt_offload.plan import check
+from lt_offload.plan.baselines import streaming_choices
+from lt_offload.plan.build import build
+
+
+def model_bytes(profile: Profile) -> int:
+    """Return the bytes of weights, gradients and optimizer states."""
+    return sum(t.bytes * (2 if t.trainable else 1) + t.state_bytes for t in profile.tensors)
+
+
+def floor_bytes(profile: Profile) -> int:
+    """Return the smallest budget that the planner itself says will do."""
+    try:
+        solve(profile, memory=1)
+    except InfeasibleError as error:
+        if error.needed_bytes is None:
+            raise
+        return error.needed_bytes
+    raise AssertionError("one byte cannot be enough")
+
+
+def stream_all(profile: Profile) -> Plan:
+    """Return the plan in which every weight travels and the host updates all, one step ahead; activations are kept."""
+    options = ("keep",) * len(profile.blocks)
+    choices = streaming_choices(profile, options, host_update=True, lead=1, lag=1)
+    ram = profile.hardware.host_bytes
+    plan = build(
+        choices, profile, planner="stream all", budget_bytes=profile.hardware.device_bytes, host_budget_bytes=ram
+    )
+    trace = simulate(plan, profile)
+    predicted = replace(
+        plan.predicted,
+        iteration_s=trace.iteration_time,
+        device_peak_bytes=trace.device_peak,
+        host_peak_bytes=trace.host_peak,
+    )
+    # The prediction may be off by a few per cent; the budget is hard.
+    plan = replace(plan, predicted=predicted, budget_bytes=round(1.05 * trace.device_peak))
+    problems = check(plan, profile)
+    assert not problems, problems[0]
+    return plan

@@ -1,0 +1,177 @@
+"""Makes the numbers in README.md from results/*.json.
+
+    python scripts/tables.py            write the block between <!-- numbers --> and <!-- /numbers -->
+    python scripts/tables.py --check    exit with 1 if README.md is not what the results say
+
+Every table names the script that made its figures, the machine and the date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, ROOT
+
+from lt_offload.units import format_bytes, format_seconds
+
+BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
+
+Result = dict[str, Any]
+Rows = list[list[str]]
+
+
+def compare(results: Sequence[Result]) -> str:
+    """One row per recipe: same numbers, at which cost, in how much memory."""
+    rows = []
+    for result in results:
+        settings, figures = result["settings"], result["figures"]
+        difference = figures["difference"]
+        rows.append(
+            [
+                f"`{settings['recipe']}`",
+                str(settings["steps"]),
+                _exact(difference["loss"]),
+                _exact(difference["weights"]),
+                _exact(difference["optimizer"]),
+                f"{figures['time_ratio']:.2f}",
+                format_bytes(figures["stock"]["device_peak_bytes"]),
+                format_bytes(figures["offmate"]["device_peak_bytes"]),
+            ]
+        )
+    head = ["recipe", "steps", "Δ loss", "Δ weights", "Δ optimizer", "time ratio", "device peak, plain", "with offmate"]
+    return _section("Same numbers as plain Lightning", "scripts/compare.py RECIPE", results, head, rows)
+
+
+def bench_emulated(results: Sequence[Result]) -> str:
+    """Ratios against plain Lightning, and what the engine itself costs."""
+    rows = []
+    for result in results:
+        settings, figures = result["settings"], result["figures"]
+        for case in figures["cases"]:
+            rows.append(
+                [
+                    f"{settings['model']}, {case['name']}",
+                    format_seconds(case["step_s"]),
+                    f"{case['ratio']:.2f}",
+                    f"{case['goal']:.2f}" if case.get("goal") else "",
+                    format_bytes(case["device_peak_bytes"]),
+                ]
+            )
+        cost = figures["engine_cost"]
+        per_step = format_seconds(cost["per_block_step_s"])
+        rows.append([f"engine, per block and step ({cost['blocks']} tiny blocks)", per_step, "", "", ""])
+    head = ["case", "step time", "against plain", "goal", "device peak"]
+    return _section("Cost on the emulated device", "scripts/bench_emulated.py", results, head, rows)
+
+
+def smallest_budget(results: Sequence[Result]) -> str:
+    """The smallest budget that runs, beside the planner's own floor."""
+    rows = [
+        [
+            f"`{result['settings']['recipe']}`",
+            format_bytes(result["figures"]["runs_bytes"]),
+            format_bytes(result["figures"]["floor_bytes"]),
+            format_bytes(result["figures"]["model_bytes"]),
+            f"{result['figures']['runs_bytes'] / result['figures']['model_bytes']:.0%}",
+        ]
+        for result in results
+    ]
+    head = ["recipe", "smallest that runs", "planner's floor", "weights, gradients, states", "share"]
+    return _section("Smallest budget", "scripts/smallest_budget.py RECIPE", results, head, rows)
+
+
+def bench_planner(results: Sequence[Result]) -> str:
+    """Planning time and quality over the depth of the model."""
+    rows = [
+        [
+            f"{result['settings']['config']}, {case['layers']} layers",
+            format_bytes(case["model_bytes"]),
+            format_bytes(result["settings"]["memory_bytes"]),
+            format_seconds(case["plan_s"]),
+            format_seconds(case["goal_s"]) if case["goal_s"] else "",
+            f"{case['gap']:.1%}",
+            f"{case['iteration_s'] / case['no_offload_s']:.2f}",
+        ]
+        for result in results
+        for case in result["figures"]["cases"]
+    ]
+    head = ["model", "weights, gradients, states", "budget", "planned in", "goal", "gap to bound", "against no offload"]
+    return _section("Planning time", "scripts/bench_planner.py", results, head, rows)
+
+
+TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
+    "compare": compare,
+    "bench-emulated": bench_emulated,
+    "smallest-budget": smallest_budget,
+    "bench-planner": bench_planner,
+}
+
+
+def render(folder: Path) -> str:
+    """Return the block of tables for the result files in ``folder``."""
+    results: dict[str, list[Result]] = {}
+    for path in sorted(folder.glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        if result.get("kind") not in TABLES:
+            raise SystemExit(f"{path}: kind {result.get('kind')!r} is not one of {', '.join(TABLES)}")
+        results.setdefault(result["kind"], []).append(result)
+    return "\n\n".join(table(results[kind]) for kind, table in TABLES.items() if kind in results)
+
+
+def insert(readme: str, block: str) -> str:
+    """Return ``readme`` with ``block`` between the two marks."""
+    before, begin, rest = readme.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise SystemExit(f"README has no lines {BEGIN} and {END}, in this order")
+    return f"{before}{BEGIN}\n\n{block}\n\n{END}{after}"
+
+
+def _section(title: str, command: str, results: Sequence[Result], head: list[str], rows: Rows) -> str:
+    origins = {_origin(result): None for result in results}
+    lines = [
+        f"**{title}** (`python {command}`; {'; '.join(origins)})",
+        "",
+        "| " + " | ".join(head) + " |",
+        "|" + "|".join([" --- ", *[" ---: "] * (len(head) - 1)]) + "|",
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]
+    return "\n".join(lines)
+
+
+def _origin(result: Result) -> str:
+    machine = result["machine"]
+    where = machine["gpu"] or f"{machine['processor']}, {machine['cores']} cores"
+    return f"{where}, torch {result['versions']['torch']}, {result['date']}"
+
+
+def _exact(difference: float | None) -> str:
+    if difference is None:
+        return "not comparable"
+    return "0" if difference == 0 else f"{difference:.1e}"
+
+
+def main() -> int:
+    """Write or check README.md; return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if README.md would change")
+    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
+    parser.add_argument("--results", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    old = options.readme.read_text(encoding="utf-8")
+    new = insert(old, render(options.results))
+    if options.check:
+        if new != old:
+            print(f"{options.readme.name} is out of date; run python scripts/tables.py", file=sys.stderr)
+        return int(new != old)
+    options.readme.write_text(new, encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

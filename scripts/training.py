@@ -1,0 +1,106 @@
+"""What runs inside the measured processes: a callback that records a training run. Imports torch and Lightning."""
+
+from __future__ import annotations
+
+import json
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import Callback
+
+from lt_offload.profile.accounting import Account
+
+COUNTED_STEP = 1
+"""The first step that begins with optimizer states; without a GPU, plain training's tensors are counted during it."""
+
+
+class Recorder(Callback):
+    """Records losses, step times and peaks, and at the end weights and optimizer state, in a folder.
+
+    A step's time runs from the end of the step before, as offloaded updates go on after ``optimizer.step()``.
+
+    Args:
+        folder: gets ``figures.json`` and ``end.ckpt``.
+        warm_up: steps that are not timed, at least 2: the first step allocates, the second may be counted.
+        checkpoint: whether to write ``end.ckpt``.
+    """
+
+    def __init__(self, folder: str, warm_up: int = 2, checkpoint: bool = True) -> None:
+        self.folder = Path(folder)
+        self.warm_up = max(warm_up, 2)
+        self.checkpoint = checkpoint
+        self.losses: list[float] = []
+        self.seconds: list[float] = []
+        self.device_peak = 0
+        self._account: Account | None = None
+        self._last = 0.0
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Start counting, in the step and on the machine where that is needed."""
+        if len(self.losses) != COUNTED_STEP or torch.cuda.is_available() or _engine(trainer) is not None:
+            return
+        states = [s for o in trainer.optimizers for entry in o.state.values() for s in entry.values()]
+        self._account = Account()
+        self._account.charge(*pl_module.parameters(), *pl_module.buffers())
+        self._account.charge(*(s for s in states if isinstance(s, torch.Tensor)))
+        self._account.__enter__()
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """Note loss, time and peak."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        if len(self.losses) >= self.warm_up:
+            self.seconds.append(now - self._last)
+        self.losses.append(float(outputs["loss"]))
+        engine = _engine(trainer)
+        if self._account is not None:
+            self._account.__exit__(None, None, None)
+            self.device_peak, self._account = self._account.peak, None
+        elif engine is not None:
+            self.device_peak = max(self.device_peak, engine.stats.device_peak_bytes)
+        elif torch.cuda.is_available():
+            self.device_peak = torch.cuda.max_memory_reserved()
+        self._last = time.perf_counter()
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write everything."""
+        figures: dict[str, Any] = {
+            "losses": self.losses,
+            "steps_s": self.seconds,
+            "device_peak_bytes": self.device_peak,
+            "rss_peak_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        }
+        engine = _engine(trainer)
+        if engine is not None:
+            figures["host_peak_bytes"] = engine.stats.host_peak_bytes
+            figures["plan"] = describe(engine.plan, trainer.strategy.profile)
+        if self.checkpoint:
+            trainer.save_checkpoint(self.folder / "end.ckpt")
+        (self.folder / "figures.json").write_text(json.dumps(figures), encoding="utf-8")
+
+
+def describe(plan: Any, profile: Any) -> dict[str, Any]:
+    """Return what matters of a plan beside measured figures; shares are of all weight bytes."""
+    fetched = {t for op in plan.ops if op.kind == "prefetch" and op.payload == "weight" for t in op.tensors}
+    sizes = [tensor.bytes for tensor in profile.tensors]
+    on_host = (size for size, place in zip(sizes, plan.update_places, strict=True) if place == "host")
+    return {
+        "planner": plan.planner,
+        "budget_bytes": plan.budget_bytes,
+        "predicted_s": plan.predicted.iteration_s,
+        "predicted_peak_bytes": plan.predicted.device_peak_bytes,
+        "gap": plan.predicted.gap,
+        "weights_streamed": sum(sizes[t] for t in fetched) / sum(sizes),
+        "updated_on_host": sum(on_host) / sum(sizes),
+    }
+
+
+def _engine(trainer: Trainer) -> Any:
+    return getattr(trainer.strategy, "engine", None)

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lt_offload.cli.app import explain
+from lt_offload.cli.main import main
+from tests import tiny
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:Experiment logs directory.*"),
+    pytest.mark.filterwarnings(
+        "ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"
+    ),  # Lightning's calls
+]
+
+RECIPE = """\
+# A tiny model on a little text
+base: configs/base.yaml
+trainer:
+  accelerator: cpu
+  strategy: {strategy}
+  max_steps: 6
+  num_sanity_val_steps: -1
+  val_check_interval: 6
+  check_val_every_n_epoch: null
+  limit_val_batches: 2
+model:
+  name: {model}
+  lr: 0.01
+data:
+  path: {text}
+  max_length: 32
+  batch_size: 2
+  validation_share: 0.2
+  sample_prompt: the quick
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A recipe for the stock strategy, in a folder of its own that is the current one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    path = tmp_path / "tiny.yaml"
+    path.write_text(RECIPE.format(strategy="auto", model=model, text=tmp_path / "text.txt"))
+    return path
+
+
+def fails(capsys: pytest.CaptureFixture[str], *args: str) -> str:
+    """Return the error line of a command that must fail on account of its user."""
+    capsys.readouterr()
+    assert main(args) == 2
+    captured = capsys.readouterr().err
+    assert "Traceback" not in captured
+    [line] = [line for line in captured.splitlines() if line.startswith("error: ")]
+    return line
+
+
+def run_folder(tmp_path: Path) -> Path:
+    [folder] = (tmp_path / "runs").iterdir()
+    return folder
+
+
+def test_a_run_leaves_a_folder_that_can_be_resumed_validated_sampled_and_exported(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([str(recipe), "--trainer.max_steps", "4", "--trainer.val_check_interval", "4"]) == 0
+    out = capsys.readouterr().out
+    assert "held-out loss" in out
+    assert "the quick" in out
+    folder = run_folder(tmp_path)
+    assert folder.name.startswith("tiny-")
+    names = {path.name for path in folder.iterdir()}
+    assert names >= {"config.yaml", "metrics.csv", "checkpoints", "tensorboard"}
+    assert list((folder / "tensorboard").glob("events*"))
+    metrics = (folder / "metrics.csv").read_text()
+    assert {"train_loss", "val_loss", "lr-AdamW/pg1"} <= set(metrics.splitlines()[0].split(","))
+    checkpoint = folder / "checkpoints" / "step4.ckpt"
+    assert checkpoint.is_file()
+
+    saved = yaml.safe_load((folder / "config.yaml").read_text())
+    assert "base" not in saved
+    assert saved["trainer"]["max_steps"] == 4
+    assert "ckpt_path" not in saved
+
+    config = str(folder / "config.yaml")
+    first = validated(capsys, config)
+    after = validated(capsys, config, "--ckpt_path", str(checkpoint))
+    assert after < first
+    assert f"{first:.4f} -> {after:.4f}" in out
+
+    assert main(["generate", config, "--ckpt_path", str(checkpoint), "--max_new_tokens", "64"]) == 0
+    assert capsys.readouterr().out.rstrip("\n")[-40:] in out
+
+    assert main(["export", config, "--ckpt_path", str(checkpoint), "--output", str(tmp_path / "out")]) == 0
+    capsys.readouterr()
+    exported = validated(capsys, config, "--model.name", str(tmp_path / "out"))
+    assert exported == pytest.approx(after, abs=1e-6)
+
+
+def validated(capsys: pytest.CaptureFixture[str], *args: str) -> float:
+    assert main(["validate", *args]) == 0
+    out = capsys.readouterr().out
+    [line] = [line for line in out.splitlines() if "val_loss" in line]
+    return float(line.replace("│", " ").split()[-1])
+
+
+def test_a_resumed_run_ends_like_an_uninterrupted_one(recipe: Path, tmp_path: Path) -> None:
+    every_third = (
+        "{class_path: ModelCheckpoint, init_args: {every_n_train_steps: 3, save_top_k: -1, filename: 's{step}'}}"
+    )
+    shape = ["--trainer.limit_val_batches", "0", "--model.warmup_steps", "3", "--trainer.callbacks", every_third]
+    whole, resumed = tmp_path / "whole", tmp_path / "resumed"
+    assert main([str(recipe), *shape, "--trainer.default_root_dir", str(whole)]) == 0
+    middle = whole / "checkpoints" / "sstep=3.ckpt"
+    assert main([str(recipe), *shape, "--trainer.default_root_dir", str(resumed), "--ckpt_path", str(middle)]) == 0
+    ends = [torch.load(f / "checkpoints" / "sstep=6.ckpt", weights_only=True) for f in (whole, resumed)]
+    for name, tensor in ends[0]["state_dict"].items():
+        assert torch.equal(tensor, ends[1]["state_dict"][name]), name
+
+
+def test_print_config_is_a_recipe(recipe: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([str(recipe), "--print_config", "--model.lora.r", "4"])
+    assert left.value.code == 0
+    printed = capsys.readouterr().out
+    (tmp_path / "again.yaml").write_text(printed)
+    settings = yaml.safe_load(printed)
+    assert settings["model"]["lora"] == {"r": 4, "alpha": 16, "dropout": 0.0, "target_modules": "all-linear"}
+    assert main(["check", "again.yaml"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--model.lrr", "1"], "unknown setting 'model.lrr'; did you mean model.lr"),
+        (["--max_steps", "1"], "unknown setting 'max_steps'; did you mean trainer.max_steps?"),
+        (["--model.lora.rank", "1"], "model.lora: unknown setting 'rank'"),
+        (["--model.lr", "fast"], "model.lr: expected float, got fast"),
+        (["--model.lr", "-1"], "model.lr=-1.0 is not positive"),
+        (["--data.format", "csv"], "data.format: expected Literal['text', 'alpaca'], got csv"),
+        (["--data.path", "gone.txt"], "data.path='gone.txt' does not exist"),
+        (["--data.max_length", "500"], "data.max_length=500 is longer than the model's context; set it to 128"),
+        (["--model.name", "./gone"], "model './gone' is not a folder"),
+        (["--ckpt_path", "gone.ckpt"], "ckpt_path='gone.ckpt' does not exist"),
+        (["--trainer.callbacks", "{class_path: no.such.thing}"], "No module named 'no'"),
+        (["--trainer.strategy", "nonesuch"], "nonesuch"),
+        (["stray"], "unknown setting 'stray'"),
+    ],
+)
+def test_a_mistake_is_one_line_before_training(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], args: list[str], message: str
+) -> None:
+    assert message in fails(capsys, str(recipe), *args)
+    assert not list(tmp_path.glob("runs/*/checkpoints"))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("modle: {name: x}", "unknown setting 'modle.name'"),
+        ("model: {nme: x}", "unknown setting 'model.nme'; did you mean model.name"),
+        ("model: {lora: {rank: 1}}", "model.lora: unknown setting 'rank'"),
+        ("trainer: {strategy: {class_path: lt_offload.OffmateStrategy, init_args: {memry: 1}}}", "did you mean memory"),
+        ("trainer: {strategy: {class_path: lt_offload.OffmateStrategy, init_args: {memory: lots}}}", "is not a size"),
+        ("data: {batch_size: many}", "data.batch_size: expected int, got many"),
+    ],
+)
+def test_a_mistake_in_a_recipe_is_named_by_its_key(
+    recipe: Path, capsys: pytest.CaptureFixture[str], change: str, message: str
+) -> None:
+    Path("child.yaml").write_text(f"base: {recipe.name}\n{change}\n")
+    assert message in fails(capsys, "check", "child.yaml")
+
+
+def test_check_looks_at_local_data_and_the_architecture(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", str(recipe)]) == 0
+    assert "every setting is known" in capsys.readouterr().out
+    assert "does not exist" in fails(capsys, "check", str(recipe), "--data.validation_path", "gone.json")
+    line = fails(capsys, "check", str(recipe), "--model.architecture", "phi2", "--data.max_length", "4096")
+    assert "set it to 2048 or less" in line
+
+
+def test_generate_needs_something_to_continue(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "generate needs --prompt" in fails(capsys, "generate", str(recipe), "--data.sample_prompt", "null")
+    assert "prompt is empty" in fails(capsys, "generate", str(recipe), "--prompt", "")
+
+
+def test_export_refuses_what_does_not_fit(recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(recipe), "--trainer.max_steps", "1", "--trainer.val_check_interval", "1"]) == 0
+    [checkpoint] = tmp_path.glob("runs/*/checkpoints/*.ckpt")
+    args = ["export", str(recipe), "--output", "out", "--ckpt_path", str(checkpoint)]
+    assert "does not fit" in fails(capsys, *args, "--model.lora.r", "2")
+    shutil.copytree(tmp_path / "runs", tmp_path / "out")
+    assert "is not an empty folder" in fails(capsys, *args)
+
+
+def test_a_setting_can_come_from_several_files(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("more.yaml").write_text("data: {batch_size: 3}\n")
+    Path("child.yaml").write_text(f"base: [{recipe.name}, configs/lora.yaml, configs/bf16.yaml]\nmodel: {{lr: 0.5}}\n")
+    with pytest.raises(SystemExit):
+        main(["child.yaml", "--config", "more.yaml", "--data.max_length", "16", "--print_config"])
+    settings: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
+    assert settings["model"]["lr"] == 0.5
+    assert settings["model"]["dtype"] == "bfloat16"
+    assert settings["model"]["lora"]["r"] == 8
+    assert settings["data"]["batch_size"] == 3
+    assert settings["data"]["max_length"] == 16
+
+
+def test_long_errors_of_the_parser_become_one_line() -> None:
+    union = (
+        "Parser key \"a.b\":\n  Does not validate against any of the Union subtypes\n  Subtypes: [int, <class 'X'>]\n"
+        "  Errors:\n    - Expected a <class 'int'>\n    - the useful one\n      on two lines\n"
+        "  Given value type: <class 'str'>\n  Given value: x"
+    )
+    assert explain(union, []) == "a.b: the useful one on two lines"
+    assert explain("unrecognized arguments: --model.lr=3 --x", ["--model.lr_", "--data.lr"]) == (
+        "unknown setting 'model.lr'; did you mean data.lr?"
+    )
+    assert explain("something else\n  entirely", []) == "something else entirely"

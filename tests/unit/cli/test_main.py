@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from lt_offload import __version__
+from lt_offload.cli import recipes
+from lt_offload.cli.main import main
+from lt_offload.errors import OffloadError
+
+PROGRAM = [sys.executable, "-m", "lt_offload.cli.main"]
+
+
+def cli(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[3])])}
+    return subprocess.run([*PROGRAM, *args], capture_output=True, text=True, cwd=cwd, env=environment, check=False)
+
+
+def test_ls_shows_every_recipe_with_its_first_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["ls"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(recipes.shipped())
+    for line, (name, path) in zip(lines, recipes.shipped().items(), strict=True):
+        assert line.split()[0] == name
+        assert recipes.describe(path)
+        assert line.endswith(recipes.describe(path))
+
+
+@pytest.mark.parametrize("args", [["ls"], ["--version"], ["--help"], ["cp", "quickstart", "{}/mine.yaml"], ["nothing"]])
+def test_these_verbs_import_neither_torch_nor_lightning(args: list[str], tmp_path: Path) -> None:
+    code = (
+        "import sys; from lt_offload.cli.main import main; main(sys.argv[1:]); "
+        "sys.exit(', '.join({'torch', 'lightning', 'transformers', 'rich'} & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, *(arg.format(tmp_path) for arg in args)],
+        capture_output=True, text=True, cwd=Path(__file__).parents[3], check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"lt-finetune {__version__}\n"
+    assert main(["--help"]) == 0
+    assert "lt-finetune plan RECIPE" in capsys.readouterr().out
+    assert main([]) == 2
+
+
+def test_cp_makes_a_recipe_that_still_finds_its_bases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["cp", "quickstart", str(tmp_path / "mine.yaml")]) == 0
+    assert str(tmp_path / "mine.yaml") in capsys.readouterr().out
+    ours = recipes.chain(tmp_path / "mine.yaml")
+    assert ours[:-1] == recipes.chain(recipes.find("quickstart"))[:-1]
+    assert len(ours) > 1
+    assert main(["cp", "phi2-8gb", str(tmp_path)]) == 0
+    assert (tmp_path / "phi2-8gb.yaml").is_file()
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["cp", "quickstart"], "cp needs a recipe and a file"),
+        (["cp", "quickstart", "{}/there.yaml"], "exists already"),
+        (["cp", "quickstart", "{}/no/folder.yaml"], "there is no folder"),
+        (["cp", "quikstart", "{}/x.yaml"], "did you mean quickstart"),
+        (["ls", "all"], "ls takes no arguments"),
+        (["fit"], "fit needs a recipe"),
+        (["plan", "--memory", "8GB"], "plan needs a recipe"),
+        (["quikstart"], "did you mean quickstart"),
+    ],
+)
+def test_one_line_for_each_mistake(
+    args: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "there.yaml").write_text("mine")
+    assert main([arg.format(tmp_path) for arg in args]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: ")
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert (tmp_path / "there.yaml").read_text() == "mine"
+
+
+@pytest.mark.parametrize(("error", "code"), [(OffloadError("ours"), 2), (RuntimeError("theirs\nat length"), 1)])
+def test_the_traceback_is_there_for_those_who_ask(
+    error: Exception, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*args: object) -> object:
+        raise error
+
+    monkeypatch.setattr(recipes, "shipped", fail)
+    assert main(["ls"]) == code
+    assert "Traceback" not in capsys.readouterr().err
+    assert main(["ls", "--debug"]) == code
+    captured = capsys.readouterr().err
+    assert "Traceback" in captured
+    assert "in fail" in captured
+
+
+def test_something_is_visible_within_two_seconds() -> None:
+    start = time.perf_counter()
+    with subprocess.Popen(
+        [*PROGRAM, "check", "quickstart"], stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
+    ) as process:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        visible = time.perf_counter() - start
+        process.send_signal(signal.SIGINT)
+        rest = process.stderr.read()
+    assert "starting PyTorch and Lightning" in line
+    assert visible < 2
+    assert process.returncode == 130
+    assert "interrupted" in rest
+    assert "Traceback" not in rest
+
+
+def test_output_that_nobody_reads(tmp_path: Path) -> None:
+    done = subprocess.run(
+        f"{' '.join(PROGRAM)} ls | true", shell=True, capture_output=True, text=True,
+        cwd=Path(__file__).parents[3], check=False,
+    )  # fmt: skip
+    assert done.stderr == ""

@@ -1,0 +1,194 @@
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+
+from lt_offload.errors import ConfigError
+from lt_offload.finetune import load
+from lt_offload.finetune.data import FineTuneData
+from lt_offload.finetune.export import continuation
+from lt_offload.finetune.module import FineTune, LoraArgs, add_lora, check_data, lr_factor, make_optimizer
+from lt_offload.finetune.summary import RunSummary
+from tests import models, tiny
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tiny.model(tmp_path_factory.mktemp("model")))
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    return str(tmp_path / "text.txt")
+
+
+def data(folder: str, text: str, **settings: Any) -> FineTuneData:
+    return FineTuneData(folder, path=text, **{"max_length": 32, "batch_size": 2, "validation_share": 0.2} | settings)
+
+
+def trainer(steps: int, *callbacks: Any, **settings: Any) -> Trainer:
+    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    quiet |= {"enable_model_summary": False, "log_every_n_steps": 1, "accelerator": "cpu", "max_epochs": -1}
+    torch.manual_seed(0)
+    return Trainer(max_steps=steps, callbacks=list(callbacks), **quiet | settings)
+
+
+def test_training_lowers_the_held_out_loss_and_is_summed_up(folder: str, text: str) -> None:
+    summary = RunSummary()
+    run = trainer(
+        40, summary, num_sanity_val_steps=-1, val_check_interval=20, check_val_every_n_epoch=None, limit_val_batches=4
+    )
+    module = FineTune(folder, lr=5e-3, warmup_steps=2)
+    source = data(folder, text, sample_prompt="the quick")
+    run.fit(module, datamodule=source)
+    assert [step for step, _ in summary.losses] == [0, 20, 40]
+    assert summary.losses[-1][1] < summary.losses[0][1] - 1
+    assert len(summary.step_times) == 40
+    assert min(summary.step_times) <= summary.step_time <= max(summary.step_times)
+    facts = summary.facts(run)
+    assert facts["held-out loss"] == f"{summary.losses[0][1]:.4f} -> {summary.losses[2][1]:.4f}"
+    assert facts["steps"] == "40"
+    assert summary.prompt == "the quick"
+    expected = continuation(
+        module.model, source.prompt("the quick")["input_ids"], max_new_tokens=64, end=source.tokenizer.eos_token_id
+    )
+    assert summary.sample == source.tokenizer.decode(expected)
+    assert module.training
+
+
+def test_a_short_sanity_check_is_no_loss_before_training(folder: str, text: str) -> None:
+    summary = RunSummary()
+    trainer(1, summary, num_sanity_val_steps=1, limit_val_batches=2).fit(
+        FineTune(folder), datamodule=data(folder, text)
+    )
+    assert all(step > 0 for step, _ in summary.losses)
+
+
+def test_validation_counts_tokens_not_batches(folder: str, tmp_path: Path) -> None:
+    rows = "\n".join(["x" * 60, "abc", "the quick brown fox"])
+    (tmp_path / "rows.csv").write_text("text\n" + rows)
+    source = FineTuneData(folder, path=str(tmp_path / "rows.csv"), pack=False, max_length=100, validation_share=0.999)
+    module = FineTune(folder)
+    [metrics] = trainer(1).validate(module, datamodule=source, verbose=False)
+    total = tokens = 0.0
+    for row in rows.split("\n"):
+        ids = torch.tensor([[*source.tokenizer(row)["input_ids"], source.tokenizer.eos_token_id]])
+        with torch.no_grad():
+            total += float(module.model(input_ids=ids, labels=ids).loss) * (ids.numel() - 1)
+        tokens += ids.numel() - 1
+    assert metrics["val_loss"] == pytest.approx(total / tokens, rel=1e-5)
+
+
+def test_loss_is_the_models_own(folder: str) -> None:
+    module = FineTune(folder)
+    module.configure_model()
+    model = module.model
+    batch = models.batch(model, padding=True)
+    module.log = lambda *args, **kwargs: None  # type: ignore[method-assign]
+    assert torch.equal(module.training_step(batch, 0), model(**batch).loss)
+    module.configure_model()
+    assert module.model is model
+
+
+def test_matrices_decay_and_vectors_do_not(folder: str, text: str) -> None:
+    module = FineTune(folder, weight_decay=0.1, lr=0.5, betas=(0.8, 0.9))
+    trainer(1).fit(module, datamodule=data(folder, text))
+    [optimizer] = module.trainer.optimizers
+    decayed, plain = optimizer.param_groups
+    assert {p.ndim for p in decayed["params"]} == {2}
+    assert {p.ndim for p in plain["params"]} == {1}
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.1, 0.0)
+    assert decayed["betas"] == (0.8, 0.9)
+    assert decayed["fused"]
+    assert sum(len(g["params"]) for g in optimizer.param_groups) == len(list(module.parameters()))
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam", "sgd", "adafactor"])
+def test_optimizers(name: Any) -> None:
+    weight = torch.nn.Parameter(torch.ones(4, 4))
+    optimizer = make_optimizer(name, [{"params": [weight], "weight_decay": 0.0}], lr=0.1, betas=(0.9, 0.99))
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    assert type(optimizer).__name__.lower() == name
+    assert (weight < 1).all()
+
+
+def test_schedules() -> None:
+    cosine = lr_factor("cosine", warmup=4, total=14, floor=0.1)
+    assert [cosine(step) for step in range(4)] == [0.2, 0.4, 0.6, 0.8]
+    assert cosine(4) == 1
+    assert cosine(9) == pytest.approx(0.55)
+    assert cosine(14) == cosine(20) == pytest.approx(0.1)
+    linear = lr_factor("linear", warmup=0, total=10, floor=0.0)
+    assert [linear(step) for step in (0, 5, 10)] == [1, 0.5, 0]
+    assert lr_factor("constant", warmup=1, total=math.inf, floor=0.0)(1000) == 1
+
+
+def test_a_schedule_without_an_end(folder: str, text: str) -> None:
+    source = data(folder, text)
+    with pytest.raises(ConfigError, match=r"model.schedule='cosine' needs an end"):
+        trainer(-1).fit(FineTune(folder), datamodule=source)
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_lora_trains_adapters_of_every_family(family: str) -> None:
+    model = add_lora(models.build(family), LoraArgs(r=2, alpha=4))
+    trainable = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trainable
+    assert all("lora_" in name for name in trainable)
+    assert model.training
+    model(**models.batch(model)).loss.backward()
+    assert all(p.grad is not None for p in model.parameters() if p.requires_grad)
+
+
+def test_lora_through_the_module(folder: str, text: str) -> None:
+    module = FineTune(folder, lora=LoraArgs(r=2, target_modules=["q_proj"]), lr=0.1)
+    frozen = {k: v.clone() for k, v in load.load_model(folder).state_dict().items()}
+    trainer(2).fit(module, datamodule=data(folder, text))
+    after = dict(module.named_parameters())
+    for name, before in frozen.items():
+        found = [p for k, p in after.items() if k.replace("base_layer.", "").endswith(name)]
+        assert all(torch.equal(before, p) for p in found), name
+    assert any(p.abs().sum() > 0 for k, p in after.items() if "lora_B" in k)
+
+
+def test_lora_of_layers_that_do_not_exist(folder: str) -> None:
+    with pytest.raises(ConfigError, match=r"model\.lora\.target_modules=\['nothing'\]"):
+        FineTune(folder, lora=LoraArgs(target_modules=["nothing"])).build()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [({"lr": 0.0}, "model.lr=0.0 is not positive"), ({"lora": LoraArgs(r=0)}, "model.lora.r=0 is too small")],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FineTune("unused", **settings)
+
+
+def test_sequences_longer_than_the_model(folder: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(load, "load_model", _never)
+    with pytest.raises(ConfigError, match=r"data.max_length=200 is longer than the model's context; set it to 128"):
+        trainer(1).fit(FineTune(folder), datamodule=data(folder, text, max_length=200))
+
+
+def _never(*args: object, **kwargs: object) -> None:
+    raise AssertionError("weights are loaded before the settings are checked")
+
+
+def test_a_vocabulary_larger_than_the_model() -> None:
+    config = load.load_config("unused", "bloom-3b")
+    check_data(config, max_length=10**6)  # Bloom knows no longest sequence
+    with pytest.raises(ConfigError, match="the tokenizer has"):
+        check_data(config, max_length=8, vocabulary=config.vocab_size + 1)

@@ -1,0 +1,130 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lt_offload.errors import ConfigError
+from lt_offload.profile.hardware import (
+    _cgroup_bytes,
+    available_host_bytes,
+    hardware_names,
+    load_hardware,
+    measure_hardware,
+    measure_links,
+)
+from lt_offload.shipped import shipped_files
+
+NAMES = ["a100-80gb", "h200", "rtx-3060-12gb", "rtx-3070-8gb", "rtx-3090", "rtx-4060ti-16gb", "rtx-4090", "v100-16gb"]
+
+
+def test_shipped_names() -> None:
+    assert hardware_names() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shipped_descriptions_are_complete_and_sourced(name: str) -> None:
+    found = load_hardware(name)
+    assert found.name == name
+    assert found.source
+    numbers = (found.device_bytes, found.context_bytes, found.host_bytes, found.pinnable_bytes, found.h2d_bytes_per_s)
+    rates = (found.d2h_bytes_per_s, found.device_memory_bytes_per_s, found.host_memory_bytes_per_s)
+    assert all(number > 0 for number in (*numbers, *rates, *found.flops_per_s.values()))
+    assert "float32" in found.flops_per_s
+    assert found.device_memory_bytes_per_s > found.host_memory_bytes_per_s > found.h2d_bytes_per_s
+    for line in shipped_files("configs/hardware", ".yaml")[name].read_text().splitlines():
+        assert line.startswith("source:") or line.rstrip().endswith("flops_per_s:") or "# " in line, line
+
+
+def test_measured_values_of_the_paper() -> None:
+    small, large = load_hardware("rtx-3060"), load_hardware("rtx-3090")
+    assert (small.h2d_bytes_per_s, small.d2h_bytes_per_s) == (10.4e9, 10.4e9)
+    assert (large.h2d_bytes_per_s, large.d2h_bytes_per_s) == (18.8e9, 18.8e9)
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [("rtx-3060", "rtx-3060-12gb"), ("RTX 3090", "rtx-3090"), ("rtx_4060ti", "rtx-4060ti-16gb"), ("v100", "v100-16gb")],
+)
+def test_aliases(alias: str, name: str) -> None:
+    assert load_hardware(alias) == load_hardware(name)
+
+
+def test_own_description(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    text = shipped_files("configs/hardware", ".yaml")["rtx-3060-12gb"].read_text()
+    path.write_text(text)
+    assert load_hardware(path).name == "mine"
+    path.write_text(text + "link: 5\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml.*: link: Unexpected"):
+        load_hardware(path)
+    path.write_text("device_bytes: 5\n")
+    with pytest.raises(ConfigError, match="host_bytes: Field required"):
+        load_hardware(path)
+    path.write_text("- a\n")
+    with pytest.raises(ConfigError, match="cannot read hardware description"):
+        load_hardware(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("rtx", "could be rtx-3060-12gb or"), ("tpu", "is no file and not known")]
+)
+def test_unknown_names_list_the_known_ones(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        load_hardware(name)
+    assert all(known in str(error.value) for known in NAMES)
+
+
+def test_reading_needs_no_torch() -> None:
+    program = (
+        "import sys, lt_offload\n"
+        "from lt_offload.profile.hardware import load_hardware\n"
+        "from lt_offload.profile.types import Profile\n"
+        "from lt_offload.profile import Profile\n"
+        "load_hardware('h200')\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_this_machine() -> None:
+    said: list[str] = []
+    found = measure_hardware("cpu", on_progress=said.append)
+    assert said == ["measuring copies between host and device"]
+    assert found.name == "emulated"
+    assert found.context_bytes == 0
+    assert 0 < found.host_bytes == found.pinnable_bytes == found.device_bytes
+    assert found.h2d_bytes_per_s > 1e7
+    assert found.d2h_bytes_per_s > 1e7
+    assert "one direction alone" in found.source
+
+
+def test_links_do_not_touch_the_threads_of_others() -> None:
+    before = torch.get_num_threads()
+    links = measure_links(torch.device("cpu"))
+    assert min(links.h2d_alone, links.d2h_alone, links.h2d, links.d2h) > 1e7
+    assert torch.get_num_threads() == before
+
+
+def test_control_groups(tmp_path: Path) -> None:
+    assert _cgroup_bytes(tmp_path) == []
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 150\n")
+    assert _cgroup_bytes(tmp_path) == []
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert _cgroup_bytes(tmp_path) == [1000 - 700 + 150]
+    old = tmp_path / "memory"
+    old.mkdir()
+    (old / "memory.limit_in_bytes").write_text("2000\n")
+    (old / "memory.usage_in_bytes").write_text("100\n")
+    (old / "memory.stat").write_text("cache 5\n")
+    assert _cgroup_bytes(tmp_path) == [450, 1900]
+
+
+def test_available_memory_respects_the_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = available_host_bytes()
+    assert whole > 0
+    monkeypatch.setattr("lt_offload.profile.hardware._cgroup_bytes", lambda root: [12345])
+    assert available_host_bytes() == 12345

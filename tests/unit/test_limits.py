@@ -1,0 +1,257 @@
+"""Each row of the table is triggered by the setting that a user would write, and by nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch import callbacks as pl_callbacks
+from torch import Tensor, nn
+
+from lt_offload import limits
+from lt_offload.errors import UnsupportedError
+from lt_offload.limits import LIMITS, Run, check
+from tests import models
+
+
+class Module(LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.ModuleList([nn.Linear(3, 3), nn.Linear(3, 3)])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.net[1](self.net[0](batch)).sum()
+
+
+def trainer(module: LightningModule | None = None, **settings: Any) -> Trainer:
+    settings = {"accelerator": "cpu", "logger": False, "enable_checkpointing": False, "max_steps": 1} | settings
+    made = Trainer(strategy="offmate", **settings)
+    made.strategy._lightning_module = module or Module()
+    return made
+
+
+def message(scope: Any, run: Run, **options: Any) -> str:
+    with pytest.raises(UnsupportedError) as caught:
+        check(scope, run, **options)
+    return str(caught.value)
+
+
+# -- trainer ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_ordinary_trainer_passes() -> None:
+    extra = [pl_callbacks.LearningRateMonitor(), pl_callbacks.ModelCheckpoint(), pl_callbacks.EarlyStopping("loss")]
+    for precision in ("32-true", "bf16-true"):
+        check("trainer", Run(trainer=trainer(precision=precision, enable_checkpointing=True, callbacks=extra)))
+
+
+def test_no_clipping_is_not_clipping() -> None:
+    for value in (None, 0, 0.0):
+        check("trainer", Run(trainer=trainer(gradient_clip_val=value)))
+
+
+class Seeing(Callback):
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None: ...
+
+
+class Norms(Module):
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None: ...
+
+
+class WarmUp(Module):
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class Clipping(Module):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class ZeroGrad(Module):
+    def optimizer_zero_grad(self, *args: Any, **kwargs: Any) -> None: ...
+
+
+class Manual(Module):
+    automatic_optimization = False
+
+
+TRAINERS: dict[str, tuple[Callable[[], Trainer], str]] = {
+    "norm": (lambda: trainer(gradient_clip_val=1.0), "Trainer(gradient_clip_val=1.0)"),
+    "value": (
+        lambda: trainer(gradient_clip_val=0.5, gradient_clip_algorithm="value"),
+        "Trainer(gradient_clip_val=0.5, gradient_clip_algorithm='value')",
+    ),
+    "accumulation": (lambda: trainer(accumulate_grad_batches=4), "Trainer(accumulate_grad_batches=4)"),
+    "scheduled accumulation": (
+        lambda: trainer(callbacks=[pl_callbacks.GradientAccumulationScheduler({0: 1, 3: 2})]),
+        "GradientAccumulationScheduler(scheduling={0: 1, 3: 2})",
+    ),
+    "bf16-mixed": (lambda: trainer(precision="bf16-mixed"), "Trainer(precision='bf16-mixed')"),
+    "16-true": (lambda: trainer(precision="16-true"), "Trainer(precision='16-true')"),
+    "64-true": (lambda: trainer(precision="64-true"), "Trainer(precision='64-true')"),
+    "devices": (lambda: trainer(devices=2), "Trainer(devices=2)"),
+    "nodes": (lambda: trainer(num_nodes=2), "Trainer(num_nodes=2)"),
+    "anomaly": (lambda: trainer(detect_anomaly=True), "Trainer(detect_anomaly=True)"),
+    "manual": (lambda: trainer(Manual()), "Manual.automatic_optimization=False"),
+    "optimizer_step": (lambda: trainer(WarmUp()), "WarmUp.optimizer_step"),
+    "configure_gradient_clipping": (lambda: trainer(Clipping()), "Clipping.configure_gradient_clipping"),
+    "optimizer_zero_grad": (lambda: trainer(ZeroGrad()), "ZeroGrad.optimizer_zero_grad"),
+    "gradient hook": (lambda: trainer(Norms()), "Norms.on_before_optimizer_step"),
+    "gradient callback": (lambda: trainer(callbacks=[Seeing()]), "Seeing.on_after_backward"),
+    "gradient lambda": (
+        lambda: trainer(callbacks=[pl_callbacks.LambdaCallback(on_before_optimizer_step=print)]),
+        "LambdaCallback.on_before_optimizer_step",
+    ),
+    "averaging": (
+        lambda: trainer(callbacks=[pl_callbacks.StochasticWeightAveraging(1e-3)]),
+        "callback StochasticWeightAveraging",
+    ),
+    "finder": (lambda: trainer(callbacks=[pl_callbacks.BatchSizeFinder()]), "callback BatchSizeFinder"),
+    "unfreezing": (lambda: trainer(callbacks=[pl_callbacks.BackboneFinetuning()]), "callback BackboneFinetuning"),
+}
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_trainer_settings(name: str) -> None:
+    make, setting = TRAINERS[name]
+    assert f"- {setting}: " in message("trainer", Run(trainer=make()))
+
+
+@pytest.mark.filterwarnings("ignore:You passed .*16-mixed")
+def test_16_mixed() -> None:
+    assert "mixed" in message("trainer", Run(trainer=trainer(precision="16-mixed")))
+
+
+def test_an_accelerator_that_is_neither_cuda_nor_cpu() -> None:
+    made = trainer()
+    made.strategy.parallel_devices = [torch.device("mps")]
+    assert "Trainer(accelerator='mps')" in message("trainer", Run(trainer=made))
+
+
+def test_all_problems_come_in_one_error() -> None:
+    text = message("trainer", Run(trainer=trainer(gradient_clip_val=1.0, accumulate_grad_batches=2)))
+    assert text.count("\n- ") == 2
+
+
+def test_validation_refuses_only_what_concerns_it() -> None:
+    check("trainer", Run(trainer=trainer(gradient_clip_val=1.0, accumulate_grad_batches=2)), training=False)
+    assert "devices=2" in message("trainer", Run(trainer=trainer(devices=2)), training=False)
+
+
+# -- model ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_ordinary_models_pass(family: str) -> None:
+    check("model", Run(model=models.build(family)))
+
+
+def test_a_peft_model_passes() -> None:
+    check("model", Run(model=models.build(lora=True)))
+
+
+def checkpointing() -> nn.Module:
+    model = models.build()
+    model.gradient_checkpointing_enable()
+    return model
+
+
+def collecting(setting: str) -> nn.Module:
+    model = models.build(attn_implementation="eager")
+    setattr(model.config, setting, True)
+    return model
+
+
+def on_meta() -> nn.Module:
+    with torch.device("meta"):
+        return nn.Linear(2, 2)
+
+
+def quantized() -> nn.Module:
+    class Params4bit(nn.Parameter): ...
+
+    model = nn.Linear(2, 2)
+    model.weight = Params4bit(model.weight.data)
+    return model
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "compile": (lambda: torch.compile(nn.Linear(2, 2)), "torch.compile of OptimizedModule"),
+    "compiled part": (lambda: nn.Sequential(torch.compile(nn.Linear(2, 2))), "torch.compile of 0"),
+    "checkpointing": (checkpointing, "gradient checkpointing in model"),
+    "hidden states": (
+        lambda: collecting("output_hidden_states"),
+        "config.output_hidden_states=True of LlamaForCausalLM",
+    ),
+    "attentions": (lambda: collecting("output_attentions"), "config.output_attentions=True of LlamaForCausalLM"),
+    "half": (lambda: nn.Linear(2, 2).half(), "parameter weight of dtype float16"),
+    "quantized": (quantized, "quantized parameter weight (Params4bit)"),
+    "meta": (on_meta, "parameter weight on the meta device"),
+    "sparse": (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), "0 with sparse=True"),
+    "max_norm": (lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), "0 with max_norm=1.0"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*gradient_checkpointing:FutureWarning")
+@pytest.mark.parametrize("name", MODELS)
+def test_model_settings(name: str) -> None:
+    make, setting = MODELS[name]
+    assert f"- {setting}: " in message("model", Run(model=make()))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+def test_compiled_in_place() -> None:
+    model = nn.Sequential(nn.Linear(2, 2))
+    model[0].compile()
+    assert "torch.compile of 0" in message("model", Run(model=model))
+
+
+# -- optimizer --------------------------------------------------------------------------------------------------------
+
+FINE = [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor, torch.optim.RMSprop]
+
+
+@pytest.mark.parametrize("cls", FINE)
+def test_ordinary_optimizers_pass(cls: type[torch.optim.Optimizer]) -> None:
+    model = Module()
+    optimizer = cls(model.parameters(), lr=0.1)  # type: ignore[call-arg]
+    check("optimizer", Run(model=model, optimizers=[optimizer]))
+    assert not limits.unknown_optimizer(optimizer)
+
+
+def test_frozen_parameters_need_no_optimizer() -> None:
+    model = Module()
+    model.net[0].requires_grad_(False)
+    check("optimizer", Run(model=model, optimizers=[torch.optim.SGD(model.net[1].parameters(), lr=0.1)]))
+
+
+def test_optimizers() -> None:
+    model = Module()
+    params = list(model.parameters())
+    sgd = torch.optim.SGD(params, lr=0.1)
+
+    class Prodigy(torch.optim.SGD): ...
+
+    assert "- 2 optimizers" in message("optimizer", Run(model=model, optimizers=[sgd, sgd]))
+    assert "- 0 optimizers" in message("optimizer", Run(model=nn.Module()))
+    assert "- optimizer LBFGS: " in message("optimizer", Run(model=model, optimizers=[torch.optim.LBFGS(params)]))
+    assert "- optimizer Prodigy: " in message("optimizer", Run(model=model, optimizers=[Prodigy(params, lr=0.1)]))
+    part = torch.optim.SGD(params[1:], lr=0.1)
+    assert "- trainable parameter net.0.weight that" in message("optimizer", Run(model=model, optimizers=[part]))
+    assert limits.unknown_optimizer(Prodigy(params, lr=0.1))
+
+
+# -- the table itself -------------------------------------------------------------------------------------------------
+
+
+def test_every_row_is_complete_and_printed() -> None:
+    table = limits.markdown()
+    assert len({limit.name for limit in LIMITS}) == len(LIMITS) == table.count("\n") - 1
+    for limit in LIMITS:
+        assert f"| {limit.name} | {limit.why} | {limit.instead} |" in table
+        for text in (limit.name, limit.why, limit.instead):
+            assert text
+            assert not text.endswith(".")
+            assert "|" not in text

@@ -1,0 +1,268 @@
+"""The measuring scripts: their parts on hand-made results, and each of them once on a tiny model."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lt_offload.cli.main import main
+from tests import tiny
+from tests.samples import make_profile
+
+SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+    def load(name: str) -> ModuleType:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return importlib.import_module(name)
+
+    return load
+
+
+MACHINE = {"processor": "Some CPU", "cores": 2, "ram_bytes": 1, "gpu": None, "threads": 2, "system": "Linux"}
+COMPARE = {
+    "settings": {"recipe": "quickstart", "steps": 20},
+    "figures": {
+        "difference": {"loss": 0.0, "weights": 0.0, "optimizer": 1.5e-8},
+        "time_ratio": 1.234,
+        "stock": {"device_peak_bytes": 2_500_000_000},
+        "offmate": {"device_peak_bytes": 430_000_000},
+    },
+}
+BENCH = {
+    "settings": {"model": "Llama"},
+    "figures": {
+        "cases": [
+            {"name": "plain", "step_s": 1.0, "ratio": 1.0, "goal": None, "device_peak_bytes": 10**9},
+            {"name": "resident", "step_s": 1.05, "ratio": 1.05, "goal": 1.1, "device_peak_bytes": 10**9},
+        ],
+        "engine_cost": {"blocks": 26, "per_block_step_s": 3.1e-4},
+    },
+}
+BUDGET = {
+    "settings": {"recipe": "quickstart"},
+    "figures": {"runs_bytes": 4 * 10**8, "floor_bytes": 39 * 10**7, "model_bytes": 2 * 10**9},
+}
+PLANNER = {
+    "settings": {"config": "llama2-7b", "memory_bytes": 11 * 10**9},
+    "figures": {
+        "cases": [
+            {
+                "layers": 40,
+                "model_bytes": 10**11,
+                "plan_s": 4.5,
+                "goal_s": 10.0,
+                "gap": 0.021,
+                "iteration_s": 3.0,
+                "no_offload_s": 2.0,
+            }
+        ]
+    },
+}
+KINDS = {"compare": COMPARE, "bench-emulated": BENCH, "smallest-budget": BUDGET, "bench-planner": PLANNER}
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    for kind, result in KINDS.items():
+        document = {"kind": kind, "date": "2025-01-31", "machine": MACHINE, "versions": {"torch": "2.11.0"}} | result
+        (folder / f"{kind}.json").write_text(json.dumps(document))
+    return folder
+
+
+def test_tables_show_figures_with_machine_and_date(script: Any, results: Path) -> None:
+    block = script("tables").render(results)
+    assert "| `quickstart` | 20 | 0 | 0 | 1.5e-08 | 1.23 | 2.5 GB | 430 MB |" in block
+    assert "| Llama, resident | 1.05 s | 1.05 | 1.10 | 1 GB |" in block
+    assert "| engine, per block and step (26 tiny blocks) | 310 us |  |  |  |" in block
+    assert "| `quickstart` | 400 MB | 390 MB | 2 GB | 20% |" in block
+    assert "| llama2-7b, 40 layers | 100 GB | 11 GB | 4.5 s | 10 s | 2.1% | 1.50 |" in block
+    assert block.count("Some CPU, 2 cores, torch 2.11.0, 2025-01-31") == 4
+    for table in block.split("**")[2::2]:
+        assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) == 1
+
+
+def test_readme_is_written_and_checked(
+    script: Any, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = script("tables")
+    readme = tmp_path / "README.md"
+    readme.write_text("# Title\n\n<!-- numbers -->\nold\n<!-- /numbers -->\n\nmore\n")
+
+    def run(*options: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["tables.py", "--readme", str(readme), "--results", str(results), *options])
+        return tables.main()
+
+    assert run("--check") == 1
+    assert "out of date" in capsys.readouterr().err
+    assert "old" in readme.read_text()
+    assert run() == 0
+    text = readme.read_text()
+    assert text.startswith("# Title\n\n<!-- numbers -->\n\n**Same numbers")
+    assert text.endswith("\n\n<!-- /numbers -->\n\nmore\n")
+    assert run("--check") == 0
+    (results / "compare.json").unlink()
+    assert run("--check") == 1
+
+
+def test_unknown_results_and_a_readme_without_marks_are_errors(script: Any, tmp_path: Path) -> None:
+    tables = script("tables")
+    (tmp_path / "x.json").write_text('{"kind": "guess"}')
+    with pytest.raises(SystemExit, match="kind 'guess' is not one of compare"):
+        tables.render(tmp_path)
+    with pytest.raises(SystemExit, match="README has no lines"):
+        tables.insert("<!-- /numbers --> <!-- numbers -->", "x")
+
+
+def test_results_carry_machine_versions_and_date(script: Any, tmp_path: Path) -> None:
+    path = script("common").save("name", "compare", {"steps": 1}, {"loss": 0.5}, tmp_path / "new")
+    result = json.loads(path.read_text())
+    assert path.name == "name.json"
+    assert (result["kind"], result["settings"], result["figures"]) == ("compare", {"steps": 1}, {"loss": 0.5})
+    assert result["machine"]["cores"] >= 1
+    assert result["machine"]["processor"]
+    assert result["versions"]["torch"][0].isdigit()
+    assert len(result["date"]) == 10
+
+
+CHILD = """
+from common import in_child, serve_child
+
+def double(value):
+    print("noise")
+    return {"twice": 2 * value}
+
+def fail():
+    raise RuntimeError("no")
+
+if __name__ == "__main__":
+    serve_child(double, fail)
+"""
+
+
+def test_jobs_run_in_processes_of_their_own(script: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    common = script("common")
+    program = tmp_path / "program.py"
+    program.write_text(f"import sys\nsys.path.insert(0, {str(SCRIPTS)!r})\n{CHILD}")
+    answer = common.in_child(str(program), "double", value=21)
+    assert answer == {"twice": 42}
+    assert capfd.readouterr().out == ""
+    with pytest.raises(SystemExit, match=r"program.py: fail failed \(exit code 1\)"):
+        common.in_child(str(program), "fail")
+
+
+def test_the_largest_difference_is_found_wherever_it_is(script: Any) -> None:
+    compare = script("compare")
+    left = {"state": {0: {"exp_avg": torch.tensor([1.0, 2.0]), "step": torch.tensor(3.0)}}, "groups": [{"lr": 0.1}]}
+    right = copy.deepcopy(left)
+    assert compare.largest_difference(left, right) == 0
+    right["state"][0]["exp_avg"][1] += 0.25
+    assert compare.largest_difference(left, right) == 0.25
+    right["groups"][0]["lr"] = 1.1
+    assert compare.largest_difference(left, right) == 1.0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"w": torch.tensor([1.0, float("nan")])},
+        {"w": torch.tensor([1.0])},
+        {"w": torch.tensor([1.0, 2.0], dtype=torch.float64)},
+        {"w": torch.tensor([1.0, 2.0]), "more": 1},
+        {"w": "text"},
+    ],
+    ids=["not a number", "shape", "dtype", "keys", "type"],
+)
+def test_what_cannot_be_compared_is_not_called_equal(script: Any, other: dict[str, Any]) -> None:
+    assert script("compare").largest_difference({"w": torch.tensor([1.0, 2.0])}, other) is None
+
+
+def test_the_plain_run_gets_no_settings_of_the_strategy(script: Any) -> None:
+    given = ["--trainer.strategy.memory", "1GB", "--model.lr=1", "--trainer.strategy=x", "--data.pack", "false"]
+    assert script("compare").without_strategy(given) == ["--model.lr=1", "--data.pack", "false"]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe of a tiny random model on a little text."""
+    model = tiny.model(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    path = tmp_path / "tiny.yaml"
+    settings = {
+        "base": "configs/base.yaml",
+        "trainer": {"accelerator": "cpu"},
+        "model": {"name": str(model), "lr": 0.01},
+        "data": {"path": str(tmp_path / "text.txt"), "max_length": 32, "batch_size": 2},
+    }
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
+@pytest.mark.filterwarnings("ignore:Experiment logs directory.*")
+@pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning")
+def test_compare_trains_both_ways_and_finds_no_difference(
+    script: Any, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def here(command: list[str]) -> int:
+        """Run the command in this process: most of its time would be imports."""
+        assert command[1:3] == ["-m", "lt_offload.cli.main"]
+        return main(command[3:])
+
+    monkeypatch.setattr(script("common"), "_run", here)
+    results = tmp_path / "results"
+    program = ["compare.py", str(recipe), "--steps", "3", "--results", str(results)]
+    monkeypatch.setattr(sys, "argv", [*program, "--trainer.strategy.memory", "400kB"])
+    assert script("compare").main() == 0
+    assert "largest difference in optimizer: 0" in capsys.readouterr().out
+    result = json.loads((results / "compare-tiny.json").read_text())
+    figures = result["figures"]
+    assert figures["difference"] == {"loss": 0, "weights": 0, "optimizer": 0}
+    assert figures["stock"]["losses"] == figures["offmate"]["losses"]
+    assert len(set(figures["stock"]["losses"])) == 3, "a model that learns nothing proves nothing"
+    assert "plan" not in figures["stock"]
+    assert figures["offmate"]["plan"]["budget_bytes"] == 400_000
+    assert 0 < figures["offmate"]["device_peak_bytes"] <= 400_000 < figures["stock"]["device_peak_bytes"]
+    assert "Same numbers" in script("tables").render(results)
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.0, 1.12], ids=["runs in less", "honest", "too low"])
+def test_smallest_budget_is_found_wherever_the_floor_is(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    smallest = script("smallest_budget")
+    profile = make_profile(layers=4, tensors_per_layer=2)
+    floor = script("planning").floor_bytes(profile)
+    needed = round(factor * floor)
+    tried: list[int | None] = []
+
+    def machine(recipe: str, folder: Path, steps: int, settings: list[str], **options: bool) -> int:
+        memory = settings[settings.index("--trainer.strategy.memory") + 1]
+        tried.append(None if memory == "null" else int(memory))
+        profile.save(folder / "profile.json")
+        (folder / "figures.json").write_text(json.dumps({"device_peak_bytes": needed - 1}))
+        return int(memory != "null" and int(memory) < needed)
+
+    monkeypatch.setattr(smallest, "run_recipe", machine)
+    monkeypatch.setattr(sys, "argv", ["smallest_budget.py", "recipes/some.yaml", "--results", str(tmp_path)])
+    assert smallest.main() == 0
+    figures = json.loads((tmp_path / "smallest-budget-some.json").read_text())["figures"]
+    assert tried[:2] == [None, floor]
+    assert (figures["floor_bytes"], figures["measured_peak_bytes"]) == (floor, needed - 1)
+    assert needed <= figures["runs_bytes"] <= 1.011 * needed
+    assert min(size for size in tried if size) < needed, "nothing smaller was tried"
