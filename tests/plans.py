@@ -1,7 +1,7 @@
 """A simple plan for any model: every weight travels, every block and tensor is handled as one asks for.
 
-Not a good plan, but a complete one that is easy to read; the engine's tests run it. Weights of blocks of one parity share
-their arena range, forward and backward copies of one weight have different places.
+Not a good plan, but a complete one that is easy to read; the engine's tests run it. Weights of blocks of one parity
+share their arena range, forward and backward copies of one weight have different places.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ def _layout(
 ) -> tuple[tuple[list[int], list[int]], list[int], int]:
     """Return offsets of weights in the forward and in the backward, of states, and the extent.
 
-    States and tensors that are ``alone`` (tied or resident) have ranges of their own; the weights of even blocks share one range, those of odd blocks
-    another; in the backward each is moved by one unit of alignment.
+    States and tensors that are ``alone`` (tied or resident) have ranges of their own; the weights of even blocks share
+    one range, those of odd blocks another; in the backward each is moved by one unit of alignment.
     """
     forward, state_at = [0] * len(sizes), [0] * len(sizes)
     at = 0

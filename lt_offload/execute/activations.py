@@ -18,10 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lt_offload.execute.device import Cell, Device, Event
 from lt_offload.execute.params import Weight
 from lt_offload.execute.pools import HostBuffer, HostPool
-from lt_offload.profile.options import is_costly
-
-SMALL = 1024
-"""Saved tensors of fewer bytes stay on the device: a copy would cost more than it frees."""
+from lt_offload.profile.options import for_replay, is_costly, travels
 
 
 @dataclass(slots=True)
@@ -221,13 +218,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
             storage = tensor.untyped_storage()._cdata
             if storage in arenas:
                 return _alias(tensor, ranges)
-            if (
-                pager is None
-                or storage in stay
-                or not tensor.is_floating_point()
-                or tensor.untyped_storage().nbytes() < SMALL
-                or tensor.layout is not torch.strided
-            ):
+            if pager is None or storage in stay or not travels(tensor):
                 return tensor.detach()
             return pager.take(tensor)
 
@@ -258,14 +249,14 @@ class CacheCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if is_costly(func, args, kwargs or {}):
-            self.results.append((func, _map_tensors(out, self._take)))
+        if not is_costly(func, args, kwargs or {}):
+            return func(*args, **(kwargs or {}))
+        out = func(*for_replay(func, args), **(kwargs or {}))
+        self.results.append((func, _map_tensors(out, self._take)))
         return out
 
     def _take(self, tensor: Tensor) -> Tensor | Moved:
-        nbytes = tensor.untyped_storage().nbytes()
-        return self.pager.take(tensor, watch=True) if tensor.is_floating_point() and nbytes >= SMALL else tensor
+        return self.pager.take(tensor, watch=True) if travels(tensor) else tensor
 
 
 class ReplayCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -22,6 +22,7 @@ from lt_offload.execute.activations import CacheCostly, Moved, Pager, ReplayCost
 from lt_offload.execute.device import Device
 from lt_offload.execute.params import Weight
 from lt_offload.execute.pools import HostPool
+from lt_offload.profile.options import is_activation
 from lt_offload.profile.types import OptionName
 
 
@@ -53,7 +54,7 @@ class Frame:
         self._slots = [
             at
             for at, leaf in enumerate(self._leaves)
-            if isinstance(leaf, Tensor) and _is_activation(leaf, at < positional)
+            if isinstance(leaf, Tensor) and is_activation(leaf, positional=at < positional)
         ]
         self._needs_grad = [self._leaves[at].requires_grad for at in self._slots]
         self._shared = [
@@ -166,10 +167,6 @@ class Frame:
             leaves[at] = tensor
         args, kwargs = tree_unflatten(leaves, self._spec)
         return self.forward(*args, **kwargs)
-
-
-def _is_activation(leaf: Tensor, positional: bool) -> bool:
-    return leaf.requires_grad or (positional and leaf.is_floating_point())
 
 
 class _Entry(torch.autograd.Function):

@@ -240,8 +240,9 @@ def _curve(trace: Trace, axis_s: float, top: float) -> str:
         return min(max(int(time / axis_s * MAX_POINTS), 0), MAX_POINTS - 1)
 
     level = [0] * (column(trace.iteration_time) + 1)
+    starts = [0.0, *(time for time, _ in trace.memory[1:])]  # before the first sample there was no less
     ends = [*(time for time, _ in trace.memory[1:]), trace.iteration_time]
-    for (start, size), end in zip(trace.memory, ends, strict=True):
+    for start, (_, size), end in zip(starts, trace.memory, ends, strict=True):
         for i in range(column(start), min(column(end), len(level) - 1) + 1):
             level[i] = max(level[i], size)
     heights = [f"{MEMORY_HEIGHT * (1 - size / top):.1f}" for size in level]

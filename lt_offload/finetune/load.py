@@ -153,8 +153,8 @@ def converted_smollm2() -> Path:
     source = Path(spec.origin).parent / _SMOLLM2_FILE
     target = _cache() / f"{SMOLLM2}-{source.stat().st_size}"
     if not target.exists():
-        if find_spec("gguf") is None:
-            raise ConfigError(f"model {SMOLLM2!r} is stored as GGUF, which needs a reader: pip install gguf")
+        if any(find_spec(package) is None for package in ("gguf", "accelerate")):
+            raise ConfigError(f"model {SMOLLM2!r} is stored as GGUF, which needs readers: pip install gguf accelerate")
         _convert(source, target)
     return target
 

@@ -343,7 +343,7 @@ def _alternatives(plan: Plan, chosen_s: float) -> str:
     rows = [[escape(plan.planner), format_seconds(chosen_s), "chosen"]]
     rows += [
         [escape(a.planner), format_seconds(a.iteration_s) if a.iteration_s is not None else "–", escape(a.reason)]
-        for a in plan.alternatives
+        for a in dict.fromkeys(plan.alternatives)
     ]
     return '<h2>Runners-up</h2><p class="note">Candidates that were generated and simulated.</p>' + _table(
         ("planner", "iteration", ""), rows, numeric=(1,)

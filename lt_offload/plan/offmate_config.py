@@ -33,6 +33,9 @@ class OffmateConfig:
     phi: float = 0.25
     """Part of the copies out of a group's own update step that cannot overlap with that step: 1 if they start at its
     end."""
+    late_update: bool = True
+    """Whether the host may update a group whose next forward follows its last backward at once (the embedding). The
+    forward then waits for the update; the paper leaves such groups to the device."""
     gamma: float | None = None
     """Peak of a group's gradient bytes over its trainable bytes: 1 if the update follows the whole backward of the
     block; None: its largest tensor, as when every tensor is updated as soon as its gradient is complete."""

@@ -48,6 +48,8 @@ class GroupTerms:
     group: Group
     uses: tuple[int, ...]
     """Steps that need all parameters, as tau, ascending."""
+    late: bool
+    """The host updates its share while the next forward waits."""
     host_share: Term
     resident: list[Term]
     prefetch: list[Term]
@@ -76,18 +78,20 @@ class GroupBuilder:
         first_use = 2 * group.blocks[0] + 1
         # The host needs a step to receive gradients, one to update and one to send the result back.
         on_host = config.host_update and trainable and first_use >= 3
+        late = config.host_update and config.late_update and trainable and first_use < 3
         release = config.window + config.gradient_window if trainable else 0
         resident, fetched = self._residency("R", uses, release)
         state, state_fetched = self._residency("S", (0,), release) if paged else ([0.0] * steps, [])
         self.terms = GroupTerms(
             group=group,
             uses=uses,
-            host_share=problem.add_variable(f"{name}_X", 0, 1) if on_host else 0.0,
+            late=late,
+            host_share=problem.add_variable(f"{name}_X", 0, 1) if on_host or late else 0.0,
             resident=resident,
             prefetch=self._flow("P", fetched),
             write_back=self._flow("OW", self._write_backs(uses, release) if trainable else ()),
-            grad_offload=self._flow("OG", range(min(config.gradient_window, first_use - 2)) if on_host else ()),
-            host_update=self._flow("OP", range(1, first_use - 1) if on_host else ()),
+            grad_offload=self._flow("OG", range(1 if late else min(config.gradient_window, first_use - 2) * on_host)),
+            host_update=self._flow("OP", (first_use,) if late else range(1, first_use - 1) if on_host else ()),
             state_resident=state,
             state_prefetch=self._flow("PS", state_fetched),
             state_offload=self._flow("OS", range(min(release, steps - 1)) if paged else ()),
@@ -95,6 +99,8 @@ class GroupBuilder:
         self._require_weights()
         if on_host:
             self._require_host_update()
+        elif late:
+            self._require_all_on_host()
         if paged:
             self._require_states()
 
@@ -148,10 +154,14 @@ class GroupBuilder:
         if self.share:
             require(problem, [(1, flow) for flow in v.write_back], "<=", self.share)  # C5
 
+    def _require_all_on_host(self) -> None:
+        v = self.terms
+        require(self.problem, [(-1, v.host_share), *((1, flow) for flow in v.grad_offload)], "==")  # C6
+        require(self.problem, [(-1, v.host_share), *((1, flow) for flow in v.host_update)], "==")  # C6
+
     def _require_host_update(self) -> None:
         v, problem, last = self.terms, self.problem, self.terms.first_use - 1
-        require(problem, [(-1, v.host_share), *((1, flow) for flow in v.grad_offload)], "==")  # C6
-        require(problem, [(-1, v.host_share), *((1, flow) for flow in v.host_update)], "==")  # C6
+        self._require_all_on_host()
         for tau in range(1, min(self.config.gradient_window, last)):
             updated = [(1.0, flow) for flow in v.host_update[: tau + 1]]
             # C7; C6 implies it for later steps.

@@ -30,6 +30,10 @@ to the host and ``OP`` updated there, of Wg (4); ``Time`` of a step (2).
   forget,
 - C14 and at least the host's launches and updates (23).
 
+A group whose first forward directly follows its last backward (``tau_f = 1``, the embedding) has no step between in
+which the host could update it. The paper leaves it to the device, with states that may not fit; here its forward may
+wait: ``OP`` and the fetch belong to that step and are counted in C11, C12 and C14.
+
 Transfers are allowed in windows around the uses only; between two windows one variable says what stays. This makes the
 program small enough to solve in seconds and costs less than 0.1 % with the default window. The windows after a use are
 as necessary as those before: without them everything that leaves would have to leave within the step that uses it.
@@ -215,6 +219,10 @@ class Program:
                 on_device = trained / self.device_rate
                 add(self.compute[step], [(on_device, 1.0), (-on_device, v.host_share)])
                 add(self.compute[step], [(self.config.phi * bytes_ / self.d2h_rate, flow) for bytes_, flow in left])
+            if tau == v.first_use and v.late:
+                waits = self.config.phi * trained * (1 / self.host_rate + 1 / self.h2d_rate)
+                add(self.compute[step], [(waits, v.host_share)])
+                add(self.h2d[step], [(trained / self.h2d_rate, v.host_share)])
 
     # Rows over all blocks and groups
 

@@ -151,11 +151,10 @@ def _context_bytes(device: torch.device) -> int:
     context = total - free - torch.cuda.memory_reserved(device)
     before = torch.cuda.memory_allocated(device)
     operand = torch.ones(16, 16, device=device)
-    product = operand @ operand
+    operand @= operand
     torch.cuda.synchronize(device)
-    workspace = torch.cuda.memory_allocated(device) - before - 2 * 512
-    del operand, product
-    return max(0, context) + max(0, workspace)
+    del operand
+    return max(0, context) + torch.cuda.memory_allocated(device) - before
 
 
 def measure_links(device: torch.device, *, pinned: bool = True) -> Links:

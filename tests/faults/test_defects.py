@@ -84,5 +84,3 @@ def test_cache_replayed_in_another_order(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr(activations.ReplayCostly, "__init__", shuffled)
     assert fails(Case(options=("mixed",)))
-
-

@@ -91,8 +91,8 @@ def test_exact_within_a_hard_budget(family: str, share: float) -> None:
 def test_the_smallest_budget_is_what_the_planner_says(family: str) -> None:
     """Bisect the budget at which the smallest plan still runs.
 
-    The planner adds a block's gradients to the peak of its activations, although the latter shrink while the former grow:
-    it may ask for that much more, and for nothing else.
+    The planner adds a block's gradients to the peak of its activations, although the latter shrink while the former
+    grow: it may ask for that much more, and for nothing else.
     """
     profile, batch = profiled(family)
     plan = lt_offload.solve(profile, memory=floor(profile))

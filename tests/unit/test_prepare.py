@@ -15,7 +15,6 @@ from torchmetrics import MeanMetric
 from lt_offload import prepare
 from lt_offload.errors import ConfigError
 from lt_offload.prepare import first_batch
-from tests import models
 
 DATA = TensorDataset(torch.arange(20))
 

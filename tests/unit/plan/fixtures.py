@@ -16,7 +16,14 @@ from lt_offload.profile.types import (
 )
 
 GB = 1e9
-PAPER: dict[str, Any] = {"phi": 1.0, "gamma": 1.0, "lag": 0, "lookahead": 0, "pools": "shared"}
+PAPER: dict[str, Any] = {
+    "phi": 1.0,
+    "gamma": 1.0,
+    "late_update": False,
+    "lag": 0,
+    "lookahead": 0,
+    "pools": "shared",
+}
 """The modelling choices of the paper, as arguments of OffmateConfig."""
 
 HIDDEN, INNER, VOCABULARY, TOKENS = 4096, 11008, 32000, 4 * 512

@@ -135,9 +135,10 @@ def broken_updates(group: Group, flows: GroupFlows) -> list[str]:
     first_use = (group.first_forward - group.last_backward) % len(flows.resident)
     share = group.trainable_bytes / group.bytes
     arrived = updated = 0.0
-    for tau in range(first_use):
+    late = first_use < 3  # the update belongs to the step of the forward, which waits for it
+    for tau in range(first_use + late):
         stale = share * (flows.host_share - updated)
-        if tau and flows.resident[tau] + flows.prefetch[tau] > 1 - stale + TOLERANCE:
+        if 0 < tau < first_use and flows.resident[tau] + flows.prefetch[tau] > 1 - stale + TOLERANCE:
             found.append(f"stale on the device at tau {tau}")
         updated += flows.host_update[tau]
         if updated > arrived + TOLERANCE:
@@ -239,4 +240,9 @@ def least_step_s(profile: Profile, config: OffmateConfig, solution: Solution) ->
         host += np.roll(group.trainable_bytes * flows.host_update, group.last_backward) / optimizer.host_bytes_per_s
         on_device = (1 - flows.host_share) * group.trainable_bytes / optimizer.device_bytes_per_s
         compute[group.last_backward] += on_device + config.phi * left[0]
+        if group.first_forward == (group.last_backward + 1) % steps:  # the forward waits for its update
+            moved = flows.host_share * group.trainable_bytes
+            h2d[group.first_forward] += moved / hardware.h2d_bytes_per_s
+            waiting = moved / hardware.h2d_bytes_per_s + moved / optimizer.host_bytes_per_s
+            compute[group.first_forward] += config.phi * waiting
     return np.max([compute, h2d, d2h, host], axis=0)

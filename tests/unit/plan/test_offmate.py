@@ -466,3 +466,18 @@ def test_another_user_of_highs_does_not_disturb() -> None:
 def test_planning_needs_no_torch() -> None:
     code = "import sys, lt_offload.plan.offmate; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_host_may_update_the_embedding_while_its_forward_waits() -> None:
+    """Without that, its optimizer states must fit on the device, whatever the budget."""
+    profile = llama7b_b4(layers=4)
+    config = OffmateConfig(budget_bytes=None)
+    paper = replace(config, late_update=False)
+    states = profile.tensors[0].state_bytes
+    assert smallest_budget(profile, config) < smallest_budget(profile, paper)
+    budget = smallest_budget(profile, paper) - states // 4
+    solution = solve_offmate(profile, replace(config, budget_bytes=budget))
+    embedding = solution.flows[0]
+    assert embedding.host_share > 0.1
+    assert embedding.host_update[1] == pytest.approx(embedding.host_share)
+    assert violations(profile, replace(config, budget_bytes=budget), solution) == []
