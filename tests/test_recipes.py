@@ -120,12 +120,10 @@ def test_the_command_in_the_header_plans_the_recipe(
     assert plan.sequence_length == settings(name)["data"]["max_length"]
     assert plan.explain() in captured.out
     assert "<svg" in Path("plan.html").read_text()
-    promised = re.search(r"\((\d+) GB of RAM", header(name)[0])
+    promised = re.search(r"\(about (\d+) GB of RAM", header(name)[0])
     if promised:
         needed = plan.predicted.host_peak_bytes / 1e9
-        assert 0.8 * int(promised[1]) <= needed <= int(promised[1]), (
-            f"the header says {promised[0]}, plan: {needed:.1f}"
-        )
+        assert needed == pytest.approx(int(promised[1]), rel=0.1)
 
 
 @pytest.fixture(scope="module")

@@ -139,6 +139,10 @@ def print_summary(summary: RunSummary, trainer: Trainer, folder: Path, report: P
         console.print("[bold]sample[/bold]")
         console.print(summary.prompt, style="dim", end="", markup=False, highlight=False)
         console.print(summary.sample, markup=False, highlight=False)
+    checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
+    if checkpoint and (folder / "config.yaml").is_file():
+        command = f"lt-finetune generate {folder / 'config.yaml'} --ckpt_path {checkpoint} --prompt TEXT"
+        console.print(f"\nTry the result:\n  {command}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _ends(losses: list[tuple[int, float]]) -> list[tuple[int, float]]:

@@ -10,9 +10,8 @@ from collections.abc import Iterator
 
 from lt_offload.plan.copies import state_room
 from lt_offload.plan.memory import backward_steps, device_bytes, host_bytes
-from lt_offload.plan.replay import replay
+from lt_offload.plan.replay import describe, replay
 from lt_offload.plan.schedule import ALIGNMENT, Op, Plan
-from lt_offload.plan.simulate import label
 from lt_offload.profile.types import Profile
 from lt_offload.units import format_bytes
 
@@ -28,11 +27,6 @@ def check(plan: Plan, profile: Profile) -> list[str]:
     if found:
         return found
     return [*replay(plan, profile), *_budgets(plan, profile)]
-
-
-def describe(op: Op) -> str:
-    """Return how violations name ``op``."""
-    return f"op {op.id} ({label(op)}, step {op.step})"
 
 
 def _identity(plan: Plan, profile: Profile) -> Iterator[str]:

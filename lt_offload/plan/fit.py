@@ -15,6 +15,7 @@ from lt_offload.plan.squeeze import squeeze_arena, squeeze_framework
 from lt_offload.profile.types import Profile
 
 _ROUNDS = 1500
+_ROUNDS_PER_BUFFER = 10
 _BISECTIONS = 2
 _SMALL = 1 / 2000
 """Buffers below this part of the arena are placed apart, byte by byte instead of unit by unit."""
@@ -95,7 +96,7 @@ def _pack(choices: Choices, profile: Profile, room: int) -> Fitted:
         Flexible(copies[at].room, tuple(stays[at].steps_of(life) for life in found))
         for at, found in zip(large, lifetimes, strict=True)
     ]
-    packed = pack(flexible, steps, room - below.extent, rounds=_ROUNDS)
+    packed = pack(flexible, steps, room - below.extent, rounds=min(_ROUNDS, _ROUNDS_PER_BUFFER * len(large)))
     offsets = [0] * len(copies)
     for at, offset in zip(small, below.offsets, strict=True):
         offsets[at] = offset

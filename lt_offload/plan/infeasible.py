@@ -23,6 +23,12 @@ def explain_infeasible(
     assert config.host_budget_bytes is not None
     asked = f"{profile.model} with batch_size={profile.batch_size} and sequence_length={profile.sequence_length}"
     memory, ram = format_bytes(config.budget_bytes), format_bytes(config.host_budget_bytes)
+    least = smallest(profile, allowed, host_update=config.host_update, host_budget=config.host_budget_bytes)
+    if least is None:
+        return InfeasibleError(
+            f"host_memory={ram} is too small for {asked}: the host copies of the parameters, and what travels, need at "
+            f"least host_memory={as_setting(smallest_ram(profile, allowed))}"
+        )
     if planner == "resident":
         needed = min((nbytes for _, nbytes in resident_choices(profile, allowed)), default=None)
         way = f"needs memory={as_setting(needed)}" if needed else "is impossible if activations may only be offloaded"
@@ -30,12 +36,6 @@ def explain_infeasible(
             f"memory={memory} is too small for {asked}: planner='resident' keeps everything on the device, "
             f"which {way}; planner='auto' needs less",
             needed_bytes=needed,
-        )
-    least = smallest(profile, allowed, host_update=config.host_update, host_budget=config.host_budget_bytes)
-    if least is None:
-        return InfeasibleError(
-            f"host_memory={ram} is too small for {asked}: the host copies of the parameters, and what travels, need at "
-            f"least host_memory={as_setting(_smallest_ram(profile, allowed))}"
         )
     if least.device_bytes <= config.budget_bytes:
         return InfeasibleError(
@@ -58,7 +58,7 @@ def as_setting(nbytes: int) -> str:
     return f"{math.ceil(nbytes / 1e6)}MB" if nbytes >= 10**8 else f"{math.ceil(nbytes / 1e3)}KB"
 
 
-def _smallest_ram(profile: Profile, allowed: Allowed) -> int:
+def smallest_ram(profile: Profile, allowed: Allowed) -> int:
     """Return the host bytes of a plan that has all states on the device and copies as few activations as possible."""
     places: tuple[UpdatePlace, ...] = tuple("device" if tensor.trainable else "none" for tensor in profile.tensors)
     options = tuple(min(options, key=lambda o: o.offload_bytes).name for options in allowed)

@@ -71,11 +71,12 @@ def device_bytes(plan: Plan, profile: Profile) -> Bytes:
 
 
 def host_bytes(options: tuple[OptionName, ...], places: tuple[UpdatePlace, ...], profile: Profile) -> int:
-    """Return the bytes of RAM that hold weights, travelling states, gradients and activations."""
-    total = sum(tensor.bytes for tensor in profile.tensors)
-    for tensor, place in zip(profile.tensors, places, strict=True):
-        total += tensor.state_bytes if place in ("host", "paged") else 0
-        total += tensor.bytes if place == "host" else 0
+    """Return the bytes of RAM that hold weights, optimizer states, gradients and activations.
+
+    States that stay on the device have a host copy as well: it is needed when they make room for a validation.
+    """
+    total = sum(tensor.bytes + tensor.state_bytes for tensor in profile.tensors)
+    total += sum(tensor.bytes for tensor, place in zip(profile.tensors, places, strict=True) if place == "host")
     for block, option in zip(profile.blocks, options, strict=True):
         total += block.option(option).offload_bytes if block.has_backward else 0
     return total

@@ -21,6 +21,11 @@ _START: _Clock = (0, 0, 0, 0)
 _Key = tuple[str, int]
 
 
+def describe(op: Op) -> str:
+    """Return how violations name ``op``."""
+    return f"op {op.id} ({label(op)}, step {op.step})"
+
+
 def replay(plan: Plan, profile: Profile) -> list[str]:
     """Return the violations of residency and order that a walk through ``plan`` meets."""
     walk = _Replay(plan, profile)
@@ -197,7 +202,7 @@ class _Replay:
             if key in self.outdated_hosts:
                 self._report(op, f"host copy: the one of {self._what(key)} is outdated")
             self._read(access, clock, self.cells["host", key[0], t], key)
-            buffer = self._place(key, offset, self._name(op))
+            buffer = self._place(key, offset, describe(op))
             for former in self._take(buffer):
                 self._require(access, clock, former, f"the arena range of {self._what(key)}")
             buffer.cell.write = access
@@ -306,13 +311,10 @@ class _Replay:
 
     def _require(self, access: _Access, clock: _Clock, other: _Access, what: str) -> None:
         if clock[other.lane] < other.count:
-            self._report(access.op, f"after: it is not ordered after {self._name(other.op)}, which uses {what}")
+            self._report(access.op, f"after: it is not ordered after {describe(other.op)}, which uses {what}")
 
     def _report(self, op: Op, rule: str) -> None:
-        self.violations.append(f"{self._name(op)}: {rule}")
-
-    def _name(self, op: Op) -> str:
-        return f"op {op.id} ({label(op)}, step {op.step})"
+        self.violations.append(f"{describe(op)}: {rule}")
 
     def _what(self, key: _Key) -> str:
         if key[0] == "activation":

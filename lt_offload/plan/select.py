@@ -13,7 +13,7 @@ from lt_offload.plan.check import check
 from lt_offload.plan.choices import Choices
 from lt_offload.plan.discretise import Slack, discretise
 from lt_offload.plan.fit import fit
-from lt_offload.plan.infeasible import explain_infeasible
+from lt_offload.plan.infeasible import explain_infeasible, smallest_ram
 from lt_offload.plan.memory import fixed_bytes, framework_bytes, host_bytes
 from lt_offload.plan.offmate import OffmateConfig, lower_bound, no_offload_s, solve_offmate
 from lt_offload.plan.offmate_config import allowed_options
@@ -96,13 +96,15 @@ class _Selection:
         self.allowed: Allowed = tuple(allowed_options(block, config) for block in profile.blocks)
         self.started = time.monotonic()
         # Larger programs take longer than in proportion.
-        self.patience = min(config.time_limit, max(4.0, 9.5 * (len(profile.blocks) / 40) ** 1.5))
+        self.patience = min(config.time_limit, max(2.0, 9.5 * (len(profile.blocks) / 40) ** 1.5))
         self.bound = 0.0
         self.candidates: list[_Candidate] = []
         self.failed: list[Alternative] = []
 
     def run(self) -> Plan:
         """Return the best plan."""
+        if smallest_ram(self.profile, self.allowed) > self.ram:
+            raise explain_infeasible(self.profile, self.config, self.allowed, self.planner)
         if not self._bound():
             least = smallest(self.profile, self.allowed, host_update=self.config.host_update, host_budget=self.ram)
             if least is None or least.device_bytes > self.budget:
@@ -260,7 +262,13 @@ class _Selection:
             device_peak_bytes=best.trace.device_peak,
             host_peak_bytes=best.trace.host_peak,
         )
-        return replace(best.plan, predicted=prediction, alternatives=(*alternatives, *self.failed))
+        notes = list(best.plan.notes)
+        pinnable = self.profile.hardware.pinnable_bytes
+        if best.trace.host_peak > pinnable:
+            notes.append(
+                f"only {format_bytes(pinnable)} of RAM may be pinned; copies of the rest are slower than predicted"
+            )
+        return replace(best.plan, predicted=prediction, notes=tuple(notes), alternatives=(*alternatives, *self.failed))
 
 
 class _BudgetSearch:

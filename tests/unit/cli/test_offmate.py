@@ -1,0 +1,190 @@
+"""The command line with the offmate strategy: what a run shows, and one clear error for whatever cannot work."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lt_offload.cli import doctor
+from lt_offload.cli.main import main
+from lt_offload.plan.schedule import Plan
+from lt_offload.profile.types import HardwareProfile
+from tests import tiny
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:.*AMP with fp16 is not supported on CPU.*"),
+    pytest.mark.filterwarnings("ignore:Experiment logs directory.*"),
+    pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"),
+]
+
+RECIPE = """\
+base: configs/base.yaml
+trainer:
+  accelerator: cpu
+  strategy: {{init_args: {{memory: 2MB}}}}
+  max_steps: 3
+  num_sanity_val_steps: -1
+  val_check_interval: 3
+  check_val_every_n_epoch: null
+  limit_val_batches: 2
+model: {{name: {model}, lr: 0.01}}
+data: {{path: {folder}/text.txt, max_length: 32, batch_size: 2, sample_prompt: the quick}}
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    (tmp_path / "tiny.yaml").write_text(RECIPE.format(model=model, folder=tmp_path))
+    return "tiny.yaml"
+
+
+def test_a_run_shows_measured_beside_planned(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([recipe, "--trainer.default_root_dir", "run"]) == 0
+    captured = capsys.readouterr()
+    for name in ("held-out loss", "memory budget", "measured peak", "host memory", "step time", "run folder", "report"):
+        assert name in captured.out
+    plan = Plan.load("run/plan.json")
+    assert plan.budget_bytes == 2_000_000
+    assert plan.explain().splitlines()[0] in captured.err
+    names = {path.name for path in Path("run").iterdir()}
+    assert names >= {"config.yaml", "profile.json", "plan.json", "trace.json", "metrics.csv", "report.html"}
+
+    Path("again").mkdir()
+    replay = [recipe, "--trainer.default_root_dir", "again", "--trainer.strategy.plan", "run/plan.json"]
+    assert main(replay) == 0
+    assert Plan.load("again/plan.json") == plan
+    losses = [
+        [line for line in capsys.readouterr().out.splitlines() if "held-out" in line],
+        [line for line in captured.out.splitlines() if "held-out" in line],
+    ]
+    assert losses[0][0].split() == losses[1][0].split()
+
+
+@pytest.mark.parametrize(
+    ("args", "messages"),
+    [
+        (["--trainer.strategy.memory", "100KB"], ["memory=100", "is the smallest that works"]),
+        (["--trainer.strategy.host_memory", "50KB"], ["host_memory=50"]),
+        (["--trainer.strategy.plan", "gone.json"], ["cannot read Plan file 'gone.json'"]),
+        (["--trainer.strategy.plan", "corrupt.json"], ["'corrupt.json' is not a valid Plan file"]),
+        (["--trainer.strategy.plan", "older.json"], ["'older.json' has schema 0"]),
+        (["--trainer.strategy.plan", "other.json"], ["other.json"]),
+        (["--trainer.gradient_clip_val", "1.0"], ["Trainer(gradient_clip_val=1.0)"]),
+        (["--trainer.accumulate_grad_batches", "2"], ["Trainer(accumulate_grad_batches=2)"]),
+        (["--trainer.precision", "16-mixed"], ["precision"]),
+        (["--trainer.strategy.batch_size", "auto"], ["batch_size='auto'"]),
+        (["--trainer.strategy.planner", "best"], ["planner"]),
+    ],
+)
+def test_one_clear_error_before_training(
+    recipe: str, args: list[str], messages: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("corrupt.json").write_text('{"schema": 1, "ops": [')
+    Path("older.json").write_text('{"schema": 0}')
+    if "other.json" in args:
+        plan_of_another_model("other.json")
+    capsys.readouterr()
+    assert main([recipe, *args]) == 2
+    captured = capsys.readouterr().err
+    assert "Traceback" not in captured
+    error = captured[captured.index("error: ") :]
+    for message in messages:
+        assert message in error
+    assert not list(Path().glob("runs/*/metrics.csv"))
+
+
+def plan_of_another_model(path: str) -> None:
+    assert main(["plan", "tiny.yaml", "--model.architecture", other(), "--hardware", "v100", "--save", path]) == 0
+
+
+def other() -> str:
+    [line] = [line for line in Path("tiny.yaml").read_text().splitlines() if line.startswith("model:")]
+    folder = Path(line.partition("name: ")[2].partition(",")[0])
+    values = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 3, "max_position_embeddings": 64}
+    Path("other-model.json").write_text(json.dumps(values))
+    # The V100's context alone is larger than 2 MB, so the plan is made for the whole card.
+    text = Path("tiny.yaml").read_text().replace("memory: 2MB", "memory: null")
+    Path("tiny.yaml").write_text(text)
+    return "other-model.json"
+
+
+def test_a_model_without_blocks(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import GPT2Config
+
+    Path("flat").mkdir()
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=32, vocab_size=259, n_positions=64)
+    Path("flat/config.json").write_text(json.dumps(config.to_dict() | {"n_layer": 0}))
+    args = ["--model.name", "./flat", "--model.init", "random", "--data.tokenizer", tokenizer()]
+    assert main([recipe, *args]) == 2
+    error = capsys.readouterr().err
+    assert "error: " in error
+    assert "block" in error[error.index("error: ") :]
+
+
+def tokenizer() -> str:
+    return str(tiny.tokenizer(Path("tokenizer")))
+
+
+def test_plan_without_hardware_measures_this_machine(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", recipe, "--memory", "3MB", "--save", "plan.json"]) == 0
+    captured = capsys.readouterr()
+    assert "measuring matrix products" in captured.err
+    plan = Plan.load("plan.json")
+    assert plan.budget_bytes == 3_000_000
+    assert plan.estimated
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--hardware", "rtx-9999"], "hardware='rtx-9999'"),
+        (["--memory", "many"], "memory='many' is not a size"),
+        (["--hardware", "v100", "--memory", "1MB"], "is the smallest that works"),
+        (["--data.max_length", "999"], "data.max_length=999 is longer than the model's context"),
+    ],
+)
+def test_plans_that_cannot_be_made(
+    recipe: str, args: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", recipe, *args]) == 2
+    error = capsys.readouterr().err
+    assert message in error[error.index("error: ") :]
+
+
+def test_doctor_measures(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    captured = capsys.readouterr()
+    assert "host to device" in captured.out
+    assert "TFLOP/s" in captured.out
+    assert "Measuring" in captured.err
+
+
+def test_doctor_tells_what_a_card_can_do() -> None:
+    card = HardwareProfile(
+        name="card",
+        device_bytes=12 * 10**9,
+        host_bytes=64 * 10**9,
+        pinnable_bytes=0,
+        h2d_bytes_per_s=10.4e9,
+        d2h_bytes_per_s=9e9,
+        flops_per_s={"float32": 8.08e12},
+    )
+    rows = dict(doctor.rows(card))
+    assert rows["device memory"] == "12 GB"
+    assert rows["host to device, other direction busy"] == "10.4 GB/s"
+    assert rows["device to host, other direction busy"] == "9 GB/s"
+    assert rows["matrix products, float32"] == "8.08 TFLOP/s"
+    assert rows["RAM that may be pinned"] == "0 B"
+    assert "RAM that may be pinned" not in dict(doctor.rows(replace(card, name="emulated")))
