@@ -11,9 +11,7 @@ from torch import Tensor
 from lt_offload.execute.device import Cell, Device, Event
 from lt_offload.execute.params import Weight, distinct
 from lt_offload.execute.updates import Updates
-
-LARGE = 16 << 20
-"""Gradients of at least this many bytes are not collected with others of their block before the device update."""
+from lt_offload.plan.memory import COLLECTED_BELOW
 
 
 class Departure:
@@ -98,7 +96,7 @@ class Gradients:
             self._to_host.append((weight, grad))
         else:
             self._on_device.append((weight, grad))
-            if grad.nbytes >= LARGE:
+            if grad.nbytes >= COLLECTED_BELOW:
                 self.update_on_device()
 
     def end_block(self, weights: Sequence[Weight]) -> None:
