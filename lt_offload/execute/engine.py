@@ -137,6 +137,8 @@ class Engine:
 
     def abort(self) -> None:
         """Leave an iteration that failed: await what is in flight, drop what was saved, bring newer copies home."""
+        if not self.installed:
+            return
         self._drop_frames()
         try:
             self.device.drain()

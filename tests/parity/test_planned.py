@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -139,6 +141,20 @@ def test_plain_loop() -> None:
     assert trace.device_peak <= 700_000
     assert {span.lane for span in trace.spans} >= {"compute", "h2d", "d2h"}
     assert model.config.use_cache
+
+
+def test_a_device_that_cannot_hold_the_plan_is_the_error_that_is_shown() -> None:
+    profile, batch = profiled("llama")
+    plan = lt_offload.solve(profile, memory="700kB")
+    model, optimizer = fresh("llama")
+    small = replace(plan, budget_bytes=plan.arena_bytes - 1)
+    with (
+        pytest.raises(OverBudget, match="exceeds the budget"),
+        lt_offload.offloaded(model, optimizer, batch, plan=small, accelerator="cpu"),
+    ):
+        pass
+    model(**batch).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
 
 
 def test_plain_loop_refuses_what_it_cannot_do() -> None:
