@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from lt_offload.plan.memory import Usage, backward_steps
-from lt_offload.plan.schedule import UpdatePlace
+from lt_offload.plan.schedule import Save, UpdatePlace
 from lt_offload.profile.types import OptionName, Profile
 
 
@@ -23,11 +24,15 @@ class TensorChoice:
 
     place: UpdatePlace
     stays: tuple[Stay, ...] = ()
-    """When its weight is on the device; empty: always."""
+    """When its weight is on the device; empty: always, or never if it is read directly."""
+    direct: tuple[int, ...] = ()
+    """Steps whose computation reads it in host memory; the stays cover the others that use it."""
     write_back: int | None = None
     """Step after whose computation the updated weight is copied to the host; None: never."""
     grad_until: int | None = None
-    """Host update: the step at whose end the gradient's device memory is free."""
+    """Host update: the step at whose end the gradient's device memory is free; None if ``grad_direct``."""
+    grad_direct: bool = False
+    """Host update: the backward writes the gradient to host memory itself."""
     state_stay: Stay | None = None
     """When its states are on the device (place ``paged``)."""
     state_leave: int | None = None
@@ -46,11 +51,21 @@ class BlockChoice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Rerun:
+    """A forward that runs again within a backward step."""
+
+    block: int
+    save: Save
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
     """One iteration, decided."""
 
     tensors: tuple[TensorChoice, ...]
     blocks: tuple[BlockChoice, ...]
+    reruns: Mapping[int, tuple[Rerun, ...]] = field(default_factory=dict)
+    """By backward step: the forwards that run again before its backward, in order."""
 
     @property
     def usage(self) -> Usage:

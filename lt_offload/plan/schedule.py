@@ -6,15 +6,22 @@ cyclic: what is resident at the start of step 0 is resident again after step ``T
 Ops stand in *issue order*; their id is their position. Within a step the order is
 
 1. ``prefetch`` ops: device memory is taken, then the copies are queued in this order;
-2. the step's one ``forward`` or ``backward`` op;
+2. (backward) forwards that run again, ascending; then the step's one ``forward`` or ``backward`` op;
 3. (backward) ``offload`` of gradients and ``update`` on the device, carried out tensor by tensor as each gradient is
-complete,
-   and the host ``update`` ops that become possible with this step's gradients;
+   complete, and the host ``update`` ops that become possible with this step's gradients;
 4. other ``offload`` ops (saved activations, updated weights, states), then ``drop`` ops.
 
 ``Op.after`` are ids of ops that must have ended before this one starts; an id that is not smaller than the op's own
 means the previous iteration. Because every op depends only on ops issued before it, a plan that passes
 :func:`lt_offload.plan.check` cannot deadlock.
+
+A forward that runs again (``Op.save`` is not None) takes its block's saved input, or the output of the forward of the
+block before if that is the op right before it, and draws the random numbers of the first run again. What it saves
+replaces what the block had saved. A block of option ``discard`` has saved nothing until a forward of it runs again.
+
+A computation may read some weights directly in host memory (``Op.direct``): they need no device copy for it, and what
+it reads crosses the link to the device while it runs. An ``offload`` of gradients on the ``compute`` lane is the same
+the other way: the backward itself writes them to host memory, tensor by tensor, and nothing is held afterwards.
 
 Device memory is two pools: the *arena* holds weights and optimizer states at offsets fixed by the plan, everything else
 (activations, gradients, workspaces) is allocated as the framework goes. Arena memory released by an op may be reused by
@@ -41,6 +48,8 @@ Payload = Literal["weight", "grad", "state", "activation"]
 Resource = Literal["compute", "h2d", "d2h", "host", "none"]
 UpdatePlace = Literal["device", "paged", "host", "none"]
 PlannerName = Literal["auto", "offmate", "stream", "greedy", "l2l", "memferry", "pofo", "resident"]
+Save = Literal["nothing", "input", "all"]
+"""What a forward leaves: ``input`` keeps the block's input, ``all`` what its backward needs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +65,8 @@ class Op:
     block: int
     """The block it serves."""
     resource: Resource
-    """What it occupies: ``compute``, a copy direction, the host update worker, or ``none`` (drop)."""
+    """What it occupies: ``compute``, a copy direction, the host update worker, or ``none`` (drop). An offload of
+    gradients on ``compute`` is written by the backward itself."""
     payload: Payload | None = None
     """What is copied or dropped; None for computations and updates."""
     tensors: tuple[int, ...] = ()
@@ -64,11 +74,16 @@ class Op:
     offsets: tuple[int, ...] = ()
     """Arena offset per tensor, for prefetches of weights and states."""
     bytes: int = 0
+    """What is copied or dropped; for computations, what they read directly in host memory."""
     seconds: float = 0.0
     """Expected duration on its resource."""
     after: tuple[int, ...] = ()
     until: int | None = None
     """For offloads: the step at whose end the device memory is given back. None: the device copy stays."""
+    save: Save | None = None
+    """For a forward in a backward step, which runs again: what it saves. None for first forwards: the option says it."""
+    direct: tuple[int, ...] = ()
+    """For computations: the tensors that they read in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

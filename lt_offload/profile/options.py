@@ -8,6 +8,10 @@
     every saved tensor that :func:`travels` goes to the host and comes back, the input among them.
 ``mixed``
     the input and the results of costly operations travel, the rest is computed again from them.
+``reload``
+    only the block's input is saved, and it travels; the block runs again in the backward.
+``discard``
+    nothing is saved; the plan says from which earlier block on the forwards run again. For blocks that are ``chained``.
 """
 
 from __future__ import annotations

@@ -18,7 +18,8 @@ from lt_offload.serialize import load_json, save_json
 
 PROFILE_SCHEMA = 1
 
-OptionName = Literal["keep", "recompute", "offload", "mixed"]
+OptionName = Literal["keep", "recompute", "offload", "mixed", "reload", "discard"]
+"""See :mod:`lt_offload.profile.options`."""
 BlockKind = Literal["embedding", "layer", "head", "other"]
 
 
@@ -30,6 +31,24 @@ def fingerprint(tensors: Sequence[tuple[tuple[int, ...], str, bool, tuple[int, .
         blocks: number of blocks.
     """
     return hashlib.sha256(repr([*tensors, blocks]).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DirectProfile:
+    """What it costs that computations read one tensor in host memory instead of a device copy."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    forward_s: float
+    """Device seconds that one block's forward takes longer."""
+    backward_s: float
+    """Device seconds that one block's backward takes longer."""
+    forward_bytes: int
+    """Bytes that cross the link to the device in a forward: for an embedding the rows of the batch only."""
+    backward_bytes: int
+    """Bytes that cross the link to the device in a backward."""
+    grad_s: float
+    """Device seconds that the backward takes longer if it writes the gradient to host memory itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,6 +69,8 @@ class TensorProfile:
     """Indices of the blocks that use it, ascending; more than one if tied."""
     state_bytes: int = 0
     """Optimizer state that is paged with it: all state tensors of more than one element."""
+    direct: DirectProfile | None = None
+    """None: it cannot be read in host memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +115,8 @@ class BlockProfile:
     options: tuple[OptionProfile, ...]
     has_backward: bool = True
     """False for frozen blocks before the first trainable parameter."""
+    chained: bool = False
+    """Whether its activation inputs are outputs of the block before, untouched: running that block again gives them."""
 
     def option(self, name: str) -> OptionProfile:
         """Return the option called ``name``; raises ``KeyError`` if the block does not offer it."""
