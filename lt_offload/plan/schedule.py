@@ -81,7 +81,7 @@ class Op:
     until: int | None = None
     """For offloads: the step at whose end the device memory is given back. None: the device copy stays."""
     save: Save | None = None
-    """For a forward in a backward step, which runs again: what it saves. None for first forwards: the option says it."""
+    """For a forward that runs again, in a backward step: what it saves. None: a first forward, its option says it."""
     direct: tuple[int, ...] = ()
     """For computations: the tensors that they read in host memory."""
 
