@@ -1,13 +1,14 @@
 # make quickstart   fine-tune a real model in a fifth of the memory that it takes
 # make test         run the tests
 # make lint         check style and types
+# make papers       the tables of the papers beside what the planners say: results/papers.md (a few minutes)
 # Each sets up what it needs in .venv first, and does that only once. Pip's own environment variables are honoured.
 
 PYTHON ?= python3
 BIN := .venv/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test lint papers clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/quickstart.done
@@ -19,6 +20,9 @@ test: .venv/dev.done
 lint: .venv/dev.done
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+papers: .venv/quickstart.done
+	$(BIN)/python scripts/papers.py
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lt_offload import limits, prepare
+from lt_offload import batching, limits, prepare
 from lt_offload._register import bind
 from lt_offload.checkpoint import AtomicCheckpointIO, load_optimizer_state
 from lt_offload.errors import ConfigError, UnsupportedError
@@ -26,9 +25,10 @@ from lt_offload.execute import open_device
 from lt_offload.execute.device import Device
 from lt_offload.execute.engine import Engine
 from lt_offload.finetune.callbacks import Metrics, logs_after
+from lt_offload.plan.batch import BatchChoice
 from lt_offload.plan.perfetto import save_perfetto
 from lt_offload.plan.schedule import Plan, PlannerName
-from lt_offload.plan.select import PLANNERS
+from lt_offload.plan.select import PLANNERS, check_reserve
 from lt_offload.plan.trace import Trace
 from lt_offload.profile.caches import caches_off
 from lt_offload.profile.types import Profile
@@ -60,6 +60,7 @@ class OffmateCore(_Base):
         host_update: bool = True,
         activation_offload: bool = True,
         recompute: bool = True,
+        gradient_reserve: float | None = None,
         plan: str | Path | None = None,
         solver_time_limit: float = 30.0,
         report_dir: str | Path | None = None,
@@ -68,19 +69,20 @@ class OffmateCore(_Base):
         if planner not in PLANNERS:
             known = "not in this release" if planner in get_args(PlannerName) else "not a planner"
             raise UnsupportedError(f"planner={planner!r} is {known}; choose one of {', '.join(PLANNERS)}")
-        if batch_size == "auto":
-            raise UnsupportedError(
-                "batch_size='auto' is not supported yet; use an integer, or None for the datamodule's"
-            )
-        if batch_size is not None and batch_size < 1:
-            raise ConfigError(f"batch_size={batch_size} must be at least 1")
+        if batch_size not in (None, "auto") and (not isinstance(batch_size, int) or batch_size < 1):
+            raise ConfigError(f"batch_size={batch_size!r} must be at least 1, 'auto', or None for the datamodule's")
         if solver_time_limit <= 0:
             raise ConfigError(f"solver_time_limit={solver_time_limit} must be a positive number of seconds")
         self.memory = None if memory is None else parse_bytes(memory)
         self.host_memory = None if host_memory is None else parse_bytes(host_memory, setting="host_memory")
         self.planner: PlannerName = planner
         self.batch_size = batch_size
-        self.switches = {"host_update": host_update, "activation_offload": activation_offload, "recompute": recompute}
+        self.switches: dict[str, Any] = {
+            "host_update": host_update,
+            "activation_offload": activation_offload,
+            "recompute": recompute,
+            "gradient_reserve": check_reserve(gradient_reserve),
+        }
         self.plan_path = plan
         self.solver_time_limit = solver_time_limit
         self.report_dir = report_dir
@@ -97,6 +99,12 @@ class OffmateCore(_Base):
         """Some weights of the present iteration are updated and others are not."""
         self._undo = ExitStack()
         """What ``teardown`` puts back."""
+
+    @property
+    def planning(self) -> dict[str, Any]:
+        """Arguments of :func:`~lt_offload.plan.solve` beside the profile and the device budget."""
+        settings = {"host_memory": self.host_memory, "planner": self.planner, "time_limit": self.solver_time_limit}
+        return settings | self.switches
 
     # -- one process, one device -------------------------------------------------------------------------------------
 
@@ -144,7 +152,9 @@ class OffmateCore(_Base):
         trainer = self._trainer
         limits.check("trainer", limits.Run(trainer=trainer), training=_fitting(trainer))
         if self.batch_size is not None and _fitting(trainer):
-            self._set_batch_size(trainer)
+            size = batching.BatchSize(trainer, self.batch_size)
+            if self.batch_size != "auto":
+                size.value = self.batch_size
         super().setup_environment()
 
     @contextmanager
@@ -169,16 +179,20 @@ class OffmateCore(_Base):
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         limits.check("model", limits.Run(model=self.model), training=_fitting(trainer))
+        choice = None
         if _fitting(trainer):
+            if self.batch_size == "auto":
+                with prepare.isolated(self.namespace):
+                    choice = batching.settle(self, trainer)
             self.setup_optimizers(trainer)
             limits.check("optimizer", limits.Run(model=self.model, optimizers=self.optimizers))
         self.setup_precision_plugin()
         if _fitting(trainer):
-            self._prepare_training(trainer)
+            self._prepare_training(trainer, choice)
         else:
             self._install(None, None, self.memory or prepare.free_memory(self.root_device))
 
-    def _prepare_training(self, trainer: Any) -> None:
+    def _prepare_training(self, trainer: Any, choice: BatchChoice | None) -> None:
         (optimizer,) = self.optimizers
         if limits.unknown_optimizer(optimizer):
             rank_zero_warn(
@@ -187,9 +201,13 @@ class OffmateCore(_Base):
             )
         self.trace = None
         self._undo.enter_context(caches_off(self._module))
-        with import_module(f"{self.namespace}.utilities.seed").isolate_rng():
-            self.profile = prepare.measure(trainer, optimizer)
-        self.plan = self._make_plan(self.profile)
+        if choice is not None:
+            self.profile, self.plan = choice.profile, choice.plan
+        else:
+            with prepare.isolated(self.namespace):
+                self.profile = prepare.measure(trainer, optimizer)
+            batching.warn_of_change(trainer, self.profile.batch_size)
+            self.plan = self._make_plan(self.profile)
         folder = self._folder(trainer)
         if folder is not None:
             self.profile.save(folder / "profile.json")
@@ -205,14 +223,7 @@ class OffmateCore(_Base):
         if self.plan_path is not None:
             return prepare.replay(self.plan_path, profile, memory)
         rank_zero_info(f"offmate: planning for {format_bytes(memory)}, {self.solver_time_limit:g} s at most")
-        return solve(
-            profile,
-            memory=memory,
-            host_memory=self.host_memory,
-            planner=self.planner,
-            time_limit=self.solver_time_limit,
-            **self.switches,
-        )
+        return solve(profile, memory=memory, **self.planning)
 
     def _install(self, optimizer: Optimizer | None, plan: Plan | None, budget: int) -> None:
         self._device = open_device(budget, self.root_device.type)
@@ -225,16 +236,6 @@ class OffmateCore(_Base):
             return Path(self.report_dir)
         kept = trainer.loggers and not trainer.fast_dev_run and trainer.log_dir
         return Path(trainer.log_dir) if kept else None
-
-    def _set_batch_size(self, trainer: Any) -> None:
-        for owner in (trainer.datamodule, self._module):
-            if hasattr(owner, "batch_size"):
-                owner.batch_size = self.batch_size
-                return
-        raise ConfigError(
-            f"batch_size={self.batch_size} cannot be set: neither the datamodule nor the LightningModule has an "
-            "attribute batch_size; set it where the dataloader is made and use batch_size=None"
-        )
 
     # -- training and evaluation -------------------------------------------------------------------------------------
 
@@ -324,6 +325,8 @@ class OffmateCore(_Base):
                 "others were not; resume from the last complete checkpoint"
             )
             return
+        if self.profile is not None:
+            batching.record(checkpoint, self.profile.batch_size)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +23,17 @@ from torch.utils.data import DataLoader, IterableDataset
 from lt_offload.errors import ConfigError, PlanError
 from lt_offload.plan.schedule import Plan
 from lt_offload.profile.hardware import available_host_bytes
-from lt_offload.profile.types import Profile
+from lt_offload.profile.types import HardwareProfile, Profile
 from lt_offload.units import format_bytes, format_seconds
 
 BATCH_METHODS = ("worst_case_batch", "sample_batch")
 """Methods of the module or the datamodule that are asked for a batch first; the largest is the best one to plan for."""
+
+
+def isolated(namespace: str) -> AbstractContextManager[None]:
+    """Return a context that leaves all global generators as they were; ``namespace`` is that of the Trainer."""
+    context: AbstractContextManager[None] = import_module(f"{namespace}.utilities.seed").isolate_rng()
+    return context
 
 
 def sample_batch(trainer: Any) -> Any:
@@ -80,8 +87,8 @@ def _detached(loader: Any) -> Any:
         ) from error
 
 
-def measure(trainer: Any, optimizer: Optimizer) -> Profile:
-    """Return the profile of one training iteration of ``trainer``."""
+def measure(trainer: Any, optimizer: Optimizer, hardware: HardwareProfile | None = None) -> Profile:
+    """Return the profile of one training iteration of ``trainer``; ``hardware``: the machine, if it was measured."""
     from lt_offload.profile.measure import profile
 
     module, strategy = trainer.lightning_module, trainer.strategy
@@ -91,6 +98,7 @@ def measure(trainer: Any, optimizer: Optimizer) -> Profile:
             sample_batch(trainer),
             optimizer=optimizer,
             device=strategy.root_device,
+            hardware=hardware,
             run=lambda batch: _loss(strategy, batch),
             on_progress=lambda message: rank_zero_info(f"offmate: {message}"),
         )

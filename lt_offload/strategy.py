@@ -28,10 +28,14 @@ class OffmateStrategy(OffmateCore, Strategy):
         memory: device memory that training may occupy, such as ``"10GB"``, ``"10GiB"`` or bytes; None: what is free.
         host_memory: RAM that training may take; None: what is free.
         planner: which planner to use; ``"auto"`` simulates several and takes the fastest.
-        batch_size: set as ``batch_size`` of the datamodule before its loaders are made; None: as it is.
+        batch_size: set as ``batch_size`` of the datamodule (or of the module, if that makes the loader) before loaders
+            and schedules are made; ``"auto"``: the size with the highest throughput, at most the number of samples, or
+            that of the run whose checkpoint is resumed; None: as it is.
         host_update: allow optimizer updates on the host.
         activation_offload: allow activations to travel to the host and back.
         recompute: allow activations to be computed again.
+        gradient_reserve: for ``planner="memferry"``: the part of all gradient bytes, 0 to 1, that the device may hold;
+            None: as much as fits.
         plan: path of a saved plan to replay instead of planning.
         solver_time_limit: seconds that planning may take.
         report_dir: folder for profile.json, plan.json and trace.json; None: the logger's folder, if there is one.
@@ -50,6 +54,7 @@ class OffmateStrategy(OffmateCore, Strategy):
         host_update: bool = True,
         activation_offload: bool = True,
         recompute: bool = True,
+        gradient_reserve: float | None = None,
         plan: str | Path | None = None,
         solver_time_limit: float = 30.0,
         report_dir: str | Path | None = None,
@@ -62,6 +67,7 @@ class OffmateStrategy(OffmateCore, Strategy):
             host_update=host_update,
             activation_offload=activation_offload,
             recompute=recompute,
+            gradient_reserve=gradient_reserve,
             plan=plan,
             solver_time_limit=solver_time_limit,
             report_dir=report_dir,

@@ -104,11 +104,31 @@ def bench_planner(results: Sequence[Result]) -> str:
     return _section("Planning time", "scripts/bench_planner.py", results, head, rows)
 
 
+def bench_batch(results: Sequence[Result]) -> str:
+    """What choosing the batch size costs, and what it finds."""
+    rows = [
+        [
+            f"Llama-2-7B, {case['layers']} layers",
+            format_bytes(result["settings"]["memory_bytes"]),
+            str(case["batch_size"]),
+            f"{case['samples_per_s']:.3g}",
+            format_seconds(case["choice_s"]),
+            f"{case['plans']:.1f}",
+            f"{case['goal']:g}",
+        ]
+        for result in results
+        for case in result["figures"]["cases"]
+    ]
+    head = ["model", "budget", "batch size", "samples/s, simulated", "chosen in", "plans' time", "goal"]
+    return _section("Choosing the batch size", "scripts/bench_batch.py", results, head, rows)
+
+
 TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "compare": compare,
     "bench-emulated": bench_emulated,
     "smallest-budget": smallest_budget,
     "bench-planner": bench_planner,
+    "bench-batch": bench_batch,
 }
 
 

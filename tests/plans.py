@@ -47,6 +47,9 @@ def state_bytes(structure: Structure, optimizer: torch.optim.Optimizer) -> tuple
     return tuple(sizes)
 
 
+TRAVELLING = ("offload", "mixed", "reload")
+
+
 class _Ops:
     def __init__(self) -> None:
         self.ops: list[Op] = []
@@ -142,9 +145,9 @@ def streamed(
         ends = [i for i in blocks[block] if backward and first_use[i] == block and on_device[i]]
         paged = [i for i in ends if place[i] == "paged" and states[i]]
         bring(step, block)
-        if backward and option[block] in ("offload", "mixed") and not (lead and step > count):
+        if backward and option[block] in TRAVELLING and not (lead and step > count):
             plan.add("prefetch", step, block, "h2d", payload="activation")
-        if backward and lead and following >= 0 and option[following] in ("offload", "mixed"):
+        if backward and lead and following >= 0 and option[following] in TRAVELLING:
             plan.add("prefetch", step, following, "h2d", payload="activation")
         if paged:
             offsets = tuple(state_at[i] for i in paged)
@@ -161,7 +164,7 @@ def streamed(
                 plan.add("update", step, block, "compute", tensors=tuple(ends))
             if host:
                 plan.add("update", step, block, "host", tensors=tuple(host))
-        elif option[block] in ("offload", "mixed"):
+        elif option[block] in TRAVELLING:
             plan.add("offload", step, block, "d2h", payload="activation", until=min(step + lag, last))
         if paged:
             plan.add("offload", step, block, "d2h", payload="state", tensors=tuple(paged), until=step)

@@ -47,7 +47,7 @@ def test_commands_are_accepted(
     Path("my.json").write_text("[]")
     args = shlex.split(command)[1:]
     if args[0] not in ("ls", "cp", "check"):
-        options = {"plan": ["--hardware", "--report", "--memory"]}.get(args[0], [])
+        options = {"plan": ["--hardware", "--report", "--memory", "--sweep", "--save"]}.get(args[0], [])
         args = [arg for arg in args if arg not in LIGHTNING_VERBS]
         for option in options:
             if option in args:

@@ -30,7 +30,10 @@ pytestmark = [
 ]
 
 NAMES = list(recipes.shipped())
-EXPECTED = {"quickstart", "llama2-7b-12gb", "phi2-8gb", "mistral-7b-12gb", "bloom-3b-12gb"}
+EXPECTED = {
+    "quickstart", "bloom-3b-12gb", "llama2-7b-12gb", "llama2-13b-24gb", "llama3-8b-12gb", "mistral-7b-12gb",
+    "phi2-8gb", "phi3-mini-12gb",
+}  # fmt: skip
 SMALL = {
     "hidden_size": 64,
     "n_embed": 64,
@@ -43,6 +46,7 @@ SMALL = {
     "head_dim": 16,
     "vocab_size": 259,
     "max_position_embeddings": 256,
+    "pad_token_id": 0,
 }
 
 
@@ -107,7 +111,7 @@ def test_the_command_in_the_header_plans_the_recipe(
     hardware = re.search(r"--hardware (\S+)", header(name)[2])
     assert hardware
     card = hardware[1]
-    args = ["plan", name, "--hardware", card, "--save", "plan.json", "--report", "plan.html"]
+    args = ["plan", name, "--hardware", card, "--save", "plan.json"]
     assert main(args) == 0, capsys.readouterr().err
     captured = capsys.readouterr()
     plan = Plan.load("plan.json")
@@ -119,7 +123,10 @@ def test_the_command_in_the_header_plans_the_recipe(
     assert plan.batch_size == settings(name)["data"]["batch_size"]
     assert plan.sequence_length == settings(name)["data"]["max_length"]
     assert plan.explain() in captured.out
-    assert "<svg" in Path("plan.html").read_text()
+    simulated = re.search(r"Simulated there: ([\d.]+) s per iteration", header(name)[-1])
+    assert simulated or name == "quickstart"
+    if simulated:  # planners get better; a figure that is far off says nothing any more
+        assert plan.predicted.iteration_s == pytest.approx(float(simulated[1]), rel=0.15)
     promised = re.search(r"\(about (\d+) GB of RAM", header(name)[0])
     if promised:
         needed = plan.predicted.host_peak_bytes / 1e9
@@ -165,6 +172,6 @@ def test_a_scaled_down_model_trains_two_steps(
     assert all(math.isfinite(loss) for loss in losses)
     plan, profile = Plan.load("run/plan.json"), Profile.load("run/profile.json")
     assert check(plan, profile) == []
-    assert profile.dtype == ("bfloat16" if variant == "bf16" else "float32")
+    assert profile.dtype == ("bfloat16" if variant == "bf16" else merged["model"]["dtype"])
     assert any(not tensor.trainable for tensor in profile.tensors) == (variant == "lora")
     assert {path.name for path in Path("run").iterdir()} >= {"config.yaml", "trace.json", "report.html", "checkpoints"}

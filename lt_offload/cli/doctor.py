@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import platform
 import sys
+from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from lt_offload.profile.hardware import save_hardware
 from lt_offload.profile.rates import measure_machine
 from lt_offload.profile.types import HardwareProfile
 from lt_offload.units import format_bytes
 
 
-def doctor() -> None:
-    """Measure this machine and print a table."""
+def doctor(save: str | Path | None = None) -> None:
+    """Measure this machine and print a table.
+
+    Args:
+        save: YAML file to write, which ``--hardware`` reads; None: none.
+    """
     machine = measure_machine(on_progress=lambda message: print(f"  {message}", file=sys.stderr, flush=True))
     table = Table(title=f"{machine.name} on {platform.machine()}, {torch.get_num_threads()} threads")
     table.add_column("what")
@@ -27,6 +33,8 @@ def doctor() -> None:
         print("No GPU here: the emulated device runs the same plans with the same numbers, under a hard budget in RAM.")
     elif machine.pinnable_bytes == 0:
         print("Memory cannot be pinned here (see 'ulimit -l'): copies will be slower and will not overlap as well.")
+    if save is not None:
+        print(f"{save_hardware(machine, save)}  (plan for this machine anywhere: --hardware {save})")
 
 
 def rows(machine: HardwareProfile) -> list[tuple[str, str]]:

@@ -19,13 +19,14 @@ from lt_offload.errors import ConfigError, OffloadError
 USAGE = """\
 usage: lt-finetune RECIPE [--key value ...]            fine-tune
        lt-finetune plan RECIPE [--memory 12GB] [--hardware NAME] [--save plan.json] [--report plan.html]
+       lt-finetune plan RECIPE --sweep memory=6GB:24GB  which card do I need? (or hardware=rtx-3060,rtx-3090)
        lt-finetune validate RECIPE [--ckpt_path FILE]  loss on held-out data
        lt-finetune generate RECIPE [--ckpt_path FILE] [--prompt TEXT]
        lt-finetune export RECIPE --output FOLDER [--ckpt_path FILE]
        lt-finetune check RECIPE                        is every setting known and of the right type?
        lt-finetune ls                                  list the recipes that come with it
        lt-finetune cp RECIPE FILE                      copy one, to change it
-       lt-finetune doctor                              what this machine can do
+       lt-finetune doctor [--save machine.yaml]        what this machine can do, for plan --hardware machine.yaml
        lt-finetune --version | --help
 
 RECIPE is a YAML file or the name of a shipped one. Any setting can be given on the command line:
@@ -107,11 +108,17 @@ def _copy(args: list[str]) -> int:
 
 
 def _doctor(args: list[str]) -> int:
-    _no_more("doctor", args)
+    save = None
+    if args:
+        flag, _, value = args[0].partition("=")
+        values = [value] if value else args[1:]
+        if flag != "--save" or len(values) != 1:
+            raise ConfigError(f"doctor takes --save FILE and nothing else, got {' '.join(args)}")
+        [save] = values
     print("Measuring this machine ...", file=sys.stderr, flush=True)
     from lt_offload.cli.doctor import doctor
 
-    doctor()
+    doctor(save)
     return 0
 
 

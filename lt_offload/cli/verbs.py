@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import DataLoader
 
+from lt_offload.cli.planning import plan
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.module import check_data
-from lt_offload.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from lt_offload.cli.app import App
-    from lt_offload.profile.types import Profile
+
+__all__ = ["check", "export", "fit", "generate", "plan", "validate"]
 
 
 def fit(app: App, *, ckpt_path: str | None = None) -> int:
@@ -25,7 +26,7 @@ def fit(app: App, *, ckpt_path: str | None = None) -> int:
         app: the settings.
         ckpt_path: checkpoint to continue from, bit for bit as if there had been no interruption.
     """
-    from lt_offload.finetune.summary import print_summary, write_run_report
+    from lt_offload.finetune.summary import print_summary, run_gains, write_run_report
 
     trainer = app.trainer
     try:
@@ -39,6 +40,8 @@ def fit(app: App, *, ckpt_path: str | None = None) -> int:
         return 130
     report = write_run_report(app.summary, trainer, app.run_dir)
     print_summary(app.summary, trainer, app.run_dir, report)
+    if found := run_gains(app.summary, trainer):
+        write_run_report(app.summary, trainer, app.run_dir, found)
     return 0
 
 
@@ -120,76 +123,6 @@ def check(app: App) -> int:
             sources.local_files(path, f"data.{setting}")
     print(f"{app.recipe}: every setting is known and of the right type")
     return 0
-
-
-def plan(
-    app: App,
-    *,
-    memory: str | None = None,
-    hardware: str | None = None,
-    save: str | None = None,
-    report: str | None = None,
-) -> int:
-    """Plan without weights and without a GPU, and explain the plan.
-
-    Args:
-        app: the settings.
-        memory: device memory, e.g. 12GB; default: the strategy's, else all of the hardware's.
-        hardware: name of a shipped description (rtx-3060-12gb, ...) or a YAML file; default: this machine.
-        save: file to write the plan to; --trainer.strategy.plan replays it on the machine it was made for.
-        report: HTML page to write.
-    """
-    from lt_offload.finetune.report import write_plan_report
-    from lt_offload.plan import simulate, solve
-
-    profile = estimate(app, hardware)
-    strategy = app.trainer.strategy
-    budget = memory or getattr(strategy, "memory", None) or profile.hardware.device_bytes
-    _say(f"planning for {format_bytes(parse_bytes(budget))} on {profile.hardware.name}")
-    made = solve(
-        profile,
-        memory=budget,
-        host_memory=getattr(strategy, "host_memory", None),
-        planner=getattr(strategy, "planner", "auto"),
-        time_limit=getattr(strategy, "solver_time_limit", 30.0),
-        **getattr(strategy, "switches", {}),
-    )
-    print(made.explain())
-    if save is not None:
-        print(f"plan: {made.save(save)}")
-    if report is not None:
-        print(f"report: {write_plan_report(report, made, profile, simulate(made, profile))}")
-    return 0
-
-
-def estimate(app: App, hardware: str | None) -> Profile:
-    """Return the profile of the app's model and batch on ``hardware``, without weights."""
-    from lt_offload.finetune import load
-    from lt_offload.profile import profile_config
-    from lt_offload.profile.rates import measure_machine
-
-    module, data = app.model, app.datamodule
-    config = load.load_config(module.name, module.architecture)
-    check_data(config, max_length=data.max_length)
-    if module.dropout is not None:
-        load.set_dropout(config, module.dropout)
-    if module.attention is not None:
-        config._attn_implementation = module.attention
-    return profile_config(
-        config,
-        batch_size=getattr(app.trainer.strategy, "batch_size", None) or data.batch_size,
-        sequence_length=data.max_length,
-        dtype=module.model_dtype,
-        hardware=hardware or measure_machine(on_progress=_say),
-        optimizer=module.optimizer,
-        lora=None if module.lora is None else module.lora.peft(),
-        padding=not data.pack,
-        on_progress=_say,
-    )
-
-
-def _say(message: str) -> None:
-    print(f"  {message} ...", file=sys.stderr, flush=True)
 
 
 def _checkpoint(path: str | None) -> str | None:

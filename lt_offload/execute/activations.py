@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lt_offload.errors import UnsupportedError
 from lt_offload.execute.device import Cell, Device, Event
 from lt_offload.execute.params import Weight
 from lt_offload.execute.pools import HostBuffer, HostPool
+from lt_offload.profile.chain import version
 from lt_offload.profile.options import for_replay, is_costly, travels
 
 
@@ -32,8 +34,8 @@ class WeightAlias:
     stride: tuple[int, ...]
 
     def restore(self) -> Tensor:
-        """Return the view on the weight's present device copy."""
-        view = self.weight.view
+        """Return the view on what the running computation sees of the weight."""
+        view = self.weight.present
         if view is None:
             raise RuntimeError(f"{self.weight.label} is needed in the backward but is not on the device")
         return view.as_strided(self.shape, self.stride, view.storage_offset() + self.offset)
@@ -69,6 +71,17 @@ class MovedStorage:
         self.users = 0
         self.version_of: tuple[Tensor, int] | None = None
 
+    def check_untouched(self) -> None:
+        """Raise if a watched tensor was written to, perhaps before it was copied."""
+        if self.version_of is None:
+            return
+        tensor, known = self.version_of
+        if version(tensor) != known:
+            raise UnsupportedError(
+                f"an input or a result of block {self.owner.label} was written to after it was saved, so that the "
+                "block cannot run again; write out of place"
+            )
+
     def use(self) -> Tensor:
         """Return the fetched bytes for one of its users; the last one takes them along."""
         self.owner.arrived()
@@ -103,7 +116,7 @@ class Pager:
             storage = self._by_storage[key] = MovedStorage(self, tensor)
             self._storages.append(storage)
         if watch and storage.version_of is None:
-            storage.version_of = (tensor, tensor._version)
+            storage.version_of = (tensor, version(tensor))
         storage.users += 1
         return Moved(storage, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
@@ -116,12 +129,7 @@ class Pager:
         buffers: list[HostBuffer] = []
         for storage in self._storages:
             assert storage.device is not None
-            if storage.version_of is not None:
-                tensor, version = storage.version_of
-                assert tensor._version == version, (
-                    f"a result cached by {self.label} was written to after it was computed"
-                )
-                storage.version_of = None
+            storage.check_untouched()
             storage.host = self.pool.take(storage.nbytes)
             buffers.append(storage.host)
             pairs.append((storage.host.data[: storage.nbytes], storage.device))
@@ -149,6 +157,9 @@ class Pager:
         """Let go of the device storages once they have been copied."""
         assert self._left is not None
         self.device.wait(self._left, writes=[self._memory])
+        for storage in self._storages:
+            storage.check_untouched()
+            storage.version_of = None
         if self._fetched is None:
             for storage in self._storages:
                 storage.device = None
@@ -209,14 +220,14 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """Hooks for a block's local graph: weights become aliases, the rest stays or travels."""
 
     def __init__(self, weights: Sequence[Weight], pager: Pager | None, shared: Sequence[Tensor]) -> None:
-        views = [(w, w.view) for w in weights if w.view is not None]
+        views = [(w, w.present) for w in weights if w.present is not None]
         ranges = [(view.untyped_storage()._cdata, view.data_ptr(), w.nbytes, w) for w, view in views]
-        arenas = {storage for storage, _, _, _ in ranges}
+        known = {storage for storage, _, _, _ in ranges}
         stay = {t.untyped_storage()._cdata for t in shared}
 
         def pack(tensor: Tensor) -> Tensor | WeightAlias | Moved:
             storage = tensor.untyped_storage()._cdata
-            if storage in arenas:
+            if storage in known:
                 return _alias(tensor, ranges)
             if pager is None or storage in stay or not travels(tensor):
                 return tensor.detach()
@@ -232,10 +243,10 @@ def _alias(tensor: Tensor, ranges: Sequence[tuple[int, int, int, Weight]]) -> We
     address = tensor.data_ptr()
     for _, start, nbytes, weight in ranges:
         if start <= address < start + nbytes:
-            assert weight.view is not None and tensor.dtype == weight.view.dtype
+            assert weight.present is not None and tensor.dtype == weight.present.dtype
             offset = (address - start) // tensor.element_size()
             return WeightAlias(weight, tensor.dtype, offset, tensor.shape, tensor.stride())
-    raise AssertionError("a saved tensor lies in the arena but belongs to no weight of the running block")
+    raise AssertionError("a saved tensor lies beside weights but belongs to no weight of the running block")
 
 
 class CacheCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]

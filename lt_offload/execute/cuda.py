@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -18,31 +17,15 @@ from typing import Any, cast
 import torch
 from typing_extensions import override
 
-from lt_offload.errors import ConfigError, OverBudget
+from lt_offload.errors import ConfigError, OverBudget, UnsupportedError
 from lt_offload.execute.arena import Arena, ArenaBuffer
 from lt_offload.execute.cuda_runtime import CudaRuntime
+from lt_offload.execute.cuda_tasks import CudaTask, Runner, tasks_of
 from lt_offload.execute.device import Buffer, Cell, Device, Event, Lane
 from lt_offload.execute.hostmem import HostMemory
-from lt_offload.execute.lanes import Task, ThreadLanes, plain_torch
+from lt_offload.execute.lanes import ThreadLanes, plain_torch
+from lt_offload.profile.mapped import refusal
 from lt_offload.units import format_bytes
-
-
-class CudaTask(Task):
-    """A task, or a mark of the compute lane (finished from the start), with its GPU side."""
-
-    __slots__ = ("completion", "keeps", "start")
-
-    def __init__(self, lane: str, work: Callable[[], None], **options: Any) -> None:
-        super().__init__(lane, work, **options)
-        self.completion: Any = None
-        """CUDA event behind the work; None as long as it is not issued, and for work on the host."""
-        self.start: Any = None
-        self.keeps: Callable[[], None] | None = None
-        """The work, and with it the memory it uses, until the GPU is through or the compute lane ordered after it."""
-
-    @override
-    def done(self) -> bool:
-        return self.finished and (self.completion is None or bool(self.completion.query()))
 
 
 class CudaDevice(Device):
@@ -75,9 +58,11 @@ class CudaDevice(Device):
         cuda.cap(budget - self._context)
         streams = {lane: cuda.stream() for lane in ("h2d", "d2h")}
         self._streams = streams
-        self._runner = _Runner(cuda, streams)
+        self._runner = Runner(cuda, streams)
         self._lanes = ThreadLanes(self._runner, threads={"host": host_threads} if host_threads else {})
         self._host = HostMemory(cuda.register, cuda.unregister)
+        self._refusal: str | None = None
+        """Why computations cannot access host memory; empty: they can; None: not tried yet."""
         self._arena = self._new_arena(0)
         self._closed = False
         self._stop = weakref.finalize(self, _release, self._lanes, streams, self._host)
@@ -119,7 +104,7 @@ class CudaDevice(Device):
 
     @override
     def free(self, buffer: Buffer, after: Sequence[Event] = ()) -> None:
-        self._arena.free(buffer, [*_tasks(after), self._mark()])
+        self._arena.free(buffer, [*tasks_of(after), self._mark()])
 
     # -- lanes and events --------------------------------------------------------------------------------------------
 
@@ -135,9 +120,11 @@ class CudaDevice(Device):
         label: str = "",
         op: int = -1,
         nbytes: int = 0,
+        urgency: int = 0,
     ) -> Event:
         self._runner.reap()
-        queued = CudaTask(lane, task, after=_tasks(after), behind=_releases(writes), label=label, op=op, nbytes=nbytes)
+        options = {"label": label, "op": op, "nbytes": nbytes, "urgency": urgency}
+        queued = CudaTask(lane, task, after=tasks_of(after), behind=_releases(writes), **options)
         if lane == "host" or not self._lanes.run_here(queued):
             self._lanes.submit(queued)
         return queued
@@ -156,7 +143,7 @@ class CudaDevice(Device):
 
     @override
     def wait(self, *events: Event, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> None:
-        tasks, releases = _tasks(events), _releases(writes)
+        tasks, releases = tasks_of(events), _releases(writes)
         self._lanes.finish([*tasks, *releases])
         self._lanes.check(tasks)
         compute = self._cuda.current_stream()
@@ -167,7 +154,7 @@ class CudaDevice(Device):
 
     @override
     def synchronize(self, *events: Event) -> None:
-        tasks = _tasks(events)
+        tasks = tasks_of(events)
         self._lanes.finish(tasks)
         for task in tasks:
             if task.completion is not None:
@@ -178,6 +165,7 @@ class CudaDevice(Device):
     @override
     def drain(self) -> None:
         self._settle()
+        self._cuda.current_stream().synchronize()  # kernels may be reading host memory
         self._lanes.check()
 
     def _settle(self) -> None:
@@ -197,6 +185,19 @@ class CudaDevice(Device):
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         with plain_torch():
             return self._host.empty(shape, dtype)
+
+    @override
+    def direct_view(self, host: torch.Tensor) -> torch.Tensor:
+        with plain_torch():
+            if self._refusal is None:
+                probe = self._host.empty((1024,), torch.int32)
+                self._refusal = refusal(self._cuda.direct_view, probe, self._cuda.current_stream().synchronize)
+            if self._refusal:
+                raise UnsupportedError(
+                    f"{self.torch_device} cannot compute in host memory: {self._refusal}; a plan made on this machine "
+                    "does not ask for it"
+                )
+            return self._cuda.direct_view(host)
 
     @override
     def empty(self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> torch.Tensor:
@@ -298,94 +299,5 @@ def _release(lanes: ThreadLanes, streams: dict[str, Any], host: HostMemory) -> N
     host.close()
 
 
-def _tasks(events: Sequence[Event]) -> list[CudaTask]:
-    tasks = [event for event in events if isinstance(event, CudaTask)]
-    assert len(tasks) == len(events), "an event of another device"
-    return tasks
-
-
 def _releases(writes: Sequence[Cell]) -> list[CudaTask]:
-    return _tasks([event for cell in writes if isinstance(cell, ArenaBuffer) for event in cell.releases])
-
-
-class _Runner:
-    """Issues copies to their streams and runs updates on the host."""
-
-    def __init__(self, cuda: CudaRuntime, streams: dict[str, Any]) -> None:
-        self._cuda = cuda
-        self._streams = streams
-        self._in_flight: dict[str, deque[CudaTask]] = {lane: deque() for lane in streams}
-        self.recording = False
-        self.on_gpu: deque[tuple[int, str, str, Any, Any]] = deque()
-        self._on_host: deque[tuple[int, str, str, float, float]] = deque()
-        self._origin: tuple[float, Any] = (0.0, None)
-
-    def __call__(self, task: Task) -> None:
-        assert isinstance(task, CudaTask) and task.work is not None
-        if task.lane == "host":
-            self._run_on_host(task, task.work)
-        else:
-            self._issue(task, task.work)
-
-    def _run_on_host(self, task: CudaTask, work: Callable[[], None]) -> None:
-        for event in _tasks((*task.after, *task.behind)):
-            if event.completion is not None:
-                event.completion.synchronize()
-        start = time.perf_counter()
-        work()
-        if self.recording:
-            self._on_host.append((task.op, task.lane, task.label, start, time.perf_counter()))
-
-    def _issue(self, task: CudaTask, work: Callable[[], None]) -> None:
-        stream, recording = self._streams[task.lane], self.recording
-        completion = self._cuda.event(timing=recording)
-        with self._cuda.use(stream):
-            for event in _tasks((*task.after, *task.behind)):
-                if event.completion is not None and event.lane != task.lane:
-                    stream.wait_event(event.completion)
-            if recording:
-                task.start = self._cuda.event(timing=True)
-                task.start.record(stream)
-            try:
-                work()
-            finally:  # what was issued before an error is under way
-                completion.record(stream)
-                task.keeps = work
-                task.completion = completion
-                self._in_flight[task.lane].append(task)
-        if recording:
-            self.on_gpu.append((task.op, task.lane, task.label, task.start, completion))
-
-    def reap(self) -> None:
-        """Let go of the memory of copies that are over."""
-        for tasks in self._in_flight.values():
-            while tasks and tasks[0].completion.query():
-                tasks.popleft().keeps = None
-
-    def let_go(self, task: CudaTask) -> None:
-        """The compute lane is ordered after ``task`` and all before it on its stream, so it may reuse their memory."""
-        tasks = self._in_flight.get(task.lane)
-        while tasks and task.keeps is not None:
-            tasks.popleft().keeps = None
-
-    def record(self, enabled: bool) -> None:
-        """Start or stop collecting spans."""
-        if enabled and not self.recording:
-            origin = self._cuda.event(timing=True)
-            origin.record(self._cuda.current_stream())
-            origin.synchronize()
-            self._origin = (time.perf_counter(), origin)
-        self.recording = enabled
-
-    def take_spans(self) -> list[tuple[int, str, str, float, float]]:
-        """Return what is over, in seconds on the host's clock; the rest comes next time."""
-        spans = [self._on_host.popleft() for _ in range(len(self._on_host))]
-        zero, origin = self._origin
-        for _ in range(len(self.on_gpu)):
-            op, lane, label, start, end = self.on_gpu.popleft()
-            if end.query():
-                times = (zero + origin.elapsed_time(event) / 1e3 for event in (start, end))
-                spans.append((op, lane, label, *times))
-            else:
-                self.on_gpu.append((op, lane, label, start, end))
-        return spans
+    return tasks_of([event for cell in writes if isinstance(cell, ArenaBuffer) for event in cell.releases])

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, suppress
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+
+from lt_offload.profile import mapped
 
 CONTEXT_LIMIT = 1 << 30
 """Device memory that may be other processes' or this one's context is taken for the context, up to this size."""
@@ -73,17 +75,15 @@ class CudaRuntime:
 
     def register(self, address: int, nbytes: int) -> int:
         """Page-lock host memory; return 0 or an error code."""
-        portable = 1
-        code = int(_cudart().cudaHostRegister(address, nbytes, portable))
-        if code != 0:
-            # The runtime reports an error that nobody fetched at the next launch: let that be one that does not matter.
-            with suppress(RuntimeError):
-                torch.zeros(1, device=self.device)
-        return code
+        return mapped.register(address, nbytes)
 
     def unregister(self, address: int) -> int:
         """Undo ``register``; return 0 or an error code."""
-        return int(_cudart().cudaHostUnregister(address))
+        return mapped.unregister(address)
+
+    def direct_view(self, host: torch.Tensor) -> torch.Tensor:
+        """Return registered memory as a tensor on the device; raises ``UnsupportedError``."""
+        return mapped.map_host(host, self.device)
 
     def rng_state(self) -> torch.Tensor:
         """Return the state of the device's random number generator."""
@@ -92,7 +92,3 @@ class CudaRuntime:
     def set_rng_state(self, state: torch.Tensor) -> None:
         """Restore it."""
         torch.cuda.set_rng_state(state, self.device)
-
-
-def _cudart() -> Any:
-    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
 """The device interface: an arena, three asynchronous lanes beside the compute lane, and events that link them.
 
 The *compute lane* is whatever the calling thread runs (or launches). ``h2d`` and ``d2h`` copy; ``host`` runs updates.
-Tasks of one lane run in the order of submission. The interface never blocks the calling thread except in
-:meth:`Device.synchronize`, in :meth:`Device.wait` where the event's work has not been issued yet, and where an emulated
-device has no other way.
+Tasks of one lane run in the order of submission, those of ``host`` in the order of urgency. The interface never blocks
+the calling thread except in :meth:`Device.synchronize`, in :meth:`Device.wait` where the event's work has not been
+issued yet, and where an emulated device has no other way.
 
 An :class:`Event` is done when its task has run. Work on the compute lane that reads what a task wrote must be preceded
 by :meth:`Device.wait`; a task that reads what the compute lane wrote takes an event of :meth:`Device.mark` in
@@ -106,8 +106,11 @@ class Device(ABC):
         label: str = "",
         op: int = -1,
         nbytes: int = 0,
+        urgency: int = 0,
     ) -> Event:
         """Queue ``task`` on ``lane``, to run after ``after`` and after the releases of the ranges that it writes.
+
+        The ``host`` lane takes the task with the smallest ``urgency`` of those that may run.
 
         An exception in a task is raised by the next call of ``wait``, ``synchronize`` or ``drain``. ``op`` is the
         plan's op id for the trace, ``nbytes`` the copied bytes for throttled links. Tasks run without autograd and
@@ -139,6 +142,24 @@ class Device(ABC):
     @abstractmethod
     def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         """Return an uninitialised host tensor fit for asynchronous copies; never called per step."""
+
+    @abstractmethod
+    def direct_view(self, host: torch.Tensor) -> torch.Tensor:
+        """Return a tensor for computations on the device whose storage is the host memory of ``host``.
+
+        Whoever computes with it is ordered like a task that accesses the host copy: ``wait`` for the writer before,
+        and let the next writer come after a ``mark``. ``wait`` may have to block, as kernels cannot be ordered after
+        work on the host except by launching them later.
+
+        Args:
+            host: contiguous, from ``host_adopt`` or ``host_empty``.
+
+        Raises:
+            UnsupportedError: if computations cannot access this memory; the message says why.
+        """
+
+    def cross(self, lane: Lane, nbytes: int) -> None:  # noqa: B027
+        """The compute lane itself moves ``nbytes`` over the link of ``lane``: only throttled links need to be told."""
 
     @abstractmethod
     def empty(self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> torch.Tensor:

@@ -9,19 +9,19 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from typing_extensions import override
 
-from lt_offload.errors import OverBudget
+from lt_offload.errors import OverBudget, UnsupportedError
 from lt_offload.execute.arena import Arena, ArenaBuffer, Freed
 from lt_offload.execute.checker import ORIGIN, Checker
 from lt_offload.execute.device import Buffer, Cell, Device, Event, Lane
 from lt_offload.execute.lanes import UNORDERED, CallerLanes, Lanes, Task, ThreadLanes, plain_torch
+from lt_offload.execute.links import Runner
 from lt_offload.profile.accounting import Account
 from lt_offload.units import format_bytes
 
@@ -69,7 +69,7 @@ class EmulatedDevice(Device):
         ignore: Callable[[str, str], bool] | None = None,
     ) -> None:
         self.budget = budget
-        self._runner = _Runner({"h2d": h2d_bytes_per_s, "d2h": d2h_bytes_per_s} if mode == "thread" else {})
+        self._runner = Runner({"h2d": h2d_bytes_per_s, "d2h": d2h_bytes_per_s} if mode == "thread" else {})
         self._lanes: Lanes
         if mode == "thread":
             self._lanes = ThreadLanes(self._runner, threads={"host": host_threads} if host_threads else {})
@@ -170,12 +170,14 @@ class EmulatedDevice(Device):
         label: str = "",
         op: int = -1,
         nbytes: int = 0,
+        urgency: int = 0,
     ) -> Event:
         behind = self._releases(label, writes)
-        queued = Task(lane, task, after=self._kept(label, after), behind=behind, label=label, op=op, nbytes=nbytes)
+        options: dict[str, Any] = {"label": label, "op": op, "nbytes": nbytes, "urgency": urgency}
+        queued = Task(lane, task, after=self._kept(label, after), behind=behind, **options)
         if self._checker is not None:
             clocks = [t.clock for t in (*queued.after, *behind)]
-            queued.clock = self._checker.task(lane, label, clocks, reads, writes)
+            queued.clock = self._checker.task(lane, label, clocks, reads, writes, strand=op)
         self._lanes.submit(queued)
         return queued
 
@@ -244,6 +246,18 @@ class EmulatedDevice(Device):
                 _fill(_bytes(tensor))
         self._host.charge(tensor)
         return tensor
+
+    @override
+    def direct_view(self, host: torch.Tensor) -> torch.Tensor:
+        if not host.is_contiguous():
+            raise UnsupportedError("a tensor that is not contiguous cannot be read in host memory; call .contiguous()")
+        with torch.inference_mode(False):
+            return host.detach()
+
+    @override
+    def cross(self, lane: Lane, nbytes: int) -> None:
+        """Copies pause meanwhile, and nothing is computed; see :mod:`lt_offload.execute.links`."""
+        self._runner.cross(lane, nbytes)
 
     @override
     def empty(self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> torch.Tensor:
@@ -358,29 +372,6 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _fill(view: torch.Tensor) -> None:
     view.fill_(POISON)
-
-
-class _Runner:
-    """Does the work of a task, no faster than its lane's link.
-
-    Args:
-        rates: bytes per second by lane; lanes without one are not slowed down.
-    """
-
-    def __init__(self, rates: Mapping[str, float | None]) -> None:
-        self._rates = rates
-        self.recording = False
-        self.spans: deque[tuple[int, str, str, float, float]] = deque()
-
-    def __call__(self, task: Task) -> None:
-        assert task.work is not None
-        start = time.perf_counter()
-        task.work()
-        rate = self._rates.get(task.lane)
-        if rate is not None:
-            time.sleep(max(0.0, start + task.nbytes / rate - time.perf_counter()))
-        if self.recording and task.lane != UNORDERED:
-            self.spans.append((task.op, task.lane, task.label, start, time.perf_counter()))
 
 
 class _DeviceAccount(Account):  # type: ignore[no-untyped-call]

@@ -8,7 +8,6 @@ computation reads what a copy brings.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -18,18 +17,21 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lt_offload.errors import PlanError, UnsupportedError
+from lt_offload.errors import UnsupportedError
 from lt_offload.execute.device import Device
+from lt_offload.execute.frames import Frames
 from lt_offload.execute.gradients import Gradients
-from lt_offload.execute.params import Weight, round_up
+from lt_offload.execute.params import Weight
 from lt_offload.execute.pools import HostPool
+from lt_offload.execute.presence import expose, present
 from lt_offload.execute.program import check_match, program
 from lt_offload.execute.record import Recorder
 from lt_offload.execute.residency import Residency
-from lt_offload.execute.streaming import Streaming
+from lt_offload.execute.streaming import Streaming, room
 from lt_offload.execute.units import BlockFunction, Frame
 from lt_offload.execute.updates import Updates
-from lt_offload.plan.schedule import ALIGNMENT, Op, Plan
+from lt_offload.execute.walk import Walk
+from lt_offload.plan.schedule import Op, Plan
 from lt_offload.plan.trace import Trace
 from lt_offload.profile.blocks import Structure, find_blocks
 
@@ -83,8 +85,8 @@ class Engine:
         self.installed = False
         self._steps = program(plan) if plan is not None else []
         self._anchor = torch.zeros((), requires_grad=True)
-        self._frames: dict[int, weakref.ref[Frame]] = {}
-        self._cursor = 0
+        self._frames = Frames(device, self.pool, self.structure, plan)
+        self._walk: Walk
         self._ran_backward = False
         self._grad_norm: float | None = None
 
@@ -96,14 +98,25 @@ class Engine:
         device, plan = self.device, self.plan
         self.weights = [Weight(i, name, param, device) for i, (name, param) in enumerate(self.structure.tensors)]
         self._move_rest(device.torch_device)
-        device.reserve(plan.arena_bytes if plan is not None else self._streaming_arena())
+        blocks = [self._block_weights(index) for index in range(len(self.structure.blocks))]
+        device.reserve(plan.arena_bytes if plan is not None else room(blocks, device.budget))
+        self.residency = Residency(device, self.weights, plan, self.updates)
+        self.streaming = Streaming(device, blocks)
         if plan is not None:
             assert self.updates is not None
             for weight, place in zip(self.weights, plan.update_places, strict=True):
                 weight.place = place
+            expose(self.weights, plan)
             self.gradients = Gradients(device, self.updates, self.weights)
-        self.residency = Residency(device, self.weights, plan, self.updates)
-        self.streaming = Streaming(device, [[self.weights[t] for t in b.tensors] for b in self.structure.blocks])
+            self._walk = Walk(
+                plan,
+                self._steps,
+                self.weights,
+                residency=self.residency,
+                gradients=self.gradients,
+                frames=self._frames,
+                recorder=self.recorder,
+            )
         for index, block in enumerate(self.structure.blocks):
             block.module.forward = self._wrapped(index, block.module.forward)
         self.installed = True
@@ -120,7 +133,7 @@ class Engine:
         try:
             self.drain()
         finally:
-            self._drop_frames()
+            self._frames.close()
             for weight in self.weights:
                 weight.param.data = weight.host
             self._move_rest(torch.device("cpu"))
@@ -139,18 +152,15 @@ class Engine:
         """Leave an iteration that failed: await what is in flight, drop what was saved, bring newer copies home."""
         if not self.installed:
             return
-        self._drop_frames()
+        self._frames.close()
         try:
             self.device.drain()
         finally:
-            if self.gradients is not None:
-                self.gradients.reset(self.weights)
+            self._reset()
             for weight in self.weights:
                 weight.param.data = weight.host
             self.residency.run_releases()
             self.residency.evict()
-            self._cursor = 0
-            self._ran_backward = False
 
     # -- iterations --------------------------------------------------------------------------------------------------
 
@@ -183,12 +193,10 @@ class Engine:
         if not self._ran_backward:
             self._restart()
             return
-        while self._cursor < len(self._steps):
-            self._begin_step(self._cursor)
-            self._end_step(self._cursor - 1)
+        self._walk.skip_to(len(self._steps))
         assert self.gradients is not None
         unfinished = [w.label for w in self.weights if w.seen]
-        if unfinished or any(frame is not None and not frame.done for frame in self._live_frames()):
+        if unfinished or self._frames.open:
             raise RuntimeError(
                 f"the backward did not reach every block that took part in the forward (open: {unfinished[:3]}); "
                 "the loss must depend on the output of the whole model"
@@ -196,7 +204,7 @@ class Engine:
         sums, self.gradients.square_sums = self.gradients.square_sums, None
         self._grad_norm = float(torch.stack(sums).sum().sqrt()) if sums else None
         self._frames.clear()
-        self._cursor, self._ran_backward = 0, False
+        self._walk.cursor, self._ran_backward = 0, False
         self.recorder.end()
 
     @property
@@ -232,7 +240,7 @@ class Engine:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if torch.is_grad_enabled():
                 return self._train_forward(index, forward, args, kwargs)
-            if any(not frame.done for frame in self._live_frames()):
+            if self._frames.open:
                 raise UnsupportedError(
                     "the model was called without gradients between the forward and the backward of a training "
                     "iteration; call it before the forward or after the optimizer step"
@@ -248,67 +256,66 @@ class Engine:
             raise UnsupportedError("this engine has no plan: it runs forwards under torch.no_grad() only")
         if index == 0:
             self._begin_iteration()
-        if index != self._cursor:
+        if index != self._walk.cursor:
             raise UnsupportedError(
-                f"block {self.structure.blocks[index].name} was called where block {self._cursor} was expected; "
+                f"block {self.structure.blocks[index].name} was called where block {self._walk.cursor} was expected; "
                 "lt_offload needs every block to be called once per forward, in order"
             )
-        self._begin_step(index)
+        self._walk.begin(index)
         weights = self._block_weights(index)
         op = self._steps[index].compute
         assert op is not None
-        label = f"forward {index}"
-        with self._on_device(weights), self.recorder.computing(op.id, label):
+        with self._computing(op, weights):
             out = self._run_forward(index, forward, weights, args, kwargs)
-        self._end_step(index)
+        self._walk.end()
         return out
 
     def _run_forward(
         self, index: int, forward: Callable[..., Any], weights: Sequence[Weight], args: tuple[Any, ...], kwargs: Any
     ) -> Any:
-        assert self.plan is not None
-        frame = Frame(
-            device=self.device,
-            pool=self.pool,
-            index=index,
-            label=str(index),
-            option=self.plan.options[index],
-            forward=forward,
-            weights=weights,
-            args=args,
-            kwargs=kwargs,
-        )
-        if not frame.needs_backward:
-            with torch.no_grad():
-                return forward(*args, **kwargs)
-        for weight in weights:
-            weight.uses += weight.param.requires_grad
-        self._frames[index] = weakref.ref(frame)
-        inputs = frame.take_inputs()
+        frame = self._frames.make(index, forward, weights, args, kwargs)
         del args, kwargs
-        out = BlockFunction.apply(frame, self._anchor, self._run_backward, *inputs)  # type: ignore[no-untyped-call]
-        return frame.unflatten(out)
+        if frame.needs_backward:
+            for weight in weights:
+                weight.uses += weight.param.requires_grad
+            inputs = frame.take_inputs()
+            out = BlockFunction.apply(frame, self._anchor, self._run_backward, *inputs)  # type: ignore[no-untyped-call]
+            out = frame.unflatten(out)
+        else:
+            out = frame.run_frozen()
+        self._frames.returned(out)
+        return out
 
     def _run_backward(self, frame: Frame, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         assert self.gradients is not None
         index = frame.index
         step = len(self._steps) - 1 - index
         self._ran_backward = True
-        while self._cursor < step:
-            self._begin_step(self._cursor)
-            self._end_step(self._cursor - 1)
-        self._begin_step(step)
+        self._walk.skip_to(step)
+        self._walk.begin(step)
+        self._run_again(step)
         weights = self._block_weights(index)
         op = self._steps[step].compute
         assert op is not None
         if frame.pager is not None:
             frame.pager.fetch(op.id)
-        with self._on_device(weights), self.recorder.computing(op.id, f"backward {index}"):
+        with self._computing(op, weights):
             found = frame.backward(anchor, grads)
             self.gradients.end_block(weights)
         self._send_gradients(step, index)
-        self._end_step(step)
+        self._walk.end()
         return found
+
+    def _run_again(self, step: int) -> None:
+        """Run the forwards again that the plan wants before the backward of ``step``."""
+        handed: list[Tensor] | None = None
+        block = -1
+        for op in self._steps[step].again:
+            if op.block != block + 1:
+                handed = None
+            block = op.block
+            with self._computing(op, self._block_weights(block)):
+                handed = self._frames.run_again(op, self._anchor, handed)
 
     def _send_gradients(self, step: int, block: int) -> None:
         assert self.gradients is not None
@@ -319,29 +326,15 @@ class Engine:
             self.residency.release_at(step if until is None else until, departure)
 
     @contextmanager
-    def _on_device(self, weights: Sequence[Weight]) -> Iterator[None]:
-        """Let the modules see the device copies of ``weights``."""
-        missing = [weight.label for weight in weights if weight.view is None]
-        if missing:
-            raise PlanError(f"the plan does not bring {missing[0]} to the device for step {self._cursor - 1}")
-        self.device.wait(
-            *{w.ready for w in weights if w.ready is not None},
-            reads=[w.buffer for w in weights if w.buffer is not None],
-        )
-        for weight in weights:
-            assert weight.view is not None
-            weight.param.data = weight.view
-        try:
+    def _computing(self, op: Op, weights: Sequence[Weight]) -> Iterator[None]:
+        """Enclose a computation that uses ``weights``."""
+        with present(self.device, weights, op), self.recorder.computing(op.id, f"{op.kind} {op.block}"):
+            self.device.cross("h2d", op.bytes)
             yield
-        finally:
-            for weight in weights:
-                weight.param.data = weight.host
-
-    # -- steps -------------------------------------------------------------------------------------------------------
 
     def _begin_iteration(self) -> None:
         assert self.updates is not None
-        if self._cursor != 0 or self._frames:
+        if self._walk.cursor != 0 or self._frames:
             self._restart()
         if not self.residency.settled:
             self.residency.settle()
@@ -350,36 +343,6 @@ class Engine:
             weight.uses = 0
         self.recorder.begin()
 
-    def _begin_step(self, at: int) -> None:
-        assert at == self._cursor, f"step {at} after step {self._cursor - 1}"
-        self._cursor = at + 1
-        self.recorder.begin_step()
-        for op in self._steps[at].before:
-            self._issue(op)
-
-    def _end_step(self, at: int) -> None:
-        step = self._steps[at]
-        assert self.gradients is not None
-        for op in step.updates:
-            self.gradients.update_on_host([self.weights[t] for t in op.tensors], f"update {op.block}", op.id)
-        for op in step.after:
-            self._issue(op)
-        self.residency.end_step(at)
-        self.recorder.end_step()
-
-    def _issue(self, op: Op) -> None:
-        if op.payload != "activation":
-            self.residency.issue(op)
-            return
-        ref = self._frames.get(op.block)
-        frame = ref() if ref is not None else None
-        if frame is None or frame.pager is None:
-            return
-        if op.kind == "prefetch":
-            frame.pager.fetch(op.id)
-        else:
-            self.residency.leave(op, frame.pager)
-
     # -- bookkeeping -------------------------------------------------------------------------------------------------
 
     def _block_weights(self, index: int) -> list[Weight]:
@@ -387,28 +350,14 @@ class Engine:
 
     def _restart(self) -> None:
         """Forget a forward that no backward followed."""
-        self._drop_frames()
-        if self.gradients is not None:
-            self.gradients.reset(self.weights)
-        self._cursor, self._ran_backward = 0, False
+        self._frames.close()
+        self._reset()
         self.residency.settled = False
 
-    def _live_frames(self) -> list[Frame]:
-        return [frame for ref in self._frames.values() if (frame := ref()) is not None]
-
-    def _drop_frames(self) -> None:
-        for frame in self._live_frames():
-            frame.close()
-        self._frames.clear()
-
-    def _streaming_arena(self) -> int:
-        """Room for all weights if that leaves half of the budget, else for two blocks, at least for one."""
-        sizes = sorted(
-            sum(round_up(self.weights[t].nbytes, ALIGNMENT) for t in block.tensors) for block in self.structure.blocks
-        )
-        everything = sum(round_up(weight.nbytes, ALIGNMENT) for weight in self.weights)
-        half = self.device.budget // 2
-        return next((size for size in (everything, sum(sizes[-2:])) if size <= half), sizes[-1])
+    def _reset(self) -> None:
+        if self.gradients is not None:
+            self.gradients.reset(self.weights)
+            self._walk.cursor, self._ran_backward = 0, False
 
     def _move_rest(self, device: torch.device) -> None:
         """Parameters and buffers outside the blocks' tensors live on the device all the time."""

@@ -37,9 +37,12 @@ class Gradients:
         self.updated = 0
         """Tensors updated in this iteration."""
         self._host_grads: dict[int, Tensor] = {}
+        self._direct_grads = {w.index: device.direct_view(self._host_grad(w)) for w in weights if w.grad_direct}
+        """Those of the host gradients that the backward writes itself, as the device sees them."""
         self._arrived: dict[int, Event] = {}
         self._on_device: list[tuple[Weight, Tensor]] = []
         self._to_host: list[tuple[Weight, Tensor]] = []
+        self._written: list[Weight] = []
         self._touched: set[int] = set()
         self._handles = []
         by_param = {weight.param: weight for weight in weights}
@@ -73,6 +76,7 @@ class Gradients:
             weight.param.grad = None
         self._on_device.clear()
         self._to_host.clear()
+        self._written.clear()
         self._arrived.clear()
         self._touched.clear()
 
@@ -92,7 +96,9 @@ class Gradients:
             return
         if self.square_sums is not None:
             self.square_sums.append(torch.linalg.vector_norm(grad, dtype=torch.float32).square_())
-        if weight.place == "host":
+        if weight.grad_direct:
+            self._write_out(weight, grad)
+        elif weight.place == "host":
             self._to_host.append((weight, grad))
         else:
             self._on_device.append((weight, grad))
@@ -120,8 +126,21 @@ class Gradients:
         self.updates.update_on_device(weights, [grad for _, grad in items])
         self.updated += len(items)
 
+    def _write_out(self, weight: Weight, grad: Tensor) -> None:
+        """Write a gradient to host memory from the compute lane; nobody keeps it on the device."""
+        # The last update, which read the host buffer, is over: the forward has seen the weight that it made.
+        self.device.wait(writes=[weight.grad_cell])
+        self.device.cross("d2h", grad.nbytes)
+        with torch.no_grad():
+            self._direct_grads[weight.index].copy_(grad)
+        self._written.append(weight)
+
     def send(self, label: str, op_of: Callable[[Weight], int]) -> list[tuple[int, Departure]]:
         """Queue the copies of complete gradients to the host, one task per op; return what they keep alive, by op."""
+        if self._written:
+            written = self.device.mark()
+            self._arrived.update((weight.index, written) for weight in self._written)
+            self._written.clear()
         items, self._to_host = self._to_host, []
         by_op: dict[int, list[tuple[Weight, Tensor]]] = {}
         for weight, grad in items:
@@ -129,7 +148,7 @@ class Gradients:
         return [(op, self._copy_out(op, label, members)) for op, members in by_op.items()]
 
     def _copy_out(self, op: int, label: str, items: list[tuple[Weight, Tensor]]) -> Departure:
-        pairs = [(self._host_grad(weight, grad), grad) for weight, grad in items]
+        pairs = [(self._host_grad(weight), grad) for weight, grad in items]
 
         def copy() -> None:
             for host, source in pairs:
@@ -151,13 +170,13 @@ class Gradients:
             self._arrived[weight.index] = event
         return Departure(self.device, event, memory, [grad for _, grad in items])
 
-    def _host_grad(self, weight: Weight, grad: Tensor) -> Tensor:
+    def _host_grad(self, weight: Weight) -> Tensor:
         host = self._host_grads.get(weight.index)
         if host is None:
-            host = self._host_grads[weight.index] = self.device.host_empty(grad.shape, grad.dtype)
+            host = self._host_grads[weight.index] = self.device.host_empty(weight.host.shape, weight.host.dtype)
         return host
 
-    def update_on_host(self, weights: Sequence[Weight], label: str, op: int) -> Event | None:
+    def update_on_host(self, weights: Sequence[Weight], label: str, op: int, urgency: int = 0) -> Event | None:
         """Queue the host's update of those ``weights`` whose gradients have been sent; return its event."""
         ready = [w for w in weights if w.index in self._arrived]
         if not ready:
@@ -166,6 +185,7 @@ class Gradients:
         event = self.device.submit(
             "host",
             run,
+            # Gradients arrive after the last computation that may have read the weights in host memory.
             after=[
                 *distinct(self._arrived.pop(w.index) for w in ready),
                 *distinct(event for w in ready for event in (w.current, w.states.current)),
@@ -174,6 +194,7 @@ class Gradients:
             writes=[cell for w in ready for cell in (w.host_cell, w.states.host_cell)],
             label=label,
             op=op,
+            urgency=urgency,
         )
         for weight in ready:
             weight.current = event

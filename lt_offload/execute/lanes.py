@@ -1,5 +1,8 @@
 """Queues of tasks, one per lane, and the ways to run them: late, in random order, or on threads. Knows no memory.
 
+The tasks of a lane run in the order of submission, except on the ``host`` lane, which takes the most urgent one that
+may run: nothing orders two of its tasks but what they run after.
+
 A task runs after everything in ``after`` and ``behind`` has finished. If something in ``after`` failed, the task is
 cancelled with the same error; ``behind`` is order only. When a task fails, what its lane is given until the error has
 been reported to the caller is cancelled too.
@@ -21,6 +24,8 @@ from typing_extensions import override
 
 UNORDERED = "unordered"
 """A lane whose tasks have no order among themselves."""
+_LOOSE = (UNORDERED, "host")
+"""Lanes whose tasks need not run in the order of submission."""
 
 
 class Task:
@@ -37,6 +42,7 @@ class Task:
         "lane",
         "nbytes",
         "op",
+        "urgency",
         "work",
     )
 
@@ -50,6 +56,7 @@ class Task:
         label: str = "",
         op: int = -1,
         nbytes: int = 0,
+        urgency: int = 0,
     ) -> None:
         self.lane = lane
         self.work: Callable[[], None] | None = work
@@ -58,6 +65,8 @@ class Task:
         self.label = label
         self.op = op
         self.nbytes = nbytes
+        self.urgency = urgency
+        """On the host lane the task with the smallest one runs first."""
         self.finished = False
         self.error: BaseException | None = None
         self.clock: tuple[int, ...] = ()
@@ -73,6 +82,10 @@ class Task:
     def ready(self) -> bool:
         """Return whether the task may run now, as far as other tasks are concerned."""
         return all(t.finished for t in self.after) and all(t.finished for t in self.behind)
+
+    def arrived(self) -> bool:
+        """Return whether a task that is ready would find what it reads there at once."""
+        return True
 
     def done(self) -> bool:
         """Return whether nothing of the work is going on or to come, be it complete, failed or cancelled."""
@@ -205,7 +218,7 @@ class CallerLanes(Lanes):
                     self._run_head(self._random.choice(self._ready()))
 
     def _queue_of(self, task: Task) -> deque[Task]:
-        return self._queues[task if task.lane == UNORDERED else task.lane]
+        return self._queues[task if task.lane in _LOOSE else task.lane]
 
     def _ready(self) -> list[Task]:
         return [queue[0] for queue in self._queues.values() if queue and queue[0].ready()]
@@ -225,15 +238,24 @@ class CallerLanes(Lanes):
 
     def _run_head(self, task: Task) -> None:
         self._queue_of(task).popleft()
-        if task.lane == UNORDERED:
+        if task.lane in _LOOSE:
             del self._queues[task]
         with plain_torch():
             task.finish(self._run(task))
         if self._random is None:
             # Unordered tasks clean up after others: the sooner they run, the sooner a late use is noticed.
-            for key in [key for key in self._queues if isinstance(key, Task)]:
+            for key in [key for key in self._queues if isinstance(key, Task) and key.lane == UNORDERED]:
                 if key.ready() and not key.finished:
                     self._run_head(key)
+
+
+def _next(queue: deque[Task]) -> Task | None:
+    """Return the task of one lane's ``queue`` that has to run now, None if it is too early for any."""
+    if not queue or queue[0].lane != "host":
+        return queue[0] if queue and queue[0].ready() else None
+    ready = [task for task in queue if task.ready()]
+    arrived = [task for task in ready if task.arrived()] or ready[:1]
+    return min(arrived, key=lambda task: task.urgency, default=None)
 
 
 class ThreadLanes(Lanes):
@@ -318,14 +340,13 @@ class ThreadLanes(Lanes):
         with torch.no_grad():
             while True:
                 with self._changed:
-                    self._changed.wait_for(lambda: queue or self._stopping)
-                    if not queue:
+                    self._changed.wait_for(lambda: _next(queue) or (self._stopping and not queue))
+                    task = _next(queue)
+                    if task is None:
                         return
-                    task = queue[0]
-                    self._changed.wait_for(task.ready)
                 error = self._run(task)
                 with self._changed:
                     task.finish(error)
-                    queue.popleft()
+                    queue.remove(task)
                     self._changed.notify_all()
                 del task, error  # or an idle lane would keep what its last task refers to

@@ -67,7 +67,22 @@ class Copies(ABC):
 class Weight(Copies):
     """One parameter tensor."""
 
-    __slots__ = ("grad", "grad_cell", "host", "index", "param", "place", "seen", "shadows", "states", "uses", "view")
+    __slots__ = (
+        "direct",
+        "grad",
+        "grad_cell",
+        "grad_direct",
+        "host",
+        "index",
+        "param",
+        "place",
+        "present",
+        "seen",
+        "shadows",
+        "states",
+        "uses",
+        "view",
+    )
 
     def __init__(self, index: int, name: str, param: nn.Parameter, device: Device) -> None:
         super().__init__(f"weight {name}", device)
@@ -76,6 +91,10 @@ class Weight(Copies):
         self.host: Tensor = device.host_adopt(param.data)
         param.data = self.host
         self.view: Tensor | None = None
+        self.direct: Tensor | None = None
+        """The host copy as computations on the device see it; see :meth:`expose`."""
+        self.present: Tensor | None = None
+        """What the running computation sees: ``view`` or ``direct``."""
         self.place: UpdatePlace = "none"
         self.states = States(self)
         self.shadows: dict[str, nn.Parameter] = {}
@@ -86,6 +105,8 @@ class Weight(Copies):
         self.grad: Tensor | None = None
         """Gradient held on the device until all uses have contributed."""
         self.grad_cell = Cell(f"host grad {name}")
+        self.grad_direct = False
+        """The backward itself writes the gradient to host memory."""
 
     @property
     @override
@@ -102,6 +123,11 @@ class Weight(Copies):
     def detach(self) -> None:
         super().detach()
         self.view = None
+
+    def expose(self) -> None:
+        """Let computations read the host copy directly; raises ``UnsupportedError`` where they cannot."""
+        if self.direct is None:
+            self.direct = self.device.direct_view(self.host)
 
     @override
     def pairs(self) -> list[tuple[Tensor, Tensor]]:

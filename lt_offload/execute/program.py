@@ -20,6 +20,8 @@ class Step:
 
     before: list[Op] = field(default_factory=list)
     """Prefetches."""
+    again: list[Op] = field(default_factory=list)
+    """Forwards that run again before the backward."""
     compute: Op | None = None
     grads: dict[int, Op] = field(default_factory=dict)
     """Gradient offloads, by tensor."""
@@ -40,7 +42,10 @@ def program(plan: Plan) -> list[Step]:
         if not 0 <= op.step < plan.steps:
             raise PlanError(f"op {op.id} is at step {op.step}; the plan has steps 0 to {plan.steps - 1}")
         step = steps[op.step]
-        if op.kind in ("forward", "backward"):
+        if op.save is not None:
+            _check_again(op, plan, step)
+            step.again.append(op)
+        elif op.kind in ("forward", "backward"):
             step.compute = op
         elif op.kind == "prefetch":
             (step.before if step.compute is None else step.after).append(op)
@@ -55,6 +60,15 @@ def program(plan: Plan) -> list[Step]:
         if step.compute is None:
             raise PlanError(f"step {at} of the plan has no computation")
     return steps
+
+
+def _check_again(op: Op, plan: Plan, step: Step) -> None:
+    computed = plan.steps - 1 - op.step
+    if op.kind != "forward" or op.step < len(plan.options) or op.block > computed or step.compute is not None:
+        raise PlanError(
+            f"op {op.id} has save={op.save!r} and is the {op.kind} of block {op.block} in step {op.step}; a forward "
+            "runs again in a backward step, before its backward, and is of that block or an earlier one"
+        )
 
 
 def owners(blocks: Sequence[Sequence[int]]) -> dict[int, list[int]]:

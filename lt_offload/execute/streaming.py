@@ -92,3 +92,10 @@ class Streaming:
     def _evict(self, item: Copies) -> None:
         write_back(self.device, [item], label=f"evict {item.label}")
         item.detach()
+
+
+def room(blocks: Sequence[Sequence[Weight]], budget: int) -> int:
+    """Return the arena to stream in: room for all weights if that leaves half of ``budget``, or two blocks, or one."""
+    sizes = sorted(sum(round_up(weight.nbytes, ALIGNMENT) for weight in block) for block in blocks)
+    everything = sum(round_up(weight.nbytes, ALIGNMENT) for weight in {w for block in blocks for w in block})
+    return next((size for size in (everything, sum(sizes[-2:])) if size <= budget // 2), sizes[-1])

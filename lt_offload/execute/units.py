@@ -3,13 +3,16 @@
 The block's graph is private: outside it, autograd sees one node per block. That node's backward finds (or rebuilds) the
 private graph, runs it, and returns the gradients that arrived at the block's inputs. Parameters get their gradients
 inside, where the engine's hooks pick them up.
+
+Between its forward and its backward a block may run again, any number of times: what it has saved is then replaced. The
+outer graph holds neither inputs nor outputs of a block, so what a frame lets go of is free.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -18,16 +21,22 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from typing_extensions import override
 
+from lt_offload.errors import UnsupportedError
 from lt_offload.execute.activations import CacheCostly, Moved, Pager, ReplayCostly, SavedTensors
 from lt_offload.execute.device import Device
 from lt_offload.execute.params import Weight
 from lt_offload.execute.pools import HostPool
-from lt_offload.profile.options import is_activation
+from lt_offload.plan.schedule import Save
+from lt_offload.profile.chain import tensors_of, version
+from lt_offload.profile.options import is_activation, travels
 from lt_offload.profile.types import OptionName
+
+_RECORDED = ("keep", "offload")
+"""Options whose forward builds the private graph."""
 
 
 class Frame:
-    """What one forward leaves for its backward."""
+    """What one forward leaves for its backward, and for running again before that."""
 
     def __init__(
         self,
@@ -36,19 +45,26 @@ class Frame:
         pool: HostPool,
         index: int,
         label: str,
+        name: str,
         option: OptionName,
         forward: Callable[..., Any],
         weights: Sequence[Weight],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        again: bool = False,
     ) -> None:
         self.device = device
         self.index = index
+        self.name = name
         self.option = option
         self.forward = forward
         self.weights = weights
-        self.pager = Pager(device, pool, label) if option in ("offload", "mixed") else None
+        self.pager = Pager(device, pool, label) if option in ("offload", "mixed", "reload") else None
         self.done = False
+        self.again = again
+        """The block runs again whatever its option."""
+        self.sources: tuple[int, ...] | None = None
+        """Which of the outputs of the block before its activation inputs are; None: they are something else."""
         self._leaves, self._spec = tree_flatten((args, kwargs))
         positional = len(tree_flatten(args)[0])
         self._slots = [
@@ -60,52 +76,100 @@ class Frame:
         self._shared = [
             leaf for at, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and at not in self._slots
         ]
-        self._inputs: list[Tensor | Moved] = []
+        self._inputs: list[Tensor | Moved] | None = None
+        self._versions: list[int] = []
         self._rng: list[Tensor] = []
         self._cache: CacheCostly | None = None
-        self._roots: list[GradientEdge | None] = []
+        self._roots: list[GradientEdge | None] | None = None
         self._input_grads: list[Tensor | None] = [None] * len(self._slots)
         self._out: list[Any] = []
         self._out_slots: list[int] = []
         self._out_spec: TreeSpec | None = None
 
     @property
+    def _is_first(self) -> bool:
+        """Whether its input is part of the batch, which stays for the whole iteration anyway."""
+        return self.index == 0 and self.again
+
+    @property
     def needs_backward(self) -> bool:
         """Whether a gradient can reach the block's weights or inputs."""
         return any(self._needs_grad) or any(weight.param.requires_grad for weight in self.weights)
 
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The activation inputs, until they have been taken."""
+        return [self._leaves[at] for at in self._slots]
+
     def take_inputs(self) -> list[Tensor]:
         """Return the activation inputs and forget them: whoever needs them later saves them."""
-        inputs = [self._leaves[at] for at in self._slots]
+        inputs = self.inputs
         for at in self._slots:
             self._leaves[at] = None
         return inputs
 
     def run(self, anchor: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Run the forward. Return the output tensors, detached, and those among them that no gradient can reach."""
-        if self.option in ("keep", "offload"):
-            with torch.enable_grad(), SavedTensors(self.weights, self.pager, self._shared):
-                out = self._call(self._enter(anchor, inputs))
+        recorded = self.option in _RECORDED
+        if recorded:
+            out = self._record(anchor, inputs, self.pager)
         else:
             self._rng = self.device.rng_state()
             with torch.no_grad(), ExitStack() as stack:
                 if self.option == "mixed":
                     assert self.pager is not None
                     self._cache = stack.enter_context(CacheCostly(self.pager))
+                versions = [version(x) for x in inputs]
                 out = self._call(inputs)
-            self._inputs = [self.pager.take(x) if self.pager else x for x in inputs]
+            self._save(inputs, versions)
         self._out, self._out_spec = tree_flatten(out)
         self._out_slots = [at for at, leaf in enumerate(self._out) if isinstance(leaf, Tensor)]
         tensors = [self._out[at] for at in self._out_slots]
         for at in self._out_slots:
             self._out[at] = None
-        if self.option in ("keep", "offload"):
-            self._roots = [get_gradient_edge(t) if t.requires_grad else None for t in tensors]
-            unreached = [not t.requires_grad for t in tensors]
-        else:
-            unreached = [not t.is_floating_point() for t in tensors]
+        unreached = [not (t.requires_grad if recorded else t.is_floating_point()) for t in tensors]
         detached = [t.detach() for t in tensors]
         return detached, [t for t, dead in zip(detached, unreached, strict=True) if dead]
+
+    def run_frozen(self) -> Any:
+        """Run the forward of a block that no gradient can reach; return its output."""
+        inputs = self.take_inputs()
+        if self.again:
+            self._rng = self.device.rng_state()
+            self._inputs = [*inputs] if self._is_first else None
+            self._versions = [version(x) for x in inputs]
+        with torch.no_grad():
+            return self._call(inputs)
+
+    def can_run_again(self, handed: Sequence[Tensor] | None) -> bool:
+        """Return whether its input is at hand: saved, or among what the block before has just returned."""
+        return not self._slots or self._inputs is not None or (handed is not None and self.sources is not None)
+
+    def run_again(self, anchor: Tensor, handed: list[Tensor] | None, save: Save) -> list[Tensor]:
+        """Run the forward as it ran first, let go of what was saved and save something else; return the outputs.
+
+        Args:
+            anchor: requires grad.
+            handed: what the block before has returned, if it was run again just now; will be empty.
+            save: what to save.
+        """
+        assert self.can_run_again(handed)
+        inputs = self._take_saved()
+        if inputs is None:
+            inputs = [handed[at] for at in self.sources] if handed and self.sources else []
+        if handed is not None:
+            handed.clear()
+        self.release()
+        self._versions = [version(x) for x in inputs]
+        with self._first_random_numbers():
+            if save == "all":
+                out = self._record(anchor, inputs, None)
+            else:
+                with torch.no_grad():
+                    out = self._call(inputs)
+        if save == "input" or self._is_first:
+            self._inputs = [*inputs]
+        return [t.detach() for t in tensors_of(out)]
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
         """Return the block's output structure with ``tensors`` in place."""
@@ -118,14 +182,13 @@ class Frame:
 
     def backward(self, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Run the backward, rebuilding the graph if need be; return the gradients of the activation inputs."""
-        roots: Sequence[GradientEdge | Tensor | None] = self._roots
-        if self.option in ("recompute", "mixed"):
-            roots = self._rebuild(anchor)
+        if self._roots is None:
+            self._rebuild(anchor)
+        roots, self._roots, self._inputs = self._roots or [], None, None
         pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if root is not None and grad is not None]
-        self._roots = []
         del roots
         if pairs:
-            torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])  # type: ignore[arg-type]
+            torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
         found, self._input_grads = self._input_grads, []
         self.close()
         return found
@@ -133,7 +196,12 @@ class Frame:
     def close(self) -> None:
         """Let go of everything that was saved."""
         self.done = True
-        self._inputs, self._roots, self._cache, self._leaves, self._shared = [], [], None, [], []
+        self.release()
+        self._leaves, self._shared = [], []
+
+    def release(self) -> None:
+        """Let go of saved inputs, results and graph."""
+        self._inputs, self._roots, self._cache = None, None, None
         if self.pager is not None:
             self.pager.close()
 
@@ -141,19 +209,60 @@ class Frame:
         """Remember the gradient of an activation input."""
         self._input_grads[slot] = grad
 
-    def _rebuild(self, anchor: Tensor) -> list[Tensor | None]:
-        inputs = [x.restore() if isinstance(x, Moved) else x for x in self._inputs]
-        self._inputs = []
-        now = self.device.rng_state()
-        self.device.set_rng_state(self._rng)
-        with torch.enable_grad(), SavedTensors(self.weights, None, self._shared), ExitStack() as stack:
+    def _rebuild(self, anchor: Tensor) -> None:
+        inputs = self._take_saved()
+        assert inputs is not None or not self._slots, f"block {self.name} has saved nothing to run its backward from"
+        with self._first_random_numbers():
+            self._record(anchor, inputs or [], None)
+
+    def _record(self, anchor: Tensor, inputs: Sequence[Tensor], pager: Pager | None) -> Any:
+        """Run the forward and keep its graph; what it saves travels with ``pager`` if there is one."""
+        with torch.enable_grad(), SavedTensors(self.weights, pager, self._shared), ExitStack() as stack:
             entered = self._enter(anchor, inputs)
             del inputs
             if self._cache is not None:
                 stack.enter_context(ReplayCostly(self._cache))
             out = self._call(entered)
-        self.device.set_rng_state(now)
-        return [t if t.requires_grad else None for t in tree_flatten(out)[0] if isinstance(t, Tensor)]
+        self._roots = [get_gradient_edge(t) if t.requires_grad else None for t in tensors_of(out)]
+        return out
+
+    def _save(self, inputs: Sequence[Tensor], versions: list[int]) -> None:
+        """Save the input, as it was before the forward, in the way of the option."""
+        self._versions = versions
+        self._check_untouched(inputs)
+        if self.option == "recompute":
+            self._inputs = list(inputs)
+        elif self.option != "discard":
+            assert self.pager is not None
+            moves = [self.option == "mixed" or travels(x) for x in inputs]
+            take = self.pager.take
+            self._inputs = [take(x, watch=True) if move else x for x, move in zip(inputs, moves, strict=True)]
+
+    def _take_saved(self) -> list[Tensor] | None:
+        """Return the saved input, which is no longer saved then."""
+        saved, self._inputs = self._inputs, None
+        if saved is None:
+            return None
+        self._check_untouched(saved)
+        return [x.restore() if isinstance(x, Moved) else x for x in saved]
+
+    def _check_untouched(self, inputs: Sequence[Tensor | Moved]) -> None:
+        for x, known in zip(inputs, self._versions, strict=True):
+            if isinstance(x, Tensor) and version(x) != known:
+                raise UnsupportedError(
+                    f"the input of block {self.name} was written to after the block was called with it, so that the "
+                    "block cannot run again; write out of place"
+                )
+
+    @contextmanager
+    def _first_random_numbers(self) -> Iterator[None]:
+        """Let the block draw what it drew first."""
+        now = self.device.rng_state()
+        self.device.set_rng_state(self._rng)
+        try:
+            yield
+        finally:
+            self.device.set_rng_state(now)
 
     def _enter(self, anchor: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
         return [

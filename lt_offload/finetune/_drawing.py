@@ -28,6 +28,7 @@ NUMBERED = 0.022
 
 KINDS = {
     "forward": "forward",
+    "rerun": "forward that runs again",
     "backward": "backward",
     "prefetch-weight": "weights to device",
     "offload-weight": "weights to host",
@@ -90,6 +91,8 @@ def _bar(span: Span, plan: Plan) -> Bar:
     if 0 <= span.op < len(plan.ops):
         op = plan.ops[span.op]
         kind = f"{op.kind}-{op.payload}" if op.kind in ("prefetch", "offload") else op.kind
+        if op.save is not None:
+            kind = "rerun"
         block, size = op.block, op.bytes
     else:
         words = [*span.label.split(), "", ""]
@@ -159,11 +162,11 @@ def _lane(lane: Resource, drawn: Sequence[Bar], trace: Trace, blocks: Sequence[s
     numbers = "".join(
         f'<i style="left:{_percent(bar.start / axis_s)};width:{_percent(bar.busy / axis_s)}">{bar.block}</i>'
         for bar in drawn
-        if bar.kind in ("forward", "backward") and bar.block is not None and bar.busy >= NUMBERED * axis_s
+        if bar.kind in ("forward", "rerun", "backward") and bar.block is not None and bar.busy >= NUMBERED * axis_s
     )
     return (
         f'<div class="lane" data-lane="{lane}"><p>{LANES[lane]} <small>{busy}</small></p>'
-        f'<div class="band">{_svg(LANE_HEIGHT, rects)}{numbers}</div></div>'
+        f'<div class="band">{_svg(LANE_HEIGHT, rects, LANES[lane])}{numbers}</div></div>'
     )
 
 
@@ -186,7 +189,9 @@ def _title(bar: Bar, blocks: Sequence[str]) -> str:
         parts[0] += f", block {bar.block}"
         parts += [blocks[bar.block]] if bar.block < len(blocks) else []
     parts.append(f"{format_seconds(bar.busy)} from {format_seconds(bar.start)}")
-    if bar.bytes:
+    if bar.bytes and bar.lane == "compute" and not bar.kind.startswith("offload"):
+        parts.append(f"reads {format_bytes(bar.bytes)} in host memory")
+    elif bar.bytes:
         rate = f" at {format_bytes(bar.bytes / bar.busy)}/s" if bar.busy > 0 else ""
         parts.append(f"{format_bytes(bar.bytes)}{rate}")
     if bar.ops > 1:
@@ -222,7 +227,8 @@ def _memory(trace: Trace, axis_s: float) -> str:
     share = f", {peak / trace.budget_bytes:.1%} of the budget" if trace.budget_bytes else ""
     return (
         f'<div class="lane memory" data-lane="memory"><p>device memory <small>peak {format_bytes(peak)}{share}</small>'
-        f'</p><div class="band tall">{_svg(MEMORY_HEIGHT, drawn)}{label}</div></div>'
+        f'</p><div class="band tall">{_svg(MEMORY_HEIGHT, drawn, f"device memory: peak {format_bytes(peak)}{share}")}'
+        f"{label}</div></div>"
     )
 
 
@@ -273,8 +279,11 @@ def _tick_times(axis_s: float) -> list[float]:
     return [step * i for i in range(int(axis_s / step * 0.985) + 1)]
 
 
-def _svg(height: int, content: str) -> str:
-    return f'<svg viewBox="0 0 {WIDTH:g} {height}" preserveAspectRatio="none" role="img">{content}</svg>'
+def _svg(height: int, content: str, label: str) -> str:
+    return (
+        f'<svg viewBox="0 0 {WIDTH:g} {height}" preserveAspectRatio="none" role="img" aria-label="{escape(label)}">'
+        f"{content}</svg>"
+    )
 
 
 def _percent(share: float) -> str:

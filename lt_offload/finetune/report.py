@@ -5,43 +5,25 @@ Knows plans, profiles and traces; not trainers and not torch, so that a plan can
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from importlib.resources import files
-from itertools import groupby
 from pathlib import Path
 
 from lt_offload.finetune import _drawing as drawing
-from lt_offload.plan.perfetto import LANES
-from lt_offload.plan.schedule import Payload, Plan, Resource, UpdatePlace
+from lt_offload.finetune import _tables as tables
+from lt_offload.finetune._html import NONE, page, section, table, unbroken
+from lt_offload.finetune._plot import Line, bars, chart
+from lt_offload.finetune._sweep import sweep_page
+from lt_offload.plan.marginal import Gain
+from lt_offload.plan.schedule import Plan
+from lt_offload.plan.sweep import Sweep
 from lt_offload.plan.trace import Trace
 from lt_offload.profile.types import Profile
 from lt_offload.units import format_bytes, format_seconds
 
 _COMMON_AXIS = 3.0
 """Two iterations share one time scale unless one is so many times longer than the other."""
-_PLACED = ("loss_before", "loss_after", "sample", "step_s", "device_peak_bytes", "host_peak_bytes")
-"""Keys of the summary that have places of their own."""
-_PAYLOADS: dict[Payload, str] = {
-    "weight": "weights",
-    "grad": "gradients",
-    "state": "optimizer state",
-    "activation": "activations",
-}
-_SCRIPT = """for (const figure of document.querySelectorAll("figure"))
-  for (const event of ["pointerover", "click"])
-    figure.addEventListener(event, ({target}) => {
-      const title = target.tagName === "rect" && target.firstElementChild;
-      if (title) figure.querySelector(".readout").textContent = title.textContent;
-    });"""
-"""Shows a bar's title below its drawing, for fingers; without scripts the browser's own tooltip remains."""
-_PLACES: dict[UpdatePlace, str] = {
-    "device": "device",
-    "paged": "device, state fetched",
-    "host": "host",
-    "none": "nowhere",
-}
 
 
 def write_report(
@@ -52,6 +34,7 @@ def write_report(
     predicted: Trace,
     measured: Trace | None,
     summary: Mapping[str, object],
+    gains: Sequence[Gain] = (),
 ) -> Path:
     """Write ``report.html`` into a run folder and return its path.
 
@@ -64,50 +47,62 @@ def write_report(
         summary: ``loss_before``, ``loss_after`` and ``sample`` (generated text) have their own places; ``step_s``,
             ``device_peak_bytes`` and ``host_peak_bytes`` are figures of the whole run, where ``measured`` has those of
             one iteration. Everything else is listed under the settings, in the given order.
+        gains: what more of each resource would buy.
     """
-    return _write(Path(run_dir) / "report.html", _page(plan, profile, predicted, measured, summary))
+    return _write(Path(run_dir) / "report.html", _page(plan, profile, predicted, measured, summary, gains))
 
 
-def write_plan_report(path: str | Path, plan: Plan, profile: Profile, predicted: Trace) -> Path:
-    """Write the report of a plan that has not run to ``path`` and return the path."""
-    return _write(Path(path), _page(plan, profile, predicted, None, {}))
+def write_plan_report(
+    path: str | Path, plan: Plan, profile: Profile, predicted: Trace, gains: Sequence[Gain] = ()
+) -> Path:
+    """Write the report of a plan that has not run to ``path`` and return the path; ``gains`` as for a run."""
+    return _write(Path(path), _page(plan, profile, predicted, None, {}, gains))
 
 
-def _write(path: Path, page: str) -> Path:
+def write_sweep_report(path: str | Path, sweep: Sweep) -> Path:
+    """Write the curves and the table of a sweep to ``path`` and return the path."""
+    return _write(Path(path), sweep_page(sweep))
+
+
+def _write(path: Path, html: str) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(page, encoding="utf-8")
+    path.write_text(html, encoding="utf-8")
     return path
 
 
-def _page(plan: Plan, profile: Profile, predicted: Trace, measured: Trace | None, summary: Mapping[str, object]) -> str:
+def _page(
+    plan: Plan,
+    profile: Profile,
+    predicted: Trace,
+    measured: Trace | None,
+    summary: Mapping[str, object],
+    gains: Sequence[Gain],
+) -> str:
     title = f"{plan.model} in {format_bytes(plan.budget_bytes)}"
-    style = files("lt_offload.finetune").joinpath("report.css").read_text(encoding="utf-8")
     outcome = _outcome(plan, measured, summary)
     kind = "training report" if measured else "plan"
     tokens = f"{plan.batch_size} × {plan.sequence_length} tokens"
     about = ", ".join((tokens, profile.dtype, profile.optimizer.name, profile.hardware.name))
-    body = [
-        f"<header><h1>{escape(title)}</h1><p>{kind} · {escape(about)}</p></header>",
-        f'<p class="lead">{_lead(plan, profile, outcome)}</p>',
-        _figures(plan, profile, outcome, summary),
-        _times(plan, outcome),
-        _iterations(plan, profile, predicted, measured),
-        _decisions(plan, profile),
-        _traffic(plan, profile, predicted, measured),
-        _alternatives(plan, predicted.iteration_time),
-        _settings(plan, profile, summary),
-        _sample(summary),
-        "<footer>Made by lt_offload. The same data is in plan.json, profile.json and trace.json; "
-        "trace.perfetto.json opens in ui.perfetto.dev and chrome://tracing.</footer>"
-        if measured
-        else "<footer>Made by lt_offload.</footer>",
-    ]
-    return (
-        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
-        '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
-        f"<title>{escape(title)}</title><style>{style}</style></head>\n<body>\n"
-        + "\n".join(body)
-        + f"\n<script>{_SCRIPT}</script>\n</body></html>\n"
+    return page(
+        title,
+        [
+            f"<header><h1>{escape(title)}</h1><p>{kind} · {escape(about)}</p></header>",
+            f'<p class="lead">{unbroken(_lead(plan, profile, outcome))}</p>',
+            _figures(plan, profile, outcome, summary),
+            _times(plan, outcome),
+            _iterations(plan, profile, predicted, measured),
+            tables.gains(plan, gains),
+            _batch(plan),
+            tables.decisions(plan, profile),
+            tables.traffic(plan, profile, predicted, measured),
+            tables.alternatives(plan, predicted.iteration_time),
+            tables.settings(plan, profile, summary),
+            _sample(summary),
+            "<footer>Made by lt_offload. The same data is in plan.json, profile.json and trace.json; "
+            "trace.perfetto.json opens in ui.perfetto.dev and chrome://tracing.</footer>"
+            if measured
+            else "<footer>Made by lt_offload.</footer>",
+        ],
     )
 
 
@@ -171,10 +166,11 @@ def _lead(plan: Plan, profile: Profile, outcome: _Outcome) -> str:
 def _figures(plan: Plan, profile: Profile, outcome: _Outcome, summary: Mapping[str, object]) -> str:
     promise = plan.predicted
     share = plan.budget_bytes / _needed(profile)
+    size = f"{share:.0%} of" if share < 1 else f"{share:.1f} times"
     peak = format_bytes(promise.device_peak_bytes) if outcome.measured else ""
     step = format_seconds(promise.iteration_s) if outcome.measured else ""
     entries = [
-        ("Budget", format_bytes(plan.budget_bytes), f"{share:.0%} of weights, gradients and state"),
+        ("Budget", format_bytes(plan.budget_bytes), f"{size} weights, gradients and state"),
         ("Device peak", format_bytes(outcome.device_peak), f"predicted {peak}"),
         ("Step time", format_seconds(outcome.step_s), f"predicted {step}"),
         ("Plan's gap", f"{promise.gap:.1%}", f"to the lower bound of {format_seconds(promise.lower_bound_s)}"),
@@ -199,21 +195,11 @@ def _times(plan: Plan, outcome: _Outcome) -> str:
     ]
     if outcome.measured:
         rows.append(("measured", outcome.step_s))
-    longest = max(seconds for _, seconds in rows) or 1.0
-    cells = "".join(
-        f'<dt>{name}</dt><dd{_chosen(name)}><i style="width:{78 * seconds / longest:.2f}%"></i>'
-        f"<span>{format_seconds(seconds)}</span></dd>"
-        for name, seconds in rows
-    )
-    return f'<dl class="times">{cells}</dl>'
-
-
-def _chosen(name: str) -> str:
-    return ' class="chosen"' if name in ("predicted", "measured") else ""
+    return bars([(name, seconds, format_seconds(seconds)) for name, seconds in rows], chosen=len(rows) - 1)
 
 
 def _iterations(plan: Plan, profile: Profile, predicted: Trace, measured: Trace | None) -> str:
-    names = _block_names(profile)
+    names = tables.block_names(profile)
     lengths = [trace.iteration_time for trace in (predicted, measured) if trace]
     common = max(lengths) <= _COMMON_AXIS * min(lengths)
     shown = []
@@ -223,163 +209,58 @@ def _iterations(plan: Plan, profile: Profile, predicted: Trace, measured: Trace 
             waits = max(0.0, trace.iteration_time - trace.busy("compute"))
             shown.append(
                 f'<figure data-source="{trace.source}"><figcaption>{name} {format_seconds(trace.iteration_time)} '
-                f"<small>compute waits {format_seconds(waits)}</small></figcaption>"
+                f"<small>compute {f'waits {format_seconds(waits)}' if waits > 1e-6 else 'never waits'}</small>"
+                "</figcaption>"
                 f'{drawing.iteration(trace, plan, names, axis)}<p class="readout"></p></figure>'
             )
     scale = " Both are drawn to the same scale." if measured and common else ""
     scale = " The two have different time scales." if measured and not common else scale
-    bars = [bar for trace in (predicted, measured) if trace for bar in drawing.bars(trace, plan)]
-    return (
-        f'<h2>One iteration</h2><p class="note">What each part of the machine does; hover for block, size and time. '
-        f"Shades alternate from block to block; iterations repeat, so work that runs into the next one is seen at the "
-        f"beginning.{scale}</p>{drawing.legend(bars)}{''.join(shown)}"
+    drawn = [bar for trace in (predicted, measured) if trace for bar in drawing.bars(trace, plan)]
+    return section(
+        "One iteration",
+        "What each part of the machine does; point at a bar for block, size and time. Shades alternate from block to "
+        f"block; iterations repeat, so work that runs into the next one is seen at the beginning.{scale}",
+        drawing.legend(drawn),
+        *shown,
     )
 
 
-# -- tables ----------------------------------------------------------------------------------------------------------
-
-
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]], *, numeric: Iterable[int] = ()) -> str:
-    """Return a table of cells that are HTML already; ``numeric`` are the columns set flush right."""
-    right = set(numeric)
-
-    def line(tag: str, cells: Sequence[str]) -> str:
-        marks = (' class="n"' if column in right else "" for column in range(len(cells)))
-        return "<tr>" + "".join(f"<{tag}{m}>{cell}</{tag}>" for m, cell in zip(marks, cells, strict=True)) + "</tr>"
-
-    body = "".join(line("td", row) for row in rows)
-    return f'<div class="scroll"><table><thead>{line("th", head)}</thead><tbody>{body}</tbody></table></div>'
-
-
-def _decisions(plan: Plan, profile: Profile) -> str:
-    fetched: dict[int, int] = {}
-    for op in plan.ops:
-        if op.kind == "prefetch" and op.payload == "weight":
-            for tensor in op.tensors:
-                fetched[tensor] = fetched.get(tensor, 0) + profile.tensors[tensor].bytes
-    described = [(block, _decision(block, plan, profile, fetched)) for block in range(len(profile.blocks))]
-    names = _block_names(profile)
-    rows = []
-    for cells, run in groupby(described, key=lambda item: item[1]):
-        members = [names[block] for block, _ in run]
-        rows.append([_range(members), *cells])
-    head = ("block", "weights", "stay on device", "fetched per iteration", "activations", "updated on")
-    return (
-        '<h2>Decisions</h2><p class="note">Neighbouring blocks that are treated alike share a row; '
-        "sizes are per block.</p>" + _table(head, rows, numeric=(1, 3))
-    )
-
-
-def _decision(block: int, plan: Plan, profile: Profile, fetched: Mapping[int, int]) -> tuple[str, ...]:
-    mine = [i for i, tensor in enumerate(profile.tensors) if block in tensor.blocks]
-    size = sum(profile.tensors[i].bytes for i in mine)
-    stay = sum(profile.tensors[i].bytes for i in mine if i not in fetched) / size if size else 1.0
-    moved = sum(fetched.get(i, 0) for i in mine)
-    tied = " (tied)" if any(len(profile.tensors[i].blocks) > 1 for i in mine) else ""
-    option = profile.blocks[block].option(plan.options[block])
-    places: dict[UpdatePlace, int] = {}
-    for i in mine:
-        if profile.tensors[i].trainable:
-            place = plan.update_places[i]
-            places[place] = places.get(place, 0) + profile.tensors[i].bytes
-    return (
-        f"{format_bytes(size)}{tied}",
-        f'<span class="share"><i style="width:{stay:.0%}"></i></span>{stay:.0%}',
-        format_bytes(moved) if moved else "–",
-        option.name + (f", {format_bytes(option.offload_bytes)} to host" if option.offload_bytes else ""),
-        _shares(places) or "frozen",
-    )
-
-
-def _shares(places: Mapping[UpdatePlace, int]) -> str:
-    total = sum(places.values())
-    ordered = sorted(places.items(), key=lambda item: -item[1])
-    if len(ordered) == 1:
-        return _PLACES[ordered[0][0]]
-    return ", ".join(f"{_PLACES[place]} {size / total:.0%}" for place, size in ordered)
-
-
-def _block_names(profile: Profile) -> list[str]:
-    """Return the names of the blocks without the dotted prefix that all of them share."""
-    paths = [block.name.split(".") for block in profile.blocks]
-    shared = 0
-    while all(len(path) > shared + 1 and path[shared] == paths[0][shared] for path in paths):
-        shared += 1
-    return [".".join(path[shared:]) for path in paths]
-
-
-def _range(names: Sequence[str]) -> str:
-    if len(names) == 1:
-        return escape(names[0])
-    return f"{escape(names[0])} – {escape(names[-1].rpartition('.')[2])} <small>{len(names)} blocks</small>"
-
-
-def _traffic(plan: Plan, profile: Profile, predicted: Trace, measured: Trace | None) -> str:
-    rows = []
-    for lane in LANES:
-        on_lane = [op for op in plan.ops if op.resource == lane]
-        sizes = [sum(op.bytes for op in on_lane if op.payload == payload) for payload in _PAYLOADS]
-        updated = [t for op in on_lane for t in op.tensors] if lane == "host" else []
-        sizes.append(sum(sizes) + sum(profile.tensors[t].bytes for t in updated))
-        busy = [_busy(trace, lane) for trace in (predicted, measured) if trace]
-        rows.append([LANES[lane], *(format_bytes(size) if size else "–" for size in sizes), *busy])
-    head = ["", *_PAYLOADS.values(), "together", "busy, predicted", *(["busy, measured"] if measured else [])]
-    return (
-        '<h2>Traffic and load</h2><p class="note">Bytes per iteration, and the share of the iteration during which '
-        "each part works; the row of the host update counts the weights it updates.</p>"
-        + _table(head, rows, numeric=range(1, len(head)))
-    )
-
-
-def _busy(trace: Trace, lane: Resource) -> str:
-    seconds = trace.busy(lane)
-    share = f" <small>{seconds / trace.iteration_time:.0%}</small>" if trace.iteration_time > 0 else ""
-    return format_seconds(seconds) + share
-
-
-def _alternatives(plan: Plan, chosen_s: float) -> str:
-    if not plan.alternatives:
+def _batch(plan: Plan) -> str:
+    """Return the throughput against the batch size, if that was chosen with the plan."""
+    curve = plan.batch_curve
+    if not curve:
         return ""
-    rows = [[escape(plan.planner), format_seconds(chosen_s), "chosen"]]
-    rows += [
-        [escape(a.planner), format_seconds(a.iteration_s) if a.iteration_s is not None else "–", escape(a.reason)]
-        for a in dict.fromkeys(plan.alternatives)
-    ]
-    return '<h2>Runners-up</h2><p class="note">Candidates that were generated and simulated.</p>' + _table(
-        ("planner", "iteration", ""), rows, numeric=(1,)
+    chosen = next(at for at, point in enumerate(curve) if point.batch_size == plan.batch_size)
+    drawing = chart(
+        "Samples per second",
+        [float(point.batch_size) for point in curve],
+        [
+            Line(name="relaxed program", values=[point.relaxed_samples_per_s for point in curve]),
+            Line(name="plan", values=[point.samples_per_s for point in curve], main=True),
+        ],
+        x_text=lambda x: f"{x:g}",
+        y_text=lambda y: f"{y:.3g}",
+        chosen=chosen,
     )
-
-
-# -- settings --------------------------------------------------------------------------------------------------------
-
-
-def _settings(plan: Plan, profile: Profile, summary: Mapping[str, object]) -> str:
-    hardware, optimizer = profile.hardware, profile.optimizer
-    pairs: list[tuple[str, object]] = [
-        ("planner", plan.planner),
-        ("device budget", format_bytes(plan.budget_bytes)),
-        ("host budget", format_bytes(plan.host_budget_bytes)),
-        ("batch", f"{plan.batch_size} × {plan.sequence_length} tokens"),
-        ("arena for weights and states", format_bytes(plan.arena_bytes)),
-        ("optimizer", optimizer.name),
-        ("update on the host", f"{format_bytes(optimizer.host_bytes_per_s)}/s"),
-        ("update on the device", f"{format_bytes(optimizer.device_bytes_per_s)}/s"),
-        ("host to device", f"{format_bytes(hardware.h2d_bytes_per_s)}/s"),
-        ("device to host", f"{format_bytes(hardware.d2h_bytes_per_s)}/s"),
-        ("machine", hardware.name),
-        ("times", "estimated" if profile.estimated else "measured"),
-        ("model structure", plan.fingerprint),
+    rows = [
+        [
+            str(point.batch_size),
+            NONE if point.samples_per_s is None else f"{point.samples_per_s:.3g}",
+            NONE if point.iteration_s is None else format_seconds(point.iteration_s),
+            NONE if point.device_peak_bytes is None else format_bytes(point.device_peak_bytes),
+            escape(point.reason),
+        ]
+        for point in curve
     ]
-    pairs += [(key.replace("_", " "), value) for key, value in summary.items() if key not in _PLACED]
-    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(_plain(value))}</dd></div>" for name, value in pairs)
-    notes = "".join(f"<li>{escape(note)}</li>" for note in plan.notes)
-    return f'<h2>Settings</h2><dl class="pairs">{cells}</dl>' + (f'<ul class="notes">{notes}</ul>' if notes else "")
-
-
-def _plain(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    head = ("batch size", "samples/s", "iteration", "device peak", "outcome")
+    return section(
+        "Batch size",
+        f"Chosen with the plan: {plan.batch_size}. Sizes without a point were judged by the relaxed program alone.",
+        drawing,
+        table(head, rows, numeric=(1, 2, 3), marked=chosen, label="Batch sizes"),
+    )
 
 
 def _sample(summary: Mapping[str, object]) -> str:
     sample = summary.get("sample")
-    return f"<h2>Sample</h2><blockquote>{escape(str(sample))}</blockquote>" if sample else ""
+    return section("Sample", "", f"<blockquote>{escape(str(sample))}</blockquote>") if sample else ""

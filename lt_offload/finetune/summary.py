@@ -6,9 +6,9 @@ Knows Lightning's hooks and, if the strategy has them, its plan, profile and tra
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -18,6 +18,18 @@ from rich.panel import Panel
 from rich.table import Table
 
 from lt_offload.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lt_offload.plan.marginal import Gain
+    from lt_offload.plan.schedule import Plan
+    from lt_offload.profile.types import Profile
+
+_PATIENCE = 0.1
+"""The part of the time of training that the report may take to say what more memory would have bought ..."""
+_MOST_PATIENCE = 40.0
+"""... in seconds at most ..."""
+_LEAST_PATIENCE = 2.0
+"""... and not at all with fewer seconds than that for each of its plans."""
 
 
 class RunSummary(Callback):
@@ -78,6 +90,8 @@ class RunSummary(Callback):
             facts["held-out loss"] = " -> ".join(f"{loss:.4f}" for _, loss in _ends(self.losses))
         if plan is not None:
             predicted = plan.predicted
+            if plan.batch_curve:
+                facts["batch size"] = f"{plan.batch_size}, chosen from {len(plan.batch_curve)} sizes"
             facts["memory budget"] = format_bytes(plan.budget_bytes)
             facts["measured peak"] = (
                 f"{_bytes(self.figures, 'device_peak_bytes')} (plan: {format_bytes(predicted.device_peak_bytes)})"
@@ -102,7 +116,7 @@ class RunSummary(Callback):
         return sorted(self.step_times)[len(self.step_times) // 2] if self.step_times else 0.0
 
 
-def write_run_report(summary: RunSummary, trainer: Trainer, folder: Path) -> Path | None:
+def write_run_report(summary: RunSummary, trainer: Trainer, folder: Path, gains: Sequence[Gain] = ()) -> Path | None:
     """Write ``report.html`` into ``folder`` if the strategy has a plan, and return its path."""
     strategy: Any = trainer.strategy
     if getattr(strategy, "plan", None) is None or strategy.profile is None:
@@ -122,7 +136,27 @@ def write_run_report(summary: RunSummary, trainer: Trainer, folder: Path) -> Pat
         predicted=simulate(strategy.plan, strategy.profile),
         measured=strategy.trace,
         summary=content,
+        gains=gains,
     )
+
+
+def run_gains(summary: RunSummary, trainer: Trainer) -> tuple[Gain, ...]:
+    """Return what more memory and faster links would have bought; nothing after a run too short to be worth the wait.
+
+    A few plans are made for that, in a small part of the time that training took.
+    """
+    strategy: Any = trainer.strategy
+    patience = min(_MOST_PATIENCE, _PATIENCE * sum(summary.step_times)) / 4
+    if getattr(strategy, "plan", None) is None or strategy.profile is None or patience < _LEAST_PATIENCE:
+        return ()
+    from lt_offload.plan import solve
+    from lt_offload.plan.marginal import gains
+
+    def again(profile: Profile, memory: int, host_memory: int) -> Plan:
+        changed = {"host_memory": host_memory, "time_limit": patience}
+        return solve(profile, memory=memory, **strategy.planning | changed)
+
+    return gains(strategy.plan, strategy.profile, again, say=lambda what: rank_zero_info(f"{what} ..."))
 
 
 def print_summary(summary: RunSummary, trainer: Trainer, folder: Path, report: Path | None) -> None:

@@ -1,5 +1,6 @@
 """What to do in one training iteration: plans are made, checked, simulated and explained here. Imports no torch."""
 
+from lt_offload.plan.batch import BatchChoice, choose_batch
 from lt_offload.plan.check import check
 from lt_offload.plan.explain import explain
 from lt_offload.plan.schedule import Op, Plan
@@ -7,4 +8,4 @@ from lt_offload.plan.select import solve
 from lt_offload.plan.simulate import simulate
 from lt_offload.plan.trace import Trace
 
-__all__ = ["Op", "Plan", "Trace", "check", "explain", "simulate", "solve"]
+__all__ = ["BatchChoice", "Op", "Plan", "Trace", "check", "choose_batch", "explain", "simulate", "solve"]

@@ -9,14 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lt_offload.plan.build import place_copies
-from lt_offload.plan.choices import Choices, Stay, TensorChoice, block_choices, uses
-from lt_offload.plan.memory import backward_steps, fixed_bytes, framework_bytes, host_bytes
+from lt_offload.plan.build import place_copies, room_needed
+from lt_offload.plan.choices import Choices, Stay, TensorChoice, block_choices, resident_tensors, uses
+from lt_offload.plan.memory import backward_steps, fixed_bytes, framework_bytes
 from lt_offload.plan.offmate_config import held_bytes
+from lt_offload.plan.proposal import Allowed, self_contained
 from lt_offload.profile.types import OptionName, OptionProfile, Profile
-
-Allowed = tuple[tuple[OptionProfile, ...], ...]
-"""Per block, the options that may be chosen."""
 
 
 def resident_choices(profile: Profile, allowed: Allowed) -> Iterator[tuple[Choices, int]]:
@@ -25,11 +23,11 @@ def resident_choices(profile: Profile, allowed: Allowed) -> Iterator[tuple[Choic
     The fastest come first. Block by block, activations are recomputed that free the most bytes per second of
     recomputation. Nothing is yielded if a block has only options that copy.
     """
-    offers = [[o for o in options if not o.offload_bytes] for options in allowed]
+    offers = [[o for o in options if not o.offload_bytes] for options in self_contained(allowed)]
     if not all(offers):
         return
     chosen = [min(options, key=_seconds) for options in offers]
-    tensors = tuple(TensorChoice(place="device" if tensor.trainable else "none") for tensor in profile.tensors)
+    tensors = resident_tensors(profile)
     arena: int | None = None
     for _, block, option in [(0.0, 0, chosen[0]), *sorted(_swaps(profile, offers, chosen), key=lambda swap: swap[:2])]:
         chosen[block] = option
@@ -114,19 +112,21 @@ def smallest(profile: Profile, allowed: Allowed, *, host_update: bool, host_budg
     for options in option_sets(profile, allowed):
         for on_host in (True, False) if host_update else (False,):
             choices = streaming_choices(profile, options, host_update=on_host, lead=0, lag=0)
-            used = choices.usage
-            ram = host_bytes(used.options, used.places, profile)
+            ram = choices.host_bytes(profile)
             if host_budget is None or ram <= host_budget:
-                peak = int(framework_bytes(used, profile).max()) + place_copies(choices, profile).extent
-                found.append(Smallest(choices=choices, device_bytes=peak + fixed_bytes(profile), host_bytes=ram))
+                needed = room_needed(choices, profile) + fixed_bytes(profile)
+                found.append(Smallest(choices=choices, device_bytes=needed, host_bytes=ram))
     return min(found, key=lambda item: item.device_bytes, default=None)
 
 
 def option_sets(profile: Profile, allowed: Allowed) -> list[tuple[OptionName, ...]]:
     """Return ways to choose one option per block: what holds the least, has the lowest peaks, needs no RAM."""
-    pairs = list(zip(profile.blocks, allowed, strict=True))
+    pairs = list(zip(profile.blocks, self_contained(allowed), strict=True))
     found: list[tuple[OptionName, ...]] = [
-        tuple(min(options, key=lambda o: (held_bytes(b, o), o.backward_peak_bytes)).name for b, options in pairs),
+        tuple(
+            min(options, key=lambda o: (held_bytes(b, o), o.backward_peak_bytes, _seconds(o))).name
+            for b, options in pairs
+        ),
         tuple(min(options, key=lambda o: held_bytes(b, o) + o.backward_peak_bytes).name for b, options in pairs),
         tuple(min(options, key=lambda o: (o.offload_bytes, held_bytes(b, o))).name for b, options in pairs),
         tuple(min(options, key=lambda o: (o.offload_bytes, o.backward_peak_bytes)).name for b, options in pairs),

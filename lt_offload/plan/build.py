@@ -12,6 +12,7 @@ from lt_offload.plan.choices import Choices
 from lt_offload.plan.copies import DeviceCopy, device_copies, state_room
 from lt_offload.plan.emit import Emitter
 from lt_offload.plan.link import link
+from lt_offload.plan.memory import framework_bytes
 from lt_offload.plan.schedule import Plan, Prediction, Residency
 from lt_offload.profile.types import Profile
 from lt_offload.units import format_bytes
@@ -24,6 +25,11 @@ def place_copies(choices: Choices, profile: Profile) -> Placement:
     """Return the arena that ``choices`` need, its offsets in the order of ``device_copies``."""
     steps = 2 * len(profile.blocks)
     return place([copy.lifetime(steps) for copy in device_copies(choices, profile)], steps)
+
+
+def room_needed(choices: Choices, profile: Profile) -> int:
+    """Return the device bytes that ``choices`` need besides those that no plan changes."""
+    return place_copies(choices, profile).extent + int(framework_bytes(choices.usage, profile).max())
 
 
 def build(

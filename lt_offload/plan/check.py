@@ -1,15 +1,17 @@
 """Whether a plan may be carried out: structure, residency, order and budgets. Repairs nothing.
 
 Every violation names the op and the rule that it breaks. The rules about residency and order are in
-:mod:`lt_offload.plan.replay`.
+:mod:`lt_offload.plan.replay`, those about forwards that run again in :mod:`lt_offload.plan.check_reruns`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lt_offload.plan.check_reruns import broken_reruns
+from lt_offload.plan.computations import computations
 from lt_offload.plan.copies import state_room
-from lt_offload.plan.memory import backward_steps, device_bytes, host_bytes
+from lt_offload.plan.memory import backward_steps, computation_bytes, host_bytes, reruns
 from lt_offload.plan.replay import describe, replay
 from lt_offload.plan.schedule import ALIGNMENT, Op, Plan
 from lt_offload.profile.types import Profile
@@ -24,9 +26,10 @@ def check(plan: Plan, profile: Profile) -> list[str]:
     if found:
         return found
     found = [*_structure(plan, profile), *_order_of_issue(plan), *_updates(plan, profile), *_activations(plan, profile)]
+    found = found or [*broken_reruns(plan, profile)]
     if found:
         return found
-    return [*replay(plan, profile), *_budgets(plan, profile)]
+    return [*_direct_bytes(plan, profile), *replay(plan, profile), *_budgets(plan, profile)]
 
 
 def _identity(plan: Plan, profile: Profile) -> Iterator[str]:
@@ -58,15 +61,42 @@ def _structure(plan: Plan, profile: Profile) -> Iterator[str]:
         if any(not 0 <= t < len(profile.tensors) for t in op.tensors):
             yield f"{name}: tensors: the model has {len(profile.tensors)}"
             continue
+        written = op.payload == "grad" and op.resource == "compute"
         expected = _LANES.get(op.kind, "host" if op.resource == "host" else "compute")
-        if op.resource != expected:
+        if op.resource != expected and not written:
             yield f"{name}: resource: it occupies {op.resource}, it should be {expected}"
         if op.until is not None and not op.step <= op.until < plan.steps:
             yield f"{name}: until: step {op.until} is not one of the rest of the iteration"
+        if written and op.until is not None and op.until != op.step:
+            yield f"{name}: until: a gradient that the backward writes to the host is gone in step {op.step}"
         yield from _payload(op, plan, profile)
-        computed = min(op.step, plan.steps - 1 - op.step)
-        if op.kind in ("forward", "backward", "update") and op.block != computed:
-            yield f"{name}: block: the step is one of block {computed}"
+        yield from _computed(op, plan, profile)
+
+
+def _computed(op: Op, plan: Plan, profile: Profile) -> Iterator[str]:
+    """Block, saving and direct access of computations and updates."""
+    name = describe(op)
+    block = min(op.step, plan.steps - 1 - op.step)
+    if op.save is not None and (op.kind != "forward" or op.step < plan.steps // 2):
+        yield f"{name}: save: only forwards that run again, in backward steps, say what they save"
+    elif op.save is not None and op.block > block:
+        yield f"{name}: block: the step is one of block {block}, only that and earlier ones may run again"
+    elif op.save is None and op.kind in ("forward", "backward", "update") and op.block != block:
+        yield f"{name}: block: the step is one of block {block}"
+    if op.direct and (op.kind not in ("forward", "backward") or list(op.direct) != sorted(set(op.direct))):
+        yield f"{name}: direct: only computations read tensors directly, each once, in ascending order"
+        return
+    read = op.tensors if op.payload == "grad" and op.resource == "compute" else op.direct
+    for t in read:
+        tensor = profile.tensors[t] if 0 <= t < len(profile.tensors) else None
+        if tensor is None or op.block not in tensor.blocks:
+            yield f"{name}: direct: tensor {t} is none of its block"
+        elif tensor.direct is None:
+            yield f"{name}: direct: {tensor.name} cannot be accessed in host memory"
+    if op.direct and op.kind == "backward" and not profile.blocks[op.block].has_backward:
+        yield f"{name}: direct: it computes nothing"
+    if op.kind == "update" and op.bytes:
+        yield f"{name}: bytes: updates copy nothing"
 
 
 def _payload(op: Op, plan: Plan, profile: Profile) -> Iterator[str]:
@@ -97,9 +127,22 @@ def _bytes(op: Op, plan: Plan, profile: Profile) -> int:
     return sum(tensor.state_bytes if op.payload == "state" else tensor.bytes for tensor in tensors)
 
 
+def _direct_bytes(plan: Plan, profile: Profile) -> Iterator[str]:
+    """Computations say how much they read in host memory."""
+    expected = computations(plan.options, reruns(plan), profile)
+    for op, computation in zip(_computations(plan), expected, strict=True):
+        nbytes, _ = computation.direct(op.direct, profile)
+        if op.bytes != nbytes:
+            yield f"{describe(op)}: bytes: {op.bytes} are given, it reads {nbytes} directly"
+
+
+def _computations(plan: Plan) -> list[Op]:
+    return [op for op in plan.ops if op.kind in ("forward", "backward")]
+
+
 def _order_of_issue(plan: Plan) -> Iterator[str]:
-    """Steps ascend; within one, ops stand as the contract says; each has exactly one computation."""
-    computations = [0] * plan.steps
+    """Steps ascend; within one, ops stand as the contract says; each has one computation that is no repetition."""
+    count = [0] * plan.steps
     last = (-1, 0)
     for op in plan.ops:
         if not 0 <= op.step < plan.steps:
@@ -108,25 +151,25 @@ def _order_of_issue(plan: Plan) -> Iterator[str]:
         if place < last:
             yield f"{describe(op)}: order: it is issued after ops of a later step or phase"
         last = max(last, place)
-        if op.kind in ("forward", "backward"):
-            computations[op.step] += 1
+        if op.kind in ("forward", "backward") and op.save is None:
+            count[op.step] += 1
             if (op.kind == "forward") != (op.step < plan.steps // 2):
                 yield f"{describe(op)}: order: the first half of the steps are forwards, the second half backwards"
         if op.kind == "update" and op.step < plan.steps // 2:
             yield f"{describe(op)}: order: there are no updates in forward steps"
-    for step, count in enumerate(computations):
-        if count != 1:
-            yield f"step {step}: order: it has {count} computations instead of one"
+    for step, computed in enumerate(count):
+        if computed != 1:
+            yield f"step {step}: order: it has {computed} computations instead of one"
 
 
 def _phase(op: Op) -> int:
     if op.kind == "prefetch":
         return 1
     if op.kind in ("forward", "backward"):
-        return 2
+        return 3 if op.save is None else 2
     if op.kind == "update" or op.payload == "grad":
-        return 3
-    return 4 if op.kind == "offload" else 5
+        return 4
+    return 5 if op.kind == "offload" else 6
 
 
 def _updates(plan: Plan, profile: Profile) -> Iterator[str]:
@@ -138,6 +181,8 @@ def _updates(plan: Plan, profile: Profile) -> Iterator[str]:
             for t in op.tensors:
                 if t in sent or plan.update_places[t] != "host":
                     yield f"{describe(op)}: gradient: {profile.tensors[t].name} sends it once, if the host updates it"
+                elif op.step != (complete := backward_steps(profile.tensors[t].blocks, profile)[-1]):
+                    yield f"{describe(op)}: gradient: that of {profile.tensors[t].name} is complete in step {complete}"
                 sent.add(t)
         for t in op.tensors if op.kind == "update" else ():
             if t in seen:
@@ -187,13 +232,12 @@ def _activations(plan: Plan, profile: Profile) -> Iterator[str]:
 
 
 def _budgets(plan: Plan, profile: Profile) -> Iterator[str]:
-    memory = device_bytes(plan, profile)
-    step = int(memory.argmax())
-    if memory[step] > plan.budget_bytes:
-        worst = next(op for op in plan.ops if op.step == step and op.kind in ("forward", "backward"))
+    memory = computation_bytes(plan, profile)
+    worst = int(memory.argmax())
+    if memory[worst] > plan.budget_bytes:
         yield (
-            f"{describe(worst)}: budget: {format_bytes(int(memory[step]))} are needed of "
-            f"{format_bytes(plan.budget_bytes)} ({int(memory[step]) - plan.budget_bytes} bytes too many)"
+            f"{describe(_computations(plan)[worst])}: budget: {format_bytes(int(memory[worst]))} are needed of "
+            f"{format_bytes(plan.budget_bytes)} ({int(memory[worst]) - plan.budget_bytes} bytes too many)"
         )
     ram = host_bytes(plan.options, plan.update_places, profile)
     if ram > plan.host_budget_bytes:

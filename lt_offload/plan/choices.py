@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from lt_offload.plan.memory import Usage, backward_steps
-from lt_offload.plan.schedule import Save, UpdatePlace
+from lt_offload.plan.computations import Rerun as Rerun
+from lt_offload.plan.memory import Usage, backward_steps, host_bytes
+from lt_offload.plan.pace import Pace
+from lt_offload.plan.schedule import UpdatePlace
 from lt_offload.profile.types import OptionName, Profile
 
 
@@ -51,14 +53,6 @@ class BlockChoice:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rerun:
-    """A forward that runs again within a backward step."""
-
-    block: int
-    save: Save
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Choices:
     """One iteration, decided."""
 
@@ -74,14 +68,41 @@ class Choices:
             options=tuple(block.option for block in self.blocks),
             places=tuple(tensor.place for tensor in self.tensors),
             grad_until={t: c.grad_until for t, c in enumerate(self.tensors) if c.grad_until is not None},
+            grad_direct={t for t, c in enumerate(self.tensors) if c.grad_direct},
             left={i: c.until for i, c in enumerate(self.blocks) if c.until is not None},
             fetched={i: c.fetch for i, c in enumerate(self.blocks) if c.fetch is not None},
+            reruns=self.reruns,
         )
 
+    def host_bytes(self, profile: Profile) -> int:
+        """Return the bytes of RAM that they take."""
+        used = self.usage
+        return host_bytes(used.options, used.places, profile)
 
-def uses(blocks: tuple[int, ...], profile: Profile) -> list[int]:
-    """Return the steps that compute with a tensor of ``blocks``, ascending."""
-    return sorted({*blocks, *backward_steps(blocks, profile)})
+    def activations_needed(self, block: int) -> int:
+        """Return the step in which ``block`` first needs what it has offloaded: to run again, or for its backward."""
+        again = [step for step, found in self.reruns.items() if any(rerun.block == block for rerun in found)]
+        return min([2 * len(self.blocks) - 1 - block, *again])
+
+
+def uses(blocks: tuple[int, ...], profile: Profile, reruns: Mapping[int, tuple[Rerun, ...]] | None = None) -> list[int]:
+    """Return the steps that compute with a tensor of ``blocks``, ascending; ``reruns`` as in :class:`Choices`."""
+    again = {step for step, found in (reruns or {}).items() if any(rerun.block in blocks for rerun in found)}
+    return sorted({*blocks, *backward_steps(blocks, profile), *again})
+
+
+def copy_uses(tensor: int, choices: Choices, profile: Profile) -> list[int]:
+    """Return the steps that need a device copy of the weight of ``tensor``, ascending: uses that are not direct."""
+    blocks, choice = profile.tensors[tensor].blocks, choices.tensors[tensor]
+    found = {step for step in uses(blocks, profile, choices.reruns) if step not in choice.direct}
+    if choice.place in ("device", "paged"):
+        found.add(backward_steps(blocks, profile)[-1])
+    return sorted(found)
+
+
+def resident_tensors(profile: Profile) -> tuple[TensorChoice, ...]:
+    """Return the tensors' choices if all weights and states stay on the device."""
+    return tuple(TensorChoice(place="device" if tensor.trainable else "none") for tensor in profile.tensors)
 
 
 def block_choices(profile: Profile, options: tuple[OptionName, ...], *, lag: int, lead: int) -> tuple[BlockChoice, ...]:
@@ -90,12 +111,13 @@ def block_choices(profile: Profile, options: tuple[OptionName, ...], *, lag: int
     Both cost the activations' memory for a step and let the copy run beside a computation. Where forward and backward
     are too close, as for the last blocks, they are less.
     """
+    pace = Pace(profile)
     found = []
     for index, (block, option) in enumerate(zip(profile.blocks, options, strict=True)):
         if not block.has_backward or not block.option(option).offload_bytes:
             found.append(BlockChoice(option=option))
             continue
         backward = 2 * len(profile.blocks) - 1 - index
-        until = min(index + lag, backward - 1)
-        found.append(BlockChoice(option=option, until=until, fetch=max(backward - lead, until + 1)))
+        until = min(pace.later(index, lag), backward - 1)
+        found.append(BlockChoice(option=option, until=until, fetch=max(pace.earlier(backward, lead), until + 1)))
     return tuple(found)

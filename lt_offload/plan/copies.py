@@ -58,7 +58,8 @@ def device_copies(choices: Choices, profile: Profile) -> list[DeviceCopy]:
     copies = []
     for index, (tensor, choice) in enumerate(zip(profile.tensors, choices.tensors, strict=True)):
         room = aligned(tensor.bytes)
-        copies += [DeviceCopy("weight", index, tensor.bytes, room, stay) for stay in choice.stays or (None,)]
+        always = () if choice.direct else (None,)
+        copies += [DeviceCopy("weight", index, tensor.bytes, room, stay) for stay in choice.stays or always]
         if choice.place in ("device", "paged") and tensor.state_bytes:
             room = state_room(tensor.state_bytes)
             copies.append(DeviceCopy("state", index, tensor.state_bytes, room, choice.state_stay))

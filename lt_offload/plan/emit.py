@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 
-from lt_offload.plan.choices import Choices
+from lt_offload.plan.choices import Choices, copy_uses
+from lt_offload.plan.computations import Computation, computations
 from lt_offload.plan.copies import DeviceCopy
 from lt_offload.plan.memory import backward_steps
-from lt_offload.plan.schedule import Op, OpKind, Payload, Resource
+from lt_offload.plan.schedule import Op, OpKind, Payload, Resource, Save
 from lt_offload.profile.types import Profile
 
 
@@ -44,6 +45,9 @@ class Emitter:
             if tensor.trainable:
                 self.completed_at[backward_steps(tensor.blocks, profile)[-1]].append(index)
         self.copies_of: dict[tuple[str, int], list[DeviceCopy]] = defaultdict(list)
+        self._computations: dict[int, list[Computation]] = defaultdict(list)
+        for computation in computations([block.option for block in choices.blocks], choices.reruns, profile):
+            self._computations[computation.step].append(computation)
         self._fetched_at: dict[int, list[DeviceCopy]] = defaultdict(list)
         self._released_at: dict[int, list[DeviceCopy]] = defaultdict(list)
         for copy in copies:
@@ -56,7 +60,8 @@ class Emitter:
         """Write every op."""
         for step in range(self.steps):
             self._prefetches(step)
-            self._computation(step)
+            for computation in self._computations[step]:
+                self._compute(computation)
             self._updates(step)
             self._activation_offload(step)
             self._write_backs(step)
@@ -68,13 +73,13 @@ class Emitter:
         found: dict[tuple[int, int, int, bool], list[DeviceCopy]] = defaultdict(list)
         for block, choice in enumerate(self.choices.blocks):
             if choice.fetch == step:
-                found[self.steps - 1 - block - step, 0, block, False] = []
+                found[self.choices.activations_needed(block) - step, block, 0, False] = []
         for copy in self._fetched_at[step]:
             block, wait = self._need(copy, step)
             # What waits for an update on the host does not delay the rest.
             on_host = copy.payload == "weight" and self.choices.tensors[copy.tensor].place == "host"
-            found[wait, 1 if copy.payload == "weight" else 2, block, on_host].append(copy)
-        for (_, _, block, _), copies in sorted(found.items()):
+            found[wait, block, 1 if copy.payload == "weight" else 2, on_host].append(copy)
+        for (_, block, _, _), copies in sorted(found.items()):
             if not copies:
                 nbytes = self._offloaded(block)
                 self.activations_in[block] = self._copy("prefetch", step, block, "activation", nbytes=nbytes)
@@ -87,27 +92,41 @@ class Emitter:
     def _need(self, copy: DeviceCopy, step: int) -> tuple[int, int]:
         """Return the block that needs ``copy`` first from ``step`` on, and how many steps later."""
         blocks = self.profile.tensors[copy.tensor].blocks
-        backward = backward_steps(blocks, self.profile)
-        candidates = backward[-1:] if copy.payload == "state" else [*blocks, *backward]
-        need = min(candidates, key=lambda use: (use - step) % self.steps)
-        return min(need, self.steps - 1 - need), (need - step) % self.steps
-
-    def _computation(self, step: int) -> None:
-        index = min(step, self.steps - 1 - step)
-        block = self.profile.blocks[index]
-        option = block.option(self.choices.blocks[index].option)
-        if step < len(self.profile.blocks):
-            self.computations.append(self._add("forward", step, index, "compute", seconds=option.forward_s))
+        if copy.payload == "state":
+            candidates = backward_steps(blocks, self.profile)[-1:]
         else:
-            seconds = option.backward_s if block.has_backward else 0.0
-            self.computations.append(self._add("backward", step, index, "compute", seconds=seconds))
-        self.computed.append(self.computations[-1])
+            candidates = copy_uses(copy.tensor, self.choices, self.profile)
+        need = min(candidates, key=lambda use: (use - step) % self.steps)
+        computed = [computation.block for computation in self._computations[need]]
+        # Those that run again in a step ascend to the block whose backward it is.
+        return min(block for block in computed if block in blocks), (need - step) % self.steps
+
+    def _compute(self, what: Computation) -> None:
+        """Write a computation; the last one of a step is its forward or backward."""
+        tensors = [] if what.idle else self.of_block[what.block]
+        direct = [t for t in tensors if what.step in self.choices.tensors[t].direct]
+        nbytes, seconds = what.direct(direct, self.profile)
+        op = self._add(
+            what.kind,
+            what.step,
+            what.block,
+            "compute",
+            nbytes=nbytes,
+            seconds=what.seconds + seconds,
+            save=what.save,
+            direct=direct,
+        )
+        if what.save is None:
+            self.computations.append(op)
+            self.computed.append(op)
 
     def _updates(self, step: int) -> None:
         """Updates on the device, gradients to the host, and the updates there."""
         ready = self.completed_at[step]
         for place in ("device", "paged"):
             self._update(step, [t for t in ready if self.choices.tensors[t].place == place], "compute")
+        written = [t for t in ready if self.choices.tensors[t].grad_direct]
+        self._write_gradients(step, written)
         by_until: dict[int, list[int]] = defaultdict(list)
         for t in ready:
             until = self.choices.tensors[t].grad_until
@@ -118,9 +137,21 @@ class Emitter:
             out = self._copy("offload", step, block, "grad", tensors=tensors, nbytes=nbytes, until=until)
             self.held_until[until].append(out)
             self.grads_out.update(dict.fromkeys(tensors, out))
-        for _, tensors in sorted(by_until.items()):
+        for tensors in (written, *(tensors for _, tensors in sorted(by_until.items()))):
             self._update(step, tensors, "host")
             self.current.update({t: self.updated[t] for t in tensors})
+
+    def _write_gradients(self, step: int, tensors: list[int]) -> None:
+        """Gradients that the backward writes to host memory itself."""
+        if tensors:
+            costs = [self.profile.tensors[t].direct for t in tensors]
+            seconds, nbytes = sum(cost.grad_s for cost in costs if cost is not None), self._bytes(tensors)
+            block = self.steps - 1 - step
+            out = self._add(
+                "offload", step, block, "compute", "grad", tensors=tensors, nbytes=nbytes, seconds=seconds, until=step
+            )
+            self.grads_out.update(dict.fromkeys(tensors, out))
+            self.computed[step] = out
 
     def _update(self, step: int, tensors: list[int], resource: Resource) -> None:
         if tensors:
@@ -216,6 +247,8 @@ class Emitter:
         nbytes: int = 0,
         seconds: float = 0.0,
         until: int | None = None,
+        save: Save | None = None,
+        direct: Iterable[int] = (),
     ) -> int:
         op = Op(
             id=len(self.ops),
@@ -229,6 +262,8 @@ class Emitter:
             bytes=nbytes,
             seconds=seconds,
             until=until,
+            save=save,
+            direct=tuple(direct),
         )
         self.ops.append(op)
         return op.id

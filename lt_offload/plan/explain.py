@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import textwrap
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, zip_longest
 
-from lt_offload.plan.schedule import Alternative, Plan
+from lt_offload.plan.schedule import Alternative, Op, Plan
 from lt_offload.units import format_bytes, format_seconds
 
 WIDTH = 100
 _LABEL = 16
 _MOST_ALTERNATIVES = 6
+_BAR = 20
+_MOST_CHAINS = 12
 _LANES = {"compute": "compute", "h2d": "copies to device", "d2h": "copies to host", "host": "updates on host"}
 _MEANINGS = {
     "keep": "activations stay on the device between forward and backward",
     "recompute": "only the block's input is kept; the backward runs the forward again",
     "offload": "activations wait on the host between forward and backward",
     "mixed": "results of costly operations wait on the host, cheap ones are computed again",
+    "reload": "only the block's input is kept, on the host; the backward runs the forward again",
+    "discard": "nothing is kept; forwards of earlier blocks run again until its input is there",
+    "again": "how often the forward runs again, before the backward",
+    "direct": "bytes that computations read or write in host memory themselves, without a copy on the device",
     "host": "the gradient is sent to the host, which updates the weight there",
     "paged": "updated on the device, with optimizer states that are fetched for it and sent back",
     "device": "updated on the device, where the optimizer states stay",
@@ -27,6 +33,8 @@ _MEANINGS = {
     "in, out": "bytes per block and iteration that are copied to the device and to the host; - if nothing is",
 }
 _HEADERS = ("blocks", "activations", "weights in", "states in", "gradients out", "tensors updated on")
+_LIMITS = (7, 20, 17, 11, 17)
+"""Characters of each column but the last, which takes what is left."""
 
 
 def explain(plan: Plan) -> str:
@@ -39,8 +47,13 @@ def explain(plan: Plan) -> str:
         "",
         *_fields(_legend(plan)),
     ]
+    again = _chains(plan)
+    if again:
+        lines += ["", *_fields([("run again", again)])]
     if plan.notes:
         lines += ["", *_fields([("note", note) for note in plan.notes])]
+    if plan.batch_curve:
+        lines += ["", "Batch sizes:", *_fields(_batch_sizes(plan))]
     if plan.alternatives:
         lines += ["", "Not chosen:", *_fields(_alternative(a) for a in plan.alternatives[:_MOST_ALTERNATIVES])]
     return "\n".join(lines) + "\n"
@@ -85,13 +98,51 @@ def _traffic(plan: Plan) -> Iterator[tuple[str, str]]:
     moved: dict[str, int] = defaultdict(int)
     busy: dict[str, float] = defaultdict(float)
     for op in plan.ops:
-        moved[op.resource] += op.bytes
+        written = op.payload == "grad" and op.resource == "compute"
+        moved["written" if written else op.resource] += op.bytes
         busy[op.resource] += op.seconds
     to_device, to_host = format_bytes(moved["h2d"]), format_bytes(moved["d2h"])
-    yield "copies", f"{to_device} to the device, {to_host} to the host per iteration"
+    copies = f"{to_device} to the device, {to_host} to the host per iteration"
+    if moved["compute"]:
+        copies += f"; {format_bytes(moved['compute'])} read directly"
+    if moved["written"]:
+        copies += f"; {format_bytes(moved['written'])} written directly"
+    yield "copies", copies
     if plan.predicted.iteration_s:
         parts = [f"{name} {busy[lane] / plan.predicted.iteration_s:.0%}" for lane, name in _LANES.items() if busy[lane]]
         yield "busy", ", ".join(parts)
+
+
+def _chains(plan: Plan) -> str:
+    """Return how many forwards run again, and in which chains, e.g. ``"2x blocks 3-5"``; empty if none does."""
+    chains: list[list[Op]] = []
+    again = [op for op in plan.ops if op.save is not None]
+    for op in again:
+        if chains and chains[-1][-1].id == op.id - 1 and chains[-1][-1].block == op.block - 1:
+            chains[-1].append(op)
+        else:
+            chains.append([op])
+    counts = sorted(Counter((chain[0].block, chain[-1].block) for chain in chains).items())
+    texts = [f"{count}x {_span(first, last)}" for (first, last), count in counts]
+    if len(texts) > _MOST_CHAINS:
+        texts = [*texts[: _MOST_CHAINS - 1], f"and {len(texts) - _MOST_CHAINS + 1} more"]
+    seconds = format_seconds(sum(op.seconds for op in again))
+    return f"{len(again)} forwards per iteration, {seconds}, in chains: {', '.join(texts)}" if again else ""
+
+
+def _span(first: int, last: int) -> str:
+    return f"block {first}" if first == last else f"blocks {first}-{last}"
+
+
+def _batch_sizes(plan: Plan) -> Iterator[tuple[str, str]]:
+    most = max((point.samples_per_s or 0.0 for point in plan.batch_curve), default=0.0)
+    for point in plan.batch_curve:
+        if point.samples_per_s is None or point.iteration_s is None:
+            yield str(point.batch_size), point.reason
+            continue
+        bar = "#" * round(_BAR * point.samples_per_s / most)
+        speed = f"{point.samples_per_s:.3g} samples/s, {format_seconds(point.iteration_s)} per iteration"
+        yield str(point.batch_size), f"{bar:<{_BAR}} {speed}: {point.reason}"
 
 
 def _alternative(found: Alternative) -> tuple[str, str]:
@@ -110,13 +161,24 @@ class _Block:
     """Bytes per (kind, payload)."""
     places: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     """Tensors per update place."""
+    again: int = 0
+    """Forwards that run again."""
+    read: int = 0
+    """Bytes that computations read directly."""
+    written: int = 0
+    """Bytes of gradients that the backward writes to the host itself."""
 
 
 def _blocks(plan: Plan) -> list[_Block]:
     blocks = [_Block(index, option) for index, option in enumerate(plan.options)]
     for op in plan.ops:
-        if op.payload is not None:
+        if op.payload == "grad" and op.resource == "compute":
+            blocks[op.block].written += op.bytes
+        elif op.payload is not None:
             blocks[op.block].moved[op.kind, op.payload] += op.bytes
+        elif op.kind != "update":
+            blocks[op.block].read += op.bytes
+            blocks[op.block].again += op.save is not None
         if op.kind == "update":
             for tensor in op.tensors:
                 blocks[op.block].places[plan.update_places[tensor]] += 1
@@ -126,21 +188,31 @@ def _blocks(plan: Plan) -> list[_Block]:
 def _kind(block: _Block) -> tuple[object, ...]:
     """Blocks in a row with equal kinds share a line."""
     fetched = tuple(bool(block.moved["prefetch", payload]) for payload in ("weight", "state"))
-    return block.option, fetched, tuple(sorted(block.places))
+    direct = bool(block.read), bool(block.written)
+    return block.option, bool(block.again), fetched, direct, tuple(sorted(block.places))
 
 
 def _row(run: Sequence[_Block]) -> tuple[str, ...]:
     first, last = run[0].index, run[-1].index
     copied = _sizes(block.moved["offload", "activation"] for block in run)
     places = {place: [block.places[place] for block in run] for place in _MEANINGS if place in run[0].places}
+    activations = run[0].option if copied == "-" else f"{run[0].option} {copied}"
+    if run[0].again:
+        activations += f", again {_range([block.again for block in run])}x"
     return (
         str(first) if first == last else f"{first}-{last}",
-        run[0].option if copied == "-" else f"{run[0].option} {copied}",
-        _sizes(block.moved["prefetch", "weight"] for block in run),
+        activations,
+        _with_direct([block.moved["prefetch", "weight"] for block in run], [block.read for block in run]),
         _sizes(block.moved["prefetch", "state"] for block in run),
-        _sizes(block.moved["offload", "grad"] for block in run),
+        _with_direct([block.moved["offload", "grad"] for block in run], [block.written for block in run]),
         ", ".join(f"{place} {_range(counts)}" for place, counts in places.items()) or "none",
     )
+
+
+def _with_direct(copied: list[int], direct: list[int]) -> str:
+    if not any(direct):
+        return _sizes(copied)
+    return f"{_sizes(copied)}, direct {_sizes(direct)}" if any(copied) else f"direct {_sizes(direct)}"
 
 
 def _range(counts: Sequence[int]) -> str:
@@ -164,6 +236,10 @@ def _sizes(sizes: Iterable[int]) -> str:
 
 def _legend(plan: Plan) -> list[tuple[str, str]]:
     used = {*plan.options, *plan.update_places, "in, out"}
+    if any(op.save is not None for op in plan.ops):
+        used.add("again")
+    if any(op.bytes and op.resource == "compute" for op in plan.ops):
+        used.add("direct")
     return [(word, meaning) for word, meaning in _MEANINGS.items() if word in used]
 
 
@@ -176,13 +252,17 @@ def _fields(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
 
 
 def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    indent = sum(width + 2 for width in widths[:-1])
-    for at, row in enumerate(rows):
-        # Only the last column may need more than a line.
-        first, *rest = textwrap.wrap(row[-1], max(WIDTH - indent, len(_HEADERS[-1]))) or [""]
-        cells = [cell.ljust(width) for cell, width in zip(row[:-1], widths, strict=False)]
-        yield "  ".join([*cells, first]).rstrip()
-        yield from (" " * indent + line for line in rest)
+    """Yield lines; cells that are too wide take several."""
+    cells = [
+        [textwrap.wrap(cell, limit, break_long_words=False) or [""] for cell, limit in zip(row, _LIMITS, strict=False)]
+        for row in rows
+    ]
+    widths = [max(len(line) for row in cells for line in row[column]) for column in range(len(_LIMITS))]
+    indent = sum(width + 2 for width in widths)
+    last = [textwrap.wrap(row[-1], max(WIDTH - indent, len(_HEADERS[-1]))) or [""] for row in rows]
+    for at, (row, rest) in enumerate(zip(cells, last, strict=True)):
+        for lines in zip_longest(*row, rest, fillvalue=""):
+            *fixed, free = lines
+            yield "  ".join([*(cell.ljust(width) for cell, width in zip(fixed, widths, strict=True)), free]).rstrip()
         if at == 0:
-            yield "-" * min(WIDTH, indent + widths[-1])
+            yield "-" * min(WIDTH, indent + max(len(line) for lines in last for line in lines))

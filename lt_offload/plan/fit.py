@@ -65,7 +65,7 @@ def _relaxed(fitted: Fitted, wanted: Choices, profile: Profile, room: int) -> Fi
         replace(packed, grad_until=choice.grad_until)
         for packed, choice in zip(fitted.choices.tensors, relaxed.tensors, strict=True)
     )
-    return replace(fitted, choices=Choices(tensors=tensors, blocks=relaxed.blocks))
+    return replace(fitted, choices=replace(fitted.choices, tensors=tensors, blocks=relaxed.blocks))
 
 
 def _peak(choices: Choices, profile: Profile) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from lt_offload.plan.choices import Choices, Stay, uses
+from lt_offload.plan.choices import Choices, Stay, copy_uses
 from lt_offload.plan.copies import DeviceCopy
 from lt_offload.plan.memory import backward_steps
 from lt_offload.profile.types import Profile
@@ -21,7 +21,7 @@ class FlexibleStay:
         self.start, self.end = 0, self._since(copy.stay.end)
         tensor, choice = profile.tensors[copy.tensor], choices.tensors[copy.tensor]
         weight = copy.payload == "weight"
-        needed = uses(tensor.blocks, profile) if weight else backward_steps(tensor.blocks, profile)[-1:]
+        needed = copy_uses(copy.tensor, choices, profile) if weight else backward_steps(tensor.blocks, profile)[-1:]
         left = choice.write_back if weight else choice.state_leave
         inside = [at for step in needed if (at := self._since(step)) <= self.end]
         self.latest_start = max(min(inside) - 1, 0)

@@ -48,6 +48,8 @@ class _Linker:
         if op.kind == "drop":
             written = {e.current[t] for t in op.tensors if e.choices.tensors[t].write_back is not None}
             return written | {e.computed[op.step]}
+        if op.resource == "compute":
+            return {e.computations[op.step]}
         updated = {e.updated[t] for t in op.tensors} if op.payload in ("weight", "state") else set()
         return updated | {e.computed[op.step]}
 
@@ -56,8 +58,11 @@ class _Linker:
         e = self.emitted
         found = set(e.held_until.get((op.step - 1) % e.steps, ()))
         for t in e.of_block[op.block]:
-            found.update(c.fetch for c in e.copies_of["weight", t] if c.fetch is not None and c.covers(op.step))
-        if op.kind == "backward" and op.block in e.activations_in:
+            if t not in op.direct:
+                found.update(c.fetch for c in e.copies_of["weight", t] if c.fetch is not None and c.covers(op.step))
+            elif t in e.current:
+                found.add(e.current[t])
+        if op.step >= e.steps // 2 and op.block in e.activations_in:
             found.add(e.activations_in[op.block])
         return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lt_offload.errors import ConfigError
@@ -14,8 +14,8 @@ from lt_offload.profile.types import BlockProfile, OptionProfile
 class OffmateConfig:
     """Budgets, switches and modelling choices.
 
-    The defaults describe how the engine executes; ``phi=1, gamma=1, lag=0, lookahead=0, pools="shared"`` describe the
-    paper's runtime.
+    The defaults describe how the engine executes; ``phi=1, gamma=1, lag=0, lookahead=0, pools="shared",
+    launch_interrupts=True, late_update=False`` describe the paper's runtime.
     """
 
     budget_bytes: int | None
@@ -36,6 +36,9 @@ class OffmateConfig:
     late_update: bool = True
     """Whether the host may update a group whose next forward follows its last backward at once (the embedding). The
     forward then waits for the update; the paper leaves such groups to the device."""
+    launch_interrupts: bool = False
+    """Whether the host cannot update while it launches a step's kernels, as in the paper's (23). The engine updates on
+    threads of their own."""
     gamma: float | None = None
     """Peak of a group's gradient bytes over its trainable bytes: 1 if the update follows the whole backward of the
     block; None: its largest tensor, as when every tensor is updated as soon as its gradient is complete."""
@@ -45,6 +48,9 @@ class OffmateConfig:
     lookahead: int = 1
     """Offloaded activations take device memory this many steps before their backward and are fetched during any of
     them. With 0 a fetch is supposed to overlap with the backward that needs it."""
+    optimistic: bool = False
+    """For bounds of any planner's plans: also allow for activations that are dropped and computed again, at the cost of
+    one forward, and let embeddings that can be read in host memory cost neither copies nor device memory."""
     window: int = 6
     """Steps before and after a use in which its transfers may run."""
     gradient_window: int = 3
@@ -71,9 +77,11 @@ def allowed_options(block: BlockProfile, config: OffmateConfig) -> tuple[OptionP
         # Nothing is saved, recomputed or offloaded: its options differ in name only.
         return block.options[:1]
     left = tuple(
-        option
+        _run_again_once(option) if option.name == "discard" else option
         for option in block.options
-        if (config.recompute or option.name not in ("recompute", "mixed"))
+        # The program itself runs nothing again but the block whose backward it is.
+        if (option.name != "discard" or config.optimistic)
+        and (config.recompute or option.name not in ("recompute", "mixed", "reload", "discard"))
         and (config.activation_offload or option.offload_bytes == 0)
     )
     if not left:
@@ -82,6 +90,11 @@ def allowed_options(block: BlockProfile, config: OffmateConfig) -> tuple[OptionP
             f"block {block.name}, which offers {', '.join(o.name for o in block.options)}; allow one of them"
         )
     return left
+
+
+def _run_again_once(option: OptionProfile) -> OptionProfile:
+    """Return ``option`` with the least that running its forward again can cost."""
+    return replace(option, backward_s=option.backward_s + option.forward_s)
 
 
 def held_bytes(block: BlockProfile, option: OptionProfile) -> int:

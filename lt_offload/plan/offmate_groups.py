@@ -75,6 +75,8 @@ class GroupBuilder:
         self.problem, self.name, self.steps, self.config = problem, name, steps, config
         trainable, paged = group.trainable_bytes > 0, group.state_bytes > 0
         self.share = group.trainable_bytes / group.bytes if group.bytes else 0.0
+        self.same = int(config.optimistic)
+        """1: what happens within one step may happen in its order there, because steps are no barriers."""
         first_use = 2 * group.blocks[0] + 1
         # The host needs a step to receive gradients, one to update and one to send the result back.
         on_host = config.host_update and trainable and first_use >= 3
@@ -88,12 +90,12 @@ class GroupBuilder:
             late=late,
             host_share=problem.add_variable(f"{name}_X", 0, 1) if on_host or late else 0.0,
             resident=resident,
-            prefetch=self._flow("P", fetched),
+            prefetch=self._flow("P", {*fetched, *((0,) * self.same if on_host else ())}),
             write_back=self._flow("OW", self._write_backs(uses, release) if trainable else ()),
-            grad_offload=self._flow("OG", range(1 if late else min(config.gradient_window, first_use - 2) * on_host)),
-            host_update=self._flow("OP", (first_use,) if late else range(1, first_use - 1) if on_host else ()),
+            grad_offload=self._flow("OG", range(1 if late else self._gradient_steps(first_use) * on_host)),
+            host_update=self._flow("OP", (first_use,) if late else self._update_steps(first_use) if on_host else ()),
             state_resident=state,
-            state_prefetch=self._flow("PS", state_fetched),
+            state_prefetch=self._flow("PS", [*state_fetched, *((0,) * self.same if paged else ())]),
             state_offload=self._flow("OS", range(min(release, steps - 1)) if paged else ()),
         )
         self._require_weights()
@@ -103,6 +105,12 @@ class GroupBuilder:
             self._require_all_on_host()
         if paged:
             self._require_states()
+
+    def _gradient_steps(self, first_use: int) -> int:
+        return first_use if self.config.optimistic else min(self.config.gradient_window, first_use - 2)
+
+    def _update_steps(self, first_use: int) -> range:
+        return range(first_use) if self.config.optimistic else range(1, first_use - 1)
 
     def _flow(self, name: str, taus: Iterable[int]) -> list[Term]:
         flow: list[Term] = [0.0] * self.steps
@@ -162,20 +170,24 @@ class GroupBuilder:
     def _require_host_update(self) -> None:
         v, problem, last = self.terms, self.problem, self.terms.first_use - 1
         self._require_all_on_host()
-        for tau in range(1, min(self.config.gradient_window, last)):
+        arriving = last + 1 if self.config.optimistic else min(self.config.gradient_window, last)
+        for tau in range(1 - self.same, arriving):
             updated = [(1.0, flow) for flow in v.host_update[: tau + 1]]
             # C7; C6 implies it for later steps.
-            require(problem, [*updated, *((-1, flow) for flow in v.grad_offload[:tau])], "<=")
-        require(problem, [(1, v.resident[1]), (1, v.prefetch[1]), (self.share, v.host_share)], "<=", 1)  # C8
+            require(problem, [*updated, *((-1, flow) for flow in v.grad_offload[: tau + self.same])], "<=")
+        # C8. What the host updates has to be fetched anew, in a bound perhaps within the step of the backward.
+        at_once = [(-1.0, v.prefetch[0]), (1.0, v.prefetch[1])] if not self.same else [(-1.0, v.prefetch[0])]
+        require(problem, [(1, v.resident[1]), *at_once, (self.share, v.host_share)], "<=", 1)
         for tau in range(2, last + 1):
             # Without a prefetch, C3 and the row of tau = 1 imply it.
             if not isinstance(v.prefetch[tau], float):
-                stale = [(self.share, flow) for flow in v.host_update[tau : last + 1]]
+                stale = [(self.share, flow) for flow in v.host_update[tau + self.same : last + 1]]
                 require(problem, [(1, v.resident[tau]), (1, v.prefetch[tau]), *stale], "<=", 1)  # C8
 
     def _require_states(self) -> None:
         v, problem, end = self.terms, self.problem, self.steps - 1
-        require(problem, [(1, v.state_resident[end]), (1, v.state_prefetch[end]), (1, v.host_share)], ">=", 1)  # C4
+        arrived = [(1.0, v.state_prefetch[end]), (1.0, v.state_prefetch[0])]
+        require(problem, [(1, v.state_resident[end]), *arrived, (1, v.host_share)], ">=", 1)  # C4
         require(problem, [(1, v.state_resident[1]), (1, v.host_share)], "<=", 1)  # C4
         covered: set[int] = set()
         for tau in range(1, self.steps):

@@ -28,7 +28,8 @@ to the host and ``OP`` updated there, of Wg (4); ``Time`` of a step (2).
   in the printed (20) is the host's by mistake).
 - C12 and at least its copies to the device (21), C13 and to the host (22), with the activations that both equations
   forget,
-- C14 and at least the host's launches and updates (23).
+- C14 and at least the host's updates; with ``launch_interrupts`` its launches as well (23), without it all launches
+  together bound the iteration only.
 
 A group whose first forward directly follows its last backward (``tau_f = 1``, the embedding) has no step between in
 which the host could update it. The paper leaves it to the device, with states that may not fit; here its forward may
@@ -48,6 +49,7 @@ import pulp
 
 from lt_offload.plan.offmate_config import OffmateConfig, allowed_options, held_bytes
 from lt_offload.plan.offmate_groups import GroupBuilder, GroupTerms, Pair, Term, add, require
+from lt_offload.plan.pace import Pace
 from lt_offload.plan.solution import Group, groups
 from lt_offload.profile.types import BlockProfile, OptionProfile, Profile
 
@@ -60,9 +62,12 @@ class Program:
     With objective ``device`` or ``host``, that budget is a variable to minimise and time does not matter.
     """
 
-    def __init__(self, profile: Profile, config: OffmateConfig, objective: Objective = "time") -> None:
+    def __init__(
+        self, profile: Profile, config: OffmateConfig, objective: Objective = "time", pace: Pace | None = None
+    ) -> None:
         self.profile, self.config, self.objective = profile, config, objective
         self.steps = 2 * len(profile.blocks)
+        self.pace = pace or Pace(profile)
         self.options = [allowed_options(block, config) for block in profile.blocks]
         self.groups = groups(profile)
         # The solver sees units that make its absolute tolerances meaningful: the largest group and the mean step.
@@ -82,7 +87,12 @@ class Program:
             [pulp.LpAffineExpression() for _ in range(self.steps)] for _ in range(6)
         )
         self.host_memory = pulp.LpAffineExpression()
+        self.launched = pulp.LpAffineExpression()
+        self.offloaded: dict[int, list[Pair]] = {}
+        """By forward step; only if they are counted together."""
         self._add_blocks()
+        if self.offloaded:
+            self._pool_copies()
         for index, group in enumerate(self.groups):
             builder = GroupBuilder(self.problem, f"w{index:03d}", group, self._uses(group), self.steps, config)
             self.terms.append(builder.terms)
@@ -124,7 +134,7 @@ class Program:
         forward, backward = index, self.steps - 1 - index
         interface = block.input_bytes + block.output_bytes
         add(self.other[forward], [(1, held), (self._size(interface), 1.0)])
-        add(self.host[forward], [(self._duration(block.launch_s), 1.0)])
+        self._count_launch(forward, block)
         for option, weight in zip(options, weights, strict=True):
             saved = option.saved_bytes if block.has_backward else 0
             add(self.other[forward], [(self._size(saved + option.forward_peak_bytes), weight)])
@@ -132,20 +142,61 @@ class Program:
         if not block.has_backward:
             return
         add(self.other[backward], [(1, held), (self._size(interface + block.input_bytes), 1.0)])
-        add(self.host[backward], [(self._duration(block.launch_s), 1.0)])
+        self._count_launch(backward, block)
         for option, weight in zip(options, weights, strict=True):
             add(self.other[backward], [(self._size(option.saved_bytes + option.backward_peak_bytes), weight)])
             add(self.compute[backward], [(self._duration(option.backward_s), weight)])
             add(self.host_memory, [(self._size(option.offload_bytes), weight)])
-        self._count_copies(index, [(self._size(o.offload_bytes), w) for o, w in zip(options, weights, strict=True)])
+        offloaded = [(self._size(o.offload_bytes), w) for o, w in zip(options, weights, strict=True)]
+        if self.config.optimistic:
+            self.offloaded[forward] = offloaded
+        else:
+            self._count_copies(index, offloaded)
+
+    def _count_launch(self, step: int, block: BlockProfile) -> None:
+        row = self.host[step] if self.config.launch_interrupts else self.launched
+        add(row, [(self._duration(block.launch_s), 1.0)])
+
+    def _pool_copies(self) -> None:
+        """Count the copies of all blocks' saved activations together.
+
+        They leave at any time after their forwards and return at any time before their backwards, one after the other.
+        """
+        left, arrived = (
+            [self.problem.add_variable(f"{name}_{step:03d}", 0) for step in range(self.steps)] for name in ("out", "in")
+        )
+        made: list[Pair] = []
+        gone: list[Pair] = []
+        for step in range(self.steps):
+            made += self.offloaded.get(step, [])
+            gone.append((1, left[step]))
+            made, gone = self._total(f"made_{step:03d}", made), self._total(f"gone_{step:03d}", gone)
+            require(self.problem, [*gone, *((-f, v) for f, v in made)], "<=" if step < self.steps - 1 else "==")
+            add(self.d2h[step], [(1 / self.d2h_rate, left[step])])
+        there: list[Pair] = []
+        needed: list[Pair] = []
+        for step in range(self.steps):
+            needed += self.offloaded.get(self.steps - 1 - step, [])
+            needed = self._total(f"needed_{step:03d}", needed)
+            require(self.problem, [*there, *((-f, v) for f, v in needed)], ">=")
+            there = self._total(f"there_{step:03d}", [*there, (1, arrived[step])])
+            add(self.h2d[step], [(1 / self.h2d_rate, arrived[step])])
+
+    def _total(self, name: str, pairs: list[Pair]) -> list[Pair]:
+        """Return a variable that equals the sum of ``pairs``, so that later rows need not repeat it."""
+        if len(pairs) <= 1:
+            return pairs
+        total = self.problem.add_variable(name, 0)
+        require(self.problem, [*pairs, (-1, total)], "==")
+        return [(1, total)]
 
     def _count_copies(self, index: int, offloaded: list[Pair]) -> None:
         """Count copies of saved activations, and the memory they take in other steps than the block's own two."""
         if not any(size for size, _ in offloaded):
             return
         forward, backward = index, self.steps - 1 - index
-        latest = min(forward + self.config.lag, backward - 1)
-        earliest = max(backward - self.config.lookahead, latest + 1)
+        latest = min(self.pace.later(forward, self.config.lag), backward - 1)
+        earliest = max(self.pace.earlier(backward, self.config.lookahead), latest + 1)
         for step in (*range(forward + 1, latest + 1), *range(earliest, backward)):
             add(self.other[step], offloaded)
         for rows, rate, steps in (
@@ -165,16 +216,31 @@ class Program:
         return tuple(sorted((step - group.last_backward) % self.steps for step in forward | backward))
 
     def _count_parameters(self, v: GroupTerms) -> None:
-        size, states = self._size(v.group.bytes), self._size(v.group.state_bytes)
+        size, states = self._size(self._copied_bytes(v.group)), self._size(v.group.state_bytes)
         for tau in range(self.steps):
             row = self.arena[(v.group.last_backward + tau) % self.steps]
-            add(row, [(size, v.resident[tau]), (size, v.prefetch[tau])])
+            add(row, [(size, v.resident[tau])])
             if tau:
-                add(row, [(states, v.state_resident[tau]), (states, v.state_prefetch[tau])])
+                add(row, [(states, v.state_resident[tau])])
             else:
-                add(row, [(states, 1.0), (-states, v.host_share)])
+                add(row, [(states, 1.0), (-states, v.host_share), (-states, v.state_prefetch[0])])
+            if not self.config.optimistic:  # else what arrives may take the place of what leaves in the same step
+                add(row, [(size, v.prefetch[tau]), (states, v.state_prefetch[tau] if tau else 0.0)])
         trained = self._size(v.group.trainable_bytes)
-        add(self.host_memory, [(size, 1.0), (trained + states, v.host_share), *((states, f) for f in v.state_offload)])
+        everything = self._size(v.group.bytes)
+        add(
+            self.host_memory,
+            [(everything, 1.0), (trained + states, v.host_share), *((states, f) for f in v.state_offload)],
+        )
+
+    def _copied_bytes(self, group: Group) -> int:
+        """Return the bytes of the group that its uses need on the device.
+
+        The program does not tell uses apart: for a bound, a tensor that one of them hardly reads counts for none.
+        """
+        tensors = [self.profile.tensors[index] for index in group.tensors]
+        direct = [t for t in tensors if t.direct and any(2 * r.forward_bytes <= t.bytes for r in t.direct.reads)]
+        return group.bytes - (sum(t.bytes for t in direct) if self.config.optimistic else 0)
 
     def _gradient_peak(self, group: Group) -> float:
         if self.config.gamma is not None:
@@ -207,7 +273,8 @@ class Program:
                 add(self.other[step], [(size * peak, 1.0)])
 
     def _count_transfers(self, v: GroupTerms) -> None:
-        size, trained, states = (self._size(n) for n in (v.group.bytes, v.group.trainable_bytes, v.group.state_bytes))
+        copied = self._copied_bytes(v.group)
+        size, trained, states = (self._size(n) for n in (copied, v.group.trainable_bytes, v.group.state_bytes))
         for tau in range(self.steps):
             step = (v.group.last_backward + tau) % self.steps
             fetched = [(size, v.prefetch[tau]), (states, v.state_prefetch[tau])]
@@ -220,9 +287,10 @@ class Program:
                 add(self.compute[step], [(on_device, 1.0), (-on_device, v.host_share)])
                 add(self.compute[step], [(self.config.phi * bytes_ / self.d2h_rate, flow) for bytes_, flow in left])
             if tau == v.first_use and v.late:
-                waits = self.config.phi * trained * (1 / self.host_rate + 1 / self.h2d_rate)
+                fetched_late = min(size, trained) / self.h2d_rate
+                waits = self.config.phi * (trained / self.host_rate + fetched_late)
                 add(self.compute[step], [(waits, v.host_share)])
-                add(self.h2d[step], [(trained / self.h2d_rate, v.host_share)])
+                add(self.h2d[step], [(fetched_late, v.host_share)])
 
     # Rows over all blocks and groups
 
@@ -265,6 +333,7 @@ class Program:
         for rows in (self.compute, self.h2d, self.d2h, self.host):  # C11, C12, C13, C14
             for row, time in zip(rows, times, strict=True):
                 require(self.problem, [*pairs(row), (-1, time)], "<=")
+        require(self.problem, [*pairs(self.launched), *((-1, time) for time in times)], "<=")
         return times
 
     def _set_objective(self) -> None:

@@ -12,6 +12,11 @@ Allowed = tuple[tuple[OptionProfile, ...], ...]
 """Per block, the options that may be chosen."""
 
 
+def self_contained(allowed: Allowed) -> Allowed:
+    """Return ``allowed`` less the option that needs forwards of other blocks to run again."""
+    return tuple(tuple(option for option in options if option.name != "discard") for options in allowed)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """One question to a planner; sizes in bytes."""

@@ -1,7 +1,8 @@
 """Walks two iterations of a plan and watches every access: what is there, what is current, what comes before what.
 
 Order is judged by vector clocks: an op knows how far each lane has come when it starts, from the op before it on its
-own lane and from its ``after``. Two accesses to one buffer, at least one of them a write, must be ordered that way.
+own lane and from its ``after``. The host takes updates in an order of its own, so of that lane an op knows a set of
+updates instead. Two accesses to one buffer, at least one of them a write, must be ordered that way.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from lt_offload.plan.simulate import label
 from lt_offload.profile.types import Profile
 
 _LANES = {"compute": 0, "h2d": 1, "d2h": 2, "host": 3}
+_HOST = 3
 _Clock = tuple[int, int, int, int]
+"""How many ops of each copy or compute lane have ended, and the host updates that have, as a set of bits."""
 _START: _Clock = (0, 0, 0, 0)
 _Key = tuple[str, int]
 
@@ -39,7 +42,7 @@ class _Access:
     op: Op
     lane: int
     count: int
-    """Its position on its lane."""
+    """Its position on its lane; of host updates, the order of issue."""
 
 
 @dataclass(slots=True)
@@ -86,6 +89,8 @@ class _Replay:
                 self.of_block[block].append(index)
         self.ended: list[_Clock] = [_START] * len(plan.ops)
         self.lanes: list[_Clock] = [_START] * 4
+        self.updates = 0
+        """Host updates issued so far."""
         self.cells: dict[tuple[str, str, int], _Cell] = defaultdict(_Cell)
         self.outdated_hosts: set[_Key] = set()
         self.live: dict[_Key, _Buffer] = {}
@@ -134,7 +139,9 @@ class _Replay:
                 self._drop(op, (op.payload or "", t))
             return
         clock = _merge(clock, self.lanes[lane])
-        access = _Access(op, lane, clock[lane] + 1)
+        if lane == _HOST:
+            self.updates += 1
+        access = _Access(op, lane, self.updates if lane == _HOST else clock[lane] + 1)
         if op.kind in ("forward", "backward"):
             self._compute(access, clock)
         elif op.kind == "update":
@@ -143,6 +150,9 @@ class _Replay:
             self._prefetch(access, clock)
         else:
             self._offload(access, clock)
+        if lane == _HOST:
+            self.ended[op.id] = (clock[0], clock[1], clock[2], clock[_HOST] | 1 << access.count)
+            return
         ended = clock[:lane] + (access.count,) + clock[lane + 1 :]
         self.ended[op.id] = self.lanes[lane] = ended  # type: ignore[assignment]
 
@@ -157,16 +167,25 @@ class _Replay:
         if op.kind == "backward" and not self.profile.blocks[op.block].has_backward:
             return
         for t in self.of_block[op.block]:
-            buffer = self._on_device(op, ("weight", t))
-            if buffer is not None:
-                if buffer.outdated:
-                    self._report(op, f"residency: its {self._what(buffer.key)} is from before the host's update")
-                self._read(access, clock, buffer.cell, buffer.key)
+            self._read_weight(access, clock, t)
             if op.kind == "backward" and self.profile.tensors[t].trainable:
                 self._write(access, clock, self.cells["device", "grad", t], ("grad", t))
         activation = self.cells["device", "activation", op.block]
         touch = self._write if op.kind == "forward" else self._read
         touch(access, clock, activation, ("activation", op.block))
+
+    def _read_weight(self, access: _Access, clock: _Clock, tensor: int) -> None:
+        op, key = access.op, ("weight", tensor)
+        if tensor in op.direct:
+            if key in self.outdated_hosts:
+                self._report(op, f"direct: the host copy of {self._what(key)} is outdated")
+            self._read(access, clock, self.cells["host", "weight", tensor], key)
+            return
+        buffer = self._on_device(op, key)
+        if buffer is not None:
+            if buffer.outdated:
+                self._report(op, f"residency: its {self._what(key)} is from before the host's update")
+            self._read(access, clock, buffer.cell, key)
 
     def _update(self, access: _Access, clock: _Clock) -> None:
         op = access.op
@@ -310,7 +329,8 @@ class _Replay:
         cell.reads.clear()
 
     def _require(self, access: _Access, clock: _Clock, other: _Access, what: str) -> None:
-        if clock[other.lane] < other.count:
+        known = clock[_HOST] >> other.count & 1 if other.lane == _HOST else clock[other.lane] >= other.count
+        if not known:
             self._report(access.op, f"after: it is not ordered after {describe(other.op)}, which uses {what}")
 
     def _report(self, op: Op, rule: str) -> None:
@@ -323,4 +343,4 @@ class _Replay:
 
 
 def _merge(a: _Clock, b: _Clock) -> _Clock:
-    return (max(a[0], b[0]), max(a[1], b[1]), max(a[2], b[2]), max(a[3], b[3]))
+    return (max(a[0], b[0]), max(a[1], b[1]), max(a[2], b[2]), a[3] | b[3])

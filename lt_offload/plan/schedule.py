@@ -15,6 +15,10 @@ Ops stand in *issue order*; their id is their position. Within a step the order 
 means the previous iteration. Because every op depends only on ops issued before it, a plan that passes
 :func:`lt_offload.plan.check` cannot deadlock.
 
+Each lane works through its ops in the order of issue, except ``host``: of the updates whose gradients have arrived it
+takes the one that is needed first (:func:`deadlines`). Gradients arrive in the order opposite to that in which the next
+forward needs the weights; in order of arrival, the first blocks would wait for all updates.
+
 A forward that runs again (``Op.save`` is not None) takes its block's saved input, or the output of the forward of the
 block before if that is the op right before it, and draws the random numbers of the first run again. What it saves
 replaces what the block had saved. A block of option ``discard`` has saved nothing until a forward of it runs again.
@@ -30,6 +34,7 @@ any op issued later; the later op is ordered after the release by events.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -86,6 +91,20 @@ class Op:
     """For computations: the tensors that they read in host memory."""
 
 
+def deadlines(ops: Sequence[Op]) -> dict[int, int]:
+    """Return, per update on the host, the position of the first op that waits for it.
+
+    Positions count on into the next iteration: a value of ``len(ops)`` or more means an op of that.
+    """
+    found: dict[int, int] = {}
+    for op in ops:
+        for other in op.after:
+            if ops[other].kind == "update" and ops[other].resource == "host":
+                position = op.id if other < op.id else op.id + len(ops)
+                found[other] = min(position, found.get(other, position))
+    return found
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Residency:
     """A weight, or a tensor's optimizer states, on the device at the start of step 0."""
@@ -105,7 +124,9 @@ class Prediction:
 
     iteration_s: float
     lower_bound_s: float
-    """No plan of this model under these budgets can be faster (bound of the relaxed program)."""
+    """No plan of this model under these budgets is faster, whichever method makes it: the value of a relaxed program
+    without barriers between steps. Two things are left out: copies outside the windows around uses (they change the
+    bound by less than 0.01 %) and matrices that are read in host memory only because memory is short."""
     no_offload_s: float
     """The same iteration on a device with enough memory: everything kept, device update."""
     device_peak_bytes: int
@@ -127,6 +148,23 @@ class Alternative:
     iteration_s: float | None
     """None if it was not feasible."""
     reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchPoint:
+    """One batch size that was considered when the plan's was chosen."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    batch_size: int
+    samples_per_s: float | None = None
+    """Simulated; None if there is no plan for this size."""
+    iteration_s: float | None = None
+    device_peak_bytes: int | None = None
+    relaxed_samples_per_s: float | None = None
+    """Of the relaxed program: what plans of this size come near to; None where it was not solved or does not fit."""
+    reason: str = ""
+    """Why it was chosen or not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +196,8 @@ class Plan:
     """True if the profile was an estimate."""
     notes: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
+    batch_curve: tuple[BatchPoint, ...] = ()
+    """Throughput against batch size, ascending, if the batch size was chosen with the plan."""
     schema: int = PLAN_SCHEMA
 
     @property

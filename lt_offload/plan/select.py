@@ -1,33 +1,42 @@
-"""Generates plans, simulates them and keeps the best. The one entry to planning; knows every planner, and no torch."""
+"""Asks every planner, simulates what they propose and keeps the best. The one entry to planning; imports no torch."""
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from typing import get_args
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
-from lt_offload.plan.baselines import Allowed, option_sets, resident_choices, smallest, streaming_choices
-from lt_offload.plan.build import build, place_copies
-from lt_offload.plan.check import check
-from lt_offload.plan.choices import Choices
-from lt_offload.plan.discretise import Slack, discretise
-from lt_offload.plan.fit import fit
+from lt_offload.plan.baselines import option_sets, resident_choices, smallest, streaming_choices
+from lt_offload.plan.build import place_copies
+from lt_offload.plan.candidates import Candidates
 from lt_offload.plan.infeasible import explain_infeasible, smallest_ram
-from lt_offload.plan.memory import fixed_bytes, framework_bytes, host_bytes
-from lt_offload.plan.offmate import OffmateConfig, lower_bound, no_offload_s, solve_offmate
+from lt_offload.plan.memferry import propose_memferry
+from lt_offload.plan.memferry_embeddings import direct_embeddings
+from lt_offload.plan.memory import framework_bytes
+from lt_offload.plan.offmate import OffmateConfig, lower_bound, no_offload_s
 from lt_offload.plan.offmate_config import allowed_options
-from lt_offload.plan.schedule import Alternative, Plan, PlannerName, Prediction
-from lt_offload.plan.simulate import simulate
-from lt_offload.plan.trace import Trace
+from lt_offload.plan.pofo import propose_pofo
+from lt_offload.plan.proposal import NotApplicable, Proposal, Request
+from lt_offload.plan.schedule import Plan, PlannerName, Prediction
+from lt_offload.plan.search import search_budgets
+from lt_offload.plan.weights import propose_greedy, propose_l2l
 from lt_offload.profile.types import Profile
-from lt_offload.units import format_bytes, parse_bytes
+from lt_offload.units import format_bytes, format_seconds, parse_bytes
 
-PLANNERS: tuple[PlannerName, ...] = ("auto", "offmate", "resident")
+PLANNERS: tuple[PlannerName, ...] = ("auto", "offmate", "greedy", "l2l", "memferry", "pofo", "resident")
 """The planners of this release."""
+_OTHERS: dict[PlannerName, Callable[[Request], list[Proposal]]] = {
+    "greedy": propose_greedy,
+    "l2l": propose_l2l,
+    "memferry": propose_memferry,
+    "pofo": propose_pofo,
+}
+"""Planners that answer a request on their own."""
+_SLOW = ("memferry", "pofo")
 _GOOD_GAP = 0.01
-_FAIR_GAP = 0.05
-_MOST_SOLVED = 6
+_FAIR_GAP = 0.03
 _MANY_BLOCKS = 50
 """Above, the program gets shorter transfer windows, so that it is solved in time."""
 
@@ -41,6 +50,7 @@ def solve(
     host_update: bool = True,
     activation_offload: bool = True,
     recompute: bool = True,
+    gradient_reserve: float | None = None,
     time_limit: float = 30.0,
 ) -> Plan:
     """Return the fastest plan found for ``profile`` within the budgets, checked and simulated.
@@ -49,19 +59,29 @@ def solve(
         profile: what model and machine cost.
         memory: device budget, context included, e.g. ``"10GB"``; None: all the device has.
         host_memory: RAM budget; None: all that the profile says may be taken.
-        planner: ``auto``: the best of all; ``offmate``: the linear program only; ``resident``: nothing travels.
+        planner: ``auto``: the best of all (MemFerry and POFO are not asked once a plan is within 1 % of the bound);
+            ``offmate``: the linear program of OFFMATE (2024);
+            ``greedy``: some weights travel, after "Weight Offloading Strategies for Training Large DNN Models" (2022);
+            ``l2l``: all weights travel, one layer at a time (Pudipeddi et al., 2020);
+            ``memferry``: weights are copied, or read in host memory by the device (MemFerry, 2024);
+            ``pofo``: weights stay, activations are offloaded or computed again (POFO, NeurIPS 2021);
+            ``resident``: nothing travels.
         host_update: whether the host may update parameters.
         activation_offload: whether activations may be copied to the host.
         recompute: whether activations may be computed again.
+        gradient_reserve: for ``memferry``: the part of all gradient bytes that the device may hold at a time, between
+            0 and 1; the others are written to host memory by the backward itself. None: as much as fits.
         time_limit: seconds after which no further candidate is generated.
 
     Raises:
         InfeasibleError: if no plan fits; says what would.
-        UnsupportedError: if ``planner`` is not one of this release.
+        UnsupportedError: if ``planner`` is not one of this release, or does not apply to this model and budget.
+        ConfigError: if a size cannot be read, or the switches leave a block without options.
     """
     if planner not in PLANNERS:
         known = "does not exist" if planner not in get_args(PlannerName) else "is not in this release"
         raise UnsupportedError(f"planner={planner!r} {known}; choose one of {', '.join(PLANNERS)}")
+    check_reserve(gradient_reserve)
     hardware = profile.hardware
     budget = hardware.device_bytes if memory is None else parse_bytes(memory)
     ram = hardware.host_bytes if host_memory is None else parse_bytes(host_memory, setting="host_memory")
@@ -74,152 +94,142 @@ def solve(
         time_limit=time_limit,
         window=6 if len(profile.blocks) <= _MANY_BLOCKS else 4,
     )
-    return _Selection(profile, config, planner).run()
+    request = Request(
+        profile=profile,
+        budget_bytes=budget,
+        host_budget_bytes=ram,
+        allowed=tuple(allowed_options(block, config) for block in profile.blocks),
+        host_update=host_update,
+        activation_offload=activation_offload,
+        recompute=recompute,
+        gradient_reserve=gradient_reserve,
+        time_limit=time_limit,
+    )
+    return _Selection(request, config, planner).run()
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Candidate:
-    name: str
-    plan: Plan
-    trace: Trace
+def check_reserve(gradient_reserve: float | None) -> float | None:
+    """Return ``gradient_reserve``; raises ``ConfigError`` if it is not a part of the gradients."""
+    if gradient_reserve is not None and not 0 <= gradient_reserve <= 1:
+        raise ConfigError(f"gradient_reserve={gradient_reserve} is not a part of the gradients; 0 to 1 works")
+    return gradient_reserve
 
 
 class _Selection:
     """One search for the best plan."""
 
-    def __init__(self, profile: Profile, config: OffmateConfig, planner: PlannerName) -> None:
-        assert config.budget_bytes is not None
-        assert config.host_budget_bytes is not None
-        self.profile, self.config, self.planner = profile, config, planner
-        self.budget, self.ram = config.budget_bytes, config.host_budget_bytes
-        self.room = self.budget - fixed_bytes(profile)
-        self.allowed: Allowed = tuple(allowed_options(block, config) for block in profile.blocks)
+    def __init__(self, request: Request, config: OffmateConfig, planner: PlannerName) -> None:
+        self.request, self.config, self.planner = request, config, planner
+        self.profile = request.profile
         self.started = time.monotonic()
         # Larger programs take longer than in proportion.
-        self.patience = min(config.time_limit, max(2.0, 9.5 * (len(profile.blocks) / 40) ** 1.5))
+        patience = max(2.0, 6.5 * (len(self.profile.blocks) / 40) ** 1.5)
+        self.patience = self.started + min(config.time_limit, patience)
         self.bound = 0.0
-        self.candidates: list[_Candidate] = []
-        self.failed: list[Alternative] = []
+        self.candidates = Candidates(request)
 
     def run(self) -> Plan:
         """Return the best plan."""
-        if smallest_ram(self.profile, self.allowed) > self.ram:
-            raise explain_infeasible(self.profile, self.config, self.allowed, self.planner)
+        request, config = self.request, self.config
+        if smallest_ram(self.profile, request.allowed) > request.host_budget_bytes:
+            raise explain_infeasible(self.profile, config, request.allowed, self.planner)
         if not self._bound():
-            least = smallest(self.profile, self.allowed, host_update=self.config.host_update, host_budget=self.ram)
-            if least is None or least.device_bytes > self.budget:
-                raise explain_infeasible(self.profile, self.config, self.allowed, self.planner)
-        if self.planner in ("auto", "resident"):
-            self._add_resident()
-        if self.planner in ("auto", "offmate") and not self._good_enough():
-            self._add_programs()
-        if self.planner == "auto":
-            self._add_streaming()
-        if not self.candidates and self.planner == "auto":
+            least = smallest(
+                self.profile,
+                request.allowed,
+                host_update=config.host_update,
+                host_budget=request.host_budget_bytes,
+            )
+            if least is None or least.device_bytes > request.budget_bytes:
+                raise explain_infeasible(self.profile, config, request.allowed, self.planner)
+        self._generate()
+        if not self.candidates.fitting and self.planner == "auto":
             self._add_smallest()
-        if not self.candidates:
-            raise explain_infeasible(self.profile, self.config, self.allowed, self.planner)
+        if not self.candidates.fitting:
+            raise explain_infeasible(self.profile, config, request.allowed, self.planner)
         return self._best()
 
     # -- candidates --------------------------------------------------------------------------------------------------
 
+    def _generate(self) -> None:
+        planner = self.planner
+        if planner in ("auto", "resident"):
+            self._add_resident()
+        if planner in ("auto", "offmate") and not self._good_enough():
+            self._add_programs()
+        if planner == "auto":
+            self._add_streaming()
+        for name, propose in _OTHERS.items():
+            if planner in ("auto", name):
+                self._ask(name, propose)
+
+    def _ask(self, name: PlannerName, propose: Callable[[Request], list[Proposal]]) -> None:
+        """Add what one planner proposes; if there is nothing to gain any more, the first of it, or nothing if slow."""
+        enough = self.planner == "auto" and self._good_enough()
+        if enough and name in _SLOW:
+            self.candidates.fail(name, f"not asked: the best plan is within {_GOOD_GAP:.0%} of the bound")
+            return
+        try:
+            proposals = propose(self.request)
+        except NotApplicable as reason:
+            if self.planner != "auto":
+                raise self._does_not_apply(name, str(reason)) from None
+            self.candidates.fail(name, str(reason))
+            return
+        for proposal in proposals[:1] if enough else proposals:
+            self.candidates.add(proposal)
+
+    def _does_not_apply(self, name: PlannerName, reason: str) -> UnsupportedError:
+        """Return the error that says why, and what does apply."""
+        best = _Selection(self.request, self.config, "auto").run()
+        seconds = format_seconds(best.predicted.iteration_s)
+        return UnsupportedError(
+            f"planner={name!r} does not apply: {reason}; planner='auto' plans this model in {seconds} per iteration "
+            f"({best.planner})"
+        )
+
     def _add_resident(self) -> None:
-        for choices, needed in resident_choices(self.profile, self.allowed):
-            if needed <= self.budget:
-                self._add("resident", choices)
+        for choices, needed in resident_choices(self.profile, self.request.allowed):
+            if needed <= self.request.budget_bytes:
+                self.candidates.add(Proposal(name="resident", choices=choices))
                 return
-        self._fail("resident", "weights and optimizer states do not fit on the device")
+        self.candidates.fail("resident", "weights and optimizer states do not fit on the device")
 
     def _add_streaming(self) -> None:
         """Stream everything, as other runtimes do: to compare with, and for budgets below the program's smallest."""
         for host_update in (True, False) if self.config.host_update else (False,):
-            options = option_sets(self.profile, self.allowed)[0]
+            options = option_sets(self.profile, self.request.allowed)[0]
             choices = streaming_choices(self.profile, options, host_update=host_update, lead=1, lag=1)
             name = f"stream all, update on the {'host' if host_update else 'device'}"
             peak = int(framework_bytes(choices.usage, self.profile).max()) + place_copies(choices, self.profile).extent
-            if self.candidates and peak > self.room:
-                self._fail(name, f"needs {format_bytes(peak - self.room)} more device memory")
+            if self.candidates.fitting and peak > self.request.room:
+                self.candidates.fail(name, f"needs {format_bytes(peak - self.request.room)} more device memory")
             else:
-                self._add(name, choices)
+                self.candidates.add(Proposal(name=name, choices=choices))
 
     def _add_smallest(self) -> None:
-        found = smallest(self.profile, self.allowed, host_update=self.config.host_update, host_budget=self.ram)
+        found = smallest(
+            self.profile,
+            self.request.allowed,
+            host_update=self.config.host_update,
+            host_budget=self.request.host_budget_bytes,
+        )
         if found is not None:
-            self._add("least memory", found.choices)
+            self.candidates.add(Proposal(name="least memory", choices=found.choices))
 
     def _add_programs(self) -> None:
-        """Solve the program for several budgets: rounded, its plans need another one than it was solved for.
-
-        While memory is not short, the program counts offloaded activations until their copies are done. Otherwise it
-        counts them as gone at once, and ``fit`` sees to what it can.
-        """
-        self._search_budget(lag=1)
-        if not self._fastest() <= self.bound * (1 + _FAIR_GAP):
-            self._search_budget(lag=0)
-
-    def _search_budget(self, lag: int) -> None:
-        search = _BudgetSearch(self.budget)
-        ram = self.ram
-        for _ in range(_MOST_SOLVED):
-            began = time.monotonic()
-            left = self.config.time_limit - (began - self.started)
-            if left <= 1:
-                return
-            name = f"offmate, solved for {format_bytes(search.next)}"
-            config = replace(
-                self.config,
-                budget_bytes=search.next,
-                host_budget_bytes=ram,
-                lag=lag,
-                lookahead=lag,
-                phi=1.0,
-                time_limit=left,
-            )
-            try:
-                solution = solve_offmate(self.profile, config)
-            except InfeasibleError as error:
-                self._fail(name, "the program has no solution")
-                if not search.raise_to(error.needed_bytes):
-                    return
-                continue
-            except ConfigError:
-                self._fail(name, f"the program was not solved within time_limit={self.config.time_limit:g} s")
-                return
-            over, excess = self._add(name, discretise(solution, self.profile, Slack()))
-            ram -= max(excess, 0)
-            if self._good_enough() or not (excess > 0 or search.advance(over)):
-                return
-            now = time.monotonic()
-            patience = self.patience if self.candidates else self.config.time_limit
-            if now - self.started + 1.2 * (now - began) > patience:
+        for lag in (1, 0):
+            search_budgets(self.candidates, self.config, lag=lag, patience=self.patience, done=self._good_enough)
+            self._add_direct_embeddings()
+            if self.candidates.fastest_s <= self.bound * (1 + _FAIR_GAP):
                 return
 
-    def _add(self, name: str, choices: Choices) -> tuple[int, int]:
-        """Build a candidate; return by how many bytes it misses the device and the host budget."""
-        used = choices.usage
-        excess = host_bytes(used.options, used.places, self.profile) - self.ram
-        if excess > 0:
-            self._fail(name, f"needs {format_bytes(excess)} more RAM")
-            return 0, excess
-        fitted = fit(choices, self.profile, self.room)
-        if fitted.over > 0:
-            self._fail(name, f"needs {format_bytes(fitted.over)} more device memory")
-            return fitted.over, excess
-        plan = build(
-            fitted.choices,
-            self.profile,
-            planner=name.partition(",")[0],
-            budget_bytes=self.budget,
-            host_budget_bytes=self.ram,
-            placement=fitted.placement,
-        )
-        violations = check(plan, self.profile)
-        assert not violations, f"{name}: {violations[:3]}"
-        self.candidates.append(_Candidate(name=name, plan=plan, trace=simulate(plan, self.profile)))
-        return fitted.over, excess
-
-    def _fail(self, name: str, reason: str) -> None:
-        self.failed.append(Alternative(planner=name, iteration_s=None, reason=reason))
+    def _add_direct_embeddings(self) -> None:
+        """Let the best plan so far read its embeddings in host memory instead of copying them."""
+        for best in self.candidates.ranked()[:1]:
+            choices = direct_embeddings(best.proposal.choices, self.request)
+            if choices is not None:
+                self.candidates.add(Proposal(name=f"{best.proposal.name}, embeddings read directly", choices=choices))
 
     # -- choice ------------------------------------------------------------------------------------------------------
 
@@ -228,36 +238,24 @@ class _Selection:
 
         Returns False if even that has no solution; the bound is then that of the computations alone.
         """
-        self.bound = sum(min(o.forward_s + o.backward_s for o in options) for options in self.allowed)
+        self.bound = sum(min(o.forward_s + o.backward_s for o in options) for options in self.request.allowed)
+        optimistic = replace(self.config, pools="shared", phi=0.0, lag=0, lookahead=0, optimistic=True)
         try:
-            self.bound = lower_bound(self.profile, replace(self.config, pools="shared", phi=0.0, lag=0, lookahead=0))
+            self.bound = lower_bound(self.profile, optimistic)
         except InfeasibleError:
             return False
         except ConfigError:
             pass  # not solved in time
         return True
 
-    def _fastest(self) -> float:
-        return min((candidate.trace.iteration_time for candidate in self.candidates), default=float("inf"))
-
     def _good_enough(self) -> bool:
-        return self._fastest() <= self.bound * (1 + _GOOD_GAP)
+        return self.candidates.fastest_s <= self.bound * (1 + _GOOD_GAP)
 
     def _best(self) -> Plan:
-        ranked = sorted(self.candidates, key=lambda candidate: candidate.trace.iteration_time)
-        best, *others = ranked
-        seconds = best.trace.iteration_time
-        alternatives = [
-            Alternative(
-                planner=other.name,
-                iteration_s=other.trace.iteration_time,
-                reason=f"{other.trace.iteration_time / seconds - 1:.1%} slower",
-            )
-            for other in others
-        ]
+        best, *_ = self.candidates.ranked()
         prediction = Prediction(
-            iteration_s=seconds,
-            lower_bound_s=min(self.bound, seconds),
+            iteration_s=best.seconds,
+            lower_bound_s=min(self.bound, best.seconds),
             no_offload_s=no_offload_s(self.profile),
             device_peak_bytes=best.trace.device_peak,
             host_peak_bytes=best.trace.host_peak,
@@ -268,37 +266,4 @@ class _Selection:
             notes.append(
                 f"only {format_bytes(pinnable)} of RAM may be pinned; copies of the rest are slower than predicted"
             )
-        return replace(best.plan, predicted=prediction, notes=tuple(notes), alternatives=(*alternatives, *self.failed))
-
-
-class _BudgetSearch:
-    """Which budget to solve the program for next: the largest one whose plan can be made to fit."""
-
-    def __init__(self, budget: int) -> None:
-        self.budget = budget
-        self.next = int(0.97 * budget)
-        self.fits = 0.0
-        """The largest that fitted."""
-        self.fails = 1.16 * budget
-        """The smallest that did not, or was not worth trying."""
-
-    def raise_to(self, needed: int | None) -> bool:
-        """Go up to the smallest budget with a solution; returns False if that is too far or was tried."""
-        if needed is None or not self.next < needed * 1.005 < self.fails:
-            return False
-        self.fits, self.next = needed, int(needed * 1.005)
-        return True
-
-    def advance(self, over: int) -> bool:
-        """Choose the next budget after a plan that missed the real one by ``over`` bytes; False if pointless."""
-        if over > 0:
-            self.fails = self.next
-            guess = self.next - max(over, 0.02 * self.budget)
-        else:
-            self.fits = self.next
-            guess = 1.05 * self.next
-        low, high = self.fits, self.fails
-        if not low < guess < high or (low and high < 1.15 * self.budget):
-            guess = (low + high) / 2
-        self.next = int(guess)
-        return high - low > 0.02 * self.budget
+        return replace(best.plan, predicted=prediction, notes=tuple(notes), alternatives=self.candidates.runners_up())

@@ -8,6 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
 
 from lt_offload.plan.arena import live_bytes
 from lt_offload.plan.choices import Choices
@@ -20,48 +23,60 @@ from lt_offload.profile.types import Profile
 def squeeze_framework(choices: Choices, profile: Profile, limit: int) -> Choices:
     """Return ``choices`` with the framework's peak at ``limit`` bytes, or as near above it as possible."""
     used = framework_bytes(choices.usage, profile)
-    tensors, blocks = list(choices.tensors), list(choices.blocks)
+    if used.max() <= limit:
+        return choices
+    holds = list(_holds(choices, profile))
+    if not holds:
+        return choices
+    first, last, sizes = (np.array(column, dtype=np.int64) for column in zip(*(h.span for h in holds), strict=True))
+    arriving = np.array([hold.kind == "in" for hold in holds])
     while used.max() > limit:
         step = int(used.argmax())
-        moves = list(_framework_moves(replace(choices, tensors=tuple(tensors), blocks=tuple(blocks)), profile, step))
-        if not moves:
+        here = np.flatnonzero((first <= step) & (step <= last))
+        if not len(here):
             break
-        over = int(used[step]) - limit
-        move = min(moves, key=lambda move: (move.bytes < over, move.bytes if move.bytes >= over else -move.bytes))
-        used[move.first : move.last + 1] -= move.bytes
-        if move.kind == "grad":
-            tensors[move.index] = replace(tensors[move.index], grad_until=step - 1)
-        elif move.kind == "out":
-            blocks[move.index] = replace(blocks[move.index], until=step - 1)
+        # The smallest that is enough, else the largest.
+        enough = here[sizes[here] >= int(used[step]) - limit]
+        at = int(enough[sizes[enough].argmin()] if len(enough) else here[sizes[here].argmax()])
+        if arriving[at]:
+            used[first[at] : step + 1] -= sizes[at]
+            first[at] = step + 1
         else:
-            blocks[move.index] = replace(blocks[move.index], fetch=step + 1)
-    return Choices(tensors=tuple(tensors), blocks=tuple(blocks))
+            used[step : last[at] + 1] -= sizes[at]
+            last[at] = step - 1
+    tensors, blocks = list(choices.tensors), list(choices.blocks)
+    for hold, begin, end in zip(holds, first.tolist(), last.tolist(), strict=True):
+        if hold.kind == "grad":
+            tensors[hold.index] = replace(tensors[hold.index], grad_until=end)
+        elif hold.kind == "out":
+            blocks[hold.index] = replace(blocks[hold.index], until=end)
+        else:
+            blocks[hold.index] = replace(blocks[hold.index], fetch=begin)
+    return replace(choices, tensors=tuple(tensors), blocks=tuple(blocks))
 
 
 @dataclass(frozen=True, slots=True)
-class _Move:
-    """Frees ``bytes`` in the steps ``first`` to ``last``."""
+class _Hold:
+    """A gradient or activations on the way out, held to the end of a step, or activations held from the start of one.
 
-    kind: str
+    The span is the first and last step for which they need not be held, and their bytes.
+    """
+
+    kind: Literal["grad", "out", "in"]
     index: int
-    bytes: int
-    first: int
-    last: int
+    span: tuple[int, int, int]
 
 
-def _framework_moves(choices: Choices, profile: Profile, step: int) -> Iterator[_Move]:
+def _holds(choices: Choices, profile: Profile) -> Iterator[_Hold]:
     for t, (tensor, choice) in enumerate(zip(profile.tensors, choices.tensors, strict=True)):
-        until = choice.grad_until
-        if until is not None and backward_steps(tensor.blocks, profile)[-1] < step <= until:
-            yield _Move("grad", t, tensor.bytes, step, until)
+        if choice.grad_until is not None:
+            complete = backward_steps(tensor.blocks, profile)[-1]
+            yield _Hold("grad", t, (complete + 1, choice.grad_until, tensor.bytes))
     for index, (block, chosen) in enumerate(zip(profile.blocks, choices.blocks, strict=True)):
-        if chosen.until is None or chosen.fetch is None:
-            continue
-        nbytes = block.option(chosen.option).offload_bytes
-        if index < step <= chosen.until:
-            yield _Move("out", index, nbytes, step, chosen.until)
-        if chosen.fetch <= step < 2 * len(profile.blocks) - 1 - index:
-            yield _Move("in", index, nbytes, chosen.fetch, step)
+        if chosen.until is not None and chosen.fetch is not None:
+            nbytes = block.option(chosen.option).offload_bytes
+            yield _Hold("out", index, (index + 1, chosen.until, nbytes))
+            yield _Hold("in", index, (chosen.fetch, choices.activations_needed(index) - 1, nbytes))
 
 
 def squeeze_arena(choices: Choices, profile: Profile, limit: int) -> Choices:

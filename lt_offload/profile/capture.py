@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from lt_offload.errors import ModelError
 from lt_offload.profile.accounting import Account
 from lt_offload.profile.blocks import Block, Structure
+from lt_offload.profile.chain import Handed
 from lt_offload.profile.meters import Lap, Meter
 from lt_offload.profile.options import is_activation
 from lt_offload.profile.trial import Call
@@ -46,6 +47,8 @@ class Capture:
 
     calls: tuple[Call, ...]
     """One per block; blocks that cost the same share one."""
+    chained: tuple[bool, ...]
+    """Per block: its activations are what the block before returned, untouched."""
     between: int
     """Bytes that live outside the blocks until the backward: masks, tables, what operations between blocks save."""
     held: int
@@ -85,6 +88,8 @@ class _Recorder:
         self._stage = stage
         self._meter = meter
         self._calls: list[Call] = []
+        self._chained: list[bool] = []
+        self._handed = Handed(())
         self._by_signature: dict[object, Call] = {}
         self._shared: list[Tensor] = []  # what blocks are given lives until the backward, and so does
         self._graph: list[Any] = []  # what operations between blocks save
@@ -114,7 +119,9 @@ class _Recorder:
                 self._below = self.account.current - self._output_bytes
                 self.account.reset_peak()
                 self._meter.lap()
-            return tree_map(self._connect, out) if call.has_backward else out
+            out = tree_map(self._connect, out) if call.has_backward else out
+            self._handed = Handed(out)
+            return out
 
         return forward
 
@@ -135,7 +142,9 @@ class _Recorder:
             torch.autograd.backward(loss)
             tail.backward = self._meter.lap()
             tail.backward_peak, tail.left = self.account.peak - below, self.account.current - below
-        return Capture(calls=tuple(self._calls), between=self._between, held=held, tail=tail)
+        return Capture(
+            calls=tuple(self._calls), chained=tuple(self._chained), between=self._between, held=held, tail=tail
+        )
 
     def _check_turn(self, index: int) -> None:
         expected = len(self._calls)
@@ -154,6 +163,7 @@ class _Recorder:
         tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         slots = tuple(at for at, leaf in tensors if is_activation(leaf, positional=at < positional))
         needs_grad = tuple(leaves[at].requires_grad for at in slots)
+        self._chained.append(self._handed.sources([leaves[at] for at in slots]) is not None)
         for at, leaf in tensors:
             if at in slots:
                 self._interfaces.add(self.account.serial(leaf))

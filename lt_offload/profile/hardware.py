@@ -1,21 +1,23 @@
 """What a machine offers: measured here, or read from a description. Knows nothing of models.
 
-Descriptions are ``configs/hardware/*.yaml``; reading them needs no torch.
+Descriptions are ``configs/hardware/*.yaml``, and ``configs/hardware/hosts/*.yaml`` for what surrounds a card; reading
+them needs no torch.
 """
 
 from __future__ import annotations
 
+import difflib
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lt_offload.errors import ConfigError
 from lt_offload.profile.types import HardwareProfile
 from lt_offload.shipped import shipped_files
-from lt_offload.units import format_bytes
+from lt_offload.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -24,6 +26,12 @@ if TYPE_CHECKING:
 _COPY_BYTES = 64 << 20
 _PIN_BYTES = 256 << 20
 _CGROUP = Path("/sys/fs/cgroup")
+_MACHINES = "configs/hardware"
+_HOSTS = "configs/hardware/hosts"
+_HOST_FIELDS = (
+    "host_bytes", "pinnable_bytes", "host_memory_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "source"
+)  # fmt: skip
+"""What a description of a host may say."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,44 +48,111 @@ class Links:
 
 def hardware_names() -> list[str]:
     """Return the names of the shipped descriptions."""
-    return list(shipped_files("configs/hardware", ".yaml"))
+    return list(shipped_files(_MACHINES, ".yaml"))
 
 
 def load_hardware(name: str | Path) -> HardwareProfile:
     """Return the machine called ``name``, or described in the YAML file ``name``.
 
-    A shipped name may be cut short where that is unambiguous: ``rtx-3060`` is ``rtx-3060-12gb``.
+    A shipped name may be cut short where that is unambiguous: ``rtx-3060`` is ``rtx-3060-12gb``. Changes may follow:
+    ``rtx-3060,host=ddr4-64gb,host=pcie3-x8`` or ``rtx-3060,ram=48GB,link=6GB``. A host is a shipped description or a
+    YAML file; it replaces what it says about RAM, and copies are as fast as the slower of card and slot.
 
     Raises:
         ConfigError: if there is no such description, or it is not a valid one.
     """
-    import yaml
-    from pydantic import TypeAdapter, ValidationError
+    text = str(name)
+    base, *changes = [text] if Path(text).is_file() else text.split(",")
+    path = _description(base, "hardware", _MACHINES)
+    machine = _validated(path, {"name": path.stem} | _read(path))
+    for change in changes:
+        machine = _changed(machine, change.strip())
+    return machine
 
-    path = _description(str(name))
+
+def save_hardware(machine: HardwareProfile, path: str | Path) -> Path:
+    """Write ``machine`` as a description that :func:`load_hardware` reads, with a comment per number."""
+    import yaml
+    from pydantic import TypeAdapter
+
+    lines = [f"# {machine.name}: {machine.source or 'no source given'}", "# Sizes in bytes, speeds per second."]
+    for key, value in TypeAdapter(HardwareProfile).dump_python(machine).items():
+        written = yaml.safe_dump({key: value}, sort_keys=False, width=1000).rstrip()
+        if isinstance(value, int | float):
+            written += f"  # {format_bytes(value)}{'/s' if 'per_s' in key else ''}"
+        lines.append(written)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return target
+
+
+def _changed(machine: HardwareProfile, change: str) -> HardwareProfile:
+    """Return ``machine`` with one change: ``host=NAME``, ``ram=SIZE`` or ``link=SIZE``."""
+    key, _, value = change.partition("=")
+    if key == "host":
+        path = _description(value, "host", _HOSTS)
+        found = _read(path)
+        if alien := found.keys() - set(_HOST_FIELDS):
+            raise ConfigError(f"host description {str(path)!r}: {min(alien)} is not one of {', '.join(_HOST_FIELDS)}")
+        source = f"{machine.source}; {path.stem}: {found.pop('source', 'no source given')}"
+        values = {field.name: getattr(machine, field.name) for field in fields(machine)}
+        other = _validated(path, values | found | {"name": f"{machine.name}, {path.stem}", "source": source})
+        return replace(
+            other,
+            h2d_bytes_per_s=min(machine.h2d_bytes_per_s, other.h2d_bytes_per_s),
+            d2h_bytes_per_s=min(machine.d2h_bytes_per_s, other.d2h_bytes_per_s),
+        )
+    if key not in ("ram", "link"):
+        raise ConfigError(f"hardware: {change!r} is no change; write host=NAME, ram=64GB or link=12GB (per second)")
+    size = parse_bytes(value, setting=f"hardware: {key}")
+    name = f"{machine.name}, {change}"
+    if key == "ram":
+        return replace(machine, name=name, host_bytes=size, pinnable_bytes=size)
+    return replace(machine, name=name, h2d_bytes_per_s=float(size), d2h_bytes_per_s=float(size))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    import yaml
+
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-        return TypeAdapter(HardwareProfile).validate_python({"name": path.stem} | values)
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"cannot read hardware description {str(path)!r}: {' '.join(str(error).split())}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(f"cannot read hardware description {str(path)!r}: it is no mapping of names to numbers")
+    return values
+
+
+def _validated(path: Path, values: dict[str, Any]) -> HardwareProfile:
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        return TypeAdapter(HardwareProfile).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"hardware description {str(path)!r}: {where}: {first['msg']}") from None
-    except (OSError, yaml.YAMLError, TypeError) as error:
-        raise ConfigError(f"cannot read hardware description {str(path)!r}: {error}") from None
 
 
-def _description(name: str) -> Path:
-    shipped = shipped_files("configs/hardware", ".yaml")
-    wanted = name.lower().replace("_", "-").replace(" ", "-")
+def _description(name: str, setting: str, folder: str) -> Path:
+    """Return the file of ``name``: a shipped one of ``folder``, whose name may be cut short, or a path."""
+    shipped = shipped_files(folder, ".yaml")
+    wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
     if wanted in shipped:
         return shipped[wanted]
-    matches = [known for known in shipped if known.startswith(f"{wanted}-")]
-    if len(matches) == 1:
-        return shipped[matches[0]]
     if Path(name).is_file():
         return Path(name)
+    # rtx-3060 is rtx-3060-12gb and not rtx-3060ti, should there be one
+    for stem in (f"{wanted}-", wanted):
+        matches = [known for known in shipped if wanted and known.startswith(stem)]
+        if len(matches) == 1:
+            return shipped[matches[0]]
+    near = [known for known in shipped if wanted and wanted in known]
+    near = near or difflib.get_close_matches(wanted, shipped, n=2, cutoff=0.6)
     why = f"could be {' or '.join(matches)}" if matches else "is no file and not known"
-    raise ConfigError(f"hardware={name!r} {why}; give a YAML file or one of {', '.join(shipped)}")
+    hint = f"; did you mean {' or '.join(near)}?" if near and not matches else ""
+    raise ConfigError(f"{setting}={name!r} {why}{hint}; give a YAML file or one of {', '.join(shipped)}")
 
 
 def measure_hardware(

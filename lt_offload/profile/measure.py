@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lt_offload.profile.blocks import Structure, find_blocks
 from lt_offload.profile.caches import caches_off
 from lt_offload.profile.capture import Capture, Run, Tail, capture
+from lt_offload.profile.direct import Readers
 from lt_offload.profile.hardware import measure_hardware
 from lt_offload.profile.meters import Meter, Stopwatch
 from lt_offload.profile.optimizer import OptimizerFactory, StateSizes, build_optimizer, measure_optimizer
-from lt_offload.profile.trial import BlockCost, measure_block, storage_bytes
+from lt_offload.profile.trial import BlockCost, discard, measure_block, storage_bytes
 from lt_offload.profile.types import (
     BlockProfile,
     HardwareProfile,
@@ -88,6 +89,7 @@ class Measured:
     captured: Capture
     costs: list[BlockCost]
     """One per block."""
+    readers: Readers
 
 
 def measure_blocks(
@@ -104,10 +106,14 @@ def measure_blocks(
     stay = [*(parameter for _, parameter in structure.rest), *model.buffers()]
     with caches_off(model), _gradients_kept(model), _staged(stay, device):
         say("running the model once")
-        captured = capture(
-            structure, run, batch, device=device, stage=lambda module: _staged(module.parameters(), device), meter=meter
-        )
-        return Measured(captured=captured, costs=_block_costs(captured, device, meter, say))
+        with Readers(structure) as readers:
+            captured = capture(
+                structure, run, batch, device=device, stage=lambda m: _staged(m.parameters(), device), meter=meter
+            )
+        costs = _block_costs(captured, device, meter, say)
+        if device.type == "cuda":
+            readers.measure_on(device, meter, say)
+        return Measured(captured=captured, costs=costs, readers=readers)
 
 
 def assemble(
@@ -129,7 +135,7 @@ def assemble(
         dtype=_main_dtype(model),
         batch_size=batch_size,
         sequence_length=sequence_length,
-        tensors=_tensor_profiles(structure, sizes),
+        tensors=_tensor_profiles(structure, sizes, measured.readers, hardware),
         blocks=_block_profiles(structure, measured.captured, measured.costs),
         optimizer=updates,
         hardware=hardware,
@@ -174,6 +180,9 @@ def _block_profiles(structure: Structure, captured: Capture, costs: list[BlockCo
         waiting = arrived if not call.slots else 0
         grad = max((p.nbytes for p in block.module.parameters() if p.requires_grad), default=0)
         options = [_with_tail(option, cost, captured.tail, grad) if last else option for option in cost.options]
+        chained = captured.chained[index]
+        nothing = discard(cost) if chained and not last else None
+        options += [nothing] if nothing else []
         profiles.append(
             BlockProfile(
                 name=block.name,
@@ -184,6 +193,7 @@ def _block_profiles(structure: Structure, captured: Capture, costs: list[BlockCo
                 + (max(captured.tail.forward.launch_s, captured.tail.backward.launch_s) if last else 0.0),
                 options=tuple(_raised(option, waiting) for option in options),
                 has_backward=call.has_backward,
+                chained=chained,
             )
         )
         arrived = cost.output_bytes
@@ -216,7 +226,9 @@ def _raised(option: OptionProfile, by: int) -> OptionProfile:
     )
 
 
-def _tensor_profiles(structure: Structure, sizes: StateSizes) -> tuple[TensorProfile, ...]:
+def _tensor_profiles(
+    structure: Structure, sizes: StateSizes, readers: Readers, hardware: HardwareProfile
+) -> tuple[TensorProfile, ...]:
     return tuple(
         TensorProfile(
             name=name,
@@ -226,6 +238,7 @@ def _tensor_profiles(structure: Structure, sizes: StateSizes) -> tuple[TensorPro
             trainable=parameter.requires_grad,
             blocks=tuple(at for at, block in enumerate(structure.blocks) if index in block.tensors),
             state_bytes=sizes.of(parameter),
+            direct=readers.profile(index, hardware),
         )
         for index, (name, parameter) in enumerate(structure.tensors)
     )

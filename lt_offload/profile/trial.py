@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -84,7 +84,8 @@ def measure_block(call: Call, meter: Meter) -> BlockCost:
     input_bytes = storage_bytes(call.inputs)
     profiles = [_keep(keep)]
     if call.has_backward and keep.live:
-        profiles.append(_recompute(keep, _measure(call, "recompute", meter, timed=False)))
+        recompute = _recompute(keep, _measure(call, "recompute", meter, timed=False))
+        profiles += [recompute, *_reload(recompute, call.inputs)]
     if call.has_backward and (keep.travelling or keep.input_travels):
         profiles.append(_offload(keep, input_bytes))
     if call.has_backward and keep.live:
@@ -125,6 +126,34 @@ def _recompute(keep: _Figures, recompute: _Figures) -> OptionProfile:
         offload_bytes=0,
         forward_peak_bytes=recompute.forward_peak,
         backward_peak_bytes=recompute.backward_peak,
+    )
+
+
+def _reload(recompute: OptionProfile, inputs: Sequence[Tensor]) -> Iterator[OptionProfile]:
+    """``recompute``, but the input travels; offered if it does."""
+    moving = storage_bytes(tensor for tensor in inputs if travels(tensor))
+    if moving:
+        staying = storage_bytes(inputs) - moving
+        yield replace(recompute, name="reload", saved_bytes=staying, keeps_input=False, offload_bytes=moving)
+
+
+def discard(cost: BlockCost) -> OptionProfile | None:
+    """Return the option of saving nothing; None if ``keep`` saves nothing either.
+
+    Before the backward something runs the forward again and saves what ``keep`` saves.
+    """
+    options = {option.name: option for option in cost.options}
+    keep = options["keep"]
+    saved = keep.saved_bytes
+    if not (saved or keep.keeps_input):
+        return None
+    return replace(
+        keep,
+        name="discard",
+        saved_bytes=0,
+        keeps_input=False,
+        forward_peak_bytes=options.get("recompute", keep).forward_peak_bytes,
+        backward_peak_bytes=saved + keep.backward_peak_bytes,
     )
 
 

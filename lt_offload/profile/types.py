@@ -34,19 +34,29 @@ def fingerprint(tensors: Sequence[tuple[tuple[int, ...], str, bool, tuple[int, .
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DirectProfile:
-    """What it costs that computations read one tensor in host memory instead of a device copy."""
+class ReadProfile:
+    """What it costs that one block reads one tensor in host memory instead of a device copy."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     forward_s: float
-    """Device seconds that one block's forward takes longer."""
+    """Device seconds that its forward takes longer."""
     backward_s: float
-    """Device seconds that one block's backward takes longer."""
+    """Device seconds that its backward takes longer."""
     forward_bytes: int
-    """Bytes that cross the link to the device in a forward: for an embedding the rows of the batch only."""
+    """Bytes that cross the link to the device in its forward: for an embedding the rows of the batch only."""
     backward_bytes: int
-    """Bytes that cross the link to the device in a backward."""
+    """Bytes that cross the link to the device in its backward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DirectProfile:
+    """What it costs that computations access one tensor in host memory."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    reads: tuple[ReadProfile, ...]
+    """One per block that uses the tensor, in their order: of a tied table, the embedding's and the projection's."""
     grad_s: float
     """Device seconds that the backward takes longer if it writes the gradient to host memory itself."""
 
@@ -70,7 +80,12 @@ class TensorProfile:
     state_bytes: int = 0
     """Optimizer state that is paged with it: all state tensors of more than one element."""
     direct: DirectProfile | None = None
-    """None: it cannot be read in host memory."""
+    """None: it cannot be accessed in host memory."""
+
+    def read(self, block: int) -> ReadProfile:
+        """Return what it costs that ``block``, which uses the tensor, reads it in host memory."""
+        assert self.direct is not None, f"{self.name} cannot be read in host memory"
+        return self.direct.reads[self.blocks.index(block)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,7 +8,7 @@ import re
 from lt_offload.errors import Race
 from tests.parity.harness import Case, differences, offloaded, plain
 
-ALL = ("keep", "recompute", "offload", "mixed")
+ALL = ("keep", "recompute", "offload", "mixed", "reload")
 CASES = (
     Case(family="llama-tied", options=ALL, places=("device", "paged", "host"), dropout=0.1),
     Case(options=("offload",), places=("device",)),

@@ -9,8 +9,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lt_offload.execute.device import Device
 from lt_offload.execute.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
+from lt_offload.plan.schedule import Plan
 from lt_offload.profile.blocks import find_blocks
 from tests import models, plans
 
@@ -100,17 +102,22 @@ def plain(case: Case) -> Result:
 
 def offloaded(case: Case, **device_options: Any) -> Result:
     model = build(case)
+    layout = {name: getattr(case, name) for name in ("options", "places", "lag", "lead", "roomy")}
+    plan = plans.streamed(find_blocks(model), make_optimizer(model, case.optimizer), **layout)
+    device = EmulatedDevice(BUDGET, **{"mode": case.mode, "seed": case.seed, "check": True} | device_options)
+    return trained_on(device, case, plan)[0]
+
+
+def trained_on(device: Device, case: Case, plan: Plan) -> tuple[Result, int]:
+    """Return the model trained by ``plan``, and the peak of device memory; closes ``device``."""
+    model = build(case)
     optimizer = make_optimizer(model, case.optimizer)
     schedule = scheduler(optimizer)
-    structure = find_blocks(model)
-    layout = {name: getattr(case, name) for name in ("options", "places", "lag", "lead", "roomy")}
-    plan = plans.streamed(structure, optimizer, **layout)
-    device = EmulatedDevice(BUDGET, **{"mode": case.mode, "seed": case.seed, "check": True} | device_options)
-    engine = Engine(model, optimizer, plan, device, structure=structure)
-    engine.install()
+    engine = Engine(model, optimizer, plan, device)
+    losses, peak = [], 0
     try:
+        engine.install()
         torch.manual_seed(case.seed + 1)
-        losses = []
         for batch in batches(case, model):
             with engine.iteration():
                 loss = model(**batch).loss
@@ -118,11 +125,12 @@ def offloaded(case: Case, **device_options: Any) -> Result:
                 optimizer.step()
             schedule.step()
             losses.append(loss.detach().clone())
+            peak = max(peak, engine.stats.device_peak_bytes)
         engine.drain()
     finally:
         engine.remove()
         device.close()
-    return Result(losses, model, optimizer)
+    return Result(losses, model, optimizer), peak
 
 
 def differences(a: Result, b: Result) -> list[str]:

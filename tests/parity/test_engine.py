@@ -9,7 +9,14 @@ import pytest
 from tests.models import FAMILIES
 from tests.parity.harness import OPTIMIZERS, Case, changed, differences, offloaded, plain
 
-OPTIONS = [("keep",), ("recompute",), ("offload",), ("mixed",), ("keep", "recompute", "offload", "mixed")]
+OPTIONS = [
+    ("keep",),
+    ("recompute",),
+    ("offload",),
+    ("mixed",),
+    ("reload",),
+    ("keep", "recompute", "offload", "mixed", "reload"),
+]
 PLACES = [("device",), ("paged",), ("host",), ("device", "paged", "host")]
 SEED = 20240917
 

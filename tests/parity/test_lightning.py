@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import csv
-import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -29,9 +28,7 @@ from lt_offload.finetune.callbacks import Metrics
 from lt_offload.plan.check import check
 from lt_offload.plan.schedule import Plan
 from lt_offload.plan.trace import Trace
-from lt_offload.profile import measure
-from lt_offload.profile.hardware import measure_hardware
-from lt_offload.profile.types import HardwareProfile, Profile
+from lt_offload.profile.types import Profile
 from tests.parity.lightning_harness import (
     BATCHES,
     Forced,
@@ -47,21 +44,11 @@ MEMORY = "200MB"
 NAMESPACES = (lightning.pytorch, pytorch_lightning)
 
 pytestmark = [
+    pytest.mark.usefixtures("one_machine"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
 ]
-
-
-@functools.cache
-def hardware() -> HardwareProfile:
-    return measure_hardware("cpu")
-
-
-@pytest.fixture(autouse=True)
-def _one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Measure the machine once: that is most of a tiny model's profile."""
-    monkeypatch.setattr(measure, "measure_hardware", lambda *args, **kwargs: hardware())
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from lt_offload.profile.blocks import find_blocks
 from tests import models, plans
 from tests.parity.harness import BUDGET, Case, batches, build, differences, make_optimizer, offloaded, plain, scheduler
 
-ALL = ("keep", "recompute", "offload", "mixed")
+ALL = ("keep", "recompute", "offload", "mixed", "reload")
 MIXED = Case(family="llama-tied", options=ALL, places=("device", "paged", "host"), dropout=0.1)
 
 

@@ -72,7 +72,21 @@ PLANNER = {
         ]
     },
 }
-KINDS = {"compare": COMPARE, "bench-emulated": BENCH, "smallest-budget": BUDGET, "bench-planner": PLANNER}
+BATCH: dict[str, Any] = {
+    "settings": {"memory_bytes": 10**10},
+    "figures": {
+        "cases": [
+            {"layers": 32, "batch_size": 8, "samples_per_s": 0.3571, "choice_s": 25.7, "plans": 3.47, "goal": 4.0}
+        ]
+    },
+}
+KINDS = {
+    "compare": COMPARE,
+    "bench-emulated": BENCH,
+    "smallest-budget": BUDGET,
+    "bench-planner": PLANNER,
+    "bench-batch": BATCH,
+}
 
 
 @pytest.fixture
@@ -92,7 +106,8 @@ def test_tables_show_figures_with_machine_and_date(script: Any, results: Path) -
     assert "| engine, per block and step (26 tiny blocks) | 310 us |  |  |  |" in block
     assert "| `quickstart` | 400 MB | 390 MB | 2 GB | 20% |" in block
     assert "| llama2-7b, 40 layers | 100 GB | 11 GB | 4.5 s | 10 s | 2.1% | 1.50 |" in block
-    assert block.count("Some CPU, 2 cores, torch 2.11.0, 2025-01-31") == 4
+    assert block.count("Some CPU, 2 cores, torch 2.11.0, 2025-01-31") == 5
+    assert "| Llama-2-7B, 32 layers | 10 GB | 8 | 0.357 | 25.7 s | 3.5 | 4 |" in block
     for table in block.split("**")[2::2]:
         assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) == 1
 

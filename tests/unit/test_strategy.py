@@ -46,6 +46,7 @@ OPTIONS = {
     "host_update": True,
     "activation_offload": True,
     "recompute": True,
+    "gradient_reserve": None,
     "plan": None,
     "solver_time_limit": 30.0,
     "report_dir": None,
@@ -74,8 +75,9 @@ def test_every_option_is_documented() -> None:
         ({"host_memory": "-1GB"}, ConfigError, "host_memory='-1GB' is not a size"),
         ({"planner": "magic"}, ConfigError, "planner='magic' is not a planner; choose one of auto, offmate"),
         *(({"planner": name}, UnsupportedError, f"planner='{name}' is not in this release") for name in UNPLANNED),
-        ({"batch_size": "auto"}, UnsupportedError, "batch_size='auto' is not supported yet; use an integer, or None"),
+        ({"batch_size": "most"}, ConfigError, "batch_size='most' must be at least 1, 'auto', or None"),
         ({"batch_size": 0}, ConfigError, "batch_size=0 must be at least 1"),
+        ({"gradient_reserve": 2}, ConfigError, "gradient_reserve=2 is not a part of the gradients; 0 to 1 works"),
         ({"solver_time_limit": 0}, ConfigError, "solver_time_limit=0 must be a positive"),
     ],
 )
@@ -98,6 +100,10 @@ def test_the_class_a_yaml_file_names(capsys: pytest.CaptureFixture[str]) -> None
     assert isinstance(made, OffmateStrategy)
     assert (made.memory, made.planner, made.batch_size) == (12 * 10**9, "resident", 4)
     assert "OffmateStrategy" in parser.dump(config)
+    config = parser.parse_object(
+        {"strategy": {"class_path": "lt_offload.OffmateStrategy", "init_args": {"batch_size": "auto"}}}
+    )
+    assert parser.instantiate(config).strategy.batch_size == "auto"
     with pytest.raises(SystemExit):
         parser.parse_object({"strategy": {"class_path": "lt_offload.OffmateStrategy", "init_args": {"mamory": 1}}})
     assert "Option 'mamory' is not accepted" in capsys.readouterr().err

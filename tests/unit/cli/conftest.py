@@ -2,8 +2,11 @@ from __future__ import annotations
 
 import logging
 import sys
+from pathlib import Path
 
 import pytest
+
+from tests import tiny
 
 
 class CurrentStderr:
@@ -22,3 +25,8 @@ def _lightning_writes_where_pytest_looks() -> None:
     for handler in logging.getLogger("lightning").handlers:
         if isinstance(handler, logging.StreamHandler):
             handler.stream = CurrentStderr()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.model(tmp_path_factory.mktemp("model"))

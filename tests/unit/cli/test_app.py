@@ -10,7 +10,7 @@ import yaml
 
 from lt_offload.cli.app import explain
 from lt_offload.cli.main import main
-from tests import tiny
+from tests.commands import fails
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
@@ -44,11 +44,6 @@ data:
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A recipe for the stock strategy, in a folder of its own that is the current one."""
@@ -57,16 +52,6 @@ def recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path
     path = tmp_path / "tiny.yaml"
     path.write_text(RECIPE.format(strategy="auto", model=model, text=tmp_path / "text.txt"))
     return path
-
-
-def fails(capsys: pytest.CaptureFixture[str], *args: str) -> str:
-    """Return the error line of a command that must fail on account of its user."""
-    capsys.readouterr()
-    assert main(args) == 2
-    captured = capsys.readouterr().err
-    assert "Traceback" not in captured
-    [line] = [line for line in captured.splitlines() if line.startswith("error: ")]
-    return line
 
 
 def run_folder(tmp_path: Path) -> Path:

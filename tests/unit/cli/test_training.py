@@ -37,11 +37,6 @@ data: {{path: {folder}/text.txt, max_length: 32, batch_size: 2, sample_prompt: t
 """
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny.model(tmp_path_factory.mktemp("model"))
-
-
 @pytest.fixture
 def recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.chdir(tmp_path)
@@ -87,7 +82,7 @@ def test_a_run_shows_measured_beside_planned(
         (["--trainer.gradient_clip_val", "1.0"], ["Trainer(gradient_clip_val=1.0)"]),
         (["--trainer.accumulate_grad_batches", "2"], ["Trainer(accumulate_grad_batches=2)"]),
         (["--trainer.precision", "16-mixed"], ["precision"]),
-        (["--trainer.strategy.batch_size", "auto"], ["batch_size='auto'"]),
+        (["--trainer.strategy.batch_size", "best"], ["batch_size"]),
         (["--trainer.strategy.planner", "best"], ["planner"]),
     ],
 )
@@ -106,6 +101,29 @@ def test_one_clear_error_before_training(
     for message in messages:
         assert message in error
     assert not list(Path().glob("runs/*/metrics.csv"))
+
+
+def test_a_run_that_chooses_its_batch_size(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    auto = ["--trainer.strategy.batch_size", "auto", "--trainer.strategy.solver_time_limit", "5"]
+    args = ["--trainer.default_root_dir", "run", "--trainer.max_steps", "2", "--trainer.val_check_interval", "2"]
+    assert main([recipe, *auto, *args]) == 0
+    plan = Plan.load("run/plan.json")
+    assert plan.batch_size in [point.batch_size for point in plan.batch_curve]
+    assert f"{plan.batch_size}, chosen from {len(plan.batch_curve)} sizes" in capsys.readouterr().out
+    # The text is 56 sequences of 32 tokens, 3 of them held out.
+    assert max(point.batch_size for point in plan.batch_curve) <= 53
+
+
+def test_a_plan_with_the_best_batch_size(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    Path(recipe).write_text(Path(recipe).read_text().replace("memory: 2MB", "solver_time_limit: 1, batch_size: auto"))
+    assert main(["plan", recipe, "--hardware", "rtx-3060", "--memory", "1GB", "--save", "plan.json"]) == 0
+    captured = capsys.readouterr()
+    plan = Plan.load("plan.json")
+    assert "Batch sizes:" in captured.out
+    assert f"batch_size={plan.batch_size} gives " in captured.out
+    assert "profiling batch_size=8" in captured.err
+    assert main(["plan", recipe, "--hardware", "rtx-3060", "--sweep", "memory=1GB:2GB"]) == 2
+    assert "batch_size='auto' cannot be combined with a sweep" in capsys.readouterr().err
 
 
 def plan_of_another_model(path: str) -> None:

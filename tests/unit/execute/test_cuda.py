@@ -12,7 +12,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from lt_offload.errors import ConfigError, OverBudget
+from lt_offload.errors import ConfigError, OverBudget, UnsupportedError
 from lt_offload.execute.cuda import CudaDevice
 
 KB = 1024
@@ -80,6 +80,7 @@ class Gpu:
         self.local = threading.local()
         self.limit, self.free, self.held = None, free, 0
         self.registered = {}
+        self.viewed, self.refuses, self.copies = 0, "", False
         self.generator = torch.Generator()
         self.streams = []
 
@@ -136,6 +137,12 @@ class Gpu:
     def unregister(self, address):
         del self.registered[address]
         return 0
+
+    def direct_view(self, host):
+        self.viewed += 1
+        if self.refuses:
+            raise UnsupportedError(self.refuses)
+        return host.clone() if self.copies else host.view_as(host)
 
     def rng_state(self):
         return self.generator.get_state()
@@ -401,6 +408,53 @@ def test_host_memory_is_registered_until_close(gpu):
     device.close()
     assert not gpu.registered
     assert torch.equal(adopted, torch.arange(5.0))
+
+
+# -- computing in host memory ----------------------------------------------------------------------------------------
+
+
+def test_kernels_read_what_the_last_update_wrote_and_the_next_update_waits_for_them(device, gpu):
+    weight, seen, gate = device.host_adopt(torch.zeros(4)), [], threading.Event()
+    view = device.direct_view(weight)
+    event = None
+    for step in range(1, 4):
+        gate.clear()
+        after = [device.mark()] if event is None else [event, device.mark()]
+        event = device.submit("host", lambda: (gate.wait(20), weight.add_(1)), after=after)
+        threading.Timer(0.02, gate.set).start()
+        device.wait(event)  # blocks: a kernel cannot be ordered after work on the host but by launching it later
+        gpu.launch(lambda: seen.append(view[0].item()))
+        assert len(seen) == step - 1  # the kernel has not run when the next update is queued behind it
+    gpu.main.synchronize()
+    assert seen == [1.0, 2.0, 3.0]
+
+
+def test_draining_waits_for_kernels_that_read_host_memory(device, gpu):
+    log = []
+    gpu.launch(lambda: log.append("kernel"))
+    device.drain()
+    assert log == ["kernel"]
+
+
+def test_whether_kernels_reach_host_memory_is_tried_once(device, gpu):
+    hosts = [device.host_adopt(torch.arange(5.0)) for _ in range(3)]
+    views = [device.direct_view(host) for host in hosts]
+    assert gpu.viewed == 1 + 3
+    views[1].mul_(2)
+    assert torch.equal(hosts[1], 2 * torch.arange(5.0))
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [({"refuses": "not mapped"}, "not mapped"), ({"copies": True}, "the host reads something else")],
+)
+def test_a_platform_that_does_not_reach_host_memory_is_refused(device, gpu, how, message):
+    vars(gpu).update(how)
+    host = device.host_adopt(torch.arange(5.0))
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match=f"cpu cannot compute in host memory: {message}"):
+            device.direct_view(host)
+    assert gpu.viewed == 1
 
 
 def test_empty_honours_strides(device):

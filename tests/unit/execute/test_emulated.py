@@ -416,10 +416,10 @@ def fail():
 def test_an_error_reaches_the_caller_once_and_cancels_what_depends_on_it(opened, mode, how):
     device = opened(mode)
     log = []
-    bad = device.submit("host", fail)
+    bad = device.submit("d2h", fail)
     dependent = device.submit("h2d", lambda: log.append("dependent"), after=[bad])
-    behind = device.submit("host", lambda: log.append("behind"))
-    device.submit("d2h", lambda: log.append("independent"))
+    behind = device.submit("d2h", lambda: log.append("behind"))
+    device.submit("host", lambda: log.append("independent"))
     with pytest.raises(KeyError, match="broken"):
         device.drain() if how == "drain" else getattr(device, how)(dependent)
     device.drain()
@@ -428,7 +428,7 @@ def test_an_error_reaches_the_caller_once_and_cancels_what_depends_on_it(opened,
     for event in (bad, dependent, behind):
         with pytest.raises(KeyError):
             device.wait(event)
-    device.wait(device.submit("host", lambda: log.append("later")))
+    device.wait(device.submit("d2h", lambda: log.append("later")))
     assert log[-1] == "later"
 
 

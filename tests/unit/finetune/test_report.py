@@ -13,7 +13,8 @@ import pytest
 
 from lt_offload.finetune import _drawing as drawing
 from lt_offload.finetune.report import write_plan_report, write_report
-from lt_offload.plan.schedule import Plan
+from lt_offload.plan.marginal import Gain
+from lt_offload.plan.schedule import BatchPoint, Plan
 from lt_offload.plan.trace import Span, Trace
 from lt_offload.profile.types import Profile
 from lt_offload.units import format_seconds
@@ -227,6 +228,69 @@ def test_decisions_share_a_row_where_they_are_alike(tmp_path: Path) -> None:
     assert "model.layers.0 – 2 3 blocks 14 MB 100% – keep host" in decisions
     assert "model.layers.3 – 5 3 blocks 14 MB 0% 28 MB offload, 18 MB to host host" in decisions
     assert "model.layers.6 – 7 2 blocks 14 MB 0% 28 MB recompute host" in decisions
+
+
+def with_ops(plan: Plan, **changes: dict[int, dict[str, object]]) -> Plan:
+    """Return ``plan`` with changed ops, by kind and block."""
+    ops = tuple(replace(op, **changes.get(op.kind, {}).get(op.block, {})) for op in plan.ops)  # type: ignore[arg-type]
+    return replace(plan, ops=ops)
+
+
+def test_decisions_say_what_runs_again_and_what_is_read_in_place(tmp_path: Path) -> None:
+    tensor = next(i for i, t in enumerate(PROFILE.tensors) if t.blocks == (2,))
+    changed = with_ops(PLAN, forward={2: {"direct": (tensor,), "bytes": 5 * MB}})
+    again = replace(next(op for op in PLAN.ops if op.kind == "forward" and op.block == 3), save="all", id=len(PLAN.ops))
+    html = report(tmp_path, replace(changed, ops=(*changed.ops, again)))
+    decisions = plain(html).split("Decisions")[1].split("Traffic")[0]
+    assert "read in place per iteration" in decisions
+    assert "model.layers.1 14 MB 67% – 5 MB keep host" in decisions
+    assert "keep, runs again 1×" in decisions
+    assert "keep what the backward needs stays on the device" in decisions
+    traffic = plain(html).split("Traffic and load")[1].split("Runners-up")[0]
+    assert re.search(r"weights read in place .* compute – – – – 5 MB 5 MB", traffic)
+    assert "read in place" not in plain(report(tmp_path))
+
+
+def test_forwards_that_run_again_have_a_colour_of_their_own() -> None:
+    op = next(op for op in PLAN.ops if op.kind == "forward" and op.block == 3)
+    plan = replace(PLAN, ops=tuple(replace(o, save="input", bytes=2 * MB) if o.id == op.id else o for o in PLAN.ops))
+    drawn = drawing.bars(PREDICTED, plan)
+    assert [bar.block for bar in drawn if bar.kind == "rerun"] == [3]
+    html = drawing.iteration(PREDICTED, plan, [b.name for b in PROFILE.blocks], axis_s=PREDICTED.iteration_time)
+    assert "forward that runs again, block 3 · model.layers.2" in html
+    assert "reads 2 MB in host memory" in html
+
+
+def test_what_more_would_buy(tmp_path: Path) -> None:
+    found = (
+        Gain(change="1 GB more device memory", iteration_s=1.6, lower_bound_s=1.5),
+        Gain(change="8 GB more RAM", iteration_s=1.81, lower_bound_s=1.76, note="2 GB of 24 GB are needed"),
+    )
+    path = write_plan_report(tmp_path / "plan.html", PLAN, PROFILE, PREDICTED, found)
+    text = plain(path.read_text()).split("What more would buy")[1].split("Decisions")[0]
+    assert "1 GB more device memory would buy the most: 11.6% less time." in text
+    assert "as planned 1.81 s – 1.76 s" in text
+    assert "1 GB more device memory 1.6 s −11.6% 1.5 s" in text
+    assert "8 GB more RAM 1.81 s no change 1.76 s 2 GB of 24 GB are needed" in text
+    nothing = plain(write_plan_report(path, PLAN, PROFILE, PREDICTED, found[1:]).read_text())
+    assert "None of these would make a noticeable difference" in nothing
+    assert "What more would buy" not in plain(write_plan_report(path, PLAN, PROFILE, PREDICTED).read_text())
+
+
+def test_the_curve_of_batch_sizes(tmp_path: Path) -> None:
+    curve = (
+        BatchPoint(batch_size=2, samples_per_s=1.5, iteration_s=1.33, device_peak_bytes=200 * MB, reason="slower"),
+        BatchPoint(batch_size=4, samples_per_s=2.21, iteration_s=1.81, device_peak_bytes=431 * MB, reason="chosen"),
+        BatchPoint(batch_size=64, relaxed_samples_per_s=None, reason="does not fit"),
+    )
+    html = report(tmp_path, replace(PLAN, batch_curve=curve))
+    text = plain(html).split("Batch size")[1].split("Decisions")[0]
+    assert "4 2.21 1.81 s 431 MB chosen" in text
+    assert "64 – – – does not fit" in text
+    assert html.count('class="dot') == 2
+    assert html.count('class="dot chosen"') == 1
+    assert 'aria-label="Samples per second: 1.5 at 2, 2.21 at 4, nothing at 64"' in html
+    assert "Batch size" not in plain(report(tmp_path))
 
 
 def test_names_lose_the_prefix_that_all_share(tmp_path: Path) -> None:

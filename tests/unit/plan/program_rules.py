@@ -102,6 +102,9 @@ def violations(profile: Profile, config: OffmateConfig, solution: Solution) -> l
     ram = host_bytes(profile, solution)
     if config.host_budget_bytes is not None and ram > config.host_budget_bytes * (1 + TOLERANCE):
         found.append(f"host bytes {ram} of {config.host_budget_bytes}")
+    launches = sum(block.launch_s * (1 + block.has_backward) for block in profile.blocks)
+    if solution.iteration_s < launches * (1 - 1e-6):
+        found.append(f"an iteration of {solution.iteration_s} s cannot launch for {launches} s")
     if abs(sum(solution.step_s) - solution.iteration_s) > 1e-9:
         found.append("the steps are not the iteration")
     least = least_step_s(profile, config, solution)
@@ -225,10 +228,11 @@ def least_step_s(profile: Profile, config: OffmateConfig, solution: Solution) ->
     for block, choice in enumerate(chosen_options(profile, solution)):
         backward = steps - 1 - block
         compute[block] += choice.forward_s
-        host[block] += profile.blocks[block].launch_s
+        launch = profile.blocks[block].launch_s if config.launch_interrupts else 0.0
+        host[block] += launch
         if profile.blocks[block].has_backward:
             compute[backward] += choice.backward_s
-            host[backward] += profile.blocks[block].launch_s
+            host[backward] += launch
             d2h[block] += choice.offload_bytes / hardware.d2h_bytes_per_s if config.lag == 0 else 0
             h2d[backward] += choice.offload_bytes / hardware.h2d_bytes_per_s if config.lookahead == 0 else 0
     for group, flows in zip(solution.groups, solution.flows, strict=True):

@@ -8,14 +8,17 @@ from lt_offload.plan.choices import BlockChoice, Choices, Stay, TensorChoice
 from lt_offload.plan.schedule import Op, Plan
 from lt_offload.profile.types import (
     BlockProfile,
+    DirectProfile,
     HardwareProfile,
     OptimizerProfile,
     OptionProfile,
     Profile,
+    ReadProfile,
     TensorProfile,
 )
 
 HUGE = 10**12
+READ = ReadProfile(forward_s=2.0, backward_s=3.0, forward_bytes=100, backward_bytes=200)
 
 
 def small_profile(
@@ -113,6 +116,31 @@ def resident(profile: Profile, option: str = "keep") -> Choices:
         tensors=tuple(TensorChoice(place="device" if t.trainable else "none") for t in profile.tensors),
         blocks=tuple(BlockChoice(option=option) for _ in profile.blocks),  # type: ignore[arg-type]
     )
+
+
+def chained(profile: Profile) -> Profile:
+    """``profile`` with blocks that may run again: but the first, all take what the one before returns."""
+
+    def block(old: BlockProfile) -> BlockProfile:
+        recompute = next((option for option in old.options if option.name == "recompute"), None)
+        if recompute is None:
+            return old
+        reload = replace(recompute, name="reload", keeps_input=False, offload_bytes=old.input_bytes)
+        discard = replace(recompute, name="discard", keeps_input=False, backward_s=old.option("keep").backward_s)
+        return replace(old, chained=True, options=(*old.options, reload, discard))
+
+    first, *others = profile.blocks
+    return replace(profile, blocks=(first, *(block(other) for other in others)))
+
+
+def with_direct(profile: Profile, *reads: ReadProfile) -> Profile:
+    """``profile`` with tensors that may be read in host memory: the first uses of each cost ``reads``, others READ."""
+
+    def direct(tensor: TensorProfile) -> DirectProfile:
+        uses = len(tensor.blocks)
+        return DirectProfile(reads=(*reads, *[READ] * uses)[:uses], grad_s=1.0)
+
+    return replace(profile, tensors=tuple(replace(tensor, direct=direct(tensor)) for tensor in profile.tensors))
 
 
 def changed(choices: Choices, tensor: int, choice: TensorChoice) -> Choices:

@@ -103,6 +103,7 @@ def test_random_models_obey_the_rules(seed: int, model: str) -> None:
         window=int(rng.integers(2, 9)),
         gradient_window=int(rng.integers(1, 4)),
         host_update=bool(rng.random() < 0.8),
+        launch_interrupts=bool(rng.random() < 0.5),
     )
     config = replace(config, budget_bytes=max(config.budget_bytes or 0, smallest_budget(profile, config)))
     solution = solve_offmate(profile, config)

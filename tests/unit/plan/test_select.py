@@ -54,11 +54,18 @@ def test_less_memory_never_makes_it_faster() -> None:
     assert times[-1] > 2 * times[0]
 
 
+def test_a_short_time_limit_is_time_for_one_program() -> None:
+    assert solve(small_profile(), memory=10_000, planner="offmate", time_limit=0.9).planner == "offmate"
+
+
 def test_a_plan_near_the_bound_ends_the_search() -> None:
-    plan = solve(LLAMA, memory="40GB")
-    assert plan.planner == "offmate"
-    assert plan.predicted.gap < 0.01
+    plan = solve(LLAMA, memory="60GB", host_update=False)
+    assert plan.planner == "resident"
+    assert plan.predicted.gap < 1e-3
     assert sum(other.planner.startswith("offmate") for other in plan.alternatives) == 0
+    assert [o.reason for o in plan.alternatives if o.planner == "pofo"] == [
+        "not asked: the best plan is within 1% of the bound"
+    ]
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -77,7 +84,7 @@ def test_the_error_names_a_memory_that_works() -> None:
     text = str(floor(profile))
     setting = text.split(": memory=")[1].split(" ")[0]
     plan = solve(profile, memory=setting)
-    assert plan.planner == "least memory"
+    assert check(plan, profile) == []
     assert "memory=1 B is too small for small with batch_size=2 and sequence_length=8" in text
 
 
@@ -166,7 +173,7 @@ def test_the_program_alone_may_fail_where_auto_does_not() -> None:
 
 def test_unknown_planners_are_refused() -> None:
     with pytest.raises(
-        UnsupportedError, match="planner='stream' is not in this release; choose one of auto, offmate, resident"
+        UnsupportedError, match="planner='stream' is not in this release; choose one of auto, offmate, greedy, l2l"
     ):
         solve(LLAMA, planner="stream")
     with pytest.raises(UnsupportedError, match="planner='best' does not exist"):
@@ -188,8 +195,8 @@ def test_a_short_time_limit_still_gives_a_plan() -> None:
 def test_the_largest_fixture_is_near_its_bound() -> None:
     profile = llama7b_b4(32)
     plan = solve(profile, memory="10GB")
-    # Published: 13.5 s measured with barriers; the program's bound is 11.6 s.
-    assert plan.predicted.lower_bound_s == pytest.approx(11.59, abs=0.02)
+    # Published: 13.5 s measured with barriers; the bound of that runtime's program is 11.6 s.
+    assert plan.predicted.lower_bound_s == pytest.approx(11.37, abs=0.02)
     assert plan.predicted.gap < 0.04
     assert plan.predicted.device_peak_bytes <= 10 * GB
 

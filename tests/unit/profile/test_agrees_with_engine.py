@@ -13,7 +13,7 @@ from lt_offload.profile.measure import profile
 from tests import models, plans
 
 
-@pytest.mark.parametrize("option", ["offload", "mixed"])
+@pytest.mark.parametrize("option", ["offload", "mixed", "reload"])
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_activations_that_travel(family: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = models.build(family, dropout=0.1)

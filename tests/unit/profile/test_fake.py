@@ -20,6 +20,7 @@ from tests import models
 SIZES = ("saved_bytes", "keeps_input", "offload_bytes", "forward_peak_bytes", "backward_peak_bytes")
 PARAMETERS = {
     "bloom-3b": 3_002_557_440,
+    "llama2-13b": 13_015_864_320,
     "llama2-7b": 6_738_415_616,
     "llama3-8b": 8_030_261_248,
     "mistral-7b": 7_241_732_096,

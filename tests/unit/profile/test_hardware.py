@@ -1,3 +1,4 @@
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from lt_offload.profile.hardware import (
     load_hardware,
     measure_hardware,
     measure_links,
+    save_hardware,
 )
 from lt_offload.shipped import shipped_files
 
@@ -128,3 +130,70 @@ def test_available_memory_respects_the_control_group(monkeypatch: pytest.MonkeyP
     assert whole > 0
     monkeypatch.setattr("lt_offload.profile.hardware._cgroup_bytes", lambda root: [12345])
     assert available_host_bytes() == 12345
+
+
+@pytest.mark.parametrize("name", shipped_files("configs/hardware/hosts", ".yaml"))
+def test_shipped_hosts_are_sourced_and_never_speed_a_link_up(name: str) -> None:
+    card = load_hardware("rtx-3090")
+    found = load_hardware(f"rtx-3090,host={name}")
+    assert found.name == f"rtx-3090, {name}"
+    assert found.source.startswith(f"{card.source}; {name}: ")
+    assert (found.device_bytes, found.flops_per_s) == (card.device_bytes, card.flops_per_s)
+    assert found.h2d_bytes_per_s <= card.h2d_bytes_per_s
+    assert found.d2h_bytes_per_s <= card.d2h_bytes_per_s
+    for line in shipped_files("configs/hardware/hosts", ".yaml")[name].read_text().splitlines():
+        assert line.startswith("source: ") or "# " in line, line
+    promised = re.fullmatch(r".*-(\d+)gb", name)
+    if promised:
+        assert found.host_bytes == found.pinnable_bytes == int(promised[1]) << 30
+
+
+def test_changes_to_a_machine() -> None:
+    found = load_hardware("rtx-4060ti,host=ddr4-64,host=pcie3-x8")
+    assert found.name == "rtx-4060ti-16gb, ddr4-64gb, pcie3-x8"
+    assert found.host_bytes == 64 << 30
+    assert found.h2d_bytes_per_s == found.d2h_bytes_per_s == 5.2e9
+    assert load_hardware("rtx-4060ti,host=pcie4-x16").h2d_bytes_per_s == load_hardware("rtx-4060ti").h2d_bytes_per_s
+    found = load_hardware("h200, ram=48GB, link=6GB")
+    assert (found.host_bytes, found.pinnable_bytes) == (48 * 10**9, 48 * 10**9)
+    assert (found.h2d_bytes_per_s, found.d2h_bytes_per_s) == (6e9, 6e9)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("h200,host=ddr4", "host='ddr4' could be ddr4-128gb or ddr4-32gb or ddr4-64gb; give a YAML file"),
+        ("h200,host=sdram", "host='sdram' is no file and not known; give"),
+        ("h200,host=", "host='' is no file and not known; give"),
+        ("h200,ram=lots", "hardware: ram='lots' is not a size"),
+        ("h200,pcie=3", r"'pcie=3' is no change; write host=NAME, ram=64GB or link=12GB"),
+        ("rtx-3091", "did you mean rtx-3090"),
+        ("3060", r"is no file and not known; did you mean rtx-3060-12gb\?"),
+        ("rtx-30", "could be rtx-3060-12gb or rtx-3070-8gb or rtx-3090; give"),
+    ],
+)
+def test_changes_and_names_that_are_wrong(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_hardware(name)
+
+
+def test_a_host_describes_the_host_only(tmp_path: Path) -> None:
+    path = tmp_path / "box.yaml"
+    path.write_text("host_bytes: 5000000000\n")
+    assert load_hardware(f"h200,host={path}").host_bytes == 5 * 10**9
+    path.write_text("device_bytes: 5\n")
+    with pytest.raises(ConfigError, match="device_bytes is not one of host_bytes"):
+        load_hardware(f"h200,host={path}")
+    path.write_text("host_bytes: many\n")
+    with pytest.raises(ConfigError, match=r"box\.yaml.*host_bytes: Input should be a valid integer"):
+        load_hardware(f"h200,host={path}")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "rtx-3060,host=ddr4-32gb,link=2.5e9"])
+def test_a_machine_survives_its_file(name: str, tmp_path: Path) -> None:
+    machine = load_hardware(name)
+    path = save_hardware(machine, tmp_path / "new" / "mine.yaml")
+    assert load_hardware(path) == machine
+    numbers = [line for line in path.read_text().splitlines() if re.fullmatch(r"\w+: [\d.e+]+.*", line)]
+    assert len(numbers) == 8
+    assert all(re.search(r"  # [\d.]+ [kMGT]?B(/s)?$", line) for line in numbers)

@@ -111,6 +111,49 @@ def test_options_are_consistent(family: str) -> None:
             rebuilt = keep.saved_bytes + keep.backward_peak_bytes
             assert recompute.backward_peak_bytes >= rebuilt
             assert offload.backward_peak_bytes + offload.saved_bytes == rebuilt
+            reload = block.option("reload")
+            assert reload == replace(recompute, name="reload", keeps_input=False, offload_bytes=block.input_bytes)
+
+
+@pytest.mark.parametrize(("family", "index"), [("llama", 1), ("phi", 2), ("bloom", 1)])
+def test_what_the_block_before_returns_need_not_be_saved(family: str, index: int) -> None:
+    """Between Phi's embeddings and its first layer there is dropout; the last block's backward follows at once."""
+    blocks = measured(models.build(family, dropout=0.1)).blocks
+    assert [at for at, block in enumerate(blocks) if block.chained] == list(range(index, len(blocks)))
+    offering = [at for at, block in enumerate(blocks) if any(option.name == "discard" for option in block.options)]
+    assert offering == list(range(index, len(blocks) - 1))
+    for block in blocks[index:-1]:
+        discard, keep, recompute = (block.option(name) for name in ("discard", "keep", "recompute"))
+        assert (discard.forward_s, discard.backward_s) == (recompute.forward_s, keep.backward_s)
+        assert discard.forward_peak_bytes == recompute.forward_peak_bytes
+        assert discard.saved_bytes == discard.offload_bytes == 0
+        assert not discard.keeps_input
+        assert keep.backward_peak_bytes < discard.backward_peak_bytes <= recompute.backward_peak_bytes
+
+
+def test_what_is_changed_between_blocks_has_to_be_saved() -> None:
+    """In place, by a new tensor, or not at all."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).relu()
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layers[1](self.layers[0](x))
+            x = self.layers[2](x.mul_(2))
+            return self.layers[3](x * 2).sum()
+
+    found = measured(Stack(), torch.ones(2, 8))
+    assert [block.chained for block in found.blocks] == [False, True, False, False]
 
 
 def test_dropout_between_the_blocks_is_shared() -> None:

@@ -1,0 +1,230 @@
+"""``lt-finetune plan``: plans from settings alone, one or many, as text and files. Parameters of ``plan`` are flags."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.finetune.module import check_data
+from lt_offload.plan.marginal import Solver, gains
+from lt_offload.plan.sweep import Question, SweepRange, parse_sweep, run_sweep
+from lt_offload.profile.hardware import load_hardware
+from lt_offload.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from lt_offload.cli.app import App
+    from lt_offload.plan.schedule import Plan
+    from lt_offload.profile.types import HardwareProfile, Profile
+
+_GAIN_SECONDS = 8.0
+"""What a plan of a report that says what more memory would buy may take."""
+_SWEEP_SECONDS = 90.0
+"""What the plans of a sweep may take together ..."""
+_LEAST_SECONDS = 4.0
+"""... unless each of them has less than this."""
+
+
+def plan(
+    app: App,
+    *,
+    memory: str | None = None,
+    hardware: str | None = None,
+    sweep: str | None = None,
+    save: str | None = None,
+    report: str | None = None,
+    trace: str | None = None,
+) -> int:
+    """Plan without weights and without a GPU, and explain the plan.
+
+    Args:
+        app: the settings.
+        memory: device memory, e.g. 12GB; default: the strategy's, else all of the hardware's.
+        hardware: name of a shipped description (rtx-3060-12gb, ...) or a YAML file, as 'lt-finetune doctor --save'
+            writes; changes may follow: rtx-3060,host=ddr4-64gb or rtx-3060,ram=48GB,link=6GB; default: this machine.
+        sweep: plan for many and compare: memory=6GB:24GB:2GB, host_memory=32GB:128GB or hardware=rtx-3060,rtx-3090.
+        save: file to write the plan to; --trainer.strategy.plan replays it on the machine it was made for. With sweep,
+            the table as .csv or .json.
+        report: HTML page to write; says what more memory or a faster link would buy, which takes a few plans more.
+        trace: file to write the simulated iteration to, for ui.perfetto.dev and chrome://tracing.
+    """
+    if sweep is not None:
+        return _sweep(app, parse_sweep(sweep), memory=memory, hardware=hardware, save=save, report=report, trace=trace)
+    from lt_offload.plan import simulate
+    from lt_offload.plan.perfetto import save_perfetto
+
+    if getattr(app.trainer.strategy, "batch_size", None) == "auto":
+        profile, made = _with_best_batch(app, memory, hardware)
+    else:
+        profile = estimate(app, hardware)
+        made = _solver(app)(profile, _budget(app, memory, profile.hardware), _host_budget(app, profile.hardware))
+    print(made.explain())
+    if save is not None:
+        print(f"plan: {made.save(save)}")
+    simulated = simulate(made, profile)
+    if trace is not None:
+        print(f"trace: {save_perfetto(simulated, trace)}")
+    if report is not None:
+        from lt_offload.finetune.report import write_plan_report
+
+        found = gains(made, profile, _solver(app, at_most=_GAIN_SECONDS), say=_say)
+        print(f"report: {write_plan_report(report, made, profile, simulated, found)}")
+    return 0
+
+
+def _with_best_batch(app: App, memory: str | None, hardware: str | None) -> tuple[Profile, Plan]:
+    """Return the profile and the plan of the batch size with the highest throughput."""
+    from lt_offload.plan import choose_batch
+
+    first = estimate(app, hardware, 1)
+    machine = first.hardware
+    choice = choose_batch(
+        lambda size: first if size == 1 else estimate(app, machine, size),
+        memory=_budget(app, memory, machine),
+        on_progress=_say,
+        **_settings(app) | {"host_memory": _host_budget(app, machine)},
+    )
+    return choice.profile, choice.plan
+
+
+def _sweep(
+    app: App,
+    asked: SweepRange,
+    *,
+    memory: str | None,
+    hardware: str | None,
+    save: str | None,
+    report: str | None,
+    trace: str | None,
+) -> int:
+    """Plan for a row of sizes or machines and print a table."""
+    if getattr(app.trainer.strategy, "batch_size", None) == "auto":
+        raise ConfigError("trainer.strategy.batch_size='auto' cannot be combined with a sweep; give a number")
+    given = {"memory": memory, "hardware": hardware, "host_memory": None}[asked.axis]
+    if given is not None:
+        raise ConfigError(f"{asked.axis}={given!r} cannot be combined with a sweep over {asked.axis}; leave one out")
+    if trace is not None:
+        raise ConfigError(f"trace={trace!r} shows one plan and a sweep makes many; plan without sweep for it")
+    if save is not None and Path(save).suffix.lower() not in (".csv", ".json"):
+        raise ConfigError(f"save={save!r}: a sweep is saved as a table; end the name with .csv or .json")
+    seconds = max(_LEAST_SECONDS, _SWEEP_SECONDS / len(asked.sizes or asked.names))
+    questions = list(_questions(app, asked, memory, hardware, _solver(app, at_most=seconds)))
+    found = run_sweep(
+        asked.axis,
+        questions,
+        model=_model_name(app),
+        dtype=app.model.model_dtype,
+        sequence_length=app.datamodule.max_length,
+        say=_say,
+    )
+    print(found.explain())
+    if save is not None:
+        print(f"table: {found.save(save)}")
+    if report is not None:
+        from lt_offload.finetune.report import write_sweep_report
+
+        print(f"report: {write_sweep_report(report, found)}")
+    return 0
+
+
+def _questions(
+    app: App, asked: SweepRange, memory: str | None, hardware: str | None, solve: Solver
+) -> Iterator[Question]:
+    """Yield the points of a sweep; the model is profiled once per machine."""
+
+    def question(machine: HardwareProfile, budget: int, ram: int, profile: Profile | None) -> Question:
+        def plan_it() -> Plan:
+            if profile is None:
+                raise InfeasibleError(f"there are no figures for {app.model.model_dtype}")
+            return solve(profile, budget, ram)
+
+        return Question(hardware=machine.name, memory_bytes=budget, host_memory_bytes=ram, solve=plan_it)
+
+    for machine in [load_hardware(name) for name in asked.names]:
+        knows = app.model.model_dtype in machine.flops_per_s
+        budget = machine.device_bytes if memory is None else min(parse_bytes(memory), machine.device_bytes)
+        yield question(machine, budget, _host_budget(app, machine), estimate(app, machine) if knows else None)
+    if asked.axis == "hardware":
+        return
+    profile = estimate(app, hardware)
+    machine = profile.hardware
+    if asked.axis == "memory":
+        budgets = [(size, _host_budget(app, machine)) for size in asked.sizes]
+    else:
+        memory_bytes = _budget(app, memory, machine)
+        budgets = [(memory_bytes, size) for size in asked.sizes]
+    yield from (question(machine, budget, ram, profile) for budget, ram in budgets)
+
+
+def _solver(app: App, *, at_most: float | None = None) -> Solver:
+    """Return what plans with the strategy's settings; ``at_most`` shortens its time limit."""
+    from lt_offload.plan import solve
+
+    settings = _settings(app)
+    if at_most is not None:
+        settings["time_limit"] = min(settings.get("time_limit", at_most), at_most)
+    return lambda profile, memory, host_memory: solve(profile, memory=memory, **settings | {"host_memory": host_memory})
+
+
+def _settings(app: App) -> dict[str, Any]:
+    """Return what the strategy plans with; nothing if it is another than offmate."""
+    return dict(getattr(app.trainer.strategy, "planning", {}))
+
+
+def _budget(app: App, memory: str | None, machine: HardwareProfile) -> int:
+    """Return the device budget: what was asked for, else the recipe's as far as the device has it."""
+    wanted = memory or getattr(app.trainer.strategy, "memory", None) or machine.device_bytes
+    budget, has = parse_bytes(wanted), machine.device_bytes
+    if budget > has:
+        # What was asked for is a question about another card; a recipe's budget is only a habit.
+        _say(f"{machine.name} has {format_bytes(has)}, not {format_bytes(budget)}{', but so be it' if memory else ''}")
+        budget = budget if memory else has
+    _say(f"planning for {format_bytes(budget)} on {machine.name}")
+    return budget
+
+
+def _host_budget(app: App, machine: HardwareProfile) -> int:
+    wanted = getattr(app.trainer.strategy, "host_memory", None)
+    return machine.host_bytes if wanted is None else parse_bytes(wanted, setting="host_memory")
+
+
+def estimate(app: App, hardware: str | HardwareProfile | None, batch_size: int | None = None) -> Profile:
+    """Return the profile of the app's model on ``hardware``, without weights; ``batch_size``: None is the settings'."""
+    from lt_offload.finetune import load
+    from lt_offload.profile import profile_config
+    from lt_offload.profile.rates import measure_machine
+
+    module, data = app.model, app.datamodule
+    if hardware is not None:
+        _say(f"estimating for {hardware if isinstance(hardware, str) else hardware.name}")
+    config = load.load_config(module.name, module.architecture)
+    check_data(config, max_length=data.max_length)
+    if module.dropout is not None:
+        load.set_dropout(config, module.dropout)
+    if module.attention is not None:
+        config._attn_implementation = module.attention
+    profile = profile_config(
+        config,
+        batch_size=batch_size or getattr(app.trainer.strategy, "batch_size", None) or data.batch_size,
+        sequence_length=data.max_length,
+        dtype=module.model_dtype,
+        hardware=hardware or measure_machine(on_progress=_say),
+        optimizer=module.optimizer,
+        lora=None if module.lora is None else module.lora.peft(),
+        padding=not data.pack,
+        on_progress=_say,
+    )
+    return replace(profile, model=_model_name(app))
+
+
+def _model_name(app: App) -> str:
+    """Return what people call the model: the name of its configuration, or of the folder that holds it."""
+    path = Path(app.model.architecture or app.model.name)
+    return path.resolve().parent.name if path.name == "config.json" else path.name.removesuffix(".json")
+
+
+def _say(message: str) -> None:
+    print(f"  {message} ...", file=sys.stderr, flush=True)

@@ -1,0 +1,176 @@
+"""The chain of layers that POFO (NeurIPS 2021) schedules, in bytes and seconds, and the same chain in slots of memory.
+
+Knows sizes and times; nothing of schedules, profiles or plans. A paper's symbol stands beside each field.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+_ROUNDING = 1e-9
+"""Part of a slot that a size may pass a whole number by without taking one more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layer:
+    """One layer of a chain; sizes in bytes. Overheads are beyond what the operation reads, writes and keeps."""
+
+    forward_s: float
+    """uF."""
+    backward_s: float
+    """uB."""
+    output_bytes: int
+    """a: what the next layer reads."""
+    saved_bytes: int
+    """abar: what a forward that saves all leaves for the backward, the output included, the input not."""
+    gradient_bytes: int
+    """delta: the gradient of the output."""
+    saving_overhead_bytes: int = 0
+    """of, in a forward that saves all."""
+    forward_overhead_bytes: int = 0
+    """of, in a forward that does not; the paper has one figure for both."""
+    backward_overhead_bytes: int = 0
+    """ob."""
+    checkpoints: bool = True
+    """Whether its forward may leave nothing but its input."""
+    discards: bool = True
+    """Whether its forward may leave nothing at all."""
+    input_travels: bool = True
+    """Whether its input alone may be offloaded."""
+    saved_travels: bool = True
+    """Whether what it saves may be offloaded."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chain:
+    """Layers 1 to L, the loss behind them, and the link that activations may travel over."""
+
+    layers: tuple[Layer, ...]
+    loss: Layer
+    """Its output and gradient are empty; what it saves is held from its forward to its backward."""
+    input_bytes: int = 0
+    """a of layer 0."""
+    input_gradient_bytes: int = 0
+    """delta of layer 0."""
+    bytes_per_s: float = 0.0
+    """beta, in either direction; 0: nothing can be offloaded."""
+
+    @property
+    def sequential_s(self) -> float:
+        """Seconds of all computations, each done once."""
+        return sum(layer.forward_s + layer.backward_s for layer in (*self.layers, self.loss))
+
+    def output(self, layer: int) -> int:
+        """Return a of ``layer``, in 0 to L."""
+        return self.layers[layer - 1].output_bytes if layer else self.input_bytes
+
+    def gradient(self, layer: int) -> int:
+        """Return delta of ``layer``, in 0 to L."""
+        return self.layers[layer - 1].gradient_bytes if layer else self.input_gradient_bytes
+
+    def stored(self, layer: int, *, all_saved: bool) -> int:
+        """Return the bytes of the input of ``layer``, in 1 to L + 1: an output, or all that the layer before saved."""
+        return self.layers[layer - 2].saved_bytes if all_saved else self.output(layer - 1)
+
+
+class Slots(NamedTuple):
+    """A chain in whole slots of memory and in the time that the link needs for one; index 0 is the chain's input.
+
+    Each requirement (the script M of appendix B, less the gradient of the last layer) is rounded up as a whole.
+    """
+
+    forward: NDArray[np.float64]
+    backward: NDArray[np.float64]
+    before: NDArray[np.float64]
+    """Time of all computations of the layers before."""
+    moved_forward: NDArray[np.float64]
+    """Slots that the link moves during a forward: its time, which may be rounded."""
+    moved_backward: NDArray[np.float64]
+    output: NDArray[np.int64]
+    saved: NDArray[np.int64]
+    gradient: NDArray[np.int64]
+    needs_saving: NDArray[np.int64]
+    """Of a forward that saves all."""
+    needs_backward: NDArray[np.int64]
+    needs_first: NDArray[np.int64]
+    """Of a forward that saves nothing and reads the stored input."""
+    needs_next: NDArray[np.int64]
+    """Of a forward that saves nothing and reads the output of the one before."""
+    last: NDArray[np.int64]
+    """The last layer that may be run again from the stored input of this one; smaller than it: none."""
+    input_travels: NDArray[np.bool_]
+    saved_travels: NDArray[np.bool_]
+
+
+def in_slots(
+    chain: Chain, slot_bytes: float, *, offload: bool = True, recompute: bool = True, nearest: bool = False
+) -> Slots:
+    """Return ``chain`` in slots of ``slot_bytes``; layer L + 1 is the loss.
+
+    Sizes, and data that wait for the link, are rounded up. That adds up over the layers; with ``nearest`` sizes, and
+    what the link moves during a computation, are rounded to the nearest slot, and what is lost or gained is carried to
+    the next layer. Data that wait are whole slots then.
+    """
+    layers = (*chain.layers, chain.loss)
+    count = len(chain.layers)
+    read = [0, *(chain.output(at) for at in range(count + 1))]
+    around = [0, *(layer.gradient_bytes + chain.gradient(at) for at, layer in enumerate(layers))]
+    offload = offload and chain.bytes_per_s > 0
+    rate = chain.bytes_per_s / slot_bytes if offload else 1.0
+
+    def slots(sizes: Sequence[int], *, carried: bool = False) -> NDArray[np.int64]:
+        return _whole(np.maximum(0, np.array(sizes)) / slot_bytes, nearest=nearest, carried=carried)
+
+    def moved(seconds: Sequence[float]) -> NDArray[np.float64]:
+        exact = np.array(seconds) * rate
+        return np.diff(np.rint(np.cumsum(exact)), prepend=0.0) if nearest else exact
+
+    forward = [0.0, *(layer.forward_s for layer in layers)]
+    backward = [0.0, *(layer.backward_s for layer in layers)]
+    saving = [layer.saved_bytes + layer.saving_overhead_bytes for layer in layers]
+    passing = [layer.output_bytes + layer.forward_overhead_bytes for layer in layers]
+    return Slots(
+        forward=np.array(forward) * rate,
+        backward=np.array(backward) * rate,
+        before=np.cumsum([0.0, *forward]) * rate + np.cumsum([0.0, *backward]) * rate,
+        moved_forward=moved(forward),
+        moved_backward=moved(backward),
+        output=slots([chain.input_bytes, *(layer.output_bytes for layer in layers)], carried=True),
+        saved=slots([0, *(layer.saved_bytes for layer in layers)], carried=True),
+        gradient=slots([chain.input_gradient_bytes, *(layer.gradient_bytes for layer in layers)]),
+        needs_saving=slots([0, *saving]),
+        needs_backward=slots(
+            [0, *(o.saved_bytes + o.backward_overhead_bytes + around[at] for at, o in enumerate(layers, 1))]
+        ),
+        needs_first=slots([0, *passing]),
+        needs_next=slots([0, *(size + read[at] for at, size in enumerate(passing, 1))]),
+        last=np.array([0, *_last(chain, recompute)], dtype=np.int64),
+        input_travels=np.array([False, *(offload and layer.input_travels for layer in layers)]),
+        saved_travels=np.array([False, *(offload and layer.saved_travels for layer in layers)]),
+    )
+
+
+def _whole(exact: NDArray[np.float64], *, nearest: bool, carried: bool) -> NDArray[np.int64]:
+    if not nearest:
+        exact = np.ceil(exact - _ROUNDING)
+    elif carried:
+        exact = np.diff(np.rint(np.cumsum(exact)), prepend=0.0)
+    return np.array(np.rint(exact), dtype=np.int64)
+
+
+def _last(chain: Chain, recompute: bool) -> list[int]:
+    """Return, per layer and for the loss, how far a part that begins with its checkpoint may reach."""
+    count = len(chain.layers)
+    found = [count]  # the loss is never run again
+    reach = count
+    for at in range(count, 0, -1):
+        layer = chain.layers[at - 1]
+        found.append(reach if recompute and layer.checkpoints else at - 1)
+        if not layer.discards:
+            reach = at - 1
+    return found[::-1]

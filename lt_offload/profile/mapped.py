@@ -1,0 +1,123 @@
+"""Page-locked host memory as a CUDA tensor: kernels reach it over the link, nothing is copied. Knows no plan.
+
+Such a tensor costs no device memory, is not tracked by torch's allocator, and is valid as long as its memory stays
+page-locked. Its storage keeps the host tensor alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lt_offload.errors import UnsupportedError
+
+
+def map_host(host: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on ``device`` whose storage is the memory of ``host``.
+
+    Raises:
+        UnsupportedError: if the driver does not map this memory.
+    """
+    if not host.is_contiguous():
+        raise UnsupportedError("a tensor that is not contiguous cannot be read in host memory; call .contiguous()")
+    if host.numel() == 0:
+        return torch.empty(host.shape, dtype=host.dtype, device=device)
+    pointer = _device_pointer(host.data_ptr())
+    seen: Tensor = torch.as_tensor(_Memory(host, pointer), device=device)
+    if seen.data_ptr() != pointer:
+        raise UnsupportedError("torch copied the memory instead of using it where it is")
+    return seen.view(host.dtype).view(host.shape)
+
+
+@contextmanager
+def locked(host: Tensor) -> Iterator[Tensor]:
+    """Page-lock the memory of ``host`` within the context; raises ``UnsupportedError`` where that is not allowed."""
+    code = register(host.data_ptr(), host.nbytes)
+    if code != 0:
+        raise UnsupportedError(f"memory cannot be page-locked (error {code}); see `ulimit -l`")
+    try:
+        yield host
+    finally:
+        torch.cuda.synchronize()
+        unregister(host.data_ptr())
+
+
+@contextmanager
+def mapped_copy(tensor: Tensor, device: torch.device) -> Iterator[Tensor]:
+    """Have a copy of ``tensor`` in host memory, as ``device`` sees it, within the context."""
+    with locked(tensor.detach().to("cpu", copy=True)) as host:
+        yield map_host(host, device)
+
+
+def register(address: int, nbytes: int) -> int:
+    """Page-lock host memory and map it; return 0 or an error code."""
+    for_all_devices, mapped = 1, 2
+    code = int(_cudart().cudaHostRegister(address, nbytes, for_all_devices | mapped))
+    if code != 0:
+        # The runtime reports an error that nobody fetched at the next launch: let that be one that does not matter.
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+    return code
+
+
+def unregister(address: int) -> int:
+    """Undo :func:`register`; return 0 or an error code."""
+    return int(_cudart().cudaHostUnregister(address))
+
+
+def refusal(view_of: Callable[[Tensor], Tensor], probe: Tensor, synchronize: Callable[[], object]) -> str:
+    """Return why ``view_of`` gives no tensor that computations can read and write; empty if it does.
+
+    Args:
+        view_of: returns page-locked host memory as a tensor on the device.
+        probe: some such memory, of integers.
+        synchronize: waits for the device.
+    """
+    expected = torch.arange(probe.numel(), dtype=probe.dtype)
+    probe.copy_(expected)
+    try:
+        seen = view_of(probe)
+        if not torch.equal((seen * 3).cpu(), expected * 3):
+            return "kernels read something else there than the host has written"
+        seen.copy_(seen * 5)
+        synchronize()
+    except (UnsupportedError, RuntimeError, TypeError, ValueError) as error:
+        return str(error).partition("\n")[0]
+    return "" if torch.equal(probe, expected * 5) else "the host reads something else there than kernels have written"
+
+
+class _Memory:
+    """What :func:`torch.as_tensor` wants to know, and what keeps the memory alive; bytes, for want of a bfloat16."""
+
+    def __init__(self, host: Tensor, pointer: int) -> None:
+        self.host = host
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (host.nbytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "strides": None,
+            "version": 2,
+        }
+
+
+def _device_pointer(address: int) -> int:
+    """Return where the device finds the page-locked memory that the host has at ``address``."""
+    try:
+        runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")  # which torch has loaded
+    except OSError as error:
+        raise UnsupportedError(f"the CUDA runtime cannot be asked for addresses ({error})") from error
+    pointer = ctypes.c_void_p()
+    code = runtime.cudaHostGetDevicePointer(ctypes.byref(pointer), ctypes.c_void_p(address), 0)
+    if code != 0 or not pointer.value:
+        runtime.cudaGetLastError()  # or torch would report it at its next launch
+        raise UnsupportedError(f"the memory is not page-locked, or the driver does not map it (error {code})")
+    return pointer.value
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

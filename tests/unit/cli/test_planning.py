@@ -1,0 +1,152 @@
+"""``lt-finetune plan`` and ``doctor``: files they write, sweeps, machines of one's own, what is said about mistakes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lt_offload.cli import doctor
+from lt_offload.cli.main import main
+from lt_offload.plan.schedule import Plan
+from lt_offload.plan.sweep import Sweep
+from lt_offload.profile.hardware import load_hardware
+from lt_offload.shipped import shipped_files
+from tests.commands import fails
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"),
+]
+
+RECIPE = """\
+# A tiny model on a little text
+base: configs/base.yaml
+trainer: {{accelerator: cpu, strategy: {{init_args: {{memory: 600MB}}}}}}
+model: {{name: {model}}}
+data: {{path: text.txt, max_length: 32, batch_size: 2}}
+"""
+CARD = ("--hardware", "rtx-3060")
+
+
+@pytest.fixture
+def recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    Path("tiny.yaml").write_text(RECIPE.format(model=model))
+    return "tiny.yaml"
+
+
+def test_a_plan_is_explained_saved_drawn_and_traced(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    files = ["--save", "plan.json", "--report", "new/plan.html", "--trace", "plan.perfetto.json"]
+    assert main(["plan", recipe, *CARD, *files]) == 0
+    captured = capsys.readouterr()
+    plan = Plan.load("plan.json")
+    assert plan.budget_bytes == 600_000_000
+    assert plan.explain() in captured.out
+    written = [line.split(": ")[1] for line in captured.out.splitlines()[-3:]]
+    assert written == ["plan.json", "plan.perfetto.json", "new/plan.html"]
+    assert "What more would buy" in Path("new/plan.html").read_text()
+    assert "planning with 1 GB more device memory" in captured.err
+    trace = json.loads(Path("plan.perfetto.json").read_text())
+    assert trace["otherData"]["iteration_s"] == pytest.approx(plan.predicted.iteration_s)
+    names = {event["name"].split()[0] for event in trace["traceEvents"] if event["ph"] == "X"}
+    assert {"forward", "backward"} <= names
+
+
+def test_a_plan_needs_no_report_to_be_quick(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", recipe, *CARD]) == 0
+    assert "planning with" not in capsys.readouterr().err
+
+
+def test_a_budget_beyond_the_card(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", recipe, *CARD, "--trainer.strategy.memory", "40GB", "--save", "a.json"]) == 0
+    assert "rtx-3060-12gb has 12.9 GB, not 40 GB ..." in capsys.readouterr().err
+    assert Plan.load("a.json").budget_bytes == load_hardware("rtx-3060").device_bytes
+    assert main(["plan", recipe, *CARD, "--memory", "40GB", "--save", "b.json"]) == 0
+    assert "not 40 GB, but so be it" in capsys.readouterr().err
+    assert Plan.load("b.json").budget_bytes == 40 * 10**9
+
+
+def test_a_configuration_of_ones_own(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    config = json.loads(shipped_files("configs/models", ".json")["smollm2-135m"].read_text()) | {"num_hidden_layers": 3}
+    del config["_name_or_path"]
+    Path("mine").mkdir()
+    Path("mine/config.json").write_text(json.dumps(config))
+    for architecture in ("mine", "mine/config.json"):
+        flags = ["--model.architecture", architecture, "--memory", "2GB", "--save", "plan.json"]
+        assert main(["plan", recipe, *CARD, *flags]) == 0
+        plan = Plan.load("plan.json")
+        assert plan.model == "mine"
+        assert len(plan.options) == 3 + 3
+    assert "mine, 6 blocks, batch 2 x 32 tokens" in capsys.readouterr().out
+
+
+def test_a_sweep_over_memory(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["--sweep", "memory=400MB:600MB:100MB", "--save", "sweep.json", "--report", "sweep.html"]
+    assert main(["plan", recipe, *CARD, *flags]) == 0
+    captured = capsys.readouterr()
+    sweep = Sweep.load("sweep.json")
+    assert [point.memory_bytes for point in sweep.points] == [400_000_000, 500_000_000, 600_000_000]
+    assert sweep.points[0].iteration_s is None
+    assert sweep.points[2].iteration_s is not None
+    assert sweep.explain() in captured.out
+    assert "3 of 3: planning for 600 MB" in captured.err
+    assert "<svg" in Path("sweep.html").read_text()
+
+
+def test_a_sweep_over_cards_and_over_ram(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    cards = "hardware=rtx-3060,rtx-3090,host=ddr4-32gb,v100"
+    assert main(["plan", recipe, "--model.dtype", "bfloat16", "--sweep", cards, "--save", "cards.json"]) == 0
+    slow, fast, old = Sweep.load("cards.json").points
+    assert (slow.hardware, fast.hardware, old.hardware) == ("rtx-3060-12gb", "rtx-3090, ddr4-32gb", "v100-16gb")
+    assert fast.host_memory_bytes == 32 << 30
+    assert slow.iteration_s is not None
+    assert fast.iteration_s is not None
+    assert fast.iteration_s <= slow.iteration_s
+    assert old.reason == "there are no figures for bfloat16"
+    assert main(["plan", recipe, *CARD, "--sweep", "host_memory=1KB,8GB", "--save", "ram.csv"]) == 0
+    lines = Path("ram.csv").read_text().splitlines()
+    assert ",1000," in lines[1]
+    assert "needs host_memory=" in lines[1]
+    assert ",8000000000," in lines[2]
+    assert lines[2].endswith(",")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ([*CARD, "--sweep", "6GB:24GB"], "sweep='6GB:24GB' is not understood; write memory=6GB:24GB"),
+        ([*CARD, "--sweep", "memory=6GB:24GB", "--memory", "8GB"], "cannot be combined with a sweep over memory"),
+        ([*CARD, "--sweep", "hardware=h200"], "hardware='rtx-3060' cannot be combined with a sweep over hardware"),
+        ([*CARD, "--sweep", "memory=6GB:24GB", "--trace", "t.json"], "trace='t.json' shows one plan"),
+        ([*CARD, "--sweep", "memory=6GB:24GB", "--save", "t.yaml"], "end the name with .csv or .json"),
+        (
+            ["--sweep", "hardware=rtx-3060,rtx-3091"],
+            "hardware='rtx-3091' is no file and not known; did you mean",
+        ),
+        (["--hardware", "rtx-30"], "could be rtx-3060-12gb or rtx-3070-8gb or rtx-3090"),
+        (["--hardware", "h200,host=ddr3"], "host='ddr3' is no file and not known; did you mean"),
+        ([*CARD, "--memory", "lots"], "memory='lots' is not a size"),
+        ([*CARD, "--trainer.strategy.planner", "magic"], "planner"),
+    ],
+)
+def test_a_mistake_says_what_works(
+    recipe: str, capsys: pytest.CaptureFixture[str], flags: list[str], message: str
+) -> None:
+    assert message in fails(capsys, "plan", recipe, *flags)
+
+
+def test_doctor_writes_a_machine_that_plans_are_made_for(
+    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machine = load_hardware("rtx-3070,ram=48GB")
+    monkeypatch.setattr(doctor, "measure_machine", lambda **_: machine)
+    assert main(["doctor", "--save", "mine.yaml"]) == 0
+    assert "mine.yaml  (plan for this machine anywhere: --hardware mine.yaml)" in capsys.readouterr().out
+    assert load_hardware("mine.yaml") == machine
+    assert main(["plan", recipe, "--hardware", "mine.yaml", "--save", "plan.json"]) == 0
+    assert Plan.load("plan.json").host_budget_bytes == 48 * 10**9
+    assert "doctor takes --save FILE and nothing else" in fails(capsys, "doctor", "all")
+    assert "doctor takes --save FILE and nothing else" in fails(capsys, "doctor", "--save")

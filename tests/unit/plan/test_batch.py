@@ -1,0 +1,258 @@
+"""The batch size: profiles at other sizes, the relaxation over r = 1 / batch_size, and the choice by simulation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from fixtures import GB, PAPER, llama7b_b4
+from small import READ, small_profile, with_direct
+
+from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
+from lt_offload.plan import choose_batch, solve
+from lt_offload.plan.batch_lp import best_batch
+from lt_offload.plan.batch_profile import common, scaled
+from lt_offload.plan.offmate import OffmateConfig, lower_bound
+from lt_offload.plan.schedule import Plan
+from lt_offload.profile.types import Profile
+
+CONFIG = OffmateConfig(budget_bytes=int(10 * GB), host_budget_bytes=int(128 * GB), window=3, **PAPER)
+"""Figure 4's setting: everything that depends on the batch is proportional to it."""
+
+
+def affine(blocks: int = 8, *, once: float = 2.0, each: float = 4.0) -> Callable[[int], Profile]:
+    """Profiles whose computations take ``once + each * batch_size`` seconds and whose activations are proportional."""
+
+    def at(size: int) -> Profile:
+        profile = scaled(small_profile(blocks), size)
+        seconds = once + each * size
+        changed = tuple(
+            replace(
+                block,
+                options=tuple(replace(o, forward_s=seconds, backward_s=2 * seconds) for o in block.options),
+            )
+            for block in profile.blocks
+        )
+        return replace(profile, blocks=changed)
+
+    return at
+
+
+# -- profiles at other sizes -----------------------------------------------------------------------------------------
+
+
+def test_one_profile_is_proportional() -> None:
+    profile = small_profile(3, launch_s=0.5)
+    found = scaled(profile, 6)
+    assert found.batch_size == 6
+    before, after = profile.blocks[1], found.blocks[1]
+    assert (after.input_bytes, after.output_bytes, after.launch_s) == (30, 30, 0.5)
+    assert after.option("keep").forward_s == pytest.approx(30.0)
+    assert after.option("offload").offload_bytes == 3 * before.option("offload").offload_bytes
+    assert found.tensors == profile.tensors
+    assert found.fingerprint == profile.fingerprint
+    assert scaled(profile, 2) == profile
+
+
+def test_two_profiles_give_a_line() -> None:
+    at = affine()
+    low, high = at(2), at(6)
+    for size in (1, 2, 4, 6, 9):
+        assert scaled(low, size, high) == scaled(high, size, low)
+        found, true = scaled(low, size, high), at(size)
+        assert found.blocks[3].option("keep").backward_s == pytest.approx(true.blocks[3].option("keep").backward_s)
+        assert abs(found.blocks[3].input_bytes - true.blocks[3].input_bytes) <= 1, "sizes are whole"
+    assert scaled(low, 6, high) == high
+    assert scaled(high, 2, low) == low
+
+
+def test_nothing_is_less_in_a_larger_batch() -> None:
+    low, high = small_profile(2), replace(small_profile(2), batch_size=4, shared_bytes=0)
+    low = replace(low, shared_bytes=100)
+    noisy = replace(high, blocks=tuple(replace(block, launch_s=-0.0, input_bytes=1) for block in high.blocks))
+    found = scaled(low, 40, noisy)
+    assert found.shared_bytes == 100
+    assert found.blocks[1].input_bytes == 10
+    found = scaled(replace(small_profile(2), shared_bytes=10), 1, replace(high, shared_bytes=1000))
+    assert found.shared_bytes == 0, "and nothing is negative in a smaller one"
+
+
+def test_direct_access_is_interpolated_if_both_know_it() -> None:
+    profile = small_profile(2)
+    direct = with_direct(profile)
+    larger = replace(with_direct(profile, replace(READ, forward_bytes=300, forward_s=4.0)), batch_size=4)
+    found = scaled(direct, 3, larger).tensors[0].read(0)
+    assert (found.forward_bytes, found.forward_s, found.backward_s) == (200, 3.0, 3.0)
+    assert scaled(direct, 3, replace(profile, batch_size=4)).tensors[0].direct is None
+
+
+def test_options_that_only_one_size_has_are_left_out() -> None:
+    low, high = small_profile(2), replace(small_profile(2), batch_size=4)
+    fewer = replace(high, blocks=tuple(replace(block, options=block.options[:1]) for block in high.blocks))
+    assert [o.name for o in scaled(low, 3, fewer).blocks[0].options] == ["keep"]
+    one, two = common(low, fewer)
+    assert [o.name for o in one.blocks[0].options] == [o.name for o in two.blocks[0].options] == ["keep"]
+
+
+# -- relaxation ------------------------------------------------------------------------------------------------------
+
+
+def test_published_relaxation() -> None:
+    found = best_batch(llama7b_b4(), None, CONFIG, most=64)
+    assert found.batch_size == pytest.approx(9.79, rel=1e-3)
+    assert found.seconds_per_sample == pytest.approx(2.6599, rel=1e-3)
+    assert 8.5 < found.smallest < found.batch_size
+
+
+@pytest.mark.parametrize(("size", "seconds"), [(2, 4.28), (4, 2.902), (6, 2.763), (8, 2.695), (10, 2.670)])
+def test_published_scan(size: int, seconds: float) -> None:
+    profile = llama7b_b4()
+    assert lower_bound(scaled(profile, size), CONFIG) / size == pytest.approx(seconds, rel=5e-3)
+
+
+def test_the_scan_ends_where_memory_ends() -> None:
+    with pytest.raises(InfeasibleError):
+        lower_bound(scaled(llama7b_b4(), 12), CONFIG)
+
+
+@pytest.mark.parametrize("budget", [9_000, 14_000, 40_000])
+@pytest.mark.parametrize("once", [0.0, 3.0])
+def test_the_relaxation_bounds_every_size(budget: int, once: float) -> None:
+    at = affine(once=once)
+    config = OffmateConfig(budget_bytes=budget)
+    found = best_batch(at(2), at(20), config, most=40)
+    scan = {}
+    for size in (1, 2, 3, 4, 5, 6, 8, 10, 13, 16, 20, 25, 32, 40):
+        try:
+            scan[size] = lower_bound(at(size), config) / size
+        except InfeasibleError:
+            break
+    best = min(scan, key=lambda size: scan[size])
+    assert found.seconds_per_sample <= scan[best] * (1 + 1e-6)
+    assert found.seconds_per_sample >= scan[best] * 0.95, "and is not far from the best one"
+    assert found.smallest <= found.batch_size
+
+
+def test_most_and_least_are_kept() -> None:
+    at = affine()
+    config = OffmateConfig(budget_bytes=10**9)
+    assert best_batch(at(2), at(4), config, most=5, tolerance=0).batch_size <= 5 + 1e-6
+    assert best_batch(at(2), at(4), config, most=64, least=20).smallest >= 20 - 1e-6
+    with pytest.raises(InfeasibleError, match="batch_size=60 or more"):
+        best_batch(at(2), at(4), OffmateConfig(budget_bytes=3_000), most=64, least=60)
+
+
+# -- choice ----------------------------------------------------------------------------------------------------------
+
+
+def throughput(plan: Plan) -> float:
+    return plan.batch_size / plan.predicted.iteration_s
+
+
+def test_sizes_that_the_planner_does_not_apply_to_are_not_chosen() -> None:
+    choice = choose_batch(affine(), memory=30_000, planner="pofo", candidates=[1, 2, 64])
+    assert choice.batch_size < 64
+    assert "64 does not fit in 30 kB" in choice.why
+    assert "does not apply" in choice.curve[-1].reason
+    with pytest.raises(UnsupportedError, match="planner='pofo' does not apply"):
+        choose_batch(affine(), memory=12_000, planner="pofo", candidates=[1, 2])
+
+
+@pytest.mark.parametrize(("budget", "once", "each"), [(5_000, 2.0, 4.0), (7_000, 0.0, 5.0), (15_000, 4.0, 1.0)])
+def test_it_is_the_best_of_all_sizes(budget: int, once: float, each: float) -> None:
+    at = affine(3, once=once, each=each)
+    choice = choose_batch(at, memory=budget, most=16)
+    found = []
+    for size in range(1, 17):
+        try:
+            found.append(throughput(solve(at(size), memory=budget)))
+        except InfeasibleError:
+            break
+    assert throughput(choice.plan) >= 0.99 * max(found)
+    assert choice.profile == at(choice.batch_size)
+    assert choice.plan.fingerprint == choice.profile.fingerprint
+
+
+def test_it_shows_the_curve_and_says_why() -> None:
+    choice = choose_batch(affine(4), memory=8_000, most=40)
+    sizes = [point.batch_size for point in choice.curve]
+    assert sizes == sorted(set(sizes))
+    assert 1 in sizes
+    (chosen,) = [point for point in choice.curve if point.reason == "chosen"]
+    assert chosen.batch_size == choice.batch_size == choice.plan.batch_size
+    assert chosen.samples_per_s == pytest.approx(throughput(choice.plan))
+    assert chosen.device_peak_bytes == choice.plan.predicted.device_peak_bytes
+    assert chosen.iteration_s == choice.plan.predicted.iteration_s
+    assert all(point.reason for point in choice.curve)
+    assert choice.plan.batch_curve == choice.curve
+    assert choice.why in choice.plan.notes
+    assert choice.why.startswith(f"batch_size={choice.batch_size} gives ")
+    text = " ".join(choice.plan.explain().split())
+    assert "Batch sizes:" in text
+    assert ": chosen" in text
+
+
+def test_of_equal_throughput_the_smallest_batch_is_taken() -> None:
+    choice = choose_batch(affine(3, once=0.0), memory=10**7, most=200)
+    assert choice.batch_size < 100, "200 would be faster by a fraction of a percent"
+
+
+def test_the_plan_travels_as_json() -> None:
+    plan = choose_batch(affine(3), memory=6_000, candidates=[2, 1]).plan
+    from lt_offload.serialize import from_json, to_json
+
+    assert from_json(Plan, to_json(plan), source="test", schema=plan.schema) == plan
+    assert [point.batch_size for point in plan.batch_curve] == [1, 2]
+
+
+def test_sizes_that_cannot_be_profiled_do_not_fit() -> None:
+    at = affine(4, once=20.0)
+    asked = []
+
+    def limited(size: int) -> Profile:
+        asked.append(size)
+        if size > 5:
+            raise InfeasibleError(f"batch_size={size} is too much")
+        return at(size)
+
+    choice = choose_batch(limited, memory=10**6, most=64)
+    assert choice.batch_size == 5
+    assert len(asked) == len(set(asked)), "nothing is profiled twice"
+    (point,) = [point for point in choice.curve if point.batch_size == 6]
+    assert point.reason == "batch_size=6 is too much"
+    assert point.samples_per_s is None
+    assert "6 does not fit" in choice.why
+
+
+def test_nothing_fits() -> None:
+    with pytest.raises(InfeasibleError, match="batch_size=1"):
+        choose_batch(affine(), memory=1_000)
+
+    def nothing(size: int) -> Profile:
+        raise InfeasibleError(f"not even {size}")
+
+    with pytest.raises(InfeasibleError, match="not even 1"):
+        choose_batch(nothing, memory=1_000)
+
+
+def test_only_some_sizes() -> None:
+    assert choose_batch(affine(), memory=10**6, candidates=[3, 2]).batch_size == 3
+    assert choose_batch(affine(), memory=10**6, most=1).batch_size == 1
+    for wrong in ({"most": 0}, {"candidates": []}, {"candidates": [0, 1]}):
+        with pytest.raises(ConfigError, match="no batch size to choose from"):
+            choose_batch(affine(), memory=10**6, **wrong)
+
+
+def test_profiles_are_asked_for_a_handful_of_sizes() -> None:
+    asked = []
+    at = affine(4)
+
+    def counted(size: int) -> Profile:
+        asked.append(size)
+        return at(size)
+
+    said: list[str] = []
+    choose_batch(counted, memory=9_000, most=1000, on_progress=said.append)
+    assert len(asked) == len(set(asked)) <= 10
+    assert "looking for the best batch size" in said

@@ -1,0 +1,165 @@
+"""Sweeps: what is asked, what is planned, what is told; the planner itself is played."""
+
+from __future__ import annotations
+
+import csv
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from lt_offload.errors import ConfigError, InfeasibleError, PlanError
+from lt_offload.plan import solve
+from lt_offload.plan.schedule import Plan
+from lt_offload.plan.sweep import Axis, Question, Sweep, headline, parse_sweep, run_sweep
+from tests.samples import MB, make_plan, make_profile
+
+GB = 10**9
+PLAN = make_plan(make_profile(layers=4, tensors_per_layer=2))
+
+
+def taking(seconds: float) -> Callable[[], Plan]:
+    return lambda: replace(PLAN, predicted=replace(PLAN.predicted, iteration_s=seconds, no_offload_s=2.0))
+
+
+def failing(message: str, needed: int | None = None) -> Callable[[], Plan]:
+    def fail() -> Plan:
+        raise InfeasibleError(message, needed_bytes=needed)
+
+    return fail
+
+
+def sweep(*solves: Callable[[], Plan], axis: Axis = "memory", say: Callable[[str], None] = lambda _: None) -> Sweep:
+    questions = [
+        Question(
+            hardware=f"card{at}" if axis == "hardware" else "card",
+            memory_bytes=(at + 1) * GB,
+            host_memory_bytes=(at + 1) * 64 * GB,
+            solve=solve,
+        )
+        for at, solve in enumerate(solves)
+    ]
+    return run_sweep(axis, questions, model="tiny", dtype="float32", sequence_length=256, say=say)
+
+
+@pytest.mark.parametrize(
+    ("text", "axis", "gigabytes"),
+    [
+        ("memory=6GB:24GB", "memory", range(6, 25, 2)),
+        ("memory=6GB:24GB:6GB", "memory", [6, 12, 18, 24]),
+        ("memory=4GB:5GB:0.5GB", "memory", [4, 4.5, 5]),
+        ("memory=24GB,8GB, 8GB", "memory", [8, 24]),
+        ("host-memory=32GB:128GB", "host_memory", range(32, 129, 10)),
+        ("memory=1GB:2GB", "memory", [1 + tenth / 10 for tenth in range(11)]),
+    ],
+)
+def test_sizes(text: str, axis: str, gigabytes: list[float]) -> None:
+    found = parse_sweep(text)
+    assert found.axis == axis
+    assert list(found.sizes) == [round(size * GB) for size in gigabytes]
+
+
+def test_machines_keep_their_changes() -> None:
+    found = parse_sweep("hardware=rtx-3060, rtx-3090,host=ddr4-64gb,link=6GB,h200")
+    assert found.names == ("rtx-3060", "rtx-3090,host=ddr4-64gb,link=6GB", "h200")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("6GB:24GB", "write memory=6GB:24GB$"),
+        ("mem=6GB:24GB", "write memory=6GB:24GB$"),
+        ("memory", "write memory=6GB:24GB:2GB"),
+        ("memory=", "write memory=6GB:24GB:2GB"),
+        ("ram=32GB:64GB", "write host_memory=32GB:128GB"),
+        ("gpu=rtx-3060", "write hardware=rtx-3060,rtx-3090"),
+        ("batch=1:8", "write one of memory=6GB:24GB:2GB, host_memory=32GB:128GB, hardware="),
+        ("memory=24GB:6GB", "is no range; write memory=6GB:24GB:2GB"),
+        ("memory=6GB", "is no range; write memory="),
+        ("memory=1GB:2GB:3GB:4GB", "is no range"),
+        ("memory=6GB:lots", "sweep: memory='lots' is not a size"),
+        ("memory=1GB:24GB:1MB", "23001 points, at most 40 are planned; write memory=1000MB:24000MB:"),
+        ("hardware=rtx-3060,,h200", "has an empty name"),
+    ],
+)
+def test_mistakes_name_the_nearest_form(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_sweep(text)
+
+
+def test_points_are_planned_in_order_and_progress_is_told() -> None:
+    said: list[str] = []
+    found = sweep(failing("too small", 1_500 * MB), taking(4.0), taking(2.5), say=said.append)
+    assert said == [
+        "1 of 3: planning for 1 GB", "2 of 3: planning for 2 GB", "3 of 3: planning for 3 GB"
+    ]  # fmt: skip
+    assert [point.iteration_s for point in found.points] == [None, 4.0, 2.5]
+    assert found.points[0].reason == "needs memory=1500MB"
+    assert found.smallest_bytes == 1_500 * MB
+    assert found.points[1].tokens_per_s == PLAN.batch_size * PLAN.sequence_length / 4.0
+    assert found.points[1].device_peak_bytes == PLAN.predicted.device_peak_bytes
+    assert headline(found) == "1.5 GB is the least that works. From 3 GB on, more is worth less than 5 %."
+
+
+def test_more_memory_never_hurts() -> None:
+    found = sweep(taking(3.0), taking(3.5), failing("not solved in time"), taking(2.0))
+    assert [point.iteration_s for point in found.points] == [3.0, 3.0, 3.0, 2.0]
+    assert [point.memory_bytes for point in found.points] == [GB, 2 * GB, 3 * GB, 4 * GB]
+    cards = sweep(taking(3.0), taking(3.5), axis="hardware")
+    assert [point.iteration_s for point in cards.points] == [3.0, 3.5]
+    assert headline(cards) == "card0 is the fastest: 341 tokens per second."
+
+
+def test_nothing_fits() -> None:
+    found = sweep(failing("x", 9 * GB), failing("x", 9 * GB))
+    assert headline(found) == "Nothing in this range is enough. The smallest that does is 9 GB."
+    short = sweep(failing("host_memory=1 GB is too small: need at least host_memory=70000MB"), axis="host_memory")
+    assert short.points[0].reason == "needs host_memory=70000MB"
+
+
+def test_a_table_for_people_is_at_most_100_columns_wide() -> None:
+    found = sweep(failing("x", 1_500 * MB), taking(4.0), taking(0.0025))
+    lines = found.explain().splitlines()
+    assert max(map(len, lines)) <= 100
+    assert lines[0].startswith("tiny, float32, batch 4 x 256 tokens")
+    assert lines[4].split() == ["1", "GB", "needs", "memory=1500MB"]
+    assert "4 s" in lines[5]
+    assert "2.00x" in lines[5]
+    assert "409,600" in lines[6]
+    assert lines[-1] == headline(found)
+
+
+def test_json_and_csv(tmp_path: Path) -> None:
+    found = sweep(failing("x", 1_500 * MB), taking(4.0))
+    assert Sweep.load(found.save(tmp_path / "new" / "sweep.json")) == found
+    with found.save(tmp_path / "sweep.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["memory_bytes"] for row in rows] == ["1000000000", "2000000000"]
+    assert [row["iteration_s"] for row in rows] == ["", "4.0"]
+    assert rows[0]["reason"] == "needs memory=1500MB"
+    (tmp_path / "sweep.json").write_text("{}")
+    with pytest.raises(PlanError, match="schema"):
+        Sweep.load(tmp_path / "sweep.json")
+
+
+def test_real_plans_get_faster_with_memory_and_the_smallest_budget_works() -> None:
+    profile = make_profile(layers=6, tensors_per_layer=2)
+    sizes = [100 * MB, 350 * MB, 450 * MB, 2_000 * MB]
+
+    def at(size: int) -> Plan:
+        return solve(profile, memory=size, time_limit=5)
+
+    questions = [
+        Question(hardware="card", memory_bytes=size, host_memory_bytes=10 * GB, solve=lambda size=size: at(size))  # type: ignore[misc]
+        for size in sizes
+    ]
+    found = run_sweep("memory", questions, model="m", dtype="float32", sequence_length=256, say=lambda _: None)
+    times = [point.iteration_s for point in found.points]
+    assert times[0] is None
+    assert found.smallest_bytes is not None
+    assert sizes[0] < found.smallest_bytes
+    assert at(found.smallest_bytes).predicted.device_peak_bytes <= found.smallest_bytes
+    planned = [seconds for seconds in times if seconds is not None]
+    assert len(planned) >= 2
+    assert planned == sorted(planned, reverse=True)
