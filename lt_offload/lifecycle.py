@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from lt_offload import batching, limits, prepare
 from lt_offload._register import bind
 from lt_offload.checkpoint import AtomicCheckpointIO, load_optimizer_state
-from lt_offload.errors import ConfigError, UnsupportedError
+from lt_offload.errors import ConfigError
 from lt_offload.execute import open_device
 from lt_offload.execute.device import Device
 from lt_offload.execute.engine import Engine
@@ -28,7 +28,7 @@ from lt_offload.finetune.callbacks import Metrics, logs_after
 from lt_offload.plan.batch import BatchChoice
 from lt_offload.plan.perfetto import save_perfetto
 from lt_offload.plan.schedule import Plan, PlannerName
-from lt_offload.plan.select import PLANNERS, check_reserve
+from lt_offload.plan.select import check_planner, check_reserve
 from lt_offload.plan.trace import Trace
 from lt_offload.profile.caches import caches_off
 from lt_offload.profile.types import Profile
@@ -66,9 +66,7 @@ class OffmateCore(_Base):
         report_dir: str | Path | None = None,
     ) -> None:
         super().__init__()
-        if planner not in PLANNERS:
-            known = "not in this release" if planner in get_args(PlannerName) else "not a planner"
-            raise UnsupportedError(f"planner={planner!r} is {known}; choose one of {', '.join(PLANNERS)}")
+        check_planner(planner)
         if batch_size not in (None, "auto") and (not isinstance(batch_size, int) or batch_size < 1):
             raise ConfigError(f"batch_size={batch_size!r} must be at least 1, 'auto', or None for the datamodule's")
         if solver_time_limit <= 0:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from lt_offload.errors import ConfigError
 from lt_offload.plan.build import build
 from lt_offload.plan.check import check
 from lt_offload.plan.choices import Choices
@@ -46,6 +47,8 @@ class Candidates:
         self.request = request
         self.fitting: list[Candidate] = []
         self.failed: list[Alternative] = []
+        self.out_of_time: ConfigError | None = None
+        """Set if a program was given up; only worth raising if nothing fits."""
 
     def add(self, proposal: Proposal) -> Missed:
         """Fit, build, check and simulate ``proposal``."""

@@ -58,7 +58,8 @@ def search_budgets(
             if not search.raise_to(error.needed_bytes):
                 return
             continue
-        except ConfigError:
+        except ConfigError as error:
+            candidates.out_of_time = error
             candidates.fail(name, f"the program was not solved within time_limit={request.time_limit:g} s")
             return
         missed = candidates.add(Proposal(name=name, choices=discretise(solution, request.profile, Slack())))

@@ -9,12 +9,11 @@ from typing import get_args
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan.baselines import option_sets, resident_choices, smallest, streaming_choices
-from lt_offload.plan.build import place_copies
+from lt_offload.plan.build import room_needed
 from lt_offload.plan.candidates import Candidates
 from lt_offload.plan.infeasible import explain_infeasible, smallest_ram
 from lt_offload.plan.memferry import propose_memferry
 from lt_offload.plan.memferry_embeddings import direct_embeddings
-from lt_offload.plan.memory import framework_bytes
 from lt_offload.plan.offmate import OffmateConfig, lower_bound, no_offload_s
 from lt_offload.plan.offmate_config import allowed_options
 from lt_offload.plan.pofo import propose_pofo
@@ -76,11 +75,9 @@ def solve(
     Raises:
         InfeasibleError: if no plan fits; says what would.
         UnsupportedError: if ``planner`` is not one of this release, or does not apply to this model and budget.
-        ConfigError: if a size cannot be read, or the switches leave a block without options.
+        ConfigError: if a size cannot be read, switches leave a block without options, or ``time_limit`` is too short.
     """
-    if planner not in PLANNERS:
-        known = "does not exist" if planner not in get_args(PlannerName) else "is not in this release"
-        raise UnsupportedError(f"planner={planner!r} {known}; choose one of {', '.join(PLANNERS)}")
+    check_planner(planner)
     check_reserve(gradient_reserve)
     hardware = profile.hardware
     budget = hardware.device_bytes if memory is None else parse_bytes(memory)
@@ -106,6 +103,13 @@ def solve(
         time_limit=time_limit,
     )
     return _Selection(request, config, planner).run()
+
+
+def check_planner(planner: str) -> None:
+    """Raise ``UnsupportedError`` if ``planner`` is not one of this release."""
+    if planner not in PLANNERS:
+        known = "does not exist" if planner not in get_args(PlannerName) else "is not in this release"
+        raise UnsupportedError(f"planner={planner!r} {known}; choose one of {', '.join(PLANNERS)}")
 
 
 def check_reserve(gradient_reserve: float | None) -> float | None:
@@ -145,6 +149,8 @@ class _Selection:
         self._generate()
         if not self.candidates.fitting and self.planner == "auto":
             self._add_smallest()
+        if not self.candidates.fitting and self.candidates.out_of_time is not None:
+            raise self.candidates.out_of_time
         if not self.candidates.fitting:
             raise explain_infeasible(self.profile, config, request.allowed, self.planner)
         return self._best()
@@ -201,7 +207,7 @@ class _Selection:
             options = option_sets(self.profile, self.request.allowed)[0]
             choices = streaming_choices(self.profile, options, host_update=host_update, lead=1, lag=1)
             name = f"stream all, update on the {'host' if host_update else 'device'}"
-            peak = int(framework_bytes(choices.usage, self.profile).max()) + place_copies(choices, self.profile).extent
+            peak = room_needed(choices, self.profile)
             if self.candidates.fitting and peak > self.request.room:
                 self.candidates.fail(name, f"needs {format_bytes(peak - self.request.room)} more device memory")
             else:

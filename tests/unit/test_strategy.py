@@ -73,7 +73,7 @@ def test_every_option_is_documented() -> None:
         ({"memory": "ten"}, ConfigError, "memory='ten' is not a size"),
         ({"memory": 0}, ConfigError, "memory=0 is not a size"),
         ({"host_memory": "-1GB"}, ConfigError, "host_memory='-1GB' is not a size"),
-        ({"planner": "magic"}, ConfigError, "planner='magic' is not a planner; choose one of auto, offmate"),
+        ({"planner": "magic"}, ConfigError, "planner='magic' does not exist; choose one of auto, offmate"),
         *(({"planner": name}, UnsupportedError, f"planner='{name}' is not in this release") for name in UNPLANNED),
         ({"batch_size": "most"}, ConfigError, "batch_size='most' must be at least 1, 'auto', or None"),
         ({"batch_size": 0}, ConfigError, "batch_size=0 must be at least 1"),
