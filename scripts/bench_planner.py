@@ -6,11 +6,14 @@ python scripts/bench_planner.py [--layers 32 40 80] [--hardware rtx-3060-12gb] [
 from __future__ import annotations
 
 import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from common import arguments, save
 from planning import model_bytes
 
 import lt_offload
+from lt_offload.finetune.report import write_plan_report
 from lt_offload.profile.fake import load_model_config
 from lt_offload.units import format_seconds, parse_bytes
 
@@ -25,6 +28,7 @@ def main() -> int:
     parser.add_argument("--config", default="llama2-7b")
     parser.add_argument("--hardware", default="rtx-3060-12gb")
     parser.add_argument("--memory", default="11GB")
+    parser.add_argument("--host-memory", default="256GB", help="enough for 80 layers, so that RAM does not decide")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--sequence-length", type=int, default=512)
     options = parser.parse_args()
@@ -36,8 +40,14 @@ def main() -> int:
         began = time.perf_counter()
         profile = lt_offload.profile_config(config, dtype="bfloat16", hardware=options.hardware, **shape)
         profiled = time.perf_counter()
-        plan = lt_offload.solve(profile, memory=options.memory)
+        plan = lt_offload.solve(profile, memory=options.memory, host_memory=options.host_memory)
         done = time.perf_counter()
+        trace = lt_offload.simulate(plan, profile)
+        simulated = time.perf_counter()
+        with TemporaryDirectory() as folder:
+            page = write_plan_report(Path(folder) / "plan.html", plan, profile, trace)
+            drawn = time.perf_counter()
+            page_bytes = page.stat().st_size
         case = {
             "layers": layers,
             "blocks": len(profile.blocks),
@@ -45,6 +55,10 @@ def main() -> int:
             "profile_s": profiled - began,
             "plan_s": done - profiled,
             "goal_s": GOALS.get(layers),
+            "planner": plan.planner,
+            "simulate_s": simulated - done,
+            "report_s": drawn - simulated,
+            "report_bytes": page_bytes,
             "gap": plan.predicted.gap,
             "iteration_s": plan.predicted.iteration_s,
             "no_offload_s": plan.predicted.no_offload_s,
@@ -57,6 +71,7 @@ def main() -> int:
         "config": options.config,
         "hardware": options.hardware,
         "memory_bytes": parse_bytes(options.memory),
+        "host_memory_bytes": parse_bytes(options.host_memory),
         **shape,
     }
     print(save("bench-planner", "bench-planner", what, {"cases": cases}, options.results))
