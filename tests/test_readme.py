@@ -15,6 +15,7 @@ from lt_offload.cli import recipes
 from lt_offload.cli.main import LIGHTNING_VERBS, main
 from lt_offload.finetune.data import FineTuneData
 from lt_offload.finetune.module import FineTune
+from lt_offload.plan.select import PLANNERS
 from tests import models, tiny
 
 ROOT = Path(__file__).parents[1]
@@ -95,8 +96,18 @@ def test_what_is_not_supported_is_the_table_of_limits() -> None:
     assert table == limits.markdown()
 
 
+def table(first_column: str) -> dict[str, str]:
+    """The last column of a table whose first one holds code, by that."""
+    rows = README.partition(f"| {first_column} |")[2].partition("\n\n")[0]
+    return dict(re.findall(r"^\| `([\w-]+)` \| [^|]* \| ([^|]+) \|$", rows, flags=re.MULTILINE))
+
+
+def test_every_planner_is_listed() -> None:
+    assert set(table("planner")) == set(PLANNERS) - {"auto"}
+
+
 def test_every_recipe_is_listed_with_its_budget() -> None:
-    rows = dict(re.findall(r"^\| `([\w-]+)` \| [^|]+ \| ([^|]+) \|$", README, flags=re.MULTILINE))
+    rows = table("recipe")
     assert set(rows) == set(recipes.shipped())
     for name, budget in rows.items():
         text = recipes.shipped()[name].read_text(encoding="utf-8")
