@@ -136,7 +136,7 @@ class Pager:
 
         def copy() -> None:
             for host, source in pairs:
-                host.copy_(source, non_blocking=True)
+                self.device.copy(host, source)
 
         self._left = self.device.submit(
             "d2h",
@@ -180,7 +180,7 @@ class Pager:
 
         def copy() -> None:
             for target, host in pairs:
-                target.copy_(host, non_blocking=True)
+                self.device.copy(target, host)
 
         self._fetched = self.device.submit(
             "h2d",

@@ -187,6 +187,11 @@ class CudaDevice(Device):
             return self._host.empty(shape, dtype)
 
     @override
+    def host_group(self, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        with plain_torch():
+            return self._host.group(parts)
+
+    @override
     def direct_view(self, host: torch.Tensor) -> torch.Tensor:
         with plain_torch():
             if self._refusal is None:

@@ -144,6 +144,22 @@ class Device(ABC):
         """Return an uninitialised host tensor fit for asynchronous copies; never called per step."""
 
     @abstractmethod
+    def host_group(self, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return uninitialised host tensors that lie side by side, so that one copy moves them all.
+
+        Args:
+            parts: (shape, dtype) per tensor.
+
+        Returns:
+            The bytes of all of them (uint8), and the tensors, each at a multiple of ``ALIGNMENT`` from the beginning,
+            in order and without gaps but for that. Every tensor has a storage of its own: saving one writes one.
+        """
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Copy between host and device, as part of a task on a copy lane; every such task copies with this."""
+        target.copy_(source, non_blocking=True)
+
+    @abstractmethod
     def direct_view(self, host: torch.Tensor) -> torch.Tensor:
         """Return a tensor for computations on the device whose storage is the host memory of ``host``.
 

@@ -20,6 +20,7 @@ from lt_offload.errors import OverBudget, UnsupportedError
 from lt_offload.execute.arena import Arena, ArenaBuffer, Freed
 from lt_offload.execute.checker import ORIGIN, Checker
 from lt_offload.execute.device import Buffer, Cell, Device, Event, Lane
+from lt_offload.execute.hostmem import HostMemory
 from lt_offload.execute.lanes import UNORDERED, CallerLanes, Lanes, Task, ThreadLanes, plain_torch
 from lt_offload.execute.links import Runner
 from lt_offload.profile.accounting import Account
@@ -85,6 +86,7 @@ class EmulatedDevice(Device):
         self._counted: dict[tuple[int, object], int] = {}
         self._peak = 0
         self._host = Account()
+        self._slabs = HostMemory(_no_registration, _no_registration)
         self._closed = False
         # Neither lanes nor account refer to the device: it is collected, and its threads end, even if nobody closes it.
         self._account = _DeviceAccount(budget, self._lanes)
@@ -248,6 +250,16 @@ class EmulatedDevice(Device):
         return tensor
 
     @override
+    def host_group(self, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        with plain_torch():
+            span, tensors = self._slabs.group(parts)
+            if self._poison:
+                _fill(span)
+        for tensor in tensors:
+            self._host.charge(tensor)
+        return span, tensors
+
+    @override
     def direct_view(self, host: torch.Tensor) -> torch.Tensor:
         if not host.is_contiguous():
             raise UnsupportedError("a tensor that is not contiguous cannot be read in host memory; call .contiguous()")
@@ -368,6 +380,10 @@ class EmulatedDevice(Device):
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def _no_registration(address: int, nbytes: int = 0) -> int:
+    return 0
 
 
 def _fill(view: torch.Tensor) -> None:

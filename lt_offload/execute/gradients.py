@@ -152,7 +152,7 @@ class Gradients:
 
         def copy() -> None:
             for host, source in pairs:
-                host.copy_(source, non_blocking=True)
+                self.device.copy(host, source)
 
         memory = Cell(f"grad {label}")
         event = self.device.submit(

@@ -69,15 +69,33 @@ class HostMemory:
         nbytes = count * dtype.itemsize
         if count == 0:
             return torch.empty(tuple(shape), dtype=dtype)
-        if nbytes >= LARGE_BYTES:
-            memory, start = self._map(nbytes), 0
-        else:
-            slab = self._shared_slab(nbytes)
-            memory, start = slab.memory, slab.used
-            slab.used = -(-(start + nbytes) // ALIGNMENT) * ALIGNMENT
+        memory, start = self._take(nbytes)
         tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=start).view(tuple(shape))
         self._account.charge(tensor)
         return tensor
+
+    def group(self, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the bytes of uninitialised tensors of the given (shape, dtype) side by side, and the tensors.
+
+        Each begins at a multiple of ``ALIGNMENT`` and has a storage of its own.
+        """
+        sizes = [math.prod(shape) * dtype.itemsize for shape, dtype in parts]
+        starts = [0]
+        for size in sizes:
+            starts.append(-(-(starts[-1] + size) // ALIGNMENT) * ALIGNMENT)
+        if starts[-1] == 0:
+            return torch.empty(0, dtype=torch.uint8), [torch.empty(tuple(s), dtype=d) for s, d in parts]
+        memory, base = self._take(starts[-1])
+        tensors = []
+        for (shape, dtype), start in zip(parts, starts, strict=False):
+            count = math.prod(shape)
+            if count == 0:
+                tensors.append(torch.empty(tuple(shape), dtype=dtype))
+                continue
+            tensor = torch.frombuffer(memory, dtype=dtype, count=count, offset=base + start).view(tuple(shape))
+            self._account.charge(tensor)
+            tensors.append(tensor)
+        return torch.frombuffer(memory, dtype=torch.uint8, count=starts[-1], offset=base), tensors
 
     def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of ``tensor``."""
@@ -91,6 +109,15 @@ class HostMemory:
         for release in list(self._mapped):
             release()
         self._mapped.clear()
+
+    def _take(self, nbytes: int) -> tuple[mmap.mmap, int]:
+        """Return a mapping with ``nbytes`` that nobody uses, and where they begin."""
+        if nbytes >= LARGE_BYTES:
+            return self._map(nbytes), 0
+        slab = self._shared_slab(nbytes)
+        start = slab.used
+        slab.used = -(-(start + nbytes) // ALIGNMENT) * ALIGNMENT
+        return slab.memory, start
 
     def _shared_slab(self, nbytes: int) -> _Slab:
         for slab in self._shared:

@@ -232,7 +232,7 @@ def fetch(device: Device, copies: Iterable[Copies], *, label: str, op: int = -1)
 
     def copy() -> None:
         for host, view in pairs:
-            view.copy_(host, non_blocking=True)
+            device.copy(view, host)
 
     event = device.submit(
         "h2d",
@@ -258,7 +258,7 @@ def write_back(device: Device, copies: Iterable[Copies], *, label: str, op: int 
 
     def copy() -> None:
         for host, view in pairs:
-            host.copy_(view, non_blocking=True)
+            device.copy(host, view)
 
     event = device.submit(
         "d2h",

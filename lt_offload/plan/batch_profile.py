@@ -33,6 +33,7 @@ def scaled(profile: Profile, batch_size: int, other: Profile | None = None) -> P
         profile,
         batch_size=batch_size,
         shared_bytes=line.size(low.shared_bytes, high.shared_bytes),
+        slack_bytes=line.size(low.slack_bytes, high.slack_bytes),
         blocks=tuple(line.block(a, b) for a, b in pairs),
         tensors=tuple(line.tensor(a, b) for a, b in zip(low.tensors, high.tensors, strict=True)),
     )

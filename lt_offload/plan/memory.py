@@ -84,7 +84,7 @@ def framework_bytes(used: Usage, profile: Profile) -> Bytes:
 
 def fixed_bytes(profile: Profile) -> int:
     """Return the device bytes that no plan changes: what is there before the first tensor, what all blocks share."""
-    return profile.hardware.context_bytes + profile.shared_bytes
+    return profile.hardware.context_bytes + profile.shared_bytes + profile.slack_bytes
 
 
 def device_bytes(plan: Plan, profile: Profile) -> Bytes:

@@ -16,6 +16,7 @@ import numpy as np
 import pulp
 
 from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.plan.memory import fixed_bytes
 from lt_offload.plan.milp import Outcome, run
 from lt_offload.plan.offmate_config import OffmateConfig, held_bytes
 from lt_offload.plan.offmate_groups import GroupTerms, Term
@@ -168,7 +169,7 @@ class _Search:
     def _device_bytes(self) -> int:
         """Return the peak of the counted device bytes."""
         program = self.program
-        always = program.profile.shared_bytes + program.profile.hardware.context_bytes
+        always = fixed_bytes(program.profile)
         arena, other = ([row.value() or 0.0 for row in rows] for rows in (program.arena, program.other))
         return always + math.ceil(max(a + o for a, o in zip(arena, other, strict=True)) * program.bytes_unit)
 

@@ -47,6 +47,7 @@ from typing import Literal
 
 import pulp
 
+from lt_offload.plan.memory import fixed_bytes
 from lt_offload.plan.offmate_config import OffmateConfig, allowed_options, held_bytes
 from lt_offload.plan.offmate_groups import GroupBuilder, GroupTerms, Pair, Term, add, require
 from lt_offload.plan.pace import Pace
@@ -297,7 +298,7 @@ class Program:
     def _limit_device(self) -> Term | None:
         """Add C9; return the budget: a variable if it is minimised, None without limit."""
         budget: Term | None = None
-        always = self._size(self.profile.shared_bytes + self.profile.hardware.context_bytes)
+        always = self._size(fixed_bytes(self.profile))
         if self.objective == "device":
             budget = self.problem.add_variable("budget", 0)
         elif self.config.budget_bytes is not None:

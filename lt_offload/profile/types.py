@@ -154,6 +154,8 @@ class OptimizerProfile:
     """Parameter bytes updated per second by the device."""
     scratch_ratio: float = 0.0
     """Temporary bytes per parameter byte during a device update (foreach 1-2, fused 0)."""
+    host_threads: int = 0
+    """Threads with which the host was measured and shall update; 0: as many as torch uses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,6 +204,8 @@ class Profile:
     hardware: HardwareProfile
     shared_bytes: int = 0
     """On the device during the whole iteration: masks, rotary tables, buffers, parameters outside the blocks."""
+    slack_bytes: int = 0
+    """Device memory that the framework's allocator holds beyond what it has allocated: rounding, fragmentation."""
     estimated: bool = False
     """True if times are a roofline estimate and not a measurement."""
     schema: int = PROFILE_SCHEMA
