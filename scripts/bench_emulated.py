@@ -1,15 +1,19 @@
 """What offloading costs on the emulated device, as ratios against plain Lightning in one run.
 
-    python scripts/bench_emulated.py [--tiny] [--steps N] [--rounds N] [--h2d 6GB] [--d2h 6GB]
+    python scripts/bench_emulated.py [--small] [--steps N] [--rounds N] [--links 1GB,4GB]
 
 Cases, each in a process of its own, round after round:
 
-    plain      Lightning's own strategy, no offloading
-    resident   everything stays on the emulated device                  goal: 1.10 of plain
-    streamed   every weight travels, every update is the host's,        goal: 1.60 of plain
-               nothing is recomputed (thread mode)
+    plain        Lightning's own strategy, no offloading
+    resident     everything stays on the emulated device                  goal: 1.10 of plain
+    streamed     every weight travels, every update is the host's,        goal: 1.60 of plain
+                 nothing is recomputed; links as fast as the RAM
+    link SPEED   the plan for half of the memory of "resident", made and run with links of this speed each way
 
-The engine's own cost is measured on a model of many tiny blocks: (resident - plain) / (2 * blocks).
+Besides step times: which share of the copies and host updates ran beside computations, how busy the links were, and
+how fast the host updated, from the recorded iteration. Compute, copies and updates share the processor's cores here, so
+what overlaps still costs; on a GPU it does not. ``--small`` takes a model of 20 million parameters instead of SmolLM2:
+two minutes, for keeping an eye on changes of the engine.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,12 +36,24 @@ from common import arguments, in_child, read_json, save, serve_child
 from planning import stream_all
 
 GOALS = {"resident": 1.10, "streamed": 1.60}
-WARM_UP = 2
-TINY_LAYERS = 24
+WARM_UP = 3
+BUDGET_SHARE = 0.5
+SMALL = {
+    "model_type": "llama",
+    "vocab_size": 8192,
+    "hidden_size": 384,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 6,
+    "max_position_embeddings": 512,
+    "tie_word_embeddings": True,
+}
+"""About 17 million parameters."""
 
 
-def make_plan(model: str, shape: list[int], folder: str) -> dict[str, Any]:
-    """Profile ``model`` and save the plan of the streamed case."""
+def make_plans(model: str, shape: list[int], folder: str, links: list[int]) -> dict[str, Any]:
+    """Profile ``model`` and save the profile and the plans of the cases."""
     import torch
 
     import lt_offload
@@ -46,11 +63,18 @@ def make_plan(model: str, shape: list[int], folder: str) -> dict[str, Any]:
     module.configure_model()
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
     profile = lt_offload.profile(module.model, _batch(shape), optimizer=optimizer)
+    profile.save(Path(folder) / "profile.json")
     stream_all(profile).save(Path(folder) / "streamed.json")
+    resident = lt_offload.solve(profile, memory=profile.hardware.device_bytes, planner="resident", host_update=False)
+    budget = int(BUDGET_SHARE * resident.predicted.device_peak_bytes)
+    for link in links:
+        machine = replace(profile.hardware, h2d_bytes_per_s=float(link), d2h_bytes_per_s=float(link))
+        plan = lt_offload.solve(replace(profile, hardware=machine), memory=budget)
+        plan.save(Path(folder) / f"{_case(link)}.json")
     return {"model": profile.model, "blocks": len(profile.blocks)}
 
 
-def train(model: str, shape: list[int], folder: str, case: str, steps: int, links: dict[str, float]) -> dict[str, Any]:
+def train(model: str, shape: list[int], folder: str, case: str, steps: int, link: int | None) -> dict[str, Any]:
     """Train for ``steps`` timed steps and return what was recorded."""
     import torch
     from lightning.pytorch import Trainer
@@ -63,16 +87,16 @@ def train(model: str, shape: list[int], folder: str, case: str, steps: int, link
     logging.getLogger("lightning_utilities").setLevel(logging.WARNING)
     warnings.simplefilter("ignore")
     torch.manual_seed(0)
-    strategies = {
-        "plain": lambda: "auto",
-        "resident": lambda: OffmateStrategy(planner="resident", host_update=False),
-        "streamed": lambda: OffmateStrategy(plan=Path(folder) / "streamed.json"),
-    }
-    with _throttled(links):
+    strategy: Any = "auto"
+    if case == "resident":
+        strategy = OffmateStrategy(planner="resident", host_update=False)
+    elif case != "plain":
+        strategy = OffmateStrategy(plan=Path(folder) / f"{case}.json")
+    with _throttled(link):
         trainer = Trainer(
             accelerator="cpu",
             devices=1,
-            strategy=strategies[case](),
+            strategy=strategy,
             max_steps=WARM_UP + steps,
             logger=False,
             enable_checkpointing=False,
@@ -85,26 +109,22 @@ def train(model: str, shape: list[int], folder: str, case: str, steps: int, link
     return read_json(Path(folder) / "figures.json")
 
 
+def _case(link: int) -> str:
+    from lt_offload.units import format_bytes
+
+    return f"link {format_bytes(link)}/s".replace("/", " per ")
+
+
 def _module(model: str, folder: str) -> Any:
     from lt_offload.finetune.load import SMOLLM2
     from lt_offload.finetune.module import FineTune
 
-    if model != "tiny":
+    if model != "small":
         return FineTune(SMOLLM2, lr=1e-4, schedule="constant")
-    path = Path(folder) / "tiny.json"
+    path = Path(folder) / "small.json"
     if not path.exists():
-        config = {
-            "model_type": "llama",
-            "vocab_size": 256,
-            "hidden_size": 64,
-            "intermediate_size": 128,
-            "num_hidden_layers": TINY_LAYERS,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 4,
-            "max_position_embeddings": 512,
-        }
-        path.write_text(json.dumps(config), encoding="utf-8")
-    return FineTune("tiny", architecture=str(path), init="random", lr=1e-4, schedule="constant")
+        path.write_text(json.dumps(SMALL), encoding="utf-8")
+    return FineTune("small", architecture=str(path), init="random", lr=1e-4, schedule="constant")
 
 
 def _batch(shape: list[int], seed: int = 0) -> dict[str, Any]:
@@ -115,40 +135,44 @@ def _batch(shape: list[int], seed: int = 0) -> dict[str, Any]:
 
 
 @contextmanager
-def _throttled(links: dict[str, float]) -> Iterator[None]:
+def _throttled(link: int | None) -> Iterator[None]:
     """Let emulated devices that are made within the context have links of the given speed."""
     from lt_offload.execute import emulated
 
-    with patch.object(emulated, "EmulatedDevice", partial(emulated.EmulatedDevice, **links)):
+    speeds = {} if link is None else {"h2d_bytes_per_s": link, "d2h_bytes_per_s": link}
+    with patch.object(emulated, "EmulatedDevice", partial(emulated.EmulatedDevice, **speeds)):
         yield
 
 
-def measure(model: str, shape: list[int], *, steps: int, rounds: int, links: dict[str, float]) -> dict[str, Any]:
+def measure(model: str, shape: list[int], *, steps: int, rounds: int, links: list[int]) -> dict[str, Any]:
     """Return the cases of ``model``: medians over rounds, in which the cases take turns."""
     with tempfile.TemporaryDirectory() as folder:
-        planned = in_child(__file__, "make_plan", model=model, shape=shape, folder=folder)
-        times: dict[str, list[float]] = {}
+        common = {"model": model, "shape": shape, "folder": folder}
+        planned = in_child(__file__, "make_plans", **common, links=links)
+        cases: dict[str, int | None] = {"plain": None, "resident": None, "streamed": None}
+        cases |= {_case(link): link for link in links}
+        times: dict[str, list[float]] = {case: [] for case in cases}
         ran: dict[str, dict[str, Any]] = {}
         for _ in range(rounds):
-            for case in ("plain", *GOALS):
-                job = {"model": model, "shape": shape, "folder": folder, "case": case, "steps": steps, "links": links}
-                ran[case] = in_child(__file__, "train", **job)
-                times.setdefault(case, []).append(statistics.median(ran[case]["steps_s"]))
-    cases = []
-    for case, medians in times.items():
-        # The ratio of each round first: what slows the machine for a while then slows both sides.
-        ratio = statistics.median(s / p for s, p in zip(medians, times["plain"], strict=True))
-        cases.append(
-            {
-                "name": case,
-                "step_s": statistics.median(medians),
-                "ratio": ratio,
-                "goal": GOALS.get(case) if model != "tiny" else None,
-                "device_peak_bytes": ran[case]["device_peak_bytes"],
-                "plan": ran[case].get("plan"),
-            }
-        )
-    return {**planned, "cases": cases}
+            for case, link in cases.items():
+                ran[case] = in_child(__file__, "train", **common, case=case, steps=steps, link=link)
+                times[case].append(statistics.median(ran[case]["steps_s"]))
+    return {**planned, "cases": [_row(case, times, ran[case], cases[case]) for case in cases]}
+
+
+def _row(case: str, times: dict[str, list[float]], ran: dict[str, Any], link: int | None) -> dict[str, Any]:
+    # The ratio of each round first: what slows the machine for a while then slows both sides.
+    ratio = statistics.median(s / p for s, p in zip(times[case], times["plain"], strict=True))
+    return {
+        "name": case,
+        "step_s": statistics.median(times[case]),
+        "ratio": ratio,
+        "goal": GOALS.get(case),
+        "link_bytes_per_s": link,
+        "device_peak_bytes": ran["device_peak_bytes"],
+        "plan": ran.get("plan"),
+        "lanes": ran.get("lanes"),
+    }
 
 
 def main() -> int:
@@ -156,47 +180,49 @@ def main() -> int:
     from lt_offload.units import format_bytes, format_seconds, parse_bytes
 
     parser = arguments(__doc__)
-    parser.add_argument("--tiny", action="store_true", help="only the tiny model: a smoke test of this script")
-    parser.add_argument("--steps", type=int, default=8, help="timed steps per round (default 8)")
-    parser.add_argument("--rounds", type=int, default=3, help="rounds (default 3)")
+    parser.add_argument("--small", action="store_true", help="a small model and few steps: about two minutes")
+    parser.add_argument("--steps", type=int, default=None, help="timed steps per round (default 8; small: 12)")
+    parser.add_argument("--rounds", type=int, default=None, help="rounds (default 3; small: 1)")
     parser.add_argument("--batch-size", type=int, default=2)
     parser.add_argument("--sequence-length", type=int, default=128)
-    parser.add_argument("--h2d", metavar="SIZE", help='throttle host to device to this many bytes per second, "6GB"')
-    parser.add_argument("--d2h", metavar="SIZE", help="throttle device to host")
+    parser.add_argument(
+        "--links", metavar="SIZES", default=None, help='bytes per second, "1GB,4GB" (default; small: 1GB)'
+    )
     options = parser.parse_args()
-    links = {
-        f"{name}_bytes_per_s": float(parse_bytes(value, setting=f"--{name}"))
-        for name, value in (("h2d", options.h2d), ("d2h", options.d2h))
-        if value
-    }
-    began = time.monotonic()
-    run = partial(measure, steps=options.steps, rounds=options.rounds, links=links)
-    tiny = run("tiny", [1, 16])
+    given = (options.links or ("1GB" if options.small else "1GB,4GB")).split(",")
+    links = [parse_bytes(link, setting="--links") for link in given]
+    steps = options.steps or (12 if options.small else 8)
+    rounds = options.rounds or (1 if options.small else 3)
     shape = [options.batch_size, options.sequence_length]
-    shown = tiny if options.tiny else run("smollm2", shape)
-    plain, resident = (next(c["step_s"] for c in tiny["cases"] if c["name"] == name) for name in ("plain", "resident"))
-    cost = {"blocks": tiny["blocks"], "per_block_step_s": (resident - plain) / (2 * tiny["blocks"])}
-    for case in shown["cases"]:
+    began = time.monotonic()
+    found = measure("small" if options.small else "smollm2", shape, steps=steps, rounds=rounds, links=links)
+    for case in found["cases"]:
         goal = f"   goal {case['goal']:.2f}" if case["goal"] else ""
         peak = format_bytes(case["device_peak_bytes"])
         print(
-            f"{case['name']:10s} {format_seconds(case['step_s']):>9s}   {case['ratio']:.2f} of plain   {peak:>8s}{goal}"
+            f"{case['name']:16s} {format_seconds(case['step_s']):>9s}   {case['ratio']:.2f} of plain   {peak:>8s}{goal}"
         )
-    print(f"engine     {format_seconds(cost['per_block_step_s'])} per block and step")
+        for lane, figures in (case["lanes"] or {}).items():
+            if figures.get("beside_compute") is not None:
+                print(
+                    f"    {lane:5s} busy {format_seconds(figures['busy_s'])}, {figures['beside_compute']:.0%} of it "
+                    f"beside computations, {format_bytes(figures['bytes_per_s'])}/s"
+                )
     settings = {
-        "model": shown["model"],
-        "batch_size": shape[0] if not options.tiny else 1,
-        "sequence_length": shape[1] if not options.tiny else 16,
-        "steps": options.steps,
-        "rounds": options.rounds,
+        "model": found["model"],
+        "small": options.small,
+        "batch_size": shape[0],
+        "sequence_length": shape[1],
+        "steps": steps,
+        "rounds": rounds,
         "links": links,
     }
-    figures = {"cases": shown["cases"], "engine_cost": cost, "seconds": time.monotonic() - began}
-    name = "bench-emulated" + ("-tiny" if options.tiny else "") + ("-throttled" if links else "")
+    figures = {"cases": found["cases"], "seconds": time.monotonic() - began}
+    name = "bench-emulated" + ("-small" if options.small else "")
     print(save(name, "bench-emulated", settings, figures, options.results))
     return 0
 
 
 if __name__ == "__main__":
-    serve_child(make_plan, train)
+    serve_child(make_plans, train)
     raise SystemExit(main())

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
+from overlap import overlap
 
 from lt_offload.profile.accounting import Account
 
@@ -81,6 +82,7 @@ class Recorder(Callback):
         if engine is not None:
             figures["host_peak_bytes"] = engine.stats.host_peak_bytes
             figures["plan"] = describe(engine.plan, trainer.strategy.profile)
+            figures["lanes"] = overlap(engine.trace(), engine.plan, trainer.strategy.profile)
         if self.checkpoint:
             trainer.save_checkpoint(self.folder / "end.ckpt")
         (self.folder / "figures.json").write_text(json.dumps(figures), encoding="utf-8")

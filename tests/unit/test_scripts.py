@@ -6,6 +6,7 @@ import copy
 import importlib
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -14,7 +15,9 @@ import pytest
 import torch
 import yaml
 
+from lt_offload import simulate
 from lt_offload.cli.main import main
+from lt_offload.plan.trace import Span
 from tests import tiny
 from tests.samples import make_profile
 
@@ -47,9 +50,20 @@ BENCH = {
     "figures": {
         "cases": [
             {"name": "plain", "step_s": 1.0, "ratio": 1.0, "goal": None, "device_peak_bytes": 10**9},
-            {"name": "resident", "step_s": 1.05, "ratio": 1.05, "goal": 1.1, "device_peak_bytes": 10**9},
+            {
+                "name": "streamed",
+                "step_s": 1.05,
+                "ratio": 1.05,
+                "goal": 1.6,
+                "device_peak_bytes": 10**9,
+                "lanes": {
+                    "compute": {"busy_s": 1.0},
+                    "h2d": {"busy_s": 0.5, "beside_compute": 0.937},
+                    "d2h": {"busy_s": 0.5, "beside_compute": 0.5},
+                    "host": {"busy_s": 0.0, "beside_compute": None},
+                },
+            },
         ],
-        "engine_cost": {"blocks": 26, "per_block_step_s": 3.1e-4},
     },
 }
 BUDGET = {
@@ -102,8 +116,7 @@ def results(tmp_path: Path) -> Path:
 def test_tables_show_figures_with_machine_and_date(script: Any, results: Path) -> None:
     block = script("tables").render(results)
     assert "| `quickstart` | 20 | 0 | 0 | 1.5e-08 | 1.23 | 2.5 GB | 430 MB |" in block
-    assert "| Llama, resident | 1.05 s | 1.05 | 1.10 | 1 GB |" in block
-    assert "| engine, per block and step (26 tiny blocks) | 310 us |  |  |  |" in block
+    assert "| Llama, streamed | 1.05 s | 1.05 | 1.60 | 94% | 50% |  | 1 GB |" in block
     assert "| `quickstart` | 400 MB | 390 MB | 2 GB | 20% |" in block
     assert "| llama2-7b, 40 layers | 100 GB | 11 GB | 4.5 s | 10 s | 2.1% | 1.50 |" in block
     assert block.count("Some CPU, 2 cores, torch 2.11.0, 2025-01-31") == 5
@@ -286,3 +299,57 @@ def test_smallest_budget_is_found_wherever_the_floor_is(
     assert (figures["floor_bytes"], figures["measured_peak_bytes"]) == (floor, needed - 1)
     assert needed <= figures["runs_bytes"] <= 1.011 * needed
     assert min(size for size in tried if size) < needed, "nothing smaller was tried"
+
+
+def test_overlap_is_what_ran_beside_computations(script: Any) -> None:
+    profile = make_profile(layers=2, tensors_per_layer=1)
+    plan = script("planning").stream_all(profile)
+    fetch = next(op for op in plan.ops if op.kind == "prefetch")
+    leave = next(op for op in plan.ops if op.kind == "offload")
+    update = next(op for op in plan.ops if op.kind == "update")
+    spans = [
+        Span(op=0, lane="compute", label="", start=0.0, end=1.0),
+        Span(op=0, lane="compute", label="", start=2.0, end=3.0),
+        Span(op=fetch.id, lane="h2d", label="", start=0.5, end=1.5),
+        Span(op=leave.id, lane="d2h", label="", start=1.0, end=2.0),
+        Span(op=update.id, lane="host", label="", start=2.5, end=3.0),
+    ]
+    trace = replace(simulate(plan, profile), spans=tuple(spans))
+    found = script("overlap").overlap(trace, plan, profile)
+    assert found["compute"] == {"busy_s": 2.0}
+    assert found["h2d"] == {
+        "busy_s": 1.0,
+        "beside_compute": 0.5,
+        "bytes_per_s": fetch.bytes,
+        "beside_other_direction": 0.5,
+    }
+    assert found["d2h"]["beside_compute"] == 0.0
+    assert found["host"]["beside_compute"] == 1.0
+    assert found["host"]["bytes_per_s"] == 2 * sum(profile.tensors[t].bytes for t in update.tensors)
+
+
+def test_the_bench_on_the_emulated_device_measures_every_case(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = script("bench_emulated")
+    figures = {"device_peak_bytes": 5, "plan": None, "lanes": None}
+    asked: list[tuple[str, int | None]] = []
+
+    def child(program: str, job: str, **arguments: Any) -> dict[str, Any]:
+        if job == "make_plans":
+            assert arguments["links"] == [10**9, 4 * 10**9]
+            return {"model": "Llama", "blocks": 3}
+        asked.append((arguments["case"], arguments["link"]))
+        return figures | {"steps_s": [2.0, 1.0, 1.5] if arguments["case"] == "plain" else [3.0]}
+
+    monkeypatch.setattr(bench, "in_child", child)
+    options = ["--small", "--rounds", "2", "--links", "1GB,4GB", "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["bench_emulated.py", *options])
+    assert bench.main() == 0
+    cases = ["plain", "resident", "streamed", "link 1 GB per s", "link 4 GB per s"]
+    assert asked == [*zip(cases, [None, None, None, 10**9, 4 * 10**9], strict=True)] * 2
+    result = json.loads((tmp_path / "bench-emulated-small.json").read_text())
+    assert [(case["name"], case["ratio"]) for case in result["figures"]["cases"]] == [
+        (case, 1.0 if case == "plain" else 2.0) for case in cases
+    ]
+    assert "link 4 GB per s" in capsys.readouterr().out
