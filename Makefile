@@ -1,14 +1,18 @@
 # make quickstart   fine-tune a real model in a fifth of the memory that it takes
 # make test         run the tests
 # make lint         check style and types
+# make bench        what the engine costs on the emulated device, against plain Lightning (two minutes)
 # make papers       the tables of the papers beside what the planners say: results/papers.md (a few minutes)
+# make gpu          everything that needs a GPU, in ten minutes: equality, races, memory, speed; see results/gpu
+#                   (with another Python that has what is needed: make gpu PYTHON_GPU=python3)
 # Each sets up what it needs in .venv first, and does that only once. Pip's own environment variables are honoured.
 
 PYTHON ?= python3
 BIN := .venv/bin
+PYTHON_GPU ?= $(BIN)/python
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: quickstart test lint papers clean
+.PHONY: quickstart test lint bench papers gpu gpu-there clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/quickstart.done
@@ -21,8 +25,17 @@ lint: .venv/dev.done
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+bench: .venv/quickstart.done
+	$(BIN)/python scripts/bench_emulated.py --small --results .venv/bench
+
 papers: .venv/quickstart.done
 	$(BIN)/python scripts/papers.py
+
+gpu: gpu-there $(if $(filter $(BIN)/python,$(PYTHON_GPU)),.venv/dev.done)
+	$(PYTHON_GPU) scripts/gpu.py
+
+gpu-there:
+	@command -v nvidia-smi >/dev/null || test -e /dev/nvidiactl || { echo 'make gpu: there is no NVIDIA GPU here'; exit 1; }
 
 clean:
 	rm -rf .venv .mypy_cache .ruff_cache .pytest_cache

@@ -24,6 +24,7 @@ from lt_offload.errors import (
 )
 
 if TYPE_CHECKING:
+    from lt_offload.optim import AdamW
     from lt_offload.plan import simulate, solve
     from lt_offload.plan.schedule import Plan
     from lt_offload.plan.trace import Trace
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 __all__ = [
+    "AdamW",
     "ConfigError",
     "InfeasibleError",
     "ModelError",
@@ -55,6 +57,7 @@ __all__ = [
 ]
 
 _LAZY = {
+    "AdamW": "lt_offload.optim",
     "OffmateStrategy": "lt_offload.strategy",
     "Plan": "lt_offload.plan.schedule",
     "Profile": "lt_offload.profile.types",

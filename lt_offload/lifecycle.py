@@ -224,7 +224,8 @@ class OffmateCore(_Base):
         return solve(profile, memory=memory, **self.planning)
 
     def _install(self, optimizer: Optimizer | None, plan: Plan | None, budget: int) -> None:
-        self._device = open_device(budget, self.root_device.type)
+        threads = self.profile.optimizer.host_threads if self.profile is not None else 0
+        self._device = open_device(budget, self.root_device.type, host_threads=threads or None)
         self.engine = Engine(self._module, optimizer, plan, self._device)
         self.engine.install()
 

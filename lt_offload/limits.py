@@ -64,7 +64,8 @@ def check(scope: Scope, run: Run, *, training: bool = True) -> None:
 
 def unknown_optimizer(optimizer: Optimizer) -> bool:
     """Return whether nobody has vouched for ``optimizer`` updating each tensor on its own."""
-    return not f"{type(optimizer).__module__}.".startswith(("torch.optim.", "transformers.optimization."))
+    known = ("torch.optim.", "transformers.optimization.", "lt_offload.optim.")
+    return not f"{type(optimizer).__module__}.".startswith(known)
 
 
 def markdown() -> str:
@@ -219,18 +220,17 @@ def _rewriting_callback(run: Run) -> str | None:
 
 
 @_limit(
-    "torch.compile",
+    "torch.compile of anything but single blocks, with CUDA graphs or autotuning",
     "model",
-    why="compiled code keeps addresses of weights that move",
-    instead="pass the model without torch.compile",
+    why="weights move between blocks, which code across blocks or a CUDA graph cannot follow; autotuned code varies",
+    instead="compile each layer by itself, with layer.compile() and the default mode",
     training_only=False,
 )
 def _compiled(run: Run) -> str | None:
-    for name, module in _modules(run):
-        context = getattr(module, "_compiler_ctx", None)
-        if hasattr(module, "_orig_mod") or module._compiled_call_impl is not None or context is not None:
-            return f"torch.compile of {name}"
-    return None
+    from lt_offload.profile.compiled import obstacle
+
+    assert run.model is not None
+    return obstacle(run.model)
 
 
 @_limit(

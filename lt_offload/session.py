@@ -57,13 +57,15 @@ def offloaded(
     limits.check("model", run)
     limits.check("optimizer", run)
     structure = find_blocks(model)
+    threads = 0
     if plan is None:
         profile = measure(model, sample_batch, optimizer=optimizer)
+        threads = profile.optimizer.host_threads
         plan = solve(profile, memory=memory, **switches)
         problems = check(plan, profile)
         if problems:
             raise PlanError(f"the plan cannot be carried out: {problems[0]}")
-    device = open_device(plan.budget_bytes, accelerator)
+    device = open_device(plan.budget_bytes, accelerator, host_threads=threads or None)
     engine = Engine(model, optimizer, plan, device, structure=structure)
     hook = optimizer.register_step_post_hook(lambda *_: engine.finish())
     try:

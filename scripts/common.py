@@ -37,10 +37,10 @@ def machine() -> dict[str, Any]:
     }
 
 
-def versions() -> dict[str, str]:
-    """Return the versions of Python and of the packages that matter."""
+def versions(*others: str) -> dict[str, str]:
+    """Return the versions of Python, of the packages that matter and of ``others``."""
     found = {"python": platform.python_version()}
-    for package in PACKAGES:
+    for package in (*PACKAGES, *others):
         try:
             found[package] = version(package)
         except PackageNotFoundError:
@@ -127,8 +127,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _run(command: Sequence[str]) -> int:
     """Run a Python process that can import these scripts; what it prints goes to standard error."""
+    return subprocess.run(command, stdout=sys.stderr, env=environment()).returncode
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a Python process that can import the package and these scripts."""
     path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH"))))
-    return subprocess.run(command, stdout=sys.stderr, env=os.environ | {"PYTHONPATH": path}).returncode
+    return os.environ | {"PYTHONPATH": path}
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:

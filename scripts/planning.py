@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from lt_offload import InfeasibleError, Plan, Profile, simulate, solve
 from lt_offload.plan import check
@@ -46,3 +47,19 @@ def stream_all(profile: Profile) -> Plan:
     problems = check(plan, profile)
     assert not problems, problems[0]
     return plan
+
+
+def describe(plan: Plan, profile: Profile) -> dict[str, Any]:
+    """Return what matters of a plan beside measured figures; shares are of all weight bytes."""
+    fetched = {t for op in plan.ops if op.kind == "prefetch" and op.payload == "weight" for t in op.tensors}
+    sizes = [tensor.bytes for tensor in profile.tensors]
+    on_host = (size for size, place in zip(sizes, plan.update_places, strict=True) if place == "host")
+    return {
+        "planner": plan.planner,
+        "budget_bytes": plan.budget_bytes,
+        "predicted_s": plan.predicted.iteration_s,
+        "predicted_peak_bytes": plan.predicted.device_peak_bytes,
+        "gap": plan.predicted.gap,
+        "weights_streamed": sum(sizes[t] for t in fetched) / sum(sizes),
+        "updated_on_host": sum(on_host) / sum(sizes),
+    }

@@ -1,7 +1,7 @@
 """Makes the numbers in README.md from results/*.json.
 
-    python scripts/tables.py            write the block between <!-- numbers --> and <!-- /numbers -->
-    python scripts/tables.py --check    exit with 1 if README.md is not what the results say
+    python scripts/tables.py            write the block between <!-- numbers --> and <!-- /numbers -->, and plots
+    python scripts/tables.py --check    exit with 1 if they are not what the results say
 
 Every table names the script that made its figures, the machine and the date.
 """
@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import bench_tables
 from common import RESULTS, ROOT
 
 from lt_offload.units import format_bytes, format_seconds
 
 BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
+CURVE = "bench-curve.svg"
 
 Result = dict[str, Any]
 Rows = list[list[str]]
@@ -71,6 +74,75 @@ OVERLAPPED = ("copies in beside computations", "copies out", "host updates")
 def _beside(lanes: dict[str, Any] | None, lane: str) -> str:
     share = (lanes or {}).get(lane, {}).get("beside_compute")
     return "" if share is None else f"{share:.0%}"
+
+
+def bench_launch(results: Sequence[Result]) -> str:
+    """What the engine costs the launching thread."""
+    rows = [
+        [
+            f"{plan['name']}, {result['figures']['blocks']} blocks",
+            format_seconds(plan["own_per_block_step_s"]),
+            format_seconds(plan["thread_per_block_step_s"]),
+            format_seconds(plan["per_block_step_s"]),
+            format_seconds(result["figures"]["goal_s"]),
+        ]
+        for result in results
+        for plan in result["figures"]["plans"]
+    ]
+    head = ["plan", "engine's own", "against plain, launching thread", "against plain, by the clock", "goal"]
+    return _section("Launch cost per block and step", "scripts/bench_launch.py", results, head, rows)
+
+
+def bench_update(results: Sequence[Result]) -> str:
+    """How fast the host updates, beside other kernels and the memory's speed."""
+    rows = [
+        [
+            case["name"],
+            case["scheme"],
+            str(case["threads"]),
+            f"{case['bytes_per_s'] / 1e9:.1f} GB/s",
+            "" if case["of_memory"] is None else f"{case['of_memory']:.0%}",
+            "" if case["of_deepspeed"] is None else f"{case['of_deepspeed']:.2f}",
+        ]
+        for result in results
+        for case in result["figures"]["cases"]
+    ]
+    head = [
+        "update on the host",
+        "precision",
+        "threads",
+        "memory traffic",
+        "of the memory's speed",
+        "against DeepSpeed",
+    ]
+    return _section("AdamW on the host", "scripts/bench_update.py --deepspeed FOLDER", results, head, rows)
+
+
+def bench_packing(results: Sequence[Result]) -> str:
+    """How much of the arena no step needs, over all plans of a model."""
+    rows: Rows = []
+    for result in results:
+        cases = [case for case in result["figures"]["cases"] if "waste" in case]
+        for model in dict.fromkeys((case["model"], case["dtype"]) for case in cases):
+            of_model = [case for case in cases if (case["model"], case["dtype"]) == model]
+            wastes = [case["waste"] for case in of_model]
+            moved = sum(case["tensors"] for case in of_model) / max(1, sum(case["transfers"] for case in of_model))
+            within = sum(waste <= PACKING_GOAL for waste in wastes)
+            rows.append(
+                [
+                    ", ".join(model),
+                    str(len(of_model)),
+                    f"{statistics.median(wastes):.1%}",
+                    f"{max(wastes):.1%}",
+                    f"{within} of {len(wastes)}",
+                    f"{moved:.1f}",
+                ]
+            )
+    head = ["model", "plans", "waste, median", "largest", f"at most {PACKING_GOAL:.0%}", "tensors per copy"]
+    return _section("The arena's packing", "scripts/bench_packing.py", results, head, rows)
+
+
+PACKING_GOAL = 0.03
 
 
 def smallest_budget(results: Sequence[Result]) -> str:
@@ -127,12 +199,30 @@ def bench_batch(results: Sequence[Result]) -> str:
     return _section("Choosing the batch size", "scripts/bench_batch.py", results, head, rows)
 
 
+def bench(results: Sequence[Result]) -> str:
+    """What this package and others reach in the same memory, per suite; only what ran on a GPU is shown."""
+    parts = []
+    for result in results:
+        suite = result["settings"]["suite"]
+        if result["settings"]["device"] != "cuda":
+            continue
+        command, lines = f"scripts/bench.py --suite {suite}", bench_tables.rows(result)
+        parts.append(_section(bench_tables.TITLES[suite], command, [result], bench_tables.HEAD, lines))
+        if suite == "curve":
+            parts.append(f"![{bench_tables.TITLES[suite]}](results/{CURVE})")
+    return "\n\n".join(parts)
+
+
 TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "compare": compare,
     "bench-emulated": bench_emulated,
+    "bench-launch": bench_launch,
+    "bench-update": bench_update,
     "smallest-budget": smallest_budget,
     "bench-planner": bench_planner,
     "bench-batch": bench_batch,
+    "bench-packing": bench_packing,
+    "bench": bench,
 }
 
 
@@ -146,7 +236,13 @@ def render(folder: Path) -> str:
         if result.get("kind") not in TABLES:
             raise SystemExit(f"{path}: kind {result.get('kind')!r} is not one of {', '.join(TABLES)}")
         results.setdefault(result["kind"], []).append(result)
-    return "\n\n".join(table(results[kind]) for kind, table in TABLES.items() if kind in results)
+    return "\n\n".join(filter(None, (table(results[kind]) for kind, table in TABLES.items() if kind in results)))
+
+
+def plots(folder: Path) -> dict[Path, str]:
+    """Return the drawings for the result files in ``folder``, by where they belong."""
+    path = folder / "bench-curve.json"
+    return {folder / CURVE: bench_tables.curve(json.loads(path.read_text(encoding="utf-8")))} if path.exists() else {}
 
 
 def insert(readme: str, block: str) -> str:
@@ -191,11 +287,14 @@ def main() -> int:
     options = parser.parse_args()
     old = options.readme.read_text(encoding="utf-8")
     new = insert(old, render(options.results))
+    files = {options.readme: new} | plots(options.results)
     if options.check:
-        if new != old:
-            print(f"{options.readme.name} is out of date; run python scripts/tables.py", file=sys.stderr)
-        return int(new != old)
-    options.readme.write_text(new, encoding="utf-8")
+        stale = [path.name for path, text in files.items() if not path.exists() or path.read_text("utf-8") != text]
+        for name in stale:
+            print(f"{name} is out of date; run python scripts/tables.py", file=sys.stderr)
+        return int(bool(stale))
+    for path, text in files.items():
+        path.write_text(text, encoding="utf-8")
     return 0
 
 

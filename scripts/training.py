@@ -12,6 +12,7 @@ import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from overlap import overlap
+from planning import describe
 
 from lt_offload.profile.accounting import Account
 
@@ -86,22 +87,6 @@ class Recorder(Callback):
         if self.checkpoint:
             trainer.save_checkpoint(self.folder / "end.ckpt")
         (self.folder / "figures.json").write_text(json.dumps(figures), encoding="utf-8")
-
-
-def describe(plan: Any, profile: Any) -> dict[str, Any]:
-    """Return what matters of a plan beside measured figures; shares are of all weight bytes."""
-    fetched = {t for op in plan.ops if op.kind == "prefetch" and op.payload == "weight" for t in op.tensors}
-    sizes = [tensor.bytes for tensor in profile.tensors]
-    on_host = (size for size, place in zip(sizes, plan.update_places, strict=True) if place == "host")
-    return {
-        "planner": plan.planner,
-        "budget_bytes": plan.budget_bytes,
-        "predicted_s": plan.predicted.iteration_s,
-        "predicted_peak_bytes": plan.predicted.device_peak_bytes,
-        "gap": plan.predicted.gap,
-        "weights_streamed": sum(sizes[t] for t in fetched) / sum(sizes),
-        "updated_on_host": sum(on_host) / sum(sizes),
-    }
 
 
 def _engine(trainer: Trainer) -> Any:

@@ -11,6 +11,8 @@ from rich.console import Console
 from rich.table import Table
 
 from lt_offload.profile.hardware import save_hardware
+from lt_offload.profile.numa import place_of
+from lt_offload.profile.pinning import advice, is_wsl2, memlock_bytes
 from lt_offload.profile.rates import measure_machine
 from lt_offload.profile.types import HardwareProfile
 from lt_offload.units import format_bytes
@@ -26,19 +28,24 @@ def doctor(save: str | Path | None = None) -> None:
     table = Table(title=f"{machine.name} on {platform.machine()}, {torch.get_num_threads()} threads")
     table.add_column("what")
     table.add_column("measured", justify="right")
-    for what, value in rows(machine):
+    for what, value in (*rows(machine), *surroundings(torch.device("cuda" if torch.cuda.is_available() else "cpu"))):
         table.add_row(what, value)
     Console().print(table)
+    print(f"Source: {machine.source}.")
     if machine.name == "emulated":
         print("No GPU here: the emulated device runs the same plans with the same numbers, under a hard budget in RAM.")
-    elif machine.pinnable_bytes == 0:
-        print("Memory cannot be pinned here (see 'ulimit -l'): copies will be slower and will not overlap as well.")
+    elif machine.pinnable_bytes < machine.host_bytes:
+        print(
+            f"Only {format_bytes(machine.pinnable_bytes)} of RAM can be pinned; copies from and to the rest are slower "
+            f"and keep the processor busy. To pin more: {advice()}."
+        )
     if save is not None:
         print(f"{save_hardware(machine, save)}  (plan for this machine anywhere: --hardware {save})")
 
 
 def rows(machine: HardwareProfile) -> list[tuple[str, str]]:
     """Return (what, value) for people."""
+    staged = machine.staged_bytes_per_s
     return [
         ("device memory", format_bytes(machine.device_bytes)),
         ("taken before the first tensor", format_bytes(machine.context_bytes)),
@@ -46,7 +53,18 @@ def rows(machine: HardwareProfile) -> list[tuple[str, str]]:
         *([] if machine.name == "emulated" else [("RAM that may be pinned", format_bytes(machine.pinnable_bytes))]),
         ("host to device, other direction busy", f"{format_bytes(machine.h2d_bytes_per_s)}/s"),
         ("device to host, other direction busy", f"{format_bytes(machine.d2h_bytes_per_s)}/s"),
+        *([("RAM that is not pinned, either way", f"{format_bytes(staged)}/s")] if staged else []),
         *((f"matrix products, {dtype}", f"{rate / 1e12:.3g} TFLOP/s") for dtype, rate in machine.flops_per_s.items()),
         ("device memory, read and written", f"{format_bytes(machine.device_memory_bytes_per_s)}/s"),
         ("host memory, read and written", f"{format_bytes(machine.host_memory_bytes_per_s)}/s"),
+    ]
+
+
+def surroundings(device: torch.device) -> list[tuple[str, str]]:
+    """Return (what, value) about the system around ``device``."""
+    limit = memlock_bytes()
+    return [
+        ("limit on locked memory (ulimit -l)", "none" if limit is None else format_bytes(limit)),
+        ("memory node (NUMA)", place_of(device).about),
+        ("system", f"{platform.system()}{' in WSL2' if is_wsl2() else ''} {platform.release()}"),
     ]

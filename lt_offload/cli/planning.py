@@ -194,6 +194,7 @@ def _host_budget(app: App, machine: HardwareProfile) -> int:
 def estimate(app: App, hardware: str | HardwareProfile | None, batch_size: int | None = None) -> Profile:
     """Return the profile of the app's model on ``hardware``, without weights; ``batch_size``: None is the settings'."""
     from lt_offload.finetune import load
+    from lt_offload.optim import AdamW
     from lt_offload.profile import profile_config
     from lt_offload.profile.rates import measure_machine
 
@@ -206,13 +207,15 @@ def estimate(app: App, hardware: str | HardwareProfile | None, batch_size: int |
         load.set_dropout(config, module.dropout)
     if module.attention is not None:
         config._attn_implementation = module.attention
+    if module.compile_blocks:
+        _say("estimating the blocks as they are without model.compile_blocks; training measures what is compiled")
     profile = profile_config(
         config,
         batch_size=batch_size or getattr(app.trainer.strategy, "batch_size", None) or data.batch_size,
         sequence_length=data.max_length,
         dtype=module.model_dtype,
         hardware=hardware or measure_machine(on_progress=_say),
-        optimizer=module.optimizer,
+        optimizer=AdamW if module.master_weights else module.optimizer,
         lora=None if module.lora is None else module.lora.peft(),
         padding=not data.pack,
         on_progress=_say,

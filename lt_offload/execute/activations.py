@@ -7,6 +7,7 @@ travel once and come back exactly as they were.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,10 +18,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.device import Cell, Device, Event
-from lt_offload.execute.params import Weight
+from lt_offload.execute.params import Weight, round_up
 from lt_offload.execute.pools import HostBuffer, HostPool
 from lt_offload.profile.chain import version
 from lt_offload.profile.options import for_replay, is_costly, travels
+
+_HOST_ALIGNMENT = 64
+"""Saved storages begin at multiples of this many bytes in host memory: a cache line."""
 
 
 @dataclass(slots=True)
@@ -61,12 +65,11 @@ class Moved:
 class MovedStorage:
     """One storage: on the device, on its way, or on the host."""
 
-    __slots__ = ("device", "host", "nbytes", "owner", "users", "version_of")
+    __slots__ = ("device", "nbytes", "owner", "users", "version_of")
 
     def __init__(self, owner: Pager, tensor: Tensor) -> None:
         self.owner = owner
         self.device: Tensor | None = _bytes_of(tensor)
-        self.host: HostBuffer | None = None
         self.nbytes = self.device.numel()
         self.users = 0
         self.version_of: tuple[Tensor, int] | None = None
@@ -102,6 +105,11 @@ class Pager:
         self.label = label
         self._by_storage: dict[int, MovedStorage] = {}
         self._storages: list[MovedStorage] = []
+        self._host: HostBuffer | None = None
+        """Where all storages go, side by side."""
+        self._parts: list[Tensor] = []
+        """The host memory of each storage."""
+        self._nbytes = 0
         self._left: Event | None = None
         self._fetched: Event | None = None
         self._arrived = False
@@ -125,14 +133,14 @@ class Pager:
         self._by_storage.clear()
         if not self._storages:
             return None
-        pairs: list[tuple[Tensor, Tensor]] = []
-        buffers: list[HostBuffer] = []
+        sources = []
         for storage in self._storages:
             assert storage.device is not None
             storage.check_untouched()
-            storage.host = self.pool.take(storage.nbytes)
-            buffers.append(storage.host)
-            pairs.append((storage.host.data[: storage.nbytes], storage.device))
+            sources.append(storage.device)
+        self._take_host()
+        assert self._host is not None
+        pairs, used = list(zip(self._parts, sources, strict=True)), self._host.used
 
         def copy() -> None:
             for host, source in pairs:
@@ -141,15 +149,12 @@ class Pager:
         self._left = self.device.submit(
             "d2h",
             copy,
-            after=[
-                self.device.mark(writes=[self._memory]),
-                *(buffer.used for buffer in buffers if buffer.used is not None),
-            ],
+            after=[self.device.mark(writes=[self._memory]), *([] if used is None else [used])],
             reads=[self._memory],
-            writes=buffers,
+            writes=[self._host],
             label=f"offload activation {self.label}",
             op=op,
-            nbytes=sum(storage.nbytes for storage in self._storages),
+            nbytes=self._nbytes,
         )
         return self._left
 
@@ -168,15 +173,12 @@ class Pager:
         """Take device memory and queue the copies back."""
         if self._fetched is not None or not self._storages:
             return
-        assert self._left is not None
+        assert self._left is not None and self._host is not None
         self._memory = Cell(f"fetched activations {self.label}")
-        pairs: list[tuple[Tensor, Tensor]] = []
-        buffers: list[HostBuffer] = []
-        for storage in self._storages:
-            assert storage.host is not None
+        pairs = []
+        for storage, part in zip(self._storages, self._parts, strict=True):
             storage.device = self.device.empty((storage.nbytes,), None, torch.uint8)
-            buffers.append(storage.host)
-            pairs.append((storage.device, storage.host.data[: storage.nbytes]))
+            pairs.append((storage.device, part))
 
         def copy() -> None:
             for target, host in pairs:
@@ -186,11 +188,11 @@ class Pager:
             "h2d",
             copy,
             after=[self._left, self.device.mark(writes=[self._memory])],
-            reads=buffers,
+            reads=[self._host],
             writes=[self._memory],
             label=f"prefetch activation {self.label}",
             op=op,
-            nbytes=sum(storage.nbytes for storage in self._storages),
+            nbytes=self._nbytes,
         )
 
     def arrived(self) -> None:
@@ -202,13 +204,21 @@ class Pager:
 
     def close(self) -> None:
         """Give the host memory back; whoever takes it next writes after the copies back."""
-        after = self._fetched or self._left
         for storage in self._storages:
             storage.device = None
-            if storage.host is not None:
-                self.pool.give(storage.host, after)
-                storage.host = None
+        if self._host is not None:
+            self.pool.give(self._host, self._fetched or self._left)
+            self._host = None
+        self._parts = []
         self._storages.clear()
+
+    def _take_host(self) -> None:
+        """Take host memory for all storages."""
+        sizes = [storage.nbytes for storage in self._storages]
+        rooms = [round_up(nbytes, _HOST_ALIGNMENT) for nbytes in sizes]
+        self._host, self._nbytes = self.pool.take(sum(rooms)), sum(sizes)
+        parts = self._host.data[: sum(rooms)].split(rooms)  # type: ignore[no-untyped-call]
+        self._parts = [p if room == nbytes else p[:nbytes] for p, room, nbytes in zip(parts, rooms, sizes, strict=True)]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -220,16 +230,16 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """Hooks for a block's local graph: weights become aliases, the rest stays or travels."""
 
     def __init__(self, weights: Sequence[Weight], pager: Pager | None, shared: Sequence[Tensor]) -> None:
-        views = [(w, w.present) for w in weights if w.present is not None]
-        ranges = [(view.untyped_storage()._cdata, view.data_ptr(), w.nbytes, w) for w, view in views]
-        known = {storage for storage, _, _, _ in ranges}
-        stay = {t.untyped_storage()._cdata for t in shared}
+        ranges = _Ranges(weights)
+        starts, ends = ranges.starts, ranges.ends
+        stay = {t.untyped_storage()._cdata for t in shared} if pager is not None else ()
 
         def pack(tensor: Tensor) -> Tensor | WeightAlias | Moved:
-            storage = tensor.untyped_storage()._cdata
-            if storage in known:
+            address = tensor.data_ptr()
+            at = bisect_right(starts, address) - 1
+            if at >= 0 and address < ends[at]:
                 return _alias(tensor, ranges)
-            if pager is None or storage in stay or not travels(tensor):
+            if pager is None or tensor.untyped_storage()._cdata in stay or not travels(tensor):
                 return tensor.detach()
             return pager.take(tensor)
 
@@ -239,14 +249,26 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         super().__init__(pack, unpack)
 
 
-def _alias(tensor: Tensor, ranges: Sequence[tuple[int, int, int, Weight]]) -> WeightAlias:
+class _Ranges:
+    """The memory that the present weights of a block lie in: the arena, and host memory that is read directly."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        present = sorted((w.present.data_ptr(), w.index, w) for w in weights if w.present is not None)
+        self.weights = [(address, weight) for address, _, weight in present]
+        self.addresses = [address for address, _, _ in present]
+        storages = {s._cdata: s for w in weights if w.present is not None for s in (w.present.untyped_storage(),)}
+        memory = sorted((s.data_ptr(), s.nbytes()) for s in storages.values())
+        self.starts = [start for start, _ in memory]
+        self.ends = [start + nbytes for start, nbytes in memory]
+
+
+def _alias(tensor: Tensor, ranges: _Ranges) -> WeightAlias:
     address = tensor.data_ptr()
-    for _, start, nbytes, weight in ranges:
-        if start <= address < start + nbytes:
-            assert weight.present is not None and tensor.dtype == weight.present.dtype
-            offset = (address - start) // tensor.element_size()
-            return WeightAlias(weight, tensor.dtype, offset, tensor.shape, tensor.stride())
-    raise AssertionError("a saved tensor lies beside weights but belongs to no weight of the running block")
+    at = bisect_right(ranges.addresses, address) - 1
+    start, weight = ranges.weights[at]
+    assert at >= 0 and address < start + weight.nbytes, "a saved tensor lies beside weights but belongs to no weight"
+    assert weight.present is not None and tensor.dtype == weight.present.dtype
+    return WeightAlias(weight, tensor.dtype, (address - start) // tensor.element_size(), tensor.shape, tensor.stride())
 
 
 class CacheCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import bisect
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,22 +15,20 @@ from lt_offload.execute.lanes import Task
 from lt_offload.plan.schedule import ALIGNMENT
 from lt_offload.units import format_bytes
 
-_NO_BYTES = torch.empty(0, dtype=torch.uint8)
-
 
 class ArenaBuffer(Buffer):
     """A range in use. Whoever writes it is ordered after ``releases``."""
 
     __slots__ = ("releases",)
 
-    def __init__(self, label: str, offset: int, nbytes: int, view: torch.Tensor, releases: Sequence[Task]) -> None:
-        super().__init__(label, offset, nbytes, view)
-        self.releases = tuple(releases)
+    def __init__(self, label: str, offset: int, nbytes: int, slab: torch.Tensor, releases: Sequence[Task]) -> None:
+        super().__init__(label, offset, nbytes, slab)
+        self.releases = releases
 
 
-@dataclass(slots=True, frozen=True)
+@dataclass(slots=True, eq=False)
 class Freed:
-    """A free range that was used before."""
+    """A free range that was used before; never changed."""
 
     start: int
     end: int
@@ -88,8 +86,8 @@ class Arena:
                 f"[{other.offset}, {other.offset + other.nbytes}), which is in use"
             )
         taken = self._cut(offset, end)
-        releases = {id(event): event for freed in taken for event in freed.releases}
-        buffer = ArenaBuffer(label, offset, nbytes, self.slab[offset:end], tuple(releases.values()))
+        releases = list(dict.fromkeys(event for freed in taken for event in freed.releases))
+        buffer = ArenaBuffer(label, offset, nbytes, self.slab, releases)
         if nbytes:
             bisect.insort(self._starts, offset)
             self._used[offset] = buffer
@@ -118,7 +116,7 @@ class Arena:
             freed = Freed(buffer.offset, buffer.offset + buffer.nbytes, tuple(releases), tuple(accesses))
             if freed.releases or freed.accesses:
                 bisect.insort(self._freed, freed, key=_start)
-        buffer.bytes = _NO_BYTES
+        buffer.forget()
         if len(self._freed) > self._tidy_at:
             self._freed = [freed for freed in self._freed if not self._settled(freed)]
             self._tidy_at = 16 + 2 * len(self._freed)
@@ -134,19 +132,21 @@ class Arena:
 
     def _cut(self, start: int, end: int) -> list[Freed]:
         """Remove ``[start, end)`` from the freed ranges and return those that it touches."""
+        if not self._freed or start == end:
+            return []
         low = max(0, bisect.bisect_right(self._freed, start, key=_start) - 1)
         high = bisect.bisect_left(self._freed, end, key=_start)
-        touched = [freed for freed in self._freed[low:high] if freed.end > start and start < end]
-        rest = [
-            part
-            for freed in self._freed[low:high]
-            for part in (
-                [replace(freed, end=min(freed.end, start)), replace(freed, start=max(freed.start, end))]
-                if freed in touched
-                else [freed]
-            )
-            if part.start < part.end
-        ]
+        touched: list[Freed] = []
+        rest: list[Freed] = []
+        for freed in self._freed[low:high]:
+            if freed.end <= start:
+                rest.append(freed)
+                continue
+            touched.append(freed)
+            if freed.start < start:
+                rest.append(Freed(freed.start, start, freed.releases, freed.accesses))
+            if freed.end > end:
+                rest.append(Freed(end, freed.end, freed.releases, freed.accesses))
         self._freed[low:high] = rest
         return touched
 

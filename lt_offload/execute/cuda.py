@@ -8,11 +8,14 @@ host, for its issue. That happens only behind updates on the host: everything el
 
 from __future__ import annotations
 
+import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, cast
+from functools import partial
+from typing import Any
 
 import torch
 from typing_extensions import override
@@ -20,12 +23,16 @@ from typing_extensions import override
 from lt_offload.errors import ConfigError, OverBudget, UnsupportedError
 from lt_offload.execute.arena import Arena, ArenaBuffer
 from lt_offload.execute.cuda_runtime import CudaRuntime
-from lt_offload.execute.cuda_tasks import CudaTask, Runner, tasks_of
+from lt_offload.execute.cuda_tasks import CudaTask, Line, Runner, tasks_of
 from lt_offload.execute.device import Buffer, Cell, Device, Event, Lane
 from lt_offload.execute.hostmem import HostMemory
-from lt_offload.execute.lanes import ThreadLanes, plain_torch
+from lt_offload.execute.lanes import plain_torch
+from lt_offload.execute.threads import ThreadLanes
 from lt_offload.profile.mapped import refusal
+from lt_offload.profile.staging import STAGING_BYTES, Staging
 from lt_offload.units import format_bytes
+
+_log = logging.getLogger(__name__)
 
 
 class CudaDevice(Device):
@@ -44,7 +51,9 @@ class CudaDevice(Device):
         cuda = self._cuda = CudaRuntime(index) if runtime is None else runtime
         self.budget = budget
         self.torch_device = cuda.device
-        self._context = cuda.context_bytes()
+        cuda.prepare()
+        self._context, _ = cuda.context_bytes()
+        """Device memory beside torch's allocator, the largest that was seen."""
         if budget <= self._context:
             raise ConfigError(
                 f"memory={format_bytes(budget)} is not more than the CUDA context alone occupies "
@@ -56,16 +65,26 @@ class CudaDevice(Device):
                 f"are free on {self.torch_device}"
             )
         cuda.cap(budget - self._context)
-        streams = {lane: cuda.stream() for lane in ("h2d", "d2h")}
-        self._streams = streams
-        self._runner = Runner(cuda, streams)
-        self._lanes = ThreadLanes(self._runner, threads={"host": host_threads} if host_threads else {})
-        self._host = HostMemory(cuda.register, cuda.unregister)
+        spare: deque[Any] = deque()
+        self._new_line = partial(Line, cuda=cuda, spare=spare)
+        self._copy_lines = {lane: self._new_line(cuda.stream()) for lane in ("h2d", "d2h")}
+        self._compute_lines: dict[int, Line] = {}
+        """By identity of the stream, which the line keeps alive."""
+        self._runner = Runner(cuda, self._copy_lines)
+        place = cuda.place()
+        self._lanes = ThreadLanes(
+            self._runner, threads={"host": host_threads} if host_threads else {}, prepare=lambda lane: place.bind()
+        )
+        self._host = HostMemory(cuda.register, cuda.unregister, place=place)
+        self._buffers = self._host.locked(STAGING_BYTES)  # first of all: later there may be nothing left to lock
+        self._staging: Staging | None = None
         self._refusal: str | None = None
         """Why computations cannot access host memory; empty: they can; None: not tried yet."""
+        self._seen: set[object] = set()
+        """Shapes of batches whose demand for memory is known."""
         self._arena = self._new_arena(0)
         self._closed = False
-        self._stop = weakref.finalize(self, _release, self._lanes, streams, self._host)
+        self._stop = weakref.finalize(self, _release, self._lanes, self._copy_lines, self._host)
 
     # -- arena -------------------------------------------------------------------------------------------------------
 
@@ -91,12 +110,14 @@ class CudaDevice(Device):
     def _new_arena(self, nbytes: int) -> Arena:
         with plain_torch():
             slab = self._cuda.empty(nbytes)
+        # Copy streams may write at once, while kernels may still use this memory (or fill it: torch does so under
+        # deterministic algorithms).
+        self._cuda.current_stream().synchronize()
         return Arena(slab, lambda freed: all(event.done() for event in freed.releases))
 
     @override
     def place(self, offset: int, nbytes: int, label: str = "") -> Buffer:
-        with torch.inference_mode(False):
-            return self._arena.place(offset, nbytes, label)[0]
+        return self._arena.place(offset, nbytes, label)[0]
 
     @override
     def allocate(self, nbytes: int, label: str = "") -> Buffer:
@@ -123,33 +144,62 @@ class CudaDevice(Device):
         urgency: int = 0,
     ) -> Event:
         self._runner.reap()
-        options = {"label": label, "op": op, "nbytes": nbytes, "urgency": urgency}
-        queued = CudaTask(lane, task, after=tasks_of(after), behind=_releases(writes), **options)
-        if lane == "host" or not self._lanes.run_here(queued):
+        queued = CudaTask(
+            lane,
+            task,
+            after=tasks_of(after),
+            behind=_releases(writes),
+            label=label,
+            op=op,
+            nbytes=nbytes,
+            urgency=urgency,
+        )
+        if self._blocks(lane) or not self._lanes.run_here(queued):
             self._lanes.submit(queued)
         return queued
 
+    def _blocks(self, lane: Lane) -> bool:
+        """Return whether a task of ``lane`` may block the thread that runs it."""
+        if lane == "host":
+            return True
+        if not self._host.has_pageable:
+            return False
+        if self._staging is None:
+            self._staging = Staging(
+                self._buffers,
+                event=partial(self._cuda.event, timing=False),
+                use=self._cuda.use,
+                copy=_copy,
+            )
+        return True
+
     @override
     def mark(self, *, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> Event:
-        self._runner.reap()
         return self._mark()
 
     def _mark(self) -> CudaTask:
         mark = CudaTask("compute", _nothing, label="compute")
-        mark.completion = self._cuda.event(timing=False)
-        mark.completion.record(self._cuda.current_stream())
         mark.finish(None)
+        self._compute_line().complete(mark)
         return mark
+
+    def _compute_line(self) -> Line:
+        stream = self._cuda.current_stream()
+        line = self._compute_lines.get(id(stream))
+        if line is None:
+            line = self._compute_lines[id(stream)] = self._new_line(stream)
+        return line
 
     @override
     def wait(self, *events: Event, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> None:
         tasks, releases = tasks_of(events), _releases(writes)
-        self._lanes.finish([*tasks, *releases])
+        self._lanes.finish(tasks)
+        self._lanes.finish(releases)
         self._lanes.check(tasks)
-        compute = self._cuda.current_stream()
-        for task in (*tasks, *releases):
-            if task.completion is not None:
-                compute.wait_event(task.completion)
+        if tasks or releases:
+            compute = self._compute_line()
+            for task in (*tasks, *releases):
+                compute.follow(task)
                 self._runner.let_go(task)
 
     @override
@@ -170,8 +220,8 @@ class CudaDevice(Device):
 
     def _settle(self) -> None:
         self._lanes.finish(self._lanes.pending())
-        for stream in self._streams.values():
-            stream.synchronize()
+        for line in self._copy_lines.values():
+            line.stream.synchronize()
         self._runner.reap()
 
     # -- memory outside the arena ------------------------------------------------------------------------------------
@@ -192,11 +242,29 @@ class CudaDevice(Device):
             return self._host.group(parts)
 
     @override
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if self._host.is_pageable(source):
+            assert self._staging is not None, "pageable memory is copied on the lane's own thread"
+            self._staging.to_device(target, source, self._cuda.current_stream())
+        elif self._host.is_pageable(target):
+            assert self._staging is not None, "pageable memory is copied on the lane's own thread"
+            self._staging.to_host(target, source, self._cuda.current_stream())
+        else:
+            _copy(target, source)
+
+    @override
     def direct_view(self, host: torch.Tensor) -> torch.Tensor:
+        if self._host.is_pageable(host):
+            raise UnsupportedError(
+                f"{self.torch_device} cannot compute in host memory that is not page-locked; see `ulimit -l`, or plan "
+                "without direct access"
+            )
         with plain_torch():
             if self._refusal is None:
                 probe = self._host.empty((1024,), torch.int32)
-                self._refusal = refusal(self._cuda.direct_view, probe, self._cuda.current_stream().synchronize)
+                self._refusal = refusal(
+                    self._cuda.direct_view, probe, lambda: self._cuda.current_stream().synchronize()
+                )
             if self._refusal:
                 raise UnsupportedError(
                     f"{self.torch_device} cannot compute in host memory: {self._refusal}; a plan made on this machine "
@@ -206,10 +274,12 @@ class CudaDevice(Device):
 
     @override
     def empty(self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> torch.Tensor:
-        with torch.inference_mode(False):
-            if stride is None:
-                return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
-            return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=self.torch_device)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.empty(shape, stride, dtype)
+        if stride is None:
+            return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
+        return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=self.torch_device)
 
     @contextmanager
     @override
@@ -218,6 +288,17 @@ class CudaDevice(Device):
             yield
         except torch.OutOfMemoryError as error:
             raise OverBudget(f"the budget of {format_bytes(self.budget)} is used up: {error}") from error
+        if signature not in self._seen and not self._closed:
+            self._seen.add(signature)
+            self._follow_context()
+
+    def _follow_context(self) -> None:
+        """New kernels may have been loaded: what they take, the allocator must not have."""
+        context, exact = self._cuda.context_bytes()
+        if exact and context > self._context:
+            _log.info("the CUDA context has grown from %s to %s", format_bytes(self._context), format_bytes(context))
+            self._context = context
+            self._cuda.cap(max(0, self.budget - context))
 
     # -- random numbers ----------------------------------------------------------------------------------------------
 
@@ -245,19 +326,11 @@ class CudaDevice(Device):
 
     @override
     def begin_compute(self, op: int, label: str) -> object:
-        if not self._runner.recording:
-            return None
-        start = self._cuda.event(timing=True)
-        start.record(self._cuda.current_stream())
-        return op, label, start
+        return self._runner.begin(op, label, self._cuda.current_stream())
 
     @override
     def end_compute(self, token: object) -> None:
-        if token is not None:
-            op, label, start = cast(tuple[int, str, Any], token)
-            end = self._cuda.event(timing=True)
-            end.record(self._cuda.current_stream())
-            self._runner.on_gpu.append((op, "compute", label, start, end))
+        self._runner.end(token, self._cuda.current_stream())
 
     @override
     def take_spans(self) -> list[tuple[int, str, str, float, float]]:
@@ -297,10 +370,14 @@ def _nothing() -> None:
     pass
 
 
-def _release(lanes: ThreadLanes, streams: dict[str, Any], host: HostMemory) -> None:
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _release(lanes: ThreadLanes, lines: Mapping[str, Line], host: HostMemory) -> None:
     lanes.stop()
-    for stream in streams.values():
-        stream.synchronize()
+    for line in lines.values():
+        line.stream.synchronize()
     host.close()
 
 

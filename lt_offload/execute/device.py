@@ -32,6 +32,9 @@ class Event(Protocol):
         ...
 
 
+NO_BYTES = torch.empty(0, dtype=torch.uint8)
+
+
 class Cell:
     """Something whose accesses must be ordered: a device buffer or one tensor's host copy."""
 
@@ -44,15 +47,28 @@ class Cell:
 
 
 class Buffer(Cell):
-    """A range of the arena. ``bytes`` is a uint8 view of it."""
+    """A range of the arena, which is ``slab`` (uint8)."""
 
-    __slots__ = ("bytes", "nbytes", "offset")
+    __slots__ = ("_bytes", "nbytes", "offset", "slab")
 
-    def __init__(self, label: str, offset: int, nbytes: int, view: torch.Tensor) -> None:
+    def __init__(self, label: str, offset: int, nbytes: int, slab: torch.Tensor) -> None:
         super().__init__(label)
         self.offset = offset
         self.nbytes = nbytes
-        self.bytes = view
+        self.slab = slab
+        self._bytes: torch.Tensor | None = None
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """The range as a uint8 tensor."""
+        if self._bytes is None:
+            with torch.inference_mode(False):
+                self._bytes = self.slab[self.offset : self.offset + self.nbytes]
+        return self._bytes
+
+    def forget(self) -> None:
+        """Let go of the memory: the range belongs to others now."""
+        self.slab = self._bytes = NO_BYTES
 
     def view(self, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
         """Return the beginning of the buffer as a contiguous tensor."""

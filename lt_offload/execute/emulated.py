@@ -18,11 +18,13 @@ from typing_extensions import override
 
 from lt_offload.errors import OverBudget, UnsupportedError
 from lt_offload.execute.arena import Arena, ArenaBuffer, Freed
+from lt_offload.execute.budget import DeviceAccount
 from lt_offload.execute.checker import ORIGIN, Checker
 from lt_offload.execute.device import Buffer, Cell, Device, Event, Lane
 from lt_offload.execute.hostmem import HostMemory
-from lt_offload.execute.lanes import UNORDERED, CallerLanes, Lanes, Task, ThreadLanes, plain_torch
+from lt_offload.execute.lanes import UNORDERED, CallerLanes, Lanes, Task, plain_torch
 from lt_offload.execute.links import Runner
+from lt_offload.execute.threads import ThreadLanes
 from lt_offload.profile.accounting import Account
 from lt_offload.units import format_bytes
 
@@ -89,7 +91,7 @@ class EmulatedDevice(Device):
         self._slabs = HostMemory(_no_registration, _no_registration)
         self._closed = False
         # Neither lanes nor account refer to the device: it is collected, and its threads end, even if nobody closes it.
-        self._account = _DeviceAccount(budget, self._lanes)
+        self._account = DeviceAccount(budget, self._lanes)
         self._stop = weakref.finalize(self, self._lanes.stop)
         self._arena = self._new_arena(0)
 
@@ -128,8 +130,7 @@ class EmulatedDevice(Device):
 
     @override
     def place(self, offset: int, nbytes: int, label: str = "") -> Buffer:
-        with torch.inference_mode(False):
-            buffer, accesses = self._arena.place(offset, nbytes, label)
+        buffer, accesses = self._arena.place(offset, nbytes, label)
         if self._checker is not None:
             self._checker.place(buffer, accesses)
         return buffer
@@ -140,7 +141,7 @@ class EmulatedDevice(Device):
 
     @override
     def free(self, buffer: Buffer, after: Sequence[Event] = ()) -> None:
-        releases = self._kept(f"free {buffer.label}", after)
+        releases = self._kept("free ", after, buffer)
         pending = [task for task in releases if not task.finished]
         if self._poison and buffer.nbytes:
             view = buffer.bytes
@@ -220,18 +221,22 @@ class EmulatedDevice(Device):
             self._checker.drain()
         self._lanes.check()
 
-    def _kept(self, label: str, events: Sequence[Event]) -> list[Task]:
+    def _kept(self, label: str, events: Sequence[Event], buffer: Buffer | None = None) -> list[Task]:
+        """Return ``events`` as tasks, without those that are to be ignored by ``label`` (and that of ``buffer``)."""
         tasks: list[Task] = [event for event in events if isinstance(event, Task)]
         assert len(tasks) == len(events), "an event of another device"
-        return tasks if self._ignore is None else [t for t in tasks if not self._ignore(label, t.label)]
+        if self._ignore is None:
+            return tasks
+        label += buffer.label if buffer is not None else ""
+        return [t for t in tasks if not self._ignore(label, t.label)]
 
     def _releases(self, label: str, writes: Sequence[Cell]) -> list[Task]:
-        return [
-            event
-            for cell in writes
-            if isinstance(cell, ArenaBuffer) and not (self._ignore and self._ignore(label, f"release {cell.label}"))
-            for event in cell.releases
-        ]
+        found: list[Task] = []
+        for cell in writes:
+            releases = cell.releases if isinstance(cell, ArenaBuffer) else ()
+            if releases and not (self._ignore and self._ignore(label, f"release {cell.label}")):
+                found += releases
+        return found
 
     # -- memory outside the arena ------------------------------------------------------------------------------------
 
@@ -273,11 +278,13 @@ class EmulatedDevice(Device):
 
     @override
     def empty(self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> torch.Tensor:
-        with torch.inference_mode(False):
-            if stride is None:
-                tensor = torch.empty(tuple(shape), dtype=dtype)
-            else:
-                tensor = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.empty(shape, stride, dtype)
+        if stride is None:
+            tensor = torch.empty(tuple(shape), dtype=dtype)
+        else:
+            tensor = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
         if self._poison:
             with plain_torch():
                 _fill(_bytes(tensor))
@@ -388,24 +395,3 @@ def _no_registration(address: int, nbytes: int = 0) -> int:
 
 def _fill(view: torch.Tensor) -> None:
     view.fill_(POISON)
-
-
-class _DeviceAccount(Account):  # type: ignore[no-untyped-call]
-    """Before it gives up, waits for the copies to the host that are on their way: they hold device memory."""
-
-    def __init__(self, limit: int, lanes: Lanes) -> None:
-        super().__init__(limit=limit)
-        self._lanes = lanes
-        self.highest = 0
-        """Largest peak that ``reset_peak`` of the device has wiped out during the present count."""
-
-    def _charge(self, storage: torch.UntypedStorage, *, free: bool, cause: object) -> None:
-        try:
-            super()._charge(storage, free=free, cause=cause)
-            return
-        except OverBudget:
-            leaving = self._lanes.pending("d2h")
-            if not leaving:
-                raise
-        self._lanes.finish(leaving)
-        super()._charge(storage, free=free, cause=cause)

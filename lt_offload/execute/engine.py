@@ -1,9 +1,9 @@
 """Carries out a plan: the only owner of what is where. It never decides; for that see ``plan/``.
 
-The engine wraps each block's ``forward``. The first block's forward with gradients begins an iteration; the backward of
-the first block, followed by :meth:`Engine.finish`, ends it. Every step issues its prefetches, runs its computation,
-then issues what follows, exactly in the order of the plan. The calling thread waits for an event only where its
-computation reads what a copy brings.
+The engine wraps each block's ``forward``, or its compiled call. The first block's forward with gradients begins an
+iteration; the backward of the first block, followed by :meth:`Engine.finish`, ends it. Every step issues its
+prefetches, runs its computation, then issues what follows, exactly in the order of the plan. The calling thread waits
+for an event only where its computation reads what a copy brings.
 """
 
 from __future__ import annotations
@@ -22,8 +22,9 @@ from lt_offload.execute.device import Device
 from lt_offload.execute.frames import Frames
 from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.params import Weight
+from lt_offload.execute.parcels import Layout
 from lt_offload.execute.pools import HostPool
-from lt_offload.execute.presence import expose, present
+from lt_offload.execute.presence import Presence, expose
 from lt_offload.execute.program import check_match, program
 from lt_offload.execute.record import Recorder
 from lt_offload.execute.residency import Residency
@@ -31,9 +32,10 @@ from lt_offload.execute.streaming import Streaming, room
 from lt_offload.execute.units import BlockFunction, Frame
 from lt_offload.execute.updates import Updates
 from lt_offload.execute.walk import Walk
-from lt_offload.plan.schedule import Op, Plan
+from lt_offload.plan.schedule import Plan
 from lt_offload.plan.trace import Trace
 from lt_offload.profile.blocks import Structure, find_blocks
+from lt_offload.profile.compiled import called, intercept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,12 +85,18 @@ class Engine:
         self.streaming: Streaming
         self.gradients: Gradients | None = None
         self.installed = False
+        self._undo: list[Callable[[], None]] = []
         self._steps = program(plan) if plan is not None else []
         self._anchor = torch.zeros((), requires_grad=True)
         self._frames = Frames(device, self.pool, self.structure, plan)
         self._walk: Walk
+        self._blocks: list[list[Weight]] = []
+        """The weights of each block."""
+        self._presence: dict[int, Presence] = {}
+        """By computation."""
         self._ran_backward = False
-        self._grad_norm: float | None = None
+        self._grad_norm: Tensor | None = None
+        """On the device: nobody waits for it before somebody asks."""
 
     # -- life cycle --------------------------------------------------------------------------------------------------
 
@@ -96,18 +104,24 @@ class Engine:
         """Take the model over: wrap the blocks' forwards, attach gradient hooks, make the arena."""
         assert not self.installed
         device, plan = self.device, self.plan
-        self.weights = [Weight(i, name, param, device) for i, (name, param) in enumerate(self.structure.tensors)]
+        self.weights = [Weight(i, name, param) for i, (name, param) in enumerate(self.structure.tensors)]
+        self._blocks = [[self.weights[t] for t in block.tensors] for block in self.structure.blocks]
+        layout = Layout(device, self.weights, self._blocks, plan)
         self._move_rest(device.torch_device)
-        blocks = [self._block_weights(index) for index in range(len(self.structure.blocks))]
-        device.reserve(plan.arena_bytes if plan is not None else room(blocks, device.budget))
-        self.residency = Residency(device, self.weights, plan, self.updates)
-        self.streaming = Streaming(device, blocks)
+        device.reserve(plan.arena_bytes if plan is not None else room(self._blocks, device.budget))
+        self.residency = Residency(device, layout, plan, self.updates)
+        self.streaming = Streaming(device, self._blocks, layout)
         if plan is not None:
             assert self.updates is not None
             for weight, place in zip(self.weights, plan.update_places, strict=True):
                 weight.place = place
-            expose(self.weights, plan)
-            self.gradients = Gradients(device, self.updates, self.weights)
+            expose(self.weights, plan, device)
+            self.gradients = Gradients(device, self.updates, self.weights, plan)
+            self._presence = {
+                op.id: Presence(device, self._blocks[op.block], op)
+                for op in plan.ops
+                if op.kind in ("forward", "backward")
+            }
             self._walk = Walk(
                 plan,
                 self._steps,
@@ -118,7 +132,7 @@ class Engine:
                 recorder=self.recorder,
             )
         for index, block in enumerate(self.structure.blocks):
-            block.module.forward = self._wrapped(index, block.module.forward)
+            self._undo.append(intercept(block.module, self._wrapped(index, called(block.module))))
         self.installed = True
 
     def remove(self) -> None:
@@ -126,8 +140,8 @@ class Engine:
         if not self.installed:
             return
         self.installed = False
-        for block in self.structure.blocks:
-            block.module.__dict__.pop("forward", None)
+        for undo in self._undo:
+            undo()
         if self.gradients is not None:
             self.gradients.remove()
         try:
@@ -136,6 +150,8 @@ class Engine:
             self._frames.close()
             for weight in self.weights:
                 weight.param.data = weight.host
+            self.residency.close()
+            self.streaming.close()
             self._move_rest(torch.device("cpu"))
 
     close = remove
@@ -202,7 +218,7 @@ class Engine:
                 "the loss must depend on the output of the whole model"
             )
         sums, self.gradients.square_sums = self.gradients.square_sums, None
-        self._grad_norm = float(torch.stack(sums).sum().sqrt()) if sums else None
+        self._grad_norm = torch.stack(sums).sum().sqrt() if sums else None
         self._frames.clear()
         self._walk.cursor, self._ran_backward = 0, False
         self.recorder.end()
@@ -215,7 +231,7 @@ class Engine:
             iteration_s=self.recorder.iteration_s,
             device_peak_bytes=self.recorder.device_peak,
             host_peak_bytes=self.host_bytes,
-            grad_norm=self._grad_norm,
+            grad_norm=None if self._grad_norm is None else float(self._grad_norm),
         )
 
     @property
@@ -262,10 +278,10 @@ class Engine:
                 "lt_offload needs every block to be called once per forward, in order"
             )
         self._walk.begin(index)
-        weights = self._block_weights(index)
+        weights = self._blocks[index]
         op = self._steps[index].compute
         assert op is not None
-        with self._computing(op, weights):
+        with self._presence[op.id]:
             out = self._run_forward(index, forward, weights, args, kwargs)
         self._walk.end()
         return out
@@ -294,15 +310,14 @@ class Engine:
         self._walk.skip_to(step)
         self._walk.begin(step)
         self._run_again(step)
-        weights = self._block_weights(index)
         op = self._steps[step].compute
         assert op is not None
         if frame.pager is not None:
             frame.pager.fetch(op.id)
-        with self._computing(op, weights):
+        with self._presence[op.id]:
             found = frame.backward(anchor, grads)
-            self.gradients.end_block(weights)
-        self._send_gradients(step, index)
+            self.gradients.end_block(self._blocks[index])
+        self._send_gradients(step)
         self._walk.end()
         return found
 
@@ -314,23 +329,13 @@ class Engine:
             if op.block != block + 1:
                 handed = None
             block = op.block
-            with self._computing(op, self._block_weights(block)):
+            with self._presence[op.id]:
                 handed = self._frames.run_again(op, self._anchor, handed)
 
-    def _send_gradients(self, step: int, block: int) -> None:
+    def _send_gradients(self, step: int) -> None:
         assert self.gradients is not None
-        ops = self._steps[step].grads
-        for op, departure in self.gradients.send(str(block), lambda weight: ops[weight.index].id):
-            assert self.plan is not None
-            until = self.plan.ops[op].until
-            self.residency.release_at(step if until is None else until, departure)
-
-    @contextmanager
-    def _computing(self, op: Op, weights: Sequence[Weight]) -> Iterator[None]:
-        """Enclose a computation that uses ``weights``."""
-        with present(self.device, weights, op), self.recorder.computing(op.id, f"{op.kind} {op.block}"):
-            self.device.cross("h2d", op.bytes)
-            yield
+        for op, departure in self.gradients.send():
+            self.residency.release_at(step if op.until is None else op.until, departure)
 
     def _begin_iteration(self) -> None:
         assert self.updates is not None
@@ -344,9 +349,6 @@ class Engine:
         self.recorder.begin()
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------
-
-    def _block_weights(self, index: int) -> list[Weight]:
-        return [self.weights[t] for t in self.structure.blocks[index].tensors]
 
     def _restart(self) -> None:
         """Forget a forward that no backward followed."""

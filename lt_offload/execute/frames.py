@@ -16,6 +16,7 @@ from lt_offload.execute.units import Frame
 from lt_offload.plan.schedule import Op, Plan
 from lt_offload.profile.blocks import Structure
 from lt_offload.profile.chain import Handed
+from lt_offload.profile.compiled import is_compiled
 
 
 class Frames:
@@ -29,6 +30,7 @@ class Frames:
         self._device, self._pool, self._structure = device, pool, structure
         self._options = plan.options if plan is not None else ()
         self._again = {op.block for op in plan.ops if op.save is not None} if plan is not None else set()
+        self._steady = _steady(structure, plan) if plan is not None else set()
         self._frames: dict[int, weakref.ref[Frame]] = {}
         self._frozen: dict[int, Frame] = {}
         self._handed: Handed | None = None
@@ -67,6 +69,8 @@ class Frames:
             args=args,
             kwargs=kwargs,
             again=index in self._again,
+            steady=index in self._steady,
+            compiled=is_compiled(self._structure.blocks[index].module),
         )
         if self._handed is not None:
             frame.sources = self._handed.sources(frame.inputs)
@@ -126,3 +130,12 @@ class Frames:
 
     def _name(self, index: int) -> str:
         return self._structure.blocks[index].name
+
+
+def _steady(structure: Structure, plan: Plan) -> set[int]:
+    """Return the blocks whose weights stay where they are from the forward to the backward, by ``plan``."""
+    moving = {t for op in plan.ops if op.payload == "weight" and op.kind in ("prefetch", "drop") for t in op.tensors}
+    moving |= {t for op in plan.ops if op.payload == "weight" and op.until is not None for t in op.tensors}
+    direct = {op.block for op in plan.ops if op.direct}
+    blocks = enumerate(structure.blocks)
+    return {at for at, block in blocks if at not in direct and moving.isdisjoint(block.tensors)}

@@ -2,66 +2,62 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
 
-from lt_offload.execute.device import Cell, Device, Event
+from lt_offload.execute.departures import Departure, Outbox
+from lt_offload.execute.device import Device, Event
 from lt_offload.execute.params import Weight, distinct
 from lt_offload.execute.updates import Updates
-from lt_offload.plan.memory import COLLECTED_BELOW
-
-
-class Departure:
-    """Gradients on their way to the host; calling it lets go of their device memory once they have been copied."""
-
-    def __init__(self, device: Device, event: Event, memory: Cell, kept: list[Tensor]) -> None:
-        self.device, self.event, self.memory, self.kept = device, event, memory, kept
-
-    def __call__(self) -> None:
-        """Order the compute lane after the copy and release the memory."""
-        self.device.wait(self.event, writes=[self.memory])
-        self.kept.clear()
+from lt_offload.plan.schedule import Op, Plan
+from lt_offload.profile.types import COLLECTED_BELOW
 
 
 class Gradients:
     """Collects the gradients of a running backward and starts the updates."""
 
-    def __init__(self, device: Device, updates: Updates, weights: Sequence[Weight]) -> None:
+    def __init__(self, device: Device, updates: Updates, weights: Sequence[Weight], plan: Plan) -> None:
         self.device = device
         self.updates = updates
         self.square_sums: list[Tensor] | None = None
         """Squared norms of this iteration's gradients, if somebody asked for them."""
         self.updated = 0
-        """Tensors updated in this iteration."""
+        """Tensors updated so far."""
+        self._weights = weights
         self._host_grads: dict[int, Tensor] = {}
-        self._direct_grads = {w.index: device.direct_view(self._host_grad(w)) for w in weights if w.grad_direct}
+        self._direct_grads: dict[int, Tensor] = {}
         """Those of the host gradients that the backward writes itself, as the device sees them."""
+        self._outboxes: dict[int, Outbox] = {}
+        """By weight."""
+        for op in plan.ops:
+            if op.payload == "grad":
+                self._receive(op, [weights[t] for t in op.tensors])
         self._arrived: dict[int, Event] = {}
         self._on_device: list[tuple[Weight, Tensor]] = []
         self._to_host: list[tuple[Weight, Tensor]] = []
         self._written: list[Weight] = []
         self._touched: set[int] = set()
-        self._handles = []
-        by_param = {weight.param: weight for weight in weights}
-        collect = WeakMethod(self._collect)
+        # Through a weak reference: what autograd holds is never collected.
+        hook = partial(_call, WeakMethod(self._collect_index))
+        trainable = (weight for weight in weights if weight.param.requires_grad)
+        self._handles = [w.param.register_post_accumulate_grad_hook(partial(hook, w.index)) for w in trainable]  # type: ignore[no-untyped-call]
 
-        def hook(param: Tensor) -> None:
-            found = collect()
-            if found is not None:
-                found(by_param[param])  # type: ignore[index]
-
-        for weight in weights:
-            if weight.param.requires_grad:
-                handle = weight.param.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
-                self._handles.append(handle)
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that holds gradients."""
-        return sum(grad.nbytes for grad in self._host_grads.values())
+    def _receive(self, op: Op, weights: Sequence[Weight]) -> None:
+        """Make host memory for the gradients of ``op``."""
+        if op.resource == "compute":
+            for weight in weights:
+                host = self.device.host_empty(weight.host.shape, weight.host.dtype)
+                self._host_grads[weight.index] = host
+                self._direct_grads[weight.index] = self.device.direct_view(host)
+        else:
+            outbox = Outbox(self.device, op, weights)
+            self._host_grads.update(outbox.hosts)
+            self._outboxes.update((weight.index, outbox) for weight in weights)
 
     def remove(self) -> None:
         """Detach every hook."""
@@ -79,6 +75,9 @@ class Gradients:
         self._written.clear()
         self._arrived.clear()
         self._touched.clear()
+
+    def _collect_index(self, index: int) -> None:
+        self._collect(self._weights[index])
 
     def _collect(self, weight: Weight) -> None:
         grad = weight.param.grad
@@ -121,9 +120,16 @@ class Gradients:
         if not items:
             return
         weights = [weight for weight, _ in items]
-        buffers = [c.buffer for w in weights for c in (w, w.states) if c.buffer is not None]
-        self.device.wait(*[w.states.ready for w in weights if w.states.ready is not None], writes=buffers)
+        parcels = list(dict.fromkeys(p for w in weights for p in (w.parcel, w.states.parcel) if p is not None))
+        self.device.wait(
+            *distinct(parcel.ready for parcel in parcels),
+            writes=[parcel.buffer for parcel in parcels if parcel.buffer is not None],
+        )
+        for parcel in parcels:
+            parcel.ready = None
         self.updates.update_on_device(weights, [grad for _, grad in items])
+        for parcel in parcels:
+            parcel.dirty = parcel.buffer is not None
         self.updated += len(items)
 
     def _write_out(self, weight: Weight, grad: Tensor) -> None:
@@ -135,46 +141,24 @@ class Gradients:
             self._direct_grads[weight.index].copy_(grad)
         self._written.append(weight)
 
-    def send(self, label: str, op_of: Callable[[Weight], int]) -> list[tuple[int, Departure]]:
+    def send(self) -> list[tuple[Op, Departure]]:
         """Queue the copies of complete gradients to the host, one task per op; return what they keep alive, by op."""
         if self._written:
             written = self.device.mark()
             self._arrived.update((weight.index, written) for weight in self._written)
             self._written.clear()
+        if not self._to_host:
+            return []
         items, self._to_host = self._to_host, []
-        by_op: dict[int, list[tuple[Weight, Tensor]]] = {}
-        for weight, grad in items:
-            by_op.setdefault(op_of(weight), []).append((weight, grad))
-        return [(op, self._copy_out(op, label, members)) for op, members in by_op.items()]
-
-    def _copy_out(self, op: int, label: str, items: list[tuple[Weight, Tensor]]) -> Departure:
-        pairs = [(self._host_grad(weight), grad) for weight, grad in items]
-
-        def copy() -> None:
-            for host, source in pairs:
-                self.device.copy(host, source)
-
-        memory = Cell(f"grad {label}")
-        event = self.device.submit(
-            "d2h",
-            copy,
-            # the last update read the host buffers and wrote the weights
-            after=[self.device.mark(writes=[memory]), *distinct(weight.current for weight, _ in items)],
-            reads=[memory],
-            writes=[weight.grad_cell for weight, _ in items],
-            label=f"offload grad {label}",
-            op=op,
-            nbytes=sum(grad.nbytes for _, grad in items),
-        )
-        for weight, _ in items:
-            self._arrived[weight.index] = event
-        return Departure(self.device, event, memory, [grad for _, grad in items])
-
-    def _host_grad(self, weight: Weight) -> Tensor:
-        host = self._host_grads.get(weight.index)
-        if host is None:
-            host = self._host_grads[weight.index] = self.device.host_empty(weight.host.shape, weight.host.dtype)
-        return host
+        by_outbox: dict[Outbox, list[tuple[Weight, Tensor]]] = {}
+        for item in items:
+            by_outbox.setdefault(self._outboxes[item[0].index], []).append(item)
+        departures = []
+        for outbox, members in by_outbox.items():
+            departure = outbox.send(members)
+            departures.append((outbox.op, departure))
+            self._arrived.update((weight.index, departure.event) for weight, _ in members)
+        return departures
 
     def update_on_host(self, weights: Sequence[Weight], label: str, op: int, urgency: int = 0) -> Event | None:
         """Queue the host's update of those ``weights`` whose gradients have been sent; return its event."""
@@ -182,22 +166,25 @@ class Gradients:
         if not ready:
             return None
         run = self.updates.prepare(ready, "host", [self._host_grads[w.index] for w in ready])
+        parcels = list(dict.fromkeys(w.parcel for w in ready))
         event = self.device.submit(
             "host",
             run,
             # Gradients arrive after the last computation that may have read the weights in host memory.
-            after=[
-                *distinct(self._arrived.pop(w.index) for w in ready),
-                *distinct(event for w in ready for event in (w.current, w.states.current)),
-            ],
-            reads=[w.grad_cell for w in ready],
-            writes=[cell for w in ready for cell in (w.host_cell, w.states.host_cell)],
+            after=distinct([*(self._arrived.pop(w.index) for w in ready), *(p.current for p in parcels)]),
+            reads=list(dict.fromkeys(w.grad_cell for w in ready)),
+            writes=[parcel.host_cell for parcel in parcels],
             label=label,
             op=op,
             urgency=urgency,
         )
-        for weight in ready:
-            weight.current = event
-            weight.states.current = event
+        for parcel in parcels:
+            parcel.current = event
         self.updated += len(ready)
         return event
+
+
+def _call(method: WeakMethod[Any], index: int, param: Tensor) -> None:
+    found = method()
+    if found is not None:
+        found(index)

@@ -1,4 +1,4 @@
-"""Queues of tasks, one per lane, and the ways to run them: late, in random order, or on threads. Knows no memory.
+"""Tasks of lanes, and how to run them on the calling thread: late, or in random order. Knows no memory.
 
 The tasks of a lane run in the order of submission, except on the ``host`` lane, which takes the most urgent one that
 may run: nothing orders two of its tasks but what they run after.
@@ -14,8 +14,8 @@ import random
 import threading
 from abc import ABC, abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -42,7 +42,9 @@ class Task:
         "lane",
         "nbytes",
         "op",
+        "serial",
         "urgency",
+        "waiters",
         "work",
     )
 
@@ -67,7 +69,11 @@ class Task:
         self.nbytes = nbytes
         self.urgency = urgency
         """On the host lane the task with the smallest one runs first."""
+        self.serial = 0
+        """Position among the tasks of its lane; owned by the lane."""
         self.finished = False
+        self.waiters: list[Callable[[], object]] = []
+        """Called when the task has finished. Who adds itself looks at ``finished`` afterwards."""
         self.error: BaseException | None = None
         self.clock: tuple[int, ...] = ()
         """Owned by the happens-before checker."""
@@ -81,7 +87,15 @@ class Task:
 
     def ready(self) -> bool:
         """Return whether the task may run now, as far as other tasks are concerned."""
-        return all(t.finished for t in self.after) and all(t.finished for t in self.behind)
+        return self.blocker() is None
+
+    def blocker(self) -> Task | None:
+        """Return a task that has to finish first, None if there is none."""
+        for tasks in (self.after, self.behind):
+            for task in tasks:
+                if not task.finished:
+                    return task
+        return None
 
     def arrived(self) -> bool:
         """Return whether a task that is ready would find what it reads there at once."""
@@ -92,26 +106,42 @@ class Task:
         return self.finished
 
     def finish(self, error: BaseException | None) -> None:
-        """Record the outcome and let go of everything the task refers to."""
+        """Record the outcome, let go of everything the task refers to, and wake who waits for it."""
         self.error = error
         self.work = None
         self.after = self.behind = ()
         self.finished = True
+        for wake in self.waiters:
+            wake()
+        self.waiters.clear()
+
+    def join(self) -> None:
+        """Block the calling thread until another one has finished the task."""
+        if not self.finished:
+            gate = threading.Lock()
+            gate.acquire()
+            self.waiters.append(gate.release)
+            if not self.finished:
+                gate.acquire()
 
 
 def _nothing() -> None:
     pass
 
 
-@contextmanager
-def plain_torch() -> Iterator[None]:
+def plain_torch() -> AbstractContextManager[Any]:
     """Run without autograd, inference mode, dispatch modes and autocast, whatever the calling thread is inside."""
-    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes():
-        if torch.is_autocast_enabled("cpu"):
-            with torch.autocast("cpu", enabled=False):
-                yield
-        else:
-            yield
+    if torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled("cpu"):
+        return _plain()
+    # Nearly always; every context that is entered costs microseconds.
+    return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
+
+
+@contextmanager
+def _plain() -> Iterator[None]:
+    off = torch.autocast("cpu", enabled=False)
+    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes(), off:
+        yield
 
 
 class Lanes(ABC):
@@ -145,15 +175,12 @@ class Lanes(ABC):
 
     def check(self, tasks: Iterable[Task] = ()) -> None:
         """Raise the first error that was not reported yet, else the error of the first failed one of ``tasks``."""
-        with self._errors:
-            error, self._error = self._error, None
-            if error is not None:
-                for lane in self._broken:
-                    for task in self.pending(lane):
-                        task.error = error
-                self._broken.clear()
+        error = self._take_error() if self._error is not None else None
         if error is None:
-            error = next((t.error for t in tasks if t.error is not None), None)
+            for task in tasks:
+                if task.error is not None:
+                    error = task.error
+                    break
         if error is not None:
             try:
                 raise error
@@ -163,6 +190,17 @@ class Lanes(ABC):
     def stop(self) -> None:
         """Run what is queued and end all threads; idempotent."""
         self.finish(self.pending())
+
+    def _take_error(self) -> BaseException | None:
+        """Return the first error that was not reported yet, and cancel what its lanes were given meanwhile."""
+        with self._errors:
+            error, self._error = self._error, None
+            if error is not None:
+                for lane in self._broken:
+                    for task in self.pending(lane):
+                        task.error = error
+                self._broken.clear()
+        return error
 
     def _run(self, task: Task) -> BaseException | None:
         """Do or cancel the work of ``task``; return its error."""
@@ -247,106 +285,3 @@ class CallerLanes(Lanes):
             for key in [key for key in self._queues if isinstance(key, Task) and key.lane == UNORDERED]:
                 if key.ready() and not key.finished:
                     self._run_head(key)
-
-
-def _next(queue: deque[Task]) -> Task | None:
-    """Return the task of one lane's ``queue`` that has to run now, None if it is too early for any."""
-    if not queue or queue[0].lane != "host":
-        return queue[0] if queue and queue[0].ready() else None
-    ready = [task for task in queue if task.ready()]
-    arrived = [task for task in ready if task.arrived()] or ready[:1]
-    return min(arrived, key=lambda task: task.urgency, default=None)
-
-
-class ThreadLanes(Lanes):
-    """Runs every lane on a thread of its own.
-
-    Args:
-        execute: see :class:`Lanes`.
-        threads: how many threads torch may use for one operation, by lane; others: as many as for the caller's.
-    """
-
-    def __init__(self, execute: Callable[[Task], None], *, threads: Mapping[str, int]) -> None:
-        super().__init__(execute)
-        self._threads = threads
-        self._queues: dict[str, deque[Task]] = {}
-        self._workers: list[threading.Thread] = []
-        self._changed = threading.Condition()
-        self._stopping = False
-
-    @override
-    def submit(self, task: Task) -> None:
-        assert not self._stopping, "the device is closed"
-        with self._changed:
-            queue = self._queues.get(task.lane)
-            if queue is not None:
-                queue.append(task)
-                self._changed.notify_all()
-                return
-            queue = self._queues[task.lane] = deque([task])
-        self._start(task.lane, queue)
-
-    @override
-    def advance(self) -> None:
-        """Nothing to do: the threads need no occasion."""
-
-    def run_here(self, task: Task) -> bool:
-        """Run ``task`` on the calling thread if that keeps all orders; return whether it did."""
-        if self._queues.get(task.lane) or not task.ready():
-            return False
-        with plain_torch():
-            task.finish(self._run(task))
-        return True
-
-    @override
-    def pending(self, lane: str | None = None) -> list[Task]:
-        with self._changed:
-            return [t for name, queue in self._queues.items() if lane in (None, name) for t in queue]
-
-    @override
-    def finish(self, tasks: Iterable[Task]) -> None:
-        rest = [t for t in tasks if not t.finished]
-        if rest:
-            with self._changed:
-                self._changed.wait_for(lambda: all(t.finished for t in rest))
-
-    @override
-    def stop(self) -> None:
-        with self._changed:
-            self._stopping = True
-            self._changed.notify_all()
-        for worker in self._workers:
-            if worker is not threading.current_thread():
-                worker.join()
-        self._workers.clear()
-
-    def _start(self, lane: str, queue: deque[Task]) -> None:
-        started = threading.Event()
-        worker = threading.Thread(
-            target=self._loop, args=(lane, queue, started), name=f"lt_offload {lane}", daemon=True
-        )
-        self._workers.append(worker)
-        before = torch.get_num_threads()
-        worker.start()
-        started.wait()
-        if lane in self._threads:
-            # The worker's choice holds for itself, but torch would also give it to threads that are yet to come.
-            torch.set_num_threads(before)
-
-    def _loop(self, lane: str, queue: deque[Task], started: threading.Event) -> None:
-        if lane in self._threads:
-            torch.set_num_threads(self._threads[lane])
-        started.set()
-        with torch.no_grad():
-            while True:
-                with self._changed:
-                    self._changed.wait_for(lambda: _next(queue) or (self._stopping and not queue))
-                    task = _next(queue)
-                    if task is None:
-                        return
-                error = self._run(task)
-                with self._changed:
-                    task.finish(error)
-                    queue.remove(task)
-                    self._changed.notify_all()
-                del task, error  # or an idle lane would keep what its last task refers to

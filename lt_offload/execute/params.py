@@ -1,96 +1,72 @@
-"""Where each weight and its optimizer states are, and what is current. Knows nothing of plans or blocks.
+"""Each weight and its optimizer states: where they are on the host and, in a parcel, on the device. Knows no plans.
 
 A weight has one *host copy* of full size and at most one *device copy*, a view of an arena buffer. ``Parameter.data``
 is the device copy only while its block runs; at rest it is the host copy, so that ``state_dict``, summaries and user
 code see real shapes and values. Optimizer state tensors follow the same rule with respect to an update on the device.
+Copies and the events that order them belong to the parcel that they travel in.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from typing import Any
+import math
+from collections.abc import Iterable, Sequence
+from operator import is_
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
+from lt_offload.errors import OverBudget
 from lt_offload.execute.device import Buffer, Cell, Device, Event
+from lt_offload.execute.lanes import plain_torch
 from lt_offload.plan.schedule import UpdatePlace
 
+if TYPE_CHECKING:
+    from lt_offload.execute.parcels import Parcel
+
 STATE_ALIGNMENT = 8
-"""State tensors of one weight stand in one buffer, each at a multiple of this many bytes: the largest element size."""
+"""State tensors of one weight stand side by side, each at a multiple of this many bytes: the largest element size."""
+
+_KNOWN_VIEWS = 8
+"""Offsets whose views are kept: a plan has few for a tensor, forwards without a plan any number."""
 
 
-class Copies(ABC):
-    """A host copy, an optional device copy, and the events that say when each is complete."""
-
-    __slots__ = ("buffer", "current", "device", "dirty", "host_cell", "label", "leaving", "ready")
-
-    def __init__(self, label: str, device: Device) -> None:
-        self.label = label
-        self.device = device
-        self.host_cell = Cell(f"host {label}")
-        self.buffer: Buffer | None = None
-        self.ready: Event | None = None
-        """The device copy is complete; None: it is, or there is none."""
-        self.leaving: Event | None = None
-        """The last copy from the device copy to the host."""
-        self.current: Event | None = None
-        """The host copy is complete; None: it is."""
-        self.dirty = False
-        """The device copy is newer than the host copy."""
-
-    @abstractmethod
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        """Return ``(host tensor, device view)`` of everything that a copy has to move."""
-
-    @property
-    @abstractmethod
-    def nbytes(self) -> int:
-        """Arena bytes of the device copy."""
-
-    def attach(self, buffer: Buffer) -> None:
-        """Use ``buffer`` for the device copy."""
-        assert self.buffer is None, f"{self.label} is on the device already"
-        self.buffer = buffer
-
-    def detach(self) -> None:
-        """Forget the device copy and give its range back; its next writer waits for the copies in and out."""
-        assert self.buffer is not None
-        self.device.free(self.buffer, distinct((self.ready, self.leaving)))
-        self.buffer = None
-        self.ready = self.leaving = None
-        self.dirty = False
-
-
-class Weight(Copies):
+class Weight:
     """One parameter tensor."""
 
     __slots__ = (
+        "_views",
         "direct",
         "grad",
         "grad_cell",
         "grad_direct",
         "host",
         "index",
+        "label",
+        "nbytes",
         "param",
+        "parcel",
         "place",
         "present",
         "seen",
         "shadows",
+        "start",
         "states",
         "uses",
         "view",
     )
 
-    def __init__(self, index: int, name: str, param: nn.Parameter, device: Device) -> None:
-        super().__init__(f"weight {name}", device)
+    def __init__(self, index: int, name: str, param: nn.Parameter) -> None:
         self.index = index
+        self.label = f"weight {name}"
         self.param = param
-        self.host: Tensor = device.host_adopt(param.data)
-        param.data = self.host
+        self.host: Tensor = param.data
+        self.nbytes: int = self.host.nbytes
+        self.parcel: Parcel
+        self.start = 0
+        """Offset in the parcel."""
         self.view: Tensor | None = None
+        """The device copy."""
         self.direct: Tensor | None = None
         """The host copy as computations on the device see it; see :meth:`expose`."""
         self.present: Tensor | None = None
@@ -107,32 +83,40 @@ class Weight(Copies):
         self.grad_cell = Cell(f"host grad {name}")
         self.grad_direct = False
         """The backward itself writes the gradient to host memory."""
+        self._views: dict[int, Tensor] = {}
 
     @property
-    @override
-    def nbytes(self) -> int:
-        return self.host.nbytes
+    def room(self) -> int:
+        """Bytes of the parcel, without what alignment adds."""
+        return self.nbytes
 
-    @override
+    def rehost(self, host: Tensor) -> None:
+        """Let ``host``, which has the same contents, be the host copy."""
+        self.host = self.param.data = host
+
     def attach(self, buffer: Buffer) -> None:
-        super().attach(buffer)
-        with torch.inference_mode(False):
-            self.view = buffer.view(self.host.dtype, self.host.shape)
+        """Use the range of ``buffer`` that begins at ``start``."""
+        at = buffer.offset + self.start
+        view = self._views.get(at)
+        if view is None:
+            if len(self._views) >= _KNOWN_VIEWS:
+                self._views.clear()
+            view = self._views[at] = _view(buffer.slab, at, self.host)
+        self.view = view
 
-    @override
     def detach(self) -> None:
-        super().detach()
+        """Forget the device copy."""
         self.view = None
 
-    def expose(self) -> None:
+    def forget_views(self) -> None:
+        """Let go of the arena."""
+        self.view = None
+        self._views.clear()
+
+    def expose(self, device: Device) -> None:
         """Let computations read the host copy directly; raises ``UnsupportedError`` where they cannot."""
         if self.direct is None:
-            self.direct = self.device.direct_view(self.host)
-
-    @override
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        assert self.view is not None
-        return [(self.host, self.view)]
+            self.direct = device.direct_view(self.host)
 
     def shadow(self, place: str, data: Tensor, grad: Tensor | None) -> nn.Parameter:
         """Return the parameter's stand-in for updates at ``place``, over ``data`` and with gradient ``grad``."""
@@ -145,77 +129,126 @@ class Weight(Copies):
         return shadow
 
 
-class States(Copies):
+class States:
     """The optimizer state tensors of one weight that are worth moving: those with more than one element.
 
     They appear with the first update and are replaced by ``Optimizer.load_state_dict``, so records are made from the
     live state dictionary whenever it has changed.
     """
 
-    __slots__ = ("entries", "weight")
+    __slots__ = ("_views", "hosts", "known", "label", "names", "on_device", "parcel", "room", "slot", "start", "weight")
 
     def __init__(self, weight: Weight) -> None:
-        super().__init__(weight.label.replace("weight", "state", 1), weight.device)
+        self.label = weight.label.replace("weight", "state", 1)
         self.weight = weight
-        self.entries: list[tuple[Tensor, Tensor, int]] = []
-        """``(state tensor as the optimizer holds it, its host copy, offset in the buffer)``."""
+        self.parcel: Parcel | None = None
+        """None: they never leave the host, or there are none."""
+        self.start = 0
+        """Offset in the parcel."""
+        self.room = 0
+        """Bytes of the parcel that the plan has kept for them."""
+        self.slot: Tensor | None = None
+        """Host memory for them, as large as ``room``."""
+        self.names: tuple[str, ...] = ()
+        self.known: list[Tensor] = []
+        """As the optimizer holds them, in the order of ``names``."""
+        self.hosts: list[Tensor] = []
+        """Their host copies."""
+        self.on_device: dict[str, Tensor] = {}
+        """Their device copies, while there are any."""
+        self._views: dict[int, dict[str, Tensor]] = {}
 
     @property
-    @override
-    def nbytes(self) -> int:
-        return sum(round_up(host.nbytes, STATE_ALIGNMENT) for _, host, _ in self.entries)
+    def index(self) -> int:
+        """Of the weight."""
+        return self.weight.index
 
     def refresh(self, state: dict[str, Any]) -> None:
         """Adopt the tensors of the optimizer's ``state`` dictionary, if they are not the known ones."""
-        tensors = [v for v in state.values() if isinstance(v, Tensor) and v.numel() > 1]
-        known = [tensor for tensor, _, _ in self.entries]
-        if len(known) == len(tensors) and all(a is b for a, b in zip(known, tensors, strict=True)):
+        found = _movable(state)
+        if len(found) == len(self.known) and self.unchanged(state):
             return
-        assert self.buffer is None or not known, f"{self.label} was replaced while on the device"
-        self.entries = []
-        offset = 0
-        for tensor in tensors:
-            tensor.data = self.device.host_adopt(tensor.data)
-            self.entries.append((tensor, tensor.data, offset))
-            offset += round_up(tensor.nbytes, STATE_ALIGNMENT)
+        assert self.parcel is not None
+        assert self.parcel.buffer is None or not self.known, f"{self.label} was replaced while on the device"
+        # What stays the same of the state may lie where something else of it is to go.
+        contents = [tensor.clone() if self.known else tensor for tensor in found.values()]
+        self._adopt(found)
+        for host, content in zip(self.hosts, contents, strict=True):
+            host.copy_(content)
+        self.leave()
 
-    def views(self) -> list[Tensor]:
-        """Return the device copies, in the order of ``entries``."""
-        assert self.buffer is not None
-        with torch.inference_mode(False):
-            return [
-                self.buffer.bytes[at : at + host.nbytes].view(host.dtype).view(host.shape)
-                for _, host, at in self.entries
-            ]
+    def unchanged(self, state: dict[str, Any]) -> bool:
+        """Return whether the tensors of ``state`` are the known ones."""
+        return all(map(is_, map(state.get, self.names), self.known))
 
-    @override
-    def pairs(self) -> list[tuple[Tensor, Tensor]]:
-        return [(host, view) for (_, host, _), view in zip(self.entries, self.views(), strict=True)]
+    def attach(self, buffer: Buffer) -> None:
+        """Use the range of ``buffer`` that begins at ``start``."""
+        begin = buffer.offset + self.start
+        views = self._views.get(begin)
+        if views is None:
+            if len(self._views) >= _KNOWN_VIEWS:
+                self._views.clear()
+            views = self._views[begin] = {
+                name: _view(buffer.slab, begin + at, host)
+                for name, host, at in zip(self.names, self.hosts, _starts(self.hosts), strict=True)
+            }
+        self.on_device = views
+
+    def detach(self) -> None:
+        """Forget the device copies."""
+        self.on_device = {}
+
+    def forget_views(self) -> None:
+        """Let go of the arena."""
+        self.on_device = {}
+        self._views.clear()
+
+    def memory(self) -> Tensor:
+        """Return the bytes of the arena that are kept for them."""
+        assert self.parcel is not None and self.parcel.buffer is not None
+        return self.parcel.buffer.bytes[self.start : self.start + self.room]
 
     def enter(self) -> None:
         """Let the optimizer see the device copies."""
-        for (tensor, _, _), view in zip(self.entries, self.views(), strict=True):
+        for tensor, view in zip(self.known, self.on_device.values(), strict=True):
             tensor.data = view
 
     def leave(self) -> None:
         """Let everybody see the host copies again."""
-        for tensor, host, _ in self.entries:
+        for tensor, host in zip(self.known, self.hosts, strict=True):
             tensor.data = host
 
     def born(self, state: dict[str, Any]) -> None:
         """Take over what the first update on the device has put into ``state``: its home is the arena buffer."""
-        assert self.buffer is not None and not self.entries
-        offset = 0
-        for tensor in [v for v in state.values() if isinstance(v, Tensor) and v.numel() > 1]:
-            host = self.device.host_empty(tensor.shape, tensor.dtype)
-            self.entries.append((tensor, host, offset))
-            offset += round_up(tensor.nbytes, STATE_ALIGNMENT)
-        assert offset <= self.buffer.nbytes, f"{self.label} needs {offset} bytes, planned were {self.buffer.nbytes}"
-        for (tensor, host, _), view in zip(self.entries, self.views(), strict=True):
+        assert self.parcel is not None and self.parcel.buffer is not None and not self.known
+        self._adopt(_movable(state))
+        self.attach(self.parcel.buffer)
+        for tensor, view in zip(self.known, self.on_device.values(), strict=True):
             if tensor.data_ptr() != view.data_ptr():
                 view.copy_(tensor)
-            tensor.data = host
-        self.dirty = True
+        self.leave()
+
+    def _adopt(self, found: dict[str, Tensor]) -> None:
+        """Make the host copies of ``found``, without their contents."""
+        assert self.slot is not None
+        needed = sum(round_up(tensor.nbytes, STATE_ALIGNMENT) for tensor in found.values())
+        if needed > self.room:
+            raise OverBudget(f"{self.label} takes {needed} bytes of the arena; the plan has kept {self.room} for it")
+        self.names, self.known = tuple(found), list(found.values())
+        with plain_torch():
+            self.hosts = [carve(self.slot, at, t) for t, at in zip(self.known, _starts(self.known), strict=True)]
+        self._views.clear()
+
+
+def carve(memory: Tensor, at: int, like: Tensor) -> Tensor:
+    """Return a host tensor with the shape and dtype of ``like`` at byte ``at`` of ``memory``.
+
+    It has a storage of its own, unlike a view: saving it writes its bytes and no others. It keeps ``memory`` alive.
+    """
+    if like.numel() == 0:
+        return torch.empty(like.shape, dtype=like.dtype)
+    flat = torch.frombuffer(memory.numpy(), dtype=like.dtype, count=like.numel(), offset=at)
+    return flat.view(like.shape)
 
 
 def round_up(nbytes: int, alignment: int) -> int:
@@ -223,59 +256,25 @@ def round_up(nbytes: int, alignment: int) -> int:
     return -(-nbytes // alignment) * alignment
 
 
-def fetch(device: Device, copies: Iterable[Copies], *, label: str, op: int = -1) -> Event | None:
-    """Queue one task that fills the attached ``copies``; return its event, None if there is nothing to copy."""
-    items = [item for item in copies if item.buffer is not None]
-    pairs = [pair for item in items for pair in item.pairs()]
-    if not pairs:
-        return None
-
-    def copy() -> None:
-        for host, view in pairs:
-            device.copy(view, host)
-
-    event = device.submit(
-        "h2d",
-        copy,
-        after=distinct(item.current for item in items),
-        reads=[item.host_cell for item in items],
-        writes=[item.buffer for item in items if item.buffer is not None],
-        label=label,
-        op=op,
-        nbytes=sum(host.nbytes for host, _ in pairs),
-    )
-    for item in items:
-        item.ready = event
-    return event
-
-
-def write_back(device: Device, copies: Iterable[Copies], *, label: str, op: int = -1) -> Event | None:
-    """Queue one task that copies newer device copies to the host; return its event, None if there are none."""
-    items = [item for item in copies if item.dirty]
-    pairs = [pair for item in items for pair in item.pairs()]
-    if not pairs:
-        return None
-
-    def copy() -> None:
-        for host, view in pairs:
-            device.copy(host, view)
-
-    event = device.submit(
-        "d2h",
-        copy,
-        after=[device.mark(), *distinct(item.current for item in items)],
-        reads=[item.buffer for item in items if item.buffer is not None],
-        writes=[item.host_cell for item in items],
-        label=label,
-        op=op,
-        nbytes=sum(host.nbytes for host, _ in pairs),
-    )
-    for item in items:
-        item.current = item.leaving = event
-        item.dirty = False
-    return event
-
-
 def distinct(events: Iterable[Event | None]) -> list[Event]:
     """Return the distinct events; tensors that travel together share one."""
     return list(dict.fromkeys(event for event in events if event is not None))
+
+
+def _movable(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor) and value.numel() > 1}
+
+
+def _starts(tensors: Sequence[Tensor]) -> list[int]:
+    """Return where each begins."""
+    starts = [0]
+    for tensor in tensors:
+        starts.append(starts[-1] + round_up(tensor.nbytes, STATE_ALIGNMENT))
+    return starts[:-1]
+
+
+def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return a contiguous tensor like ``like`` at byte ``start`` of ``memory``."""
+    nbytes = math.prod(like.shape) * like.dtype.itemsize
+    with torch.inference_mode(False):
+        return memory[start : start + nbytes].view(like.dtype).view(like.shape)

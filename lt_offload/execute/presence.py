@@ -1,17 +1,20 @@
-"""What a computation sees of its weights: device copies, or host copies that it reads over the link. Runs nothing."""
+"""What a computation sees of its weights: device copies, or host copies that it reads over the link.
+
+Knows when a computation begins and ends, but not what it does.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 from lt_offload.errors import PlanError
-from lt_offload.execute.device import Device
-from lt_offload.execute.params import Weight, distinct
+from lt_offload.execute.device import Cell, Device, Event
+from lt_offload.execute.params import Weight
+from lt_offload.execute.parcels import Parcel
 from lt_offload.plan.schedule import Op, Plan
 
 
-def expose(weights: Sequence[Weight], plan: Plan) -> None:
+def expose(weights: Sequence[Weight], plan: Plan, device: Device) -> None:
     """Prepare what computations of ``plan`` access in host memory.
 
     Raises:
@@ -19,40 +22,70 @@ def expose(weights: Sequence[Weight], plan: Plan) -> None:
     """
     for op in plan.ops:
         for tensor in op.direct:
-            weights[tensor].expose()
+            weights[tensor].expose(device)
         if op.payload == "grad" and op.resource == "compute":
             for tensor in op.tensors:
                 weights[tensor].grad_direct = True
 
 
-@contextmanager
-def present(device: Device, weights: Sequence[Weight], op: Op) -> Iterator[None]:
-    """Let the modules see ``weights`` as the computation ``op`` shall: those in ``op.direct`` in host memory.
+class Presence:
+    """Encloses the computation ``op``: its modules see ``weights`` as it shall, those of ``op.direct`` in host memory.
 
     Raises:
-        PlanError: if the plan does not bring one of the others to the device, or has one read that is out of date.
+        PlanError: on entry, if the plan does not bring a weight to the device, or has one read that is out of date.
     """
-    direct = [weight for weight in weights if weight.index in op.direct]
-    copied = [weight for weight in weights if weight.index not in op.direct]
-    for weight in copied:
-        if weight.view is None:
-            raise PlanError(f"the plan does not bring {weight.label} to the device for step {op.step}")
-        weight.present = weight.view
-    for weight in direct:
-        if weight.dirty:
-            raise PlanError(f"op {op.id} reads {weight.label} in host memory, which is older than the device copy")
-        assert weight.direct is not None
-        weight.present = weight.direct
-    device.wait(
-        *distinct([*(w.ready for w in copied), *(w.current for w in direct)]),
-        reads=[*(w.buffer for w in copied if w.buffer is not None), *(w.host_cell for w in direct)],
-    )
-    for weight in weights:
-        assert weight.present is not None
-        weight.param.data = weight.present
-    try:
-        yield
-    finally:
-        for weight in weights:
+
+    def __init__(self, device: Device, weights: Sequence[Weight], op: Op) -> None:
+        self._device, self._op = device, op
+        self._label = f"{op.kind} {op.block}"
+        self._token: object = None
+        self._weights = tuple(weights)
+        self._copied = tuple(weight for weight in weights if weight.index not in op.direct)
+        self._direct = tuple(weight for weight in weights if weight.index in op.direct)
+        self._here = _parcels(self._copied)
+        self._there = _parcels(self._direct)
+
+    def __enter__(self) -> None:
+        self._await()
+        for weight in self._copied:
+            assert weight.view is not None
+            weight.param.data = weight.present = weight.view
+        for weight in self._direct:
+            assert weight.direct is not None
+            weight.param.data = weight.present = weight.direct
+        self._token = self._device.begin_compute(self._op.id, self._label)
+        if self._direct:
+            self._device.cross("h2d", self._op.bytes)
+
+    def __exit__(self, *error: object) -> None:
+        self._device.end_compute(self._token)
+        self._token = None
+        for weight in self._weights:
             weight.param.data = weight.host
             weight.present = None
+
+    def _await(self) -> None:
+        """Order the compute lane after what brings the weights."""
+        events: dict[Event, None] = {}
+        reads: list[Cell] = []
+        for parcel in self._here:
+            if parcel.buffer is None:
+                raise PlanError(f"the plan does not bring {parcel.label} to the device for step {self._op.step}")
+            reads.append(parcel.buffer)
+            if parcel.ready is not None:
+                events[parcel.ready] = None
+        for parcel in self._there:
+            if parcel.dirty:
+                raise PlanError(
+                    f"op {self._op.id} reads {parcel.label} in host memory, which is older than the device copy"
+                )
+            reads.append(parcel.host_cell)
+            if parcel.current is not None:
+                events[parcel.current] = None
+        self._device.wait(*events, reads=reads)
+        for parcel in self._here:
+            parcel.ready = None
+
+
+def _parcels(weights: Sequence[Weight]) -> tuple[Parcel, ...]:
+    return tuple(dict.fromkeys(weight.parcel for weight in weights))

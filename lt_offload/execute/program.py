@@ -11,6 +11,7 @@ from lt_offload.errors import PlanError, UnsupportedError
 from lt_offload.execute.updates import check_optimizer
 from lt_offload.plan.schedule import Op, Plan
 from lt_offload.profile.blocks import Structure
+from lt_offload.profile.compiled import is_compiled
 from lt_offload.profile.types import fingerprint
 
 
@@ -84,7 +85,7 @@ def check_match(structure: Structure, optimizer: Optimizer | None, plan: Plan | 
     """Raise unless ``plan`` was made for the model of ``structure`` and ``optimizer`` can carry it out.
 
     Raises:
-        PlanError: if the plan belongs to another model.
+        PlanError: if the plan belongs to another model, or takes a compiled block apart.
         ConfigError: if the optimizer cannot update tensor by tensor, or does not have every trainable parameter.
     """
     if plan is None:
@@ -102,6 +103,12 @@ def check_match(structure: Structure, optimizer: Optimizer | None, plan: Plan | 
         )
     if optimizer is None:
         raise UnsupportedError("a plan without an optimizer: training needs the optimizer that the plan was made for")
+    for block, option in zip(structure.blocks, plan.options, strict=True):
+        if option == "mixed" and is_compiled(block.module):
+            raise PlanError(
+                f"the plan handles block {block.name} with option 'mixed', which takes its operations apart, but the "
+                "block is compiled. Plan again with the blocks compiled, or leave compile() out"
+            )
     check_optimizer(optimizer)
     managed = {p for group in optimizer.param_groups for p in group["params"]}
     lost = [name for name, p in structure.tensors if p.requires_grad and p not in managed]

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import cast
 
 from lt_offload.execute.device import Device
@@ -57,15 +55,6 @@ class Recorder:
         self.device_peak = max(self._counted, default=self.device.peak_memory())
         self._finished = (self._began, now, list(zip(self._steps, self._counted, strict=False)))
         self._spans = [span for span in self._spans if span[4] > self._began] + self.device.take_spans()
-
-    @contextmanager
-    def computing(self, op: int, label: str) -> Iterator[None]:
-        """Enclose a computation."""
-        token = self.device.begin_compute(op, label)
-        try:
-            yield
-        finally:
-            self.device.end_compute(token)
 
     def trace(self, plan: Plan, host_peak: int) -> Trace:
         """Return the last complete iteration; work of others that overlaps it is cut at its ends."""

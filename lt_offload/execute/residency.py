@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 
 from lt_offload.execute.activations import Pager
 from lt_offload.execute.device import Device
-from lt_offload.execute.params import States, Weight, fetch, round_up, write_back
+from lt_offload.execute.parcels import Layout, Parcel
+from lt_offload.execute.transfers import Transfer
 from lt_offload.execute.updates import Updates
-from lt_offload.plan.schedule import ALIGNMENT, Op, Plan
+from lt_offload.plan.schedule import Op, Plan
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """An op on weights or states, made ready."""
+
+    parcels: tuple[Parcel, ...]
+    offsets: tuple[int, ...]
+    """Where each goes, for prefetches."""
+    transfer: Transfer
 
 
 class Residency:
@@ -17,32 +29,37 @@ class Residency:
     A release given to :meth:`release_at` runs at the end of that step, in this iteration or the next.
     """
 
-    def __init__(self, device: Device, weights: Sequence[Weight], plan: Plan | None, updates: Updates | None) -> None:
+    def __init__(self, device: Device, layout: Layout, plan: Plan | None, updates: Updates | None) -> None:
         self.device = device
-        self.weights = weights
         self.plan = plan
         self.updates = updates
         self.settled = False
         """What is on the device is what the plan wants at the start of step 0."""
+        self.all: list[Parcel] = layout.all
         self._releases: dict[int, list[Callable[[], None]]] = {}
+        self._initial: dict[Parcel, int] = {}
+        self._moves: dict[int, _Move] = {}
+        if plan is not None:
+            initial = ((layout.of[r.payload, r.tensor], r.offset) for r in plan.initial)
+            self._initial = _lowest(initial)
+            self._moves = {op.id: self._move(op, layout) for op in plan.ops if op.payload in ("weight", "state")}
 
     def issue(self, op: Op) -> None:
         """Carry out a prefetch, offload or drop of weights or states."""
-        copies = self._copies(op)
-        label = f"{op.kind} {op.payload} {op.block}"
+        move = self._moves[op.id]
         if op.kind == "prefetch":
-            for item, offset in zip(copies, op.offsets, strict=True):
-                self._attach(item, offset)
-            fetch(self.device, copies, label=label, op=op.id)
+            for parcel, offset in zip(move.parcels, move.offsets, strict=True):
+                self._attach(parcel, offset)
+            move.transfer.fetch()
         elif op.kind == "offload":
-            write_back(self.device, copies, label=label, op=op.id)
+            move.transfer.write_back()
             if op.until is not None:
-                for item in copies:
-                    self.release_at(op.until, item.detach)
+                for parcel in move.parcels:
+                    self.release_at(op.until, parcel.detach)
         else:
-            for item in copies:
-                assert not item.dirty, f"{item.label} would be lost"
-                item.detach()
+            for parcel in move.parcels:
+                assert not parcel.dirty, f"{parcel.label} would be lost"
+                parcel.detach()
 
     def leave(self, op: Op, pager: Pager) -> None:
         """Carry out the offload of a block's activations."""
@@ -68,65 +85,62 @@ class Residency:
         """Bring exactly what the plan wants at the start of step 0, where it wants it."""
         assert self.plan is not None
         self.run_releases()
-        wanted: dict[tuple[str, int], int] = {(r.payload, r.tensor): r.offset for r in self.plan.initial}
-        self.evict(keep=wanted)
-        missing: list[Weight | States] = []
-        for (payload, tensor), offset in wanted.items():
-            item = self._copy(payload, tensor)
-            if item.buffer is None:
-                self._attach(item, offset)
-                missing.append(item)
-        fetch(self.device, missing, label="settle")
+        self.evict(keep=self._initial)
+        missing = [parcel for parcel in self._initial if parcel.buffer is None]
+        for parcel in missing:
+            self._attach(parcel, self._initial[parcel])
+        Transfer(self.device, missing, label="settle").fetch()
         self.settled = True
 
-    def evict(self, keep: Mapping[tuple[str, int], int] | None = None) -> None:
+    def evict(self, keep: Mapping[Parcel, int] | None = None) -> None:
         """Bring every device copy to the host and forget it, except those in ``keep`` at the offset given there."""
-        out = [
-            item
-            for item in self.all()
-            if item.buffer is not None and (keep or {}).get(_key(item)) != item.buffer.offset
-        ]
-        write_back(self.device, out, label="evict")
-        for item in out:
-            item.detach()
+        out = [p for p in self.all if p.buffer is not None and (keep or {}).get(p) != p.buffer.offset]
+        Transfer(self.device, out, label="evict").write_back()
+        for parcel in out:
+            parcel.detach()
         self.settled = False
 
     def complete_host(self) -> None:
         """Write newer device copies back, keeping them, and wait until every host copy is complete."""
-        write_back(self.device, self.all(), label="write back")
+        Transfer(self.device, self.all, label="write back").write_back()
         self.device.drain()
-        for item in self.all():
-            item.current = None
+        for parcel in self.all:
+            parcel.current = None
 
     def forget(self) -> None:
         """Forget every device copy without writing it back."""
         self.run_releases()
         self.device.drain()
-        for item in self.all():
-            if item.buffer is not None:
-                item.detach()
+        for parcel in self.all:
+            if parcel.buffer is not None:
+                parcel.detach()
         self.settled = False
 
-    def all(self) -> list[Weight | States]:
-        """Return every weight and every weight's states."""
-        return [item for weight in self.weights for item in (weight, weight.states)]
+    def close(self) -> None:
+        """Let go of the arena."""
+        for parcel in self.all:
+            for member in parcel.members:
+                member.forget_views()
+        for move in self._moves.values():
+            move.transfer.forget_views()
 
-    def _copy(self, payload: str | None, tensor: int) -> Weight | States:
-        weight = self.weights[tensor]
-        return weight if payload == "weight" else weight.states
+    def _move(self, op: Op, layout: Layout) -> _Move:
+        assert op.payload is not None
+        moved = [layout.of[op.payload, tensor] for tensor in op.tensors]
+        offsets = _lowest(zip(moved, op.offsets or (0,) * len(moved), strict=True))
+        parcels = tuple(offsets)
+        transfer = Transfer(self.device, parcels, label=f"{op.kind} {op.payload} {op.block}", op=op.id)
+        return _Move(parcels, tuple(offsets.values()), transfer)
 
-    def _copies(self, op: Op) -> list[Weight | States]:
-        return [self._copy(op.payload, tensor) for tensor in op.tensors]
-
-    def _attach(self, item: Weight | States, offset: int) -> None:
-        assert self.plan is not None
+    def _attach(self, parcel: Parcel, offset: int) -> None:
         assert self.updates is not None
-        nbytes = item.nbytes
-        if isinstance(item, States):
-            item.refresh(self.updates.state(item.weight))
-            nbytes = max(self.plan.state_bytes[item.weight.index], item.nbytes)
-        item.attach(self.device.place(offset, round_up(nbytes, ALIGNMENT), item.label))
+        parcel.refresh(self.updates)
+        parcel.attach(self.device.place(offset, parcel.room, parcel.label))
 
 
-def _key(item: Weight | States) -> tuple[str, int]:
-    return ("weight", item.index) if isinstance(item, Weight) else ("state", item.weight.index)
+def _lowest(offsets: Iterable[tuple[Parcel, int]]) -> dict[Parcel, int]:
+    """Return where each parcel begins, given where its members do."""
+    found: dict[Parcel, int] = {}
+    for parcel, offset in offsets:
+        found[parcel] = min(offset, found.get(parcel, offset))
+    return found

@@ -10,7 +10,9 @@ from typing import Any
 
 from lt_offload.errors import OverBudget
 from lt_offload.execute.device import Device
-from lt_offload.execute.params import Copies, Weight, fetch, round_up, write_back
+from lt_offload.execute.params import States, Weight, distinct, round_up
+from lt_offload.execute.parcels import Layout, Parcel
+from lt_offload.execute.transfers import Transfer
 from lt_offload.plan.schedule import ALIGNMENT
 from lt_offload.units import format_bytes
 
@@ -18,24 +20,28 @@ from lt_offload.units import format_bytes
 class Streaming:
     """Keeps the next block's weights on their way while one block runs."""
 
-    def __init__(self, device: Device, blocks: Sequence[Sequence[Weight]]) -> None:
+    def __init__(self, device: Device, blocks: Sequence[Sequence[Weight]], layout: Layout) -> None:
         self.device = device
         self.blocks = blocks
+        self._parcels = [list(dict.fromkeys(weight.parcel for weight in block)) for block in blocks]
+        """Of each block."""
+        self._states = [parcel for parcel in layout.all if isinstance(parcel.members[0], States)]
+        self._transfers: dict[tuple[Parcel, ...], Transfer] = {}
 
     def forward(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one block's forward."""
-        weights = self.blocks[index]
-        following = self.blocks[(index + 1) % len(self.blocks)]
-        if not self._bring(weights, index, needed=weights):
+        weights, parcels = self.blocks[index], self._parcels[index]
+        following = self._parcels[(index + 1) % len(self.blocks)]
+        if not self._bring(parcels, index, needed=parcels):
             self._clear()  # what was there left holes of the wrong sizes
-            if not self._bring(weights, index, needed=weights):
+            if not self._bring(parcels, index, needed=parcels):
                 nbytes = sum(weight.nbytes for weight in weights)
                 raise OverBudget(f"block {index} needs {format_bytes(nbytes)} of weights, more than the arena holds")
-        self._bring(following, index, needed=[*weights, *following])
-        self.device.wait(
-            *{w.ready for w in weights if w.ready is not None},
-            reads=[w.buffer for w in weights if w.buffer is not None],
-        )
+        self._bring(following, index, needed=[*parcels, *following])
+        arrivals = distinct(parcel.ready for parcel in parcels)
+        self.device.wait(*arrivals, reads=[p.buffer for p in parcels if p.buffer is not None])
+        for parcel in parcels:
+            parcel.ready = None
         for weight in weights:
             assert weight.view is not None
             weight.param.data = weight.view
@@ -45,30 +51,36 @@ class Streaming:
             for weight in weights:
                 weight.param.data = weight.host
 
-    def _bring(self, weights: Sequence[Weight], index: int, needed: Sequence[Weight]) -> bool:
-        """Start to fetch ``weights``; return False, having fetched nothing, if there is no room beside ``needed``."""
-        missing = [weight for weight in weights if weight.buffer is None]
-        for at, weight in enumerate(missing):
+    def close(self) -> None:
+        """Let go of the arena."""
+        self._transfers.clear()
+
+    def _bring(self, parcels: Sequence[Parcel], index: int, needed: Sequence[Parcel]) -> bool:
+        """Start to fetch ``parcels``; return False, having fetched nothing, if there is no room beside ``needed``."""
+        missing = tuple(parcel for parcel in parcels if parcel.buffer is None)
+        for at, parcel in enumerate(missing):
             try:
-                self._take(weight, index, needed)
+                self._take(parcel, index, needed)
             except OverBudget:
                 for taken in missing[:at]:
                     taken.detach()
                 return False
-        fetch(self.device, missing, label=f"stream {index}")
+        if missing:
+            if missing not in self._transfers:
+                self._transfers[missing] = Transfer(self.device, missing, label=f"stream {index}")
+            self._transfers[missing].fetch()
         return True
 
     def _clear(self) -> None:
-        for weight in {weight for block in self.blocks for weight in block}:
-            for item in (weight, weight.states):
-                if item.buffer is not None:
-                    self._evict(item)
+        for parcel in [*self._states, *{parcel for block in self._parcels for parcel in block}]:
+            if parcel.buffer is not None:
+                self._evict(parcel)
 
-    def _take(self, weight: Weight, index: int, needed: Sequence[Weight]) -> None:
-        victims: list[Copies] | None = None
+    def _take(self, parcel: Parcel, index: int, needed: Sequence[Parcel]) -> None:
+        victims: list[Parcel] | None = None
         while True:
             try:
-                weight.attach(self.device.allocate(round_up(weight.nbytes, ALIGNMENT), weight.label))
+                parcel.attach(self.device.allocate(parcel.room, parcel.label))
                 return
             except OverBudget:
                 if victims is None:
@@ -77,21 +89,20 @@ class Streaming:
                     raise
                 self._evict(victims.pop(0))
 
-    def _victims(self, index: int, needed: Sequence[Weight]) -> list[Copies]:
+    def _victims(self, index: int, needed: Sequence[Parcel]) -> list[Parcel]:
         """Return what may leave, states first, then the weights that are needed last."""
-        distance: dict[Weight, int] = {}
-        for at, block in enumerate(self.blocks):
-            for weight in block:
+        distance: dict[Parcel, int] = {}
+        for at, block in enumerate(self._parcels):
+            for parcel in block:
                 ahead = (at - index) % len(self.blocks)
-                distance[weight] = min(ahead, distance.get(weight, ahead))
-        states: list[Copies] = [w.states for w in distance if w.states.buffer is not None]
+                distance[parcel] = min(ahead, distance.get(parcel, ahead))
         kept = set(needed)
-        weights = sorted((w for w in distance if w.buffer is not None and w not in kept), key=lambda w: -distance[w])
-        return [*states, *weights]
+        weights = sorted((p for p in distance if p.buffer is not None and p not in kept), key=lambda p: -distance[p])
+        return [*(p for p in self._states if p.buffer is not None), *weights]
 
-    def _evict(self, item: Copies) -> None:
-        write_back(self.device, [item], label=f"evict {item.label}")
-        item.detach()
+    def _evict(self, parcel: Parcel) -> None:
+        Transfer(self.device, [parcel], label=f"evict {parcel.label}").write_back()
+        parcel.detach()
 
 
 def room(blocks: Sequence[Sequence[Weight]], budget: int) -> int:

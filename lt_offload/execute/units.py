@@ -52,6 +52,8 @@ class Frame:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         again: bool = False,
+        steady: bool = False,
+        compiled: bool = False,
     ) -> None:
         self.device = device
         self.index = index
@@ -63,10 +65,14 @@ class Frame:
         self.done = False
         self.again = again
         """The block runs again whatever its option."""
+        self.steady = steady
+        """Its weights stay where they are until its backward."""
+        self.compiled = compiled
+        """Its forward is compiled code: what it gives without a graph may differ, so that it always runs with one."""
         self.sources: tuple[int, ...] | None = None
         """Which of the outputs of the block before its activation inputs are; None: they are something else."""
         self._leaves, self._spec = tree_flatten((args, kwargs))
-        positional = len(tree_flatten(args)[0])
+        positional = _positional(self._spec)
         self._slots = [
             at
             for at, leaf in enumerate(self._leaves)
@@ -112,22 +118,22 @@ class Frame:
         """Run the forward. Return the output tensors, detached, and those among them that no gradient can reach."""
         recorded = self.option in _RECORDED
         if recorded:
-            out = self._record(anchor, inputs, self.pager)
+            out = self._record(anchor, inputs, self.pager, steady=self.steady)
         else:
             self._rng = self.device.rng_state()
-            with torch.no_grad(), ExitStack() as stack:
+            with ExitStack() as stack:
                 if self.option == "mixed":
-                    assert self.pager is not None
+                    assert self.pager is not None and not self.compiled
                     self._cache = stack.enter_context(CacheCostly(self.pager))
                 versions = [version(x) for x in inputs]
-                out = self._call(inputs)
+                out = self._run_unrecorded(anchor, inputs)
             self._save(inputs, versions)
         self._out, self._out_spec = tree_flatten(out)
         self._out_slots = [at for at, leaf in enumerate(self._out) if isinstance(leaf, Tensor)]
         tensors = [self._out[at] for at in self._out_slots]
         for at in self._out_slots:
             self._out[at] = None
-        unreached = [not (t.requires_grad if recorded else t.is_floating_point()) for t in tensors]
+        unreached = [not (t.requires_grad if recorded or self.compiled else t.is_floating_point()) for t in tensors]
         detached = [t.detach() for t in tensors]
         return detached, [t for t, dead in zip(detached, unreached, strict=True) if dead]
 
@@ -138,7 +144,7 @@ class Frame:
             self._rng = self.device.rng_state()
             self._inputs = [*inputs] if self._is_first else None
             self._versions = [version(x) for x in inputs]
-        with torch.no_grad():
+        with torch.set_grad_enabled(self.compiled):
             return self._call(inputs)
 
     def can_run_again(self, handed: Sequence[Tensor] | None) -> bool:
@@ -163,10 +169,9 @@ class Frame:
         self._versions = [version(x) for x in inputs]
         with self._first_random_numbers():
             if save == "all":
-                out = self._record(anchor, inputs, None)
+                out = self._record(anchor, inputs, None, steady=self.steady)
             else:
-                with torch.no_grad():
-                    out = self._call(inputs)
+                out = self._run_unrecorded(anchor, inputs)
         if save == "input" or self._is_first:
             self._inputs = [*inputs]
         return [t.detach() for t in tensors_of(out)]
@@ -213,11 +218,17 @@ class Frame:
         inputs = self._take_saved()
         assert inputs is not None or not self._slots, f"block {self.name} has saved nothing to run its backward from"
         with self._first_random_numbers():
-            self._record(anchor, inputs or [], None)
+            self._record(anchor, inputs or [], None, steady=True)
 
-    def _record(self, anchor: Tensor, inputs: Sequence[Tensor], pager: Pager | None) -> Any:
-        """Run the forward and keep its graph; what it saves travels with ``pager`` if there is one."""
-        with torch.enable_grad(), SavedTensors(self.weights, pager, self._shared), ExitStack() as stack:
+    def _record(self, anchor: Tensor, inputs: Sequence[Tensor], pager: Pager | None, *, steady: bool) -> Any:
+        """Run the forward and keep its graph; what it saves travels with ``pager`` if there is one.
+
+        Without a pager the graph may hold the weights as they are if they are ``steady``: in their places until it has
+        been used.
+        """
+        with torch.enable_grad(), ExitStack() as stack:
+            if pager is not None or not steady:
+                stack.enter_context(SavedTensors(self.weights, pager, self._shared))
             entered = self._enter(anchor, inputs)
             del inputs
             if self._cache is not None:
@@ -225,6 +236,11 @@ class Frame:
             out = self._call(entered)
         self._roots = [get_gradient_edge(t) if t.requires_grad else None for t in tensors_of(out)]
         return out
+
+    def _run_unrecorded(self, anchor: Tensor, inputs: Sequence[Tensor]) -> Any:
+        """Run the forward; whatever graph it builds ends with its outputs."""
+        with torch.set_grad_enabled(self.compiled):
+            return self._call(self._enter(anchor, inputs) if self.compiled else inputs)
 
     def _save(self, inputs: Sequence[Tensor], versions: list[int]) -> None:
         """Save the input, as it was before the forward, in the way of the option."""
@@ -276,6 +292,11 @@ class Frame:
             leaves[at] = tensor
         args, kwargs = tree_unflatten(leaves, self._spec)
         return self.forward(*args, **kwargs)
+
+
+def _positional(spec: TreeSpec) -> int:
+    """Return how many leaves of ``(args, kwargs)`` belong to ``args``."""
+    return spec.child(0).num_leaves
 
 
 class _Entry(torch.autograd.Function):

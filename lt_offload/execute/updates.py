@@ -2,8 +2,9 @@
 
 Any ``torch.optim.Optimizer`` that updates each tensor on its own works: a *sub-optimizer* is the same class with the
 same attributes, whose only parameters are stand-ins ("shadows") for the tensors to be updated and whose state
-dictionaries are the very dictionaries of the real optimizer. Group options are read when an update is queued, so a
-learning-rate scheduler may change them right afterwards.
+dictionaries are the very dictionaries of the real optimizer. For torch's own Adam, AdamW and SGD the function that
+their ``step`` calls in the end is called directly. Group options are read when an update is queued, so a learning-rate
+scheduler may change them right afterwards.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_offload.errors import ConfigError
-from lt_offload.execute.device import Buffer
+from lt_offload.execute.functional import direct_update
 from lt_offload.execute.params import STATE_ALIGNMENT, States, Weight, round_up
 
 _FACTORIES = {
@@ -58,6 +59,32 @@ class Updates:
             place: ``"host"`` or ``"device"``, where parameter, gradient and states are.
             grads: one gradient per weight, at that place.
         """
+        return self._directly(weights, place, grads) or self._by_step(weights, place, grads)
+
+    def _directly(self, weights: Sequence[Weight], place: str, grads: Sequence[Tensor]) -> Callable[[], None] | None:
+        """Return a function that updates ``weights`` without a sub-optimizer, if there is one."""
+        groups: defaultdict[int, tuple[list[Tensor], list[Tensor], list[Any]]] = defaultdict(lambda: ([], [], []))
+        for weight, grad in zip(weights, grads, strict=True):
+            params, found, states = groups[self._group_of[weight.param]]
+            data = weight.host if place == "host" else weight.view
+            assert data is not None
+            params.append(data)
+            found.append(grad)
+            state = self.state(weight)
+            states.append(state if place == "host" else state | weight.states.on_device)
+        updates = [direct_update(self.optimizer, self._live(index), *lists) for index, lists in groups.items()]
+        if any(update is None for update in updates):
+            return None
+
+        def run() -> None:
+            for update in updates:
+                assert update is not None
+                update()
+
+        return run
+
+    def _by_step(self, weights: Sequence[Weight], place: str, grads: Sequence[Tensor]) -> Callable[[], None]:
+        """Return a function that has a sub-optimizer update ``weights``."""
         groups: dict[int, dict[str, Any]] = {}
         state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
         for weight, grad in zip(weights, grads, strict=True):
@@ -66,7 +93,7 @@ class Updates:
             shadow = weight.shadow(place, data, grad)
             index = self._group_of[weight.param]
             if index not in groups:
-                live = self.optimizer.param_groups[index]
+                live = self._live(index)
                 groups[index] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in live.items()} | {"params": []}
             groups[index]["params"].append(shadow)
             state[shadow] = self.state(weight)
@@ -86,11 +113,21 @@ class Updates:
     def update_on_device(self, weights: Sequence[Weight], grads: Sequence[Tensor]) -> None:
         """Update ``weights`` in their device copies now, states included; the caller has waited for all of them."""
         for weight in weights:
-            weight.states.refresh(self.state(weight))
+            if weight.states.parcel is not None:
+                weight.states.refresh(self.state(weight))
+        direct = self._directly(weights, "device", grads)
+        if direct is None:
+            self._step_on_device(weights, grads)
+            return
+        with torch.no_grad():
+            direct()
+
+    def _step_on_device(self, weights: Sequence[Weight], grads: Sequence[Tensor]) -> None:
         self._move_scalars(weights)
-        run = self.prepare(weights, "device", grads)
-        newborn = [w.states for w in weights if w.states.buffer is not None and not w.states.entries]
-        resident = [w.states for w in weights if w.states.buffer is not None and w.states.entries]
+        run = self._by_step(weights, "device", grads)
+        paged = [w.states for w in weights if w.states.parcel is not None and w.states.parcel.buffer is not None]
+        newborn = [states for states in paged if not states.known]
+        resident = [states for states in paged if states.known]
         for states in resident:
             states.enter()
         try:
@@ -99,11 +136,8 @@ class Updates:
         finally:
             for states in resident:
                 states.leave()
-                states.dirty = True
-        for weight in weights:
-            if weight.states in newborn:
-                weight.states.born(self.state(weight))
-            weight.dirty = True
+        for states in newborn:
+            states.born(self.state(states.weight))
 
     def _move_scalars(self, weights: Sequence[Weight]) -> None:
         """Step counters follow the update: ``load_state_dict`` leaves them on the host."""
@@ -115,8 +149,12 @@ class Updates:
                     state[key] = value.to(weight.view.device)
 
     def _counter_on_device(self, weight: Weight) -> bool:
-        group = self.optimizer.param_groups[self._group_of[weight.param]]
+        group = self._live(self._group_of[weight.param])
         return bool(group.get("fused") or group.get("capturable"))
+
+    def _live(self, group: int) -> dict[str, Any]:
+        live: dict[str, Any] = self.optimizer.param_groups[group]
+        return live
 
     def _sub(self, key: tuple[int, ...]) -> Optimizer:
         sub = self._subs.get(key)
@@ -135,23 +173,24 @@ class _StateNursery(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, newborn: Sequence[States]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._free: dict[int, list[tuple[Buffer, int]]] = defaultdict(list)
+        self._free: dict[int, tuple[Tensor, int]] = {}
+        """By the address of a weight's device copy: the room for its states, and how much of it is taken."""
         for states in newborn:
-            assert states.buffer is not None and states.weight.view is not None
-            self._free[states.weight.view.data_ptr()].append((states.buffer, 0))
+            assert states.weight.view is not None
+            self._free[states.weight.view.data_ptr()] = (states.memory(), 0)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         place = self._free.get(args[0].data_ptr()) if func in _FACTORIES and args[0].is_contiguous() else None
         if place:
-            like, (buffer, at) = args[0], place[0]
+            like, (memory, at) = args[0], place
             dtype = (kwargs or {}).get("dtype") or like.dtype
             end = at + like.numel() * dtype.itemsize
-            if like.numel() > 1 and end <= buffer.nbytes:
-                place[0] = (buffer, round_up(end, STATE_ALIGNMENT))
+            if like.numel() > 1 and end <= memory.numel():
+                self._free[like.data_ptr()] = (memory, round_up(end, STATE_ALIGNMENT))
                 born = torch.empty(0, dtype=dtype, device=like.device)
-                born.data = buffer.bytes[at:end].view(dtype).view(like.shape)
+                born.data = memory[at:end].view(dtype).view(like.shape)
                 value = _FACTORIES[func]
                 return born if value is None else born.fill_(value)
         return func(*args, **(kwargs or {}))

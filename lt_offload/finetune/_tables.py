@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
@@ -255,7 +255,7 @@ def settings(plan: Plan, profile: Profile, summary: Mapping[str, object]) -> str
         ("device budget", format_bytes(plan.budget_bytes)),
         ("host budget", format_bytes(plan.host_budget_bytes)),
         ("batch", f"{plan.batch_size} × {plan.sequence_length} tokens"),
-        ("arena for weights and states", format_bytes(plan.arena_bytes)),
+        *_fixed(plan, profile),
         ("optimizer", optimizer.name),
         ("update on the host", f"{format_bytes(optimizer.host_bytes_per_s)}/s"),
         ("update on the device", f"{format_bytes(optimizer.device_bytes_per_s)}/s"),
@@ -272,6 +272,18 @@ def settings(plan: Plan, profile: Profile, summary: Mapping[str, object]) -> str
     return section(
         "Settings", "", f'<dl class="pairs">{cells}</dl>', f'<ul class="notes">{notes}</ul>' if notes else ""
     )
+
+
+def _fixed(plan: Plan, profile: Profile) -> Iterator[tuple[str, str]]:
+    """Yield the parts of device memory that last, and how well the arena is filled."""
+    yield "taken before the first tensor", format_bytes(profile.hardware.context_bytes)
+    yield "shared by all blocks", format_bytes(profile.shared_bytes)
+    yield "allocator slack", format_bytes(profile.slack_bytes)
+    yield "arena for weights and states", format_bytes(plan.arena_bytes)
+    packing = plan.packing
+    if packing is not None:
+        yield "arena in use at most", f"{format_bytes(packing.live_peak)} ({packing.waste:.1%} are lost)"
+        yield "transfers of weights and states", f"{packing.transfers} for {packing.tensors} copies"
 
 
 def _plain(value: object) -> str:

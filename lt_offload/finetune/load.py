@@ -181,7 +181,12 @@ def _convert(source: Path, target: Path) -> None:
         if hasattr(model.config, "quantization_config"):
             del model.config.quantization_config
         model.save_pretrained(scratch)
-        AutoTokenizer.from_pretrained(**where).save_pretrained(scratch)
+        tokenizer = AutoTokenizer.from_pretrained(**where)
+        for role in ("eos", "pad"):  # transformers 5.17 takes the first token for the last one, and leaves padding out
+            token = getattr(model.config, f"{role}_token_id")
+            if token is not None:
+                setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token))
+        tokenizer.save_pretrained(scratch)
         try:
             scratch.rename(target)
         except OSError:

@@ -19,6 +19,8 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.export import continuation
 from lt_offload.finetune.formats import IGNORED
+from lt_offload.optim import AdamW
+from lt_offload.profile.blocks import find_blocks
 
 OptimizerName = Literal["adamw", "adam", "sgd", "adafactor"]
 Schedule = Literal["cosine", "linear", "constant"]
@@ -62,8 +64,12 @@ class FineTune(LightningModule):
         dtype: of weights, gradients and optimizer states: ``float32`` or ``bfloat16``.
         attention: implementation of attention; null: the fastest that the architecture has.
         dropout: replaces every dropout probability of the model; null leaves them as they are.
+        compile_blocks: compile every layer by itself with ``torch.compile``.
         lora: adapters to train instead of the model; null trains everything.
         optimizer: which one.
+        master_weights: for bfloat16 weights and ``adamw``: update fp32 copies of them, with fp32 states, so that small
+            steps are not rounded away. They stay where updates run (16 instead of 8 bytes per weight in all), and
+            bfloat16 is all that travels.
         lr: learning rate after the warm-up.
         weight_decay: of matrices; vectors (norms, biases) have none.
         betas: decay rates of Adam's moments.
@@ -81,8 +87,10 @@ class FineTune(LightningModule):
         dtype: load.Dtype = "float32",
         attention: load.Attention | None = None,
         dropout: float | None = None,
+        compile_blocks: bool = False,
         lora: LoraArgs | None = None,
         optimizer: OptimizerName = "adamw",
+        master_weights: bool = False,
         lr: float = 1e-5,
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -95,14 +103,18 @@ class FineTune(LightningModule):
             raise ConfigError(f"model.lr={lr} is not positive")
         if lora is not None and lora.r < 1:
             raise ConfigError(f"model.lora.r={lora.r} is too small; it must be at least 1")
+        if master_weights:
+            check_master_weights(dtype, optimizer, lora)
         self.name = name
         self.architecture = architecture
         self.init = init
         self.model_dtype: load.Dtype = dtype
         self.attention = attention
         self.dropout = dropout
+        self.compile_blocks = compile_blocks
         self.lora = lora
         self.optimizer: OptimizerName = optimizer
+        self.master_weights = master_weights
         self.lr = lr
         self.weight_decay = weight_decay
         self.betas = betas
@@ -129,7 +141,7 @@ class FineTune(LightningModule):
             self.model = self.build()
 
     def build(self) -> nn.Module:
-        """Return the model with its adapters, in training mode."""
+        """Return the model with its adapters and compiled blocks, in training mode."""
         model: nn.Module = load.load_model(
             self.name,
             architecture=self.architecture,
@@ -138,7 +150,13 @@ class FineTune(LightningModule):
             attention=self.attention,
             dropout=self.dropout,
         )
-        return model if self.lora is None else add_lora(model, self.lora)
+        if self.lora is not None:
+            model = add_lora(model, self.lora)
+        if self.compile_blocks:
+            for block in find_blocks(model).blocks:
+                if block.kind == "layer":
+                    block.module.compile()
+        return model
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss per token."""
@@ -162,7 +180,9 @@ class FineTune(LightningModule):
             {"params": [p for p in trainable if p.ndim > 1], "weight_decay": self.weight_decay},
             {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
         ]
-        optimizer = make_optimizer(self.optimizer, [g for g in groups if g["params"]], lr=self.lr, betas=self.betas)
+        groups = [group for group in groups if group["params"]]
+        settings: dict[str, Any] = {"lr": self.lr, "betas": self.betas, "master_weights": self.master_weights}
+        optimizer = make_optimizer(self.optimizer, groups, **settings)
         total = self.trainer.estimated_stepping_batches
         if math.isinf(total) and self.schedule != "constant":
             raise ConfigError(
@@ -195,6 +215,22 @@ def check_data(config: Any, *, max_length: int, vocabulary: int | None = None) -
         )
 
 
+def check_master_weights(dtype: load.Dtype, optimizer: OptimizerName, lora: LoraArgs | None) -> None:
+    """Raise ``ConfigError`` where fp32 copies of the weights would change nothing, or nobody would keep them."""
+    if dtype != "bfloat16":
+        raise ConfigError(
+            f"model.master_weights=true changes nothing with model.dtype={dtype}; set it to false, or set "
+            "model.dtype=bfloat16"
+        )
+    if lora is not None:
+        raise ConfigError(
+            "model.master_weights=true changes nothing with model.lora, whose adapters are float32 in any case; set it "
+            "to false"
+        )
+    if optimizer != "adamw":
+        raise ConfigError(f"model.master_weights=true is not offered with model.optimizer={optimizer}; use adamw")
+
+
 def add_lora(model: nn.Module, args: LoraArgs) -> nn.Module:
     """Return ``model`` with adapters, everything else frozen.
 
@@ -215,9 +251,17 @@ def add_lora(model: nn.Module, args: LoraArgs) -> nn.Module:
 
 
 def make_optimizer(
-    name: OptimizerName, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float]
+    name: OptimizerName,
+    groups: list[dict[str, Any]],
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    master_weights: bool = False,
 ) -> Optimizer:
     """Return the optimizer called ``name``; fused where there is such a kernel: the fast one on host and device."""
+    if master_weights:
+        assert name == "adamw"
+        return AdamW(groups, lr=lr, betas=betas)
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
     if name == "adam":

@@ -36,8 +36,8 @@ class Placement:
 
     @property
     def waste(self) -> float:
-        """Part of the extent that no step needs."""
-        return 1 - self.live_peak / self.extent if self.extent else 0.0
+        """By how much the extent is larger than the peak of live bytes, as part of that."""
+        return self.extent / self.live_peak - 1 if self.live_peak else 0.0
 
 
 def aligned(nbytes: int) -> int:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lt_offload.plan.build import place_copies, room_needed
+from lt_offload.plan.build import room_needed
 from lt_offload.plan.choices import Choices, Stay, TensorChoice, block_choices, resident_tensors, uses
 from lt_offload.plan.memory import backward_steps, fixed_bytes, framework_bytes
 from lt_offload.plan.offmate_config import held_bytes
 from lt_offload.plan.proposal import Allowed, self_contained
+from lt_offload.plan.runs import arrange
 from lt_offload.profile.types import OptionName, OptionProfile, Profile
 
 
@@ -34,7 +35,7 @@ def resident_choices(profile: Profile, allowed: Allowed) -> Iterator[tuple[Choic
         blocks = block_choices(profile, tuple(o.name for o in chosen), lag=0, lead=0)
         choices = Choices(tensors=tensors, blocks=blocks)
         if arena is None:
-            arena = place_copies(choices, profile).extent
+            arena = arrange(choices, profile).extent
         yield choices, arena + int(framework_bytes(choices.usage, profile).max()) + fixed_bytes(profile)
 
 

@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lt_offload.plan.arena import Placement, place
+from lt_offload.plan.arena import Placement, aligned
 from lt_offload.plan.choices import Choices
 from lt_offload.plan.copies import DeviceCopy, device_copies, state_room
 from lt_offload.plan.emit import Emitter
 from lt_offload.plan.link import link
 from lt_offload.plan.memory import framework_bytes
+from lt_offload.plan.runs import arrange
 from lt_offload.plan.schedule import Plan, Prediction, Residency
 from lt_offload.profile.types import Profile
 from lt_offload.units import format_bytes
@@ -21,15 +22,9 @@ UNKNOWN = Prediction(iteration_s=0.0, lower_bound_s=0.0, no_offload_s=0.0, devic
 """Placeholder of a plan that has not been simulated yet."""
 
 
-def place_copies(choices: Choices, profile: Profile) -> Placement:
-    """Return the arena that ``choices`` need, its offsets in the order of ``device_copies``."""
-    steps = 2 * len(profile.blocks)
-    return place([copy.lifetime(steps) for copy in device_copies(choices, profile)], steps)
-
-
 def room_needed(choices: Choices, profile: Profile) -> int:
     """Return the device bytes that ``choices`` need besides those that no plan changes."""
-    return place_copies(choices, profile).extent + int(framework_bytes(choices.usage, profile).max())
+    return arrange(choices, profile).extent + int(framework_bytes(choices.usage, profile).max())
 
 
 def build(
@@ -46,7 +41,7 @@ def build(
     ``placement`` has an offset for each of ``device_copies``, if the caller has found some already.
     """
     copies = device_copies(choices, profile)
-    placement = placement or place_copies(choices, profile)
+    placement = placement or arrange(choices, profile)
     for copy, offset in zip(copies, placement.offsets, strict=True):
         copy.offset = offset
     emitter = Emitter(choices, profile, copies)
@@ -62,6 +57,7 @@ def build(
         options=tuple(block.option for block in choices.blocks),
         update_places=tuple(tensor.place for tensor in choices.tensors),
         state_bytes=tuple(state_room(tensor.state_bytes) for tensor in profile.tensors),
+        weight_bytes=tuple(aligned(tensor.bytes) for tensor in profile.tensors),
         initial=tuple(
             Residency(payload=copy.payload, tensor=copy.tensor, offset=copy.offset) for copy in copies if copy.at_start
         ),
@@ -69,11 +65,11 @@ def build(
         arena_bytes=placement.extent,
         predicted=UNKNOWN,
         estimated=profile.estimated,
-        notes=tuple(_notes(copies, profile, placement)),
+        notes=tuple(_notes(copies, profile)),
     )
 
 
-def _notes(copies: Sequence[DeviceCopy], profile: Profile, placement: Placement) -> Iterator[str]:
+def _notes(copies: Sequence[DeviceCopy], profile: Profile) -> Iterator[str]:
     for payload, total in (
         ("weight", sum(tensor.bytes for tensor in profile.tensors)),
         ("state", sum(tensor.state_bytes for tensor in profile.tensors)),
@@ -82,5 +78,11 @@ def _notes(copies: Sequence[DeviceCopy], profile: Profile, placement: Placement)
         if total:
             what = "weights" if payload == "weight" else "optimizer states"
             yield f"{format_bytes(stay)} of {format_bytes(total)} of {what} are always on the device"
-    if placement.waste >= 0.02:
-        yield f"{placement.waste:.1%} of the arena is lost to fragmentation"
+    fixed = {
+        "before the first tensor": profile.hardware.context_bytes,
+        "for what all blocks share": profile.shared_bytes,
+        "for the allocator's slack": profile.slack_bytes,
+    }
+    parts = [f"{format_bytes(nbytes)} {what}" for what, nbytes in fixed.items() if nbytes]
+    if parts:
+        yield f"taken by every plan: {', '.join(parts)}"

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lt_offload.plan.arena import aligned
 from lt_offload.plan.check_reruns import broken_reruns
 from lt_offload.plan.computations import computations
 from lt_offload.plan.copies import state_room
@@ -42,6 +43,8 @@ def _identity(plan: Plan, profile: Profile) -> Iterator[str]:
             f"tensors: {len(plan.update_places)} update places and {len(plan.state_bytes)} state sizes are given, the "
             f"model has {len(profile.tensors)} tensors"
         )
+    elif plan.weight_bytes and plan.weight_bytes != tuple(aligned(tensor.bytes) for tensor in profile.tensors):
+        yield "weights: the sizes in the arena are not those of the model"
     for block, option in zip(profile.blocks, plan.options, strict=False):
         if option not in [o.name for o in block.options]:
             yield f"options: block {block.name} does not offer {option!r}"

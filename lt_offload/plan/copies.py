@@ -33,7 +33,7 @@ class DeviceCopy:
 
     def lifetime(self, steps: int) -> Lifetime:
         """Return when it takes room."""
-        return Lifetime(self.room, self.stay.start, self.stay.end) if self.stay else Lifetime(self.room, 0, steps - 1)
+        return lifetime(self.stay, self.room, steps)
 
     def covers(self, step: int) -> bool:
         """Return whether it is on the device in ``step``."""
@@ -46,6 +46,11 @@ class DeviceCopy:
     def at_start(self) -> bool:
         """Whether it is on the device before step 0 has issued anything."""
         return self.stay is None or self.stay.start > self.stay.end
+
+
+def lifetime(stay: Stay | None, room: int, steps: int) -> Lifetime:
+    """Return when something that is on the device during ``stay`` takes ``room`` bytes."""
+    return Lifetime(room, stay.start, stay.end) if stay else Lifetime(room, 0, steps - 1)
 
 
 def state_room(nbytes: int) -> int:

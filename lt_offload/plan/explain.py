@@ -91,6 +91,14 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
         f"{format_bytes(found.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}: "
         f"{format_bytes(plan.arena_bytes)} for weights and optimizer states, up to {format_bytes(rest)} for all else",
     )
+    packing = plan.packing
+    if packing is not None:
+        yield (
+            "arena",
+            f"{format_bytes(packing.extent)} for {format_bytes(packing.live_peak)} in use at most, "
+            f"{packing.waste:.1%} more; transfers per iteration: {packing.transfers} for {packing.tensors} weights and "
+            "states",
+        )
     yield "host memory", f"{format_bytes(found.host_peak_bytes)} of {format_bytes(plan.host_budget_bytes)}"
 
 

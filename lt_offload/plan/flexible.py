@@ -1,4 +1,4 @@
-"""How much later a device copy may come and how much earlier it may go. Knows uses and copies; places nothing."""
+"""How much later device copies may come and how much earlier they may go. Knows uses and runs; places nothing."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ from dataclasses import replace
 from lt_offload.plan.choices import Choices, Stay, copy_uses
 from lt_offload.plan.copies import DeviceCopy
 from lt_offload.plan.memory import backward_steps
+from lt_offload.plan.runs import Run
 from lt_offload.profile.types import Profile
 
 
 class FlexibleStay:
-    """A stay that may be shortened at both ends. Times are steps since its first one."""
+    """A stay of a run that may be shortened at both ends. Times are steps since its first one."""
 
-    def __init__(self, copy: DeviceCopy, choices: Choices, profile: Profile) -> None:
-        assert copy.stay is not None
-        self.copy, self.steps = copy, 2 * len(profile.blocks)
-        self.origin = copy.stay.start
-        self.start, self.end = 0, self._since(copy.stay.end)
+    def __init__(self, run: Run, choices: Choices, profile: Profile) -> None:
+        assert run.stay is not None
+        self.run, self.steps, copy = run, 2 * len(profile.blocks), run.copies[0]
+        self.origin = run.stay.start
+        self.start, self.end = 0, self._since(run.stay.end)
         tensor, choice = profile.tensors[copy.tensor], choices.tensors[copy.tensor]
         weight = copy.payload == "weight"
         needed = copy_uses(copy.tensor, choices, profile) if weight else backward_steps(tensor.blocks, profile)[-1:]
@@ -73,16 +74,18 @@ class FlexibleStay:
         return [(self.origin + at) % self.steps for at in since]
 
 
-def with_stays(choices: Choices, stays: Sequence[FlexibleStay]) -> Choices:
-    """Return ``choices`` with these stays, which are all there are, in the order of ``device_copies``."""
+def with_stays(choices: Choices, copies: Sequence[DeviceCopy], stays: Sequence[FlexibleStay]) -> Choices:
+    """Return ``choices`` with these stays, which are those of all ``copies`` that move."""
+    now = {id(copy): item.stay for item in stays for copy in item.run.copies}
     weights: dict[int, list[Stay]] = {}
     tensors = list(choices.tensors)
-    for item in stays:
-        tensor = item.copy.tensor
-        if item.copy.payload == "weight":
-            weights.setdefault(tensor, []).append(item.stay)
+    for copy in copies:
+        if copy.stay is None:
+            continue
+        if copy.payload == "weight":
+            weights.setdefault(copy.tensor, []).append(now[id(copy)])
         else:
-            tensors[tensor] = replace(tensors[tensor], state_stay=item.stay)
+            tensors[copy.tensor] = replace(tensors[copy.tensor], state_stay=now[id(copy)])
     for tensor, found in weights.items():
         tensors[tensor] = replace(tensors[tensor], stays=tuple(found))
     return replace(choices, tensors=tuple(tensors))

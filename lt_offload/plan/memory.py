@@ -16,10 +16,7 @@ from numpy.typing import NDArray
 
 from lt_offload.plan.computations import SAVED, Computation, Rerun, computations
 from lt_offload.plan.schedule import Plan, UpdatePlace
-from lt_offload.profile.types import OptionName, Profile, TensorProfile
-
-COLLECTED_BELOW = 16 << 20
-"""Gradients smaller than this are collected before an update on the device uses them up."""
+from lt_offload.profile.types import COLLECTED_BELOW, OptionName, Profile, TensorProfile
 
 Bytes = NDArray[np.int64]
 

@@ -9,17 +9,24 @@ nothing.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lt_offload.plan.schedule import ALIGNMENT
 
-_UNITS = 8192
-"""Resolution of the arena: one bit per unit and step says whether it is taken."""
+_UNITS = (4096, 16384)
+"""Resolution of the arena, from and to: one bit per unit and step says whether it is taken."""
 _REMOVED = (4, 24)
 """How many buffers a repair takes out."""
 _STAGNATION = 0.4
 """Part of the repairs after which, if none of them has helped, no more are tried."""
+_POLISH = 0.1
+"""The same where everything has a place already."""
+_NEARLY = 5
+"""How many times as many are tried where only one or two have no place."""
+_TARGETED = 0.3
+"""Part of the repairs that make room at one place instead of taking out at random."""
 _REACH = (0, 1, 2, 4)
 """How many steps away from the one that did not fit they may live."""
 
@@ -53,15 +60,42 @@ def pack(buffers: Sequence[Flexible], steps: int, capacity: int, *, rounds: int)
     return search.packed()
 
 
+def _unit(sizes: Sequence[int], capacity: int) -> int:
+    """Return the multiple of ``ALIGNMENT`` for which rounding up wastes the least; equal blocks give equal sizes."""
+    count = Counter(sizes)
+    fine, coarse = (max(capacity // units // ALIGNMENT, 1) for units in reversed(_UNITS))
+    # Those that divide one of the sizes.
+    units = {fine} | {
+        -(-size // parts // ALIGNMENT)
+        for size in count
+        for parts in range(size // (coarse * ALIGNMENT) + 1, size // (fine * ALIGNMENT) + 1)
+    }
+
+    def wasted(unit: int) -> int:
+        return sum(-size % unit * many for size, many in count.items())
+
+    return min((unit * ALIGNMENT for unit in sorted(units, reverse=True) if fine <= unit <= coarse), key=wasted)
+
+
+def _patience(homeless: int) -> float:
+    """Return the part of the repairs that may fail in a row."""
+    return _POLISH if not homeless else _STAGNATION * (_NEARLY if homeless <= 2 else 1)
+
+
 class _Search:
     def __init__(self, buffers: Sequence[Flexible], steps: int, capacity: int) -> None:
         self.buffers, self.steps = buffers, steps
-        self.unit = max(capacity // _UNITS // ALIGNMENT, 1) * ALIGNMENT
+        self.unit = _unit([buffer.bytes for buffer in buffers], capacity)
         self.everything = (1 << max(capacity // self.unit, 0)) - 1
         self.units = [-(-buffer.bytes // self.unit) for buffer in buffers]
         self.taken = [0] * steps
         self.at: list[int | None] = [None] * len(buffers)
         self.chosen = [0] * len(buffers)
+        self.homeless = set(range(len(buffers)))
+        self.shortened: set[int] = set()
+        # In units times steps: what has no place, and what was shortened.
+        self.missing = sum(map(self._area, self.homeless))
+        self.lost = 0
         self.living: list[list[int]] = [[] for _ in range(steps)]
         for index, buffer in enumerate(buffers):
             for step in buffer.lifetimes[0]:
@@ -70,48 +104,72 @@ class _Search:
             self._put(index)
 
     def run(self, rounds: int) -> None:
-        """Repair until everything has a place."""
+        """Repair until everything has a place, then until what was shortened has as much time as it may."""
         generator = random.Random(0)
-        cost, improved = self._cost(), 0
-        for count in range(rounds):
-            if not cost or count - improved > rounds * _STAGNATION:
+        improved = 0
+        for count in range(_NEARLY * rounds):
+            trouble = sorted(self.homeless or self.shortened)
+            if not trouble or count - improved > rounds * _patience(len(self.homeless)):
                 return
-            before = self.taken.copy(), self.at.copy(), self.chosen.copy()
-            removed = self._neighbours(generator)
+            cost = self.missing, self.lost
+            first = generator.choice(trouble)
+            removed = (self._in_the_way if generator.random() < _TARGETED else self._neighbours)(first, generator)
+            before = [(index, at, self.chosen[index]) for index in removed if (at := self.at[index]) is not None]
             for index in removed:
                 self._take_out(index)
             power = generator.choice((0.0, 0.5, 1.0))
             urgency = {i: self.units[i] * len(self.buffers[i].lifetimes[0]) ** power for i in removed}
             for index in sorted(removed, key=lambda i: -urgency[i] * generator.uniform(0.5, 1.5)):
                 self._put(index)
-            changed = self._cost()
-            if changed <= cost:
-                cost, improved = changed, improved if changed == cost else count
-            else:
-                self.taken, self.at, self.chosen = before
+            if (self.missing, self.lost) > cost:
+                for index in removed:
+                    self._take_out(index)
+                for index, at, choice in before:
+                    self._occupy(index, at, choice)
+            elif (self.missing, self.lost) < cost:
+                improved = count
 
     def packed(self) -> Packed:
         """Return the result."""
         missing = [0] * self.steps
-        for index, at in enumerate(self.at):
-            if at is None:
-                for step in self.buffers[index].lifetimes[-1]:
-                    missing[step] += self.buffers[index].bytes
-        offsets = tuple((at or 0) * self.unit for at in self.at)
-        return Packed(offsets, tuple(self.chosen), max(missing))
+        for index in self.homeless:
+            for step in self.buffers[index].lifetimes[-1]:
+                missing[step] += self.buffers[index].bytes
+        return Packed(self._compact(), tuple(self.chosen), max(missing, default=0))
 
-    def _neighbours(self, generator: random.Random) -> list[int]:
-        """Return a buffer that has no place and some that live beside it."""
-        homeless = generator.choice([index for index, at in enumerate(self.at) if at is None])
-        centre, reach = generator.choice(self.buffers[homeless].lifetimes[-1]), generator.choice(_REACH)
+    def _compact(self) -> tuple[int, ...]:
+        """Return offsets in bytes, each as low as those below it allow: units are coarser than buffers."""
+        top, offsets = [0] * self.steps, [0] * len(self.at)
+        for _, index in sorted((at, index) for index, at in enumerate(self.at) if at is not None):
+            buffer = self.buffers[index]
+            lifetime = buffer.lifetimes[self.chosen[index]]
+            offsets[index] = max(top[step] for step in lifetime)
+            for step in lifetime:
+                top[step] = offsets[index] + -(-buffer.bytes // ALIGNMENT) * ALIGNMENT
+        return tuple(offsets)
+
+    def _neighbours(self, index: int, generator: random.Random) -> list[int]:
+        """Return ``index`` and some that live beside it."""
+        centre, reach = generator.choice(self.buffers[index].lifetimes[0]), generator.choice(_REACH)
         near = {i for step in range(centre - reach, centre + reach + 1) for i in self.living[step % self.steps]}
-        candidates = sorted(near - {homeless})
-        return [homeless, *generator.sample(candidates, min(len(candidates), generator.randint(*_REMOVED)))]
+        candidates = sorted(near - {index})
+        return [index, *generator.sample(candidates, min(len(candidates), generator.randint(*_REMOVED)))]
 
-    def _cost(self) -> int:
-        return sum(
-            self.units[index] * len(self.buffers[index].lifetimes[-1]) for index, at in enumerate(self.at) if at is None
-        )
+    def _in_the_way(self, index: int, generator: random.Random) -> list[int]:
+        """Return ``index`` and all that would have to go if it were at some place on top of another one, or at 0."""
+        lifetime = generator.choice(self.buffers[index].lifetimes)
+        beside = {i for step in lifetime for i in self.living[step]} - {index}
+        placed = [(at, i) for i in sorted(beside) if (at := self.at[i]) is not None]
+        low = generator.choice([0, *(at + self.units[i] for at, i in placed)])
+        high = low + self.units[index]
+        return [index, *(i for at, i in placed if at < high and low < at + self.units[i])]
+
+    def _area(self, index: int) -> int:
+        return self.units[index] * len(self.buffers[index].lifetimes[-1])
+
+    def _loss(self, index: int) -> int:
+        lifetimes = self.buffers[index].lifetimes
+        return self.units[index] * (len(lifetimes[0]) - len(lifetimes[self.chosen[index]]))
 
     def _put(self, index: int) -> None:
         """Place a buffer at the lowest range that is free during the first of its lifetimes that has one."""
@@ -127,17 +185,30 @@ class _Search:
                 starts &= starts >> shift
                 length += shift
             if starts:
-                at = (starts & -starts).bit_length() - 1
-                mask = ((1 << units) - 1) << at
-                for step in lifetime:
-                    taken[step] |= mask
-                self.at[index], self.chosen[index] = at, choice
+                self._occupy(index, (starts & -starts).bit_length() - 1, choice)
                 return
+
+    def _occupy(self, index: int, at: int, choice: int) -> None:
+        mask = ((1 << self.units[index]) - 1) << at
+        for step in self.buffers[index].lifetimes[choice]:
+            self.taken[step] |= mask
+        self.at[index], self.chosen[index] = at, choice
+        self.homeless.discard(index)
+        self.missing -= self._area(index)
+        if choice:
+            self.shortened.add(index)
+            self.lost += self._loss(index)
 
     def _take_out(self, index: int) -> None:
         at = self.at[index]
-        if at is not None:
-            mask = ~(((1 << self.units[index]) - 1) << at)
-            for step in self.buffers[index].lifetimes[self.chosen[index]]:
-                self.taken[step] &= mask
-            self.at[index] = None
+        if at is None:
+            return
+        mask = ~(((1 << self.units[index]) - 1) << at)
+        for step in self.buffers[index].lifetimes[self.chosen[index]]:
+            self.taken[step] &= mask
+        if self.chosen[index]:
+            self.shortened.discard(index)
+            self.lost -= self._loss(index)
+        self.at[index], self.chosen[index] = None, 0
+        self.homeless.add(index)
+        self.missing += self._area(index)

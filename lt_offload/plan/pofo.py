@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
-from lt_offload.plan.build import build, place_copies
+from lt_offload.plan.build import build
 from lt_offload.plan.choices import Choices, block_choices, resident_tensors
 from lt_offload.plan.memory import framework_bytes
 from lt_offload.plan.pofo_chain import Chain
@@ -19,6 +19,7 @@ from lt_offload.plan.pofo_copies import with_copies
 from lt_offload.plan.pofo_program import Program
 from lt_offload.plan.pofo_sequence import Operation, memory, sequential, walk
 from lt_offload.plan.proposal import Allowed, NotApplicable, Proposal, Request
+from lt_offload.plan.runs import arrange
 from lt_offload.plan.simulate import simulate
 from lt_offload.units import format_bytes
 
@@ -48,7 +49,7 @@ def propose_pofo(request: Request) -> list[Proposal]:
         tensors=resident_tensors(profile),
         blocks=block_choices(profile, tuple(options[0].name for options in request.allowed), lag=0, lead=0),
     )
-    arena = place_copies(resident, profile).extent
+    arena = arrange(resident, profile).extent
     layout = as_chain(profile, request.allowed)
     room = request.room - arena - layout.held_bytes
     short = f"weights and optimizer states take {format_bytes(arena)} of {format_bytes(max(request.room, 0))}"

@@ -29,7 +29,9 @@ the other way: the backward itself writes them to host memory, tensor by tensor,
 
 Device memory is two pools: the *arena* holds weights and optimizer states at offsets fixed by the plan, everything else
 (activations, gradients, workspaces) is allocated as the framework goes. Arena memory released by an op may be reused by
-any op issued later; the later op is ordered after the release by events.
+any op issued later; the later op is ordered after the release by events. Tensors that are in the same ops through the
+whole iteration lie side by side there, in ascending order, as far as that wastes little memory: where the offset of one
+is the end of the one before, and so on the host, one transfer moves both.
 """
 
 from __future__ import annotations
@@ -37,12 +39,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import ConfigDict
 
 from lt_offload.profile.types import OptionName
 from lt_offload.serialize import load_json, save_json
+
+if TYPE_CHECKING:
+    from lt_offload.plan.packing import Packing
 
 PLAN_SCHEMA = 1
 ALIGNMENT = 512
@@ -198,12 +203,21 @@ class Plan:
     alternatives: tuple[Alternative, ...] = ()
     batch_curve: tuple[BatchPoint, ...] = ()
     """Throughput against batch size, ascending, if the batch size was chosen with the plan."""
+    weight_bytes: tuple[int, ...] = ()
+    """Per tensor: arena bytes that its weight takes when on the device; empty in plans that do not say."""
     schema: int = PLAN_SCHEMA
 
     @property
     def steps(self) -> int:
         """Number of steps of an iteration, ``2L``."""
         return 2 * len(self.options)
+
+    @property
+    def packing(self) -> Packing | None:
+        """How well the arena is filled and how many transfers are made; None if ``weight_bytes`` is empty."""
+        from lt_offload.plan.packing import packing
+
+        return packing(self) if self.weight_bytes else None
 
     def save(self, path: str | Path) -> Path:
         """Write JSON."""

@@ -267,9 +267,10 @@ class _Selection:
             host_peak_bytes=best.trace.host_peak,
         )
         notes = list(best.plan.notes)
-        pinnable = self.profile.hardware.pinnable_bytes
-        if best.trace.host_peak > pinnable:
+        pinnable, needed = self.profile.hardware.pinnable_bytes, best.trace.host_peak
+        if needed > pinnable:
             notes.append(
-                f"only {format_bytes(pinnable)} of RAM may be pinned; copies of the rest are slower than predicted"
+                f"only {format_bytes(pinnable)} of RAM may be pinned of the {format_bytes(needed)} that are needed: "
+                f"copies of the other {format_bytes(needed - pinnable)} are slower than predicted"
             )
         return replace(best.plan, predicted=prediction, notes=tuple(notes), alternatives=self.candidates.runners_up())

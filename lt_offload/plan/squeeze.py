@@ -17,6 +17,7 @@ from lt_offload.plan.choices import Choices
 from lt_offload.plan.copies import device_copies
 from lt_offload.plan.flexible import FlexibleStay, with_stays
 from lt_offload.plan.memory import backward_steps, framework_bytes
+from lt_offload.plan.runs import CUTS, runs
 from lt_offload.profile.types import Profile
 
 
@@ -84,14 +85,15 @@ def squeeze_arena(choices: Choices, profile: Profile, limit: int) -> Choices:
     steps = 2 * len(profile.blocks)
     copies = device_copies(choices, profile)
     live = live_bytes([copy.lifetime(steps) for copy in copies], steps)
-    stays = [FlexibleStay(copy, choices, profile) for copy in copies if copy.stay is not None]
+    parts = runs(copies, choices, profile, cut=CUTS[-1])
+    stays = [FlexibleStay(part, choices, profile) for part in parts if part.stay is not None]
     while live.max() > limit:
         step = int(live.argmax())
         over = int(live[step]) - limit
-        moves = [(cost, stay.copy.room, at, late) for at, stay in enumerate(stays) for cost, late in stay.moves(step)]
+        moves = [(cost, stay.run.room, at, late) for at, stay in enumerate(stays) for cost, late in stay.moves(step)]
         if not moves:
             break
         # The shortest delay first; of those the smallest buffer that is enough, else the largest.
         _, room, at, late = min(moves, key=lambda m: (m[0], m[1] < over, m[1] if m[1] >= over else -m[1]))
         live[stays[at].shorten(step, late)] -= room
-    return with_stays(choices, stays)
+    return with_stays(choices, copies, stays)

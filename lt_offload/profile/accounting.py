@@ -8,13 +8,14 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_offload.errors import OverBudget
+from lt_offload.profile.compiled import show_buffers
 from lt_offload.units import format_bytes
 
 
@@ -50,6 +51,7 @@ class Account(TorchDispatchMode):
         self._peak = 0
         self._serial = 0
         self._timeline: list[tuple[int, int]] | None = [] if timeline else None
+        self._hide: list[Callable[[], None]] = []
 
     @property
     def current(self) -> int:
@@ -107,9 +109,19 @@ class Account(TorchDispatchMode):
                     peak = max(peak, current)
             return peak
 
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run under account: otherwise it would run uncompiled there, and give other numbers."""
+        return True
+
     def __enter__(self) -> Self:
         super().__enter__()  # type: ignore[no-untyped-call]
+        self._hide.append(show_buffers())
         return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hide.pop()()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run the operation and charge its results."""

@@ -146,7 +146,7 @@ def _call_order(parent: nn.Module, layers: nn.ModuleList, siblings: list[nn.Modu
     try:
         layers._modules = dict([first])
         parent.eval()  # no dropout, so that no generator is advanced
-        with torch.no_grad():
+        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
             parent(torch.zeros(1, 2, dtype=torch.long, device=device))
     except Exception:  # a model with another signature: whatever it raises, registration order is what is left
         return None

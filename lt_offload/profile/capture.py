@@ -6,8 +6,8 @@ loss) runs as in training.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,10 +18,11 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from lt_offload.errors import ModelError
 from lt_offload.profile.accounting import Account
 from lt_offload.profile.blocks import Block, Structure
+from lt_offload.profile.call import Call
 from lt_offload.profile.chain import Handed
+from lt_offload.profile.compiled import Forward, intercept, is_compiled, uncompiled
 from lt_offload.profile.meters import Lap, Meter
 from lt_offload.profile.options import is_activation
-from lt_offload.profile.trial import Call
 
 Run = Callable[[Any], Any]
 Stage = Callable[[nn.Module], AbstractContextManager[None]]
@@ -73,7 +74,7 @@ def capture(structure: Structure, run: Run, batch: Any, *, device: torch.device,
     with ExitStack() as stack:
         recorder = _Recorder(structure, device, stage, meter)
         for index, block in enumerate(structure.blocks):
-            stack.enter_context(_replaced_forward(block.module, recorder.wrap(index, block)))
+            stack.callback(intercept(block.module, recorder.wrap(index, block)))
         with recorder.account, torch.enable_grad():
             result = run(batch)
             return recorder.finish(result)
@@ -97,9 +98,9 @@ class _Recorder:
         self._anchor = torch.zeros((), requires_grad=True)
         self._between = self._below = self._output_bytes = 0
 
-    def wrap(self, index: int, block: Block) -> Callable[..., Any]:
-        """Return what is called instead of the block's forward."""
-        original = block.module.forward
+    def wrap(self, index: int, block: Block) -> Forward:
+        """Return what is called instead of the block."""
+        original = uncompiled(block.module)  # what a block returns looks the same, and nothing is compiled too early
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             self._check_turn(index)
@@ -173,6 +174,7 @@ class _Recorder:
         parameters = list(block.module.parameters())
         signature = (
             repr(block.module),
+            is_compiled(block.module),
             tuple((p.shape, p.dtype, p.requires_grad) for p in parameters),
             tuple(_describe(leaf) for leaf in leaves),
             spec,
@@ -230,15 +232,3 @@ def _describe(leaf: Any) -> object:
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.stride()
     return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)
-
-
-@contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
-    own = vars(module).get("forward")
-    module.forward = forward
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own

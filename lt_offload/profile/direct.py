@@ -17,6 +17,8 @@ On a CUDA device they are measured instead, one layer of each kind.
 
 from __future__ import annotations
 
+import logging
+import math
 import statistics
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -28,9 +30,12 @@ from torch import Tensor, nn
 
 from lt_offload.errors import UnsupportedError
 from lt_offload.profile.blocks import Structure
-from lt_offload.profile.mapped import locked, map_host, mapped_copy, refusal
+from lt_offload.profile.mapped import locked, map_host, mapped_copy, measure_speeds, refusal
 from lt_offload.profile.meters import Meter
 from lt_offload.profile.types import DirectProfile, HardwareProfile, ReadProfile
+from lt_offload.units import format_bytes
+
+_log = logging.getLogger(__name__)
 
 Mapped = Callable[[Tensor], AbstractContextManager[Tensor]]
 
@@ -77,6 +82,8 @@ class Readers:
         """By tensor and block."""
         self._seconds: dict[object, tuple[float, float]] = {}
         """Of a forward and a backward, by signature, where they have been measured."""
+        self._write_rate = math.inf
+        """Bytes per second of gradients that the device writes to host memory, where it has been measured."""
         self._hooks: list[Any] = []
 
     def __enter__(self) -> Self:
@@ -99,11 +106,23 @@ class Readers:
             with locked(torch.empty(1024, dtype=torch.int32)) as probe:
                 reason = refusal(lambda host: map_host(host, device), probe, lambda: torch.cuda.synchronize(device))
             if not reason:
+                speeds = measure_speeds(
+                    device, lambda: torch.cuda.synchronize(device), lambda host: map_host(host, device)
+                )
+                reason = speeds.too_slow
+            if not reason:
+                self._write_rate = speeds.write
+                _log.info(
+                    "weights can be read in host memory, at %s/s; gradients can be written there, at %s/s",
+                    format_bytes(speeds.read),
+                    format_bytes(speeds.write),
+                )
                 self.measure(lambda data: mapped_copy(data, device), device, meter)
         except UnsupportedError as error:  # some containers do not allow to lock memory
             reason = str(error)
         if reason:
             say(f"weights cannot be read in host memory: {reason}")
+            _log.info("weights cannot be read in host memory: %s", reason)
             self._reads.clear()
 
     def measure(self, mapped: Mapped, device: torch.device, meter: Meter) -> None:
@@ -121,7 +140,7 @@ class Readers:
             return None
         return DirectProfile(
             reads=tuple(self._of_block(reads, hardware.h2d_bytes_per_s) for reads in found),
-            grad_s=parameter.nbytes / hardware.d2h_bytes_per_s,
+            grad_s=parameter.nbytes / min(hardware.d2h_bytes_per_s, self._write_rate),
         )
 
     def _of_block(self, found: list[Read], rate: float) -> ReadProfile:

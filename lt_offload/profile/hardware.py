@@ -7,10 +7,8 @@ them needs no torch.
 from __future__ import annotations
 
 import difflib
-import threading
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,29 +19,15 @@ from lt_offload.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     import torch
-    from torch import Tensor
 
-_COPY_BYTES = 64 << 20
-_PIN_BYTES = 256 << 20
 _CGROUP = Path("/sys/fs/cgroup")
 _MACHINES = "configs/hardware"
 _HOSTS = "configs/hardware/hosts"
 _HOST_FIELDS = (
-    "host_bytes", "pinnable_bytes", "host_memory_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s", "source"
+    "host_bytes", "pinnable_bytes", "host_memory_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s",
+    "staged_bytes_per_s", "source",
 )  # fmt: skip
 """What a description of a host may say."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Links:
-    """Copy speeds between host and device, in bytes per second."""
-
-    h2d_alone: float
-    d2h_alone: float
-    h2d: float
-    """While the other direction is busy."""
-    d2h: float
-    """While the other direction is busy."""
 
 
 def hardware_names() -> list[str]:
@@ -161,25 +145,33 @@ def measure_hardware(
     """Measure this machine with ``device`` (None: CUDA if there is any, otherwise the CPU, for the emulated device)."""
     import torch
 
+    from lt_offload.profile.driver import context_bytes
+    from lt_offload.profile.links import LOCKED_BYTES, measure_links
+    from lt_offload.profile.mapped import register, unregister
+    from lt_offload.profile.numa import place_of
+    from lt_offload.profile.pinning import PinLimit, find_pin_limit
+
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    cuda = place.type == "cuda"
     if on_progress is not None:
         on_progress("measuring copies between host and device")
     host = available_host_bytes()
-    pinnable = _pinnable_bytes(host) if place.type == "cuda" else host
-    links = measure_links(place, pinned=pinnable > 0)
-    cuda = place.type == "cuda"
+    limit = find_pin_limit(register, unregister, host_bytes=host) if cuda else PinLimit(nbytes=host, how="")
+    links = measure_links(place, pinned=limit.nbytes >= LOCKED_BYTES, place=place_of(place))
+    source = [
+        f"measured; one direction alone: {format_bytes(links.h2d_alone)}/s to the device, "
+        f"{format_bytes(links.d2h_alone)}/s to the host"
+    ]
     return HardwareProfile(
         name=torch.cuda.get_device_name(place) if cuda else "emulated",
         device_bytes=torch.cuda.mem_get_info(place)[1] if cuda else host,
         host_bytes=host,
-        pinnable_bytes=pinnable,
+        pinnable_bytes=limit.nbytes,
         h2d_bytes_per_s=links.h2d,
         d2h_bytes_per_s=links.d2h,
-        context_bytes=_context_bytes(place) if cuda else 0,
-        source=(
-            f"measured; one direction alone: {format_bytes(links.h2d_alone)}/s to the device, "
-            f"{format_bytes(links.d2h_alone)}/s to the host"
-        ),
+        staged_bytes_per_s=links.staged,
+        context_bytes=context_bytes(place) if cuda else 0,
+        source="; ".join([*source, f"page-locked memory: {limit.how}"] if limit.how else source),
     )
 
 
@@ -205,96 +197,3 @@ def _cgroup_bytes(root: Path) -> list[int]:
         if limit != "max":
             left.append(int(limit) - used + int(statistics.get(cache_key, 0)))  # the page cache gives way
     return left
-
-
-def _pinnable_bytes(host: int) -> int:
-    """Return ``host`` if memory can be pinned at all; some containers do not allow it."""
-    import torch
-
-    try:
-        torch.empty(min(_PIN_BYTES, host), dtype=torch.uint8, pin_memory=True)
-    except RuntimeError:
-        return 0
-    return host
-
-
-def _context_bytes(device: torch.device) -> int:
-    """Return what the device holds beside PyTorch's memory, and the workspace of the first matrix product."""
-    import torch
-
-    free, total = torch.cuda.mem_get_info(device)
-    context = total - free - torch.cuda.memory_reserved(device)
-    before = torch.cuda.memory_allocated(device)
-    operand = torch.ones(16, 16, device=device)
-    operand @= operand
-    torch.cuda.synchronize(device)
-    del operand
-    return max(0, context) + torch.cuda.memory_allocated(device) - before
-
-
-def measure_links(device: torch.device, *, pinned: bool = True) -> Links:
-    """Measure copies, each way alone and both at once; without CUDA between two places in RAM."""
-    import torch
-
-    on_cuda = device.type == "cuda"
-    hosts = [torch.zeros(_COPY_BYTES, dtype=torch.uint8, pin_memory=on_cuda and pinned) for _ in range(2)]
-    devices = [torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
-    down, up = (devices[0], hosts[0]), (hosts[1], devices[1])
-    copy = _CudaCopies(device) if on_cuda else _ThreadCopies()
-    copy([down, up], repeat=1)
-    (h2d_alone,), (d2h_alone,) = copy([down], repeat=4), copy([up], repeat=4)
-    h2d, d2h = copy([down, up], repeat=4)
-    return Links(h2d_alone=h2d_alone, d2h_alone=d2h_alone, h2d=h2d, d2h=d2h)
-
-
-class _CudaCopies:
-    """Copies on one stream per direction."""
-
-    def __init__(self, device: torch.device) -> None:
-        import torch
-
-        self._device = device
-        self._streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
-
-    def __call__(self, pairs: list[tuple[Tensor, Tensor]], *, repeat: int) -> list[float]:
-        """Return bytes per second for every (target, source)."""
-        import torch
-
-        events: list[Any] = []
-        torch.cuda.synchronize(self._device)
-        for _, stream in zip(pairs, self._streams, strict=False):
-            start, end = (torch.Event("cuda", enable_timing=True) for _ in range(2))
-            start.record(stream)
-            events.append((start, end))
-        for _ in range(repeat):
-            for (target, source), stream in zip(pairs, self._streams, strict=False):
-                with torch.cuda.stream(stream):
-                    target.copy_(source, non_blocking=True)
-        for (_, end), stream in zip(events, self._streams, strict=False):
-            end.record(stream)
-        torch.cuda.synchronize(self._device)
-        seconds = [start.elapsed_time(end) / 1e3 for start, end in events]
-        return [repeat * target.nbytes / s for (target, _), s in zip(pairs, seconds, strict=True)]
-
-
-class _ThreadCopies:
-    """Copies on one thread per direction."""
-
-    def __call__(self, pairs: list[tuple[Tensor, Tensor]], *, repeat: int) -> list[float]:
-        """Return bytes per second for every (target, source)."""
-        seconds = [0.0] * len(pairs)
-        together = threading.Barrier(len(pairs))
-
-        def work(at: int, target: Tensor, source: Tensor) -> None:
-            together.wait()
-            start = time.perf_counter()
-            for _ in range(repeat):
-                target.copy_(source)
-            seconds[at] = time.perf_counter() - start
-
-        threads = [threading.Thread(target=work, args=(at, *pair)) for at, pair in enumerate(pairs)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return [repeat * target.nbytes / s for (target, _), s in zip(pairs, seconds, strict=True)]

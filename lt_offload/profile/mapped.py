@@ -7,14 +7,23 @@ page-locked. Its storage keeps the host tensor alive.
 from __future__ import annotations
 
 import ctypes
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
 
 from lt_offload.errors import UnsupportedError
+from lt_offload.profile.pages import map_pages
+from lt_offload.units import format_bytes
+
+LEAST_SPEED = 0.5
+"""Kernels that read host memory more slowly than this, compared to copies, are no use."""
+_SPEED_BYTES = 64 << 20
 
 
 def map_host(host: Tensor, device: torch.device) -> Tensor:
@@ -86,9 +95,93 @@ def refusal(view_of: Callable[[Tensor], Tensor], probe: Tensor, synchronize: Cal
             return "kernels read something else there than the host has written"
         seen.copy_(seen * 5)
         synchronize()
+        if not torch.equal(probe, expected * 5):
+            return "the host reads something else there than kernels have written"
+        for dtype in (torch.float32, torch.bfloat16):
+            with _another_stream(seen.device):
+                reason = _wrong_kernel(view_of, probe.view(dtype).view(-1, 8), synchronize)
+            if reason:
+                return f"{reason} ({str(dtype).removeprefix('torch.')})"
     except (UnsupportedError, RuntimeError, TypeError, ValueError) as error:
         return str(error).partition("\n")[0]
-    return "" if torch.equal(probe, expected * 5) else "the host reads something else there than kernels have written"
+    return ""
+
+
+def _another_stream(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()  # type: ignore[no-untyped-call]
+
+
+def _wrong_kernel(view_of: Callable[[Tensor], Tensor], host: Tensor, synchronize: Callable[[], object]) -> str:
+    """Return what does not work of that which blocks do with weights and gradients; empty if all of it does.
+
+    Args:
+        view_of: returns page-locked host memory as a tensor on the device.
+        host: rows of some such memory.
+        synchronize: waits for the calling thread's stream.
+    """
+    host.copy_((torch.arange(host.numel()) % 113 / 7).view_as(host))
+    seen = view_of(host)
+    near = torch.empty_like(seen).copy_(host.clone())
+    rows = torch.arange(len(host), device=seen.device).flip(0)
+    kernels: dict[str, Callable[[Tensor], Tensor]] = {
+        "an embedding": lambda table: F.embedding(rows, table),
+        "a layer norm": lambda table: F.layer_norm(near, near.shape[-1:], table[1], table[2]),
+        "an RMS norm": lambda table: F.rms_norm(near, near.shape[-1:], table[1]),
+        "a copy": lambda table: torch.empty_like(near).copy_(table),
+    }
+    for name, kernel in kernels.items():
+        if not torch.equal(kernel(seen), kernel(near)):
+            return f"{name} reads something else there than the host has written"
+    seen.copy_(near * 2)
+    synchronize()
+    return "" if torch.equal(host, near.cpu() * 2) else "what is copied there does not arrive"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speeds:
+    """Bytes per second between a device and page-locked host memory, nothing else going on."""
+
+    copy_in: float
+    """By a copy to the device."""
+    read: float
+    """By kernels that read there."""
+    write: float
+    """By copies of the compute stream that write there."""
+
+    @property
+    def too_slow(self) -> str:
+        """Why kernels had better not read there; empty if they may."""
+        if self.read >= LEAST_SPEED * self.copy_in:
+            return ""
+        return (
+            f"kernels read it at {format_bytes(self.read)}/s, less than {LEAST_SPEED:.0%} of the "
+            f"{format_bytes(self.copy_in)}/s of copies"
+        )
+
+
+def measure_speeds(
+    device: torch.device, synchronize: Callable[[], object], view_of: Callable[[Tensor], Tensor]
+) -> Speeds:
+    """Measure how fast ``device`` reads and writes host memory through ``view_of``; the arguments are as above."""
+    with locked(map_pages(_SPEED_BYTES).bytes()) as memory:
+        host = memory.view(torch.float32)
+        seen, near = view_of(host), torch.zeros(host.shape, device=device)
+
+        def rate(work: Callable[[], object]) -> float:
+            laps = []
+            for _ in range(4):
+                synchronize()
+                start = time.perf_counter()
+                work()
+                synchronize()
+                laps.append(time.perf_counter() - start)
+            return host.nbytes / min(laps[1:])
+
+        return Speeds(
+            copy_in=rate(lambda: near.copy_(host, non_blocking=True)),
+            read=rate(lambda: torch.add(seen, 1, out=near)),
+            write=rate(lambda: seen.copy_(near)),
+        )
 
 
 class _Memory:

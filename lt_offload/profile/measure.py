@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,7 +19,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from lt_offload.profile.blocks import Structure, find_blocks
 from lt_offload.profile.caches import caches_off
 from lt_offload.profile.capture import Capture, Run, Tail, capture
+from lt_offload.profile.compiled import forget_compiled, is_compiled
 from lt_offload.profile.direct import Readers
+from lt_offload.profile.driver import context_bytes, use_expandable_segments, warm_up
 from lt_offload.profile.hardware import measure_hardware
 from lt_offload.profile.meters import Meter, Stopwatch
 from lt_offload.profile.optimizer import OptimizerFactory, StateSizes, build_optimizer, measure_optimizer
@@ -48,6 +51,9 @@ def profile(
 ) -> Profile:
     """Measure what ``model`` costs on ``sample_batch``; neither weights, gradients, buffers nor random numbers change.
 
+    If blocks are compiled, everything that ``torch.compile`` has compiled in this process is compiled again when it is
+    called next, as in a process that starts.
+
     Args:
         model: with its weights, anywhere; its modules are measured in the mode (training or not) they are in.
         sample_batch: of the largest shape that training will see. A mapping is passed as keyword arguments, a tuple or
@@ -67,7 +73,9 @@ def profile(
     place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     structure = structure or find_blocks(model)
     optimizer = build_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad])
-    machine = hardware or measure_hardware(place, on_progress=on_progress)
+    if place.type == "cuda":
+        use_expandable_segments()  # as the device does: what the allocator wastes is measured below
+    machine = hardware or _with_model(measure_hardware(place, on_progress=on_progress), model, optimizer)
     say("measuring the optimizer")
     updates = measure_optimizer(optimizer, place)
     with ExitStack() as stack:
@@ -76,10 +84,27 @@ def profile(
         stack.enter_context(_buffers_kept(model))
         batch = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, sample_batch)
         run = run or call_with_batch(model)
+        if place.type == "cuda":
+            warm_up(place)  # or the first block would be charged for the libraries' workspaces
+        if any(is_compiled(block.module) for block in structure.blocks):
+            stack.callback(forget_compiled)  # training compiles for the shapes that it sees, not for the sample's
         measured = measure_blocks(model, structure, batch, run=run, device=place, meter=Stopwatch(place), say=say)
+    if place.type == "cuda":  # by now all kernels are there
+        machine = replace(machine, context_bytes=max(machine.context_bytes, context_bytes(place)))
     return assemble(
         model, structure, batch, measured, optimizer=optimizer, updates=updates, hardware=machine, estimated=False
     )
+
+
+def _with_model(machine: HardwareProfile, model: nn.Module, optimizer: Optimizer) -> HardwareProfile:
+    """Return ``machine`` with the RAM that weights and optimizer states take already: plans count them once more."""
+    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    on_host = storage_bytes(tensor for tensor in (*model.parameters(), *states) if tensor.device.type == "cpu")
+    memory = psutil.Process().memory_info()
+    # What is mapped from files counts as free.
+    held = max(0, min(on_host, memory.rss - getattr(memory, "shared", 0)))
+    free, pinnable = machine.host_bytes, machine.pinnable_bytes
+    return replace(machine, host_bytes=free + held, pinnable_bytes=free + held if pinnable == free else pinnable)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -144,6 +169,7 @@ def assemble(
         + storage_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
         + storage_bytes(model.buffers())
         + sum(p.nbytes * (2 if p.requires_grad else 1) + sizes.of(p) for _, p in structure.rest),
+        slack_bytes=max(cost.slack_bytes for cost in measured.costs),
         estimated=estimated,
     )
 

@@ -1,12 +1,15 @@
 """What an optimizer costs: bytes of state per tensor, and the speed of updates. Knows optimizers, not models.
 
 Any ``torch.optim.Optimizer`` that updates each tensor on its own is measured by running it on stand-ins; none is known
-by name.
+by name. Host updates are measured in memory like the engine's, with far more of it than caches hold.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import statistics
+import threading
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -19,7 +22,10 @@ from torch.optim import Optimizer
 
 from lt_offload.errors import ConfigError
 from lt_offload.profile.accounting import Account
+from lt_offload.profile.hardware import available_host_bytes
 from lt_offload.profile.meters import Roofline, Stopwatch
+from lt_offload.profile.numa import Place, place_of
+from lt_offload.profile.pages import map_pages
 from lt_offload.profile.types import HardwareProfile, OptimizerProfile
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
@@ -27,6 +33,13 @@ OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 _STATE_ALIGNMENT = 8
 _SAMPLE_ELEMENTS = 1 << 22
 _ESTIMATE_SHAPE = (256, 256)
+_HOST_ELEMENTS = 1 << 25
+"""With gradients and states half a gigabyte, for an fp32 AdamW: more than caches hold."""
+_RAM_SHARE = 0.1
+_TOLERANCE = 0.03
+"""More threads are not taken for less than this gain."""
+_LONG = 1.0
+"""Seconds of updates that are enough of a measurement."""
 
 
 def build_optimizer(optimizer: Optimizer | OptimizerFactory, parameters: list[nn.Parameter]) -> Optimizer:
@@ -95,11 +108,12 @@ class _Sample:
 
 
 class _StandIn:
-    """A tensor of its own with a copy of the optimizer that updates it: same class and options, no state, no hooks."""
+    """Tensors of its own with a copy of the optimizer that updates them: same class and options, no state, no hooks."""
 
-    def __init__(self, sample: _Sample, device: torch.device) -> None:
+    def __init__(self, sample: _Sample, device: torch.device, *, copies: int = 1) -> None:
         self._sample = sample
-        self.parameter = nn.Parameter(torch.zeros(sample.shape, dtype=sample.dtype, device=device))
+        made = [torch.zeros(sample.shape, dtype=sample.dtype, device=device) for _ in range(copies)]
+        self.parameters = [nn.Parameter(tensor) for tensor in made]
         self._optimizer: Optimizer = object.__new__(type(sample.optimizer))
         vars(self._optimizer).update(vars(sample.optimizer))
         vars(self._optimizer).pop("step", None)  # a scheduler's wrapper around the real optimizer's step
@@ -107,7 +121,7 @@ class _StandIn:
         self._optimizer._optimizer_step_post_hooks = OrderedDict()
         group = sample.optimizer.param_groups[sample.group]
         options = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
-        self._optimizer.param_groups = [options | {"params": [self.parameter]}]
+        self._optimizer.param_groups = [options | {"params": self.parameters}]
         self._optimizer.state = defaultdict(dict)
 
     def choose_plain_kernels(self) -> None:
@@ -118,11 +132,25 @@ class _StandIn:
 
     @property
     def state(self) -> dict[str, Any]:
-        return dict(self._optimizer.state[self.parameter])
+        return dict(self._optimizer.state[self.parameters[0]])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.parameters)
+
+    def map(self) -> None:
+        """Move everything to memory like that of the engine for a GPU."""
+        states = [value for state in self._optimizer.state.values() for value in state.values()]
+        grads = [parameter.grad for parameter in self.parameters]
+        for tensor in (*self.parameters, *grads, *states):
+            if isinstance(tensor, Tensor) and tensor.numel() > 1:
+                mapped = map_pages(tensor.nbytes).view(tensor.dtype, tensor.numel(), 0)
+                tensor.data = mapped.view(tensor.shape).copy_(tensor.data)
 
     def step(self) -> None:
-        if self.parameter.grad is None:
-            self.parameter.grad = torch.full_like(self.parameter, 1e-3)
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.full_like(parameter, 1e-3)
         try:
             type(self._optimizer).step(self._optimizer)
         except KeyError:
@@ -132,46 +160,91 @@ class _StandIn:
             type(self._optimizer).step(self._optimizer)
 
     def _copy_state(self) -> None:
-        like, mine = self._sample.like, self.parameter
-        for key, value in self._sample.optimizer.state[like].items():
-            if isinstance(value, Tensor):
-                value = torch.ones_like(mine, dtype=value.dtype) if value.shape == like.shape else value.clone()
-            self._optimizer.state[mine][key] = value
+        like = self._sample.like
+        for mine in self.parameters:
+            for key, value in self._sample.optimizer.state[like].items():
+                if isinstance(value, Tensor):
+                    value = torch.ones_like(mine, dtype=value.dtype) if value.shape == like.shape else value.clone()
+                self._optimizer.state[mine][key] = value
 
 
 def measure_optimizer(optimizer: Optimizer, device: torch.device) -> OptimizerProfile:
-    """Time updates of a large tensor on the host and on ``device``, with the flags and the dtype that will be used."""
-    sample = _largest(optimizer)
-    host = _StandIn(sample, torch.device("cpu"))
-    host_speed = _speed(host, torch.device("cpu"))
+    """Time updates of large tensors on the host and on ``device``, with the flags and the dtype that will be used.
+
+    Beside a GPU, the host is tried with several numbers of threads; on the emulated device, which computes with the
+    same cores, it keeps those that torch uses.
+    """
+    name, sample = type(optimizer).__name__, _largest(optimizer)
     if device.type != "cuda":
-        return OptimizerProfile(
-            name=type(optimizer).__name__,
-            host_bytes_per_s=host_speed,
-            device_bytes_per_s=host_speed,
-            scratch_ratio=_scratch(host),
-        )
+        speed = _speed(_host_stand_in(optimizer, sample), device)
+        scratch = _scratch(_StandIn(sample, device))
+        return OptimizerProfile(name=name, host_bytes_per_s=speed, device_bytes_per_s=speed, scratch_ratio=scratch)
+    threads, host_speed = _fastest(optimizer, sample, place_of(device))
     on_device = _StandIn(sample, device)
     device_speed = _speed(on_device, device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
     on_device.step()
-    scratch = torch.cuda.max_memory_allocated(device) - before
+    scratch_bytes = torch.cuda.max_memory_allocated(device) - before
     return OptimizerProfile(
-        name=type(optimizer).__name__,
+        name=name,
         host_bytes_per_s=host_speed,
         device_bytes_per_s=device_speed,
-        scratch_ratio=scratch / on_device.parameter.nbytes,
+        scratch_ratio=scratch_bytes / on_device.nbytes,
+        host_threads=threads,
     )
+
+
+def _fastest(optimizer: Optimizer, sample: _Sample, place: Place) -> tuple[int, float]:
+    """Return the number of threads for updates on the host, and their speed, measured as the engine will run them."""
+    cores = len(place.cores) or len(os.sched_getaffinity(0))
+    speeds: dict[int, float] = {}
+    errors: list[BaseException] = []
+
+    def measure() -> None:
+        try:
+            place.bind()
+            stand_in = _host_stand_in(optimizer, sample)
+            stand_in.step()  # makes the state
+            stand_in.map()
+            for threads in thread_counts(cores - 1):
+                torch.set_num_threads(threads)
+                speeds[threads] = _speed(stand_in, torch.device("cpu"))
+        except BaseException as error:
+            errors.append(error)
+
+    before = torch.get_num_threads()
+    worker = threading.Thread(target=measure, name="lt_offload measures updates")
+    worker.start()
+    worker.join()
+    torch.set_num_threads(before)  # torch gives the worker's choice to threads that are yet to come
+    if errors:
+        raise errors[0]
+    best = max(speeds.values())
+    return next((threads, speed) for threads, speed in speeds.items() if speed >= (1 - _TOLERANCE) * best)
+
+
+def thread_counts(most: int) -> list[int]:
+    """Return the numbers of threads to try: powers of two, and ``most`` (at least one)."""
+    counts = [1 << k for k in range(max(1, most).bit_length())]
+    return counts if counts[-1] >= most else [*counts, most]
+
+
+def _host_stand_in(optimizer: Optimizer, sample: _Sample) -> _StandIn:
+    """Return copies of ``sample``, in total as large as the parameters, within bounds."""
+    elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+    room = _RAM_SHARE * available_host_bytes() / 16  # bytes per element of fp32 AdamW, or of bfloat16 with masters
+    copies = min(elements, _HOST_ELEMENTS, int(room)) // max(1, math.prod(sample.shape))
+    return _StandIn(sample, torch.device("cpu"), copies=max(1, copies))
 
 
 def estimate_optimizer(optimizer: Optimizer, hardware: HardwareProfile) -> OptimizerProfile:
     """Estimate the speed of updates from the bytes that one moves."""
     stand_in = _StandIn(replace(_largest(optimizer), shape=_ESTIMATE_SHAPE), torch.device("cpu"))
-    stand_in.step()
+    stand_in.step()  # makes the state
     with Roofline(hardware) as meter:
         stand_in.step()
-    ratio = meter.traffic / stand_in.parameter.nbytes
+    ratio = meter.traffic / stand_in.nbytes
     return OptimizerProfile(
         name=type(optimizer).__name__,
         host_bytes_per_s=hardware.host_memory_bytes_per_s / ratio,
@@ -196,15 +269,16 @@ def _speed(stand_in: _StandIn, device: torch.device) -> float:
     watch = Stopwatch(device)
     stand_in.step()  # makes the state
     times: list[float] = []
-    for _ in range(3):
+    while len(times) < 3 and sum(times) < _LONG:
         watch.lap()
         stand_in.step()
         times.append(watch.lap().seconds)
-    return stand_in.parameter.nbytes / statistics.median(times)
+    return stand_in.nbytes / statistics.median(times)
 
 
 def _scratch(stand_in: _StandIn) -> float:
     """Return the bytes that an update takes for a moment, per parameter byte."""
+    stand_in.step()  # makes the state
     with Account() as account:
         stand_in.step()
-    return account.peak / stand_in.parameter.nbytes
+    return account.peak / stand_in.nbytes

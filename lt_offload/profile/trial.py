@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -12,43 +12,16 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
-from lt_offload.profile.accounting import Account
+from lt_offload.profile.call import Call
 from lt_offload.profile.meters import Lap, Meter
 from lt_offload.profile.options import for_replay, is_costly, travels
 from lt_offload.profile.types import OptionProfile
+from lt_offload.profile.watch import Watch
 
 Option = Literal["keep", "recompute", "mixed"]
 """What is run; ``offload`` computes what ``keep`` computes."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Call:
-    """A block and what it was called with."""
-
-    module: nn.Module
-    leaves: list[Any]
-    """Arguments as ``tree_flatten`` gives them."""
-    spec: TreeSpec
-    slots: tuple[int, ...]
-    """Which leaves are activations."""
-    needs_grad: tuple[bool, ...]
-    """Per slot."""
-    has_backward: bool
-
-    @property
-    def inputs(self) -> list[Tensor]:
-        """The activations."""
-        return [self.leaves[slot] for slot in self.slots]
-
-    def run(self, inputs: Sequence[Tensor]) -> Any:
-        """Call the block on ``inputs``."""
-        leaves = list(self.leaves)
-        for slot, tensor in zip(self.slots, inputs, strict=True):
-            leaves[slot] = tensor
-        args, kwargs = tree_unflatten(leaves, self.spec)
-        return self.module(*args, **kwargs)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,6 +32,8 @@ class BlockCost:
     output_bytes: int
     launch_s: float
     options: tuple[OptionProfile, ...]
+    slack_bytes: int = 0
+    """Device memory that torch's allocator has held beyond what it has allocated, at most."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -74,6 +49,8 @@ class _Figures:
     saves_input: bool = False
     input_travels: bool = False
     output_bytes: int = 0
+    slack: int = 0
+    """Bytes that the allocator holds at the peak and has not given to anybody."""
     forward: Lap = Lap(seconds=0.0, launch_s=0.0)
     backward: Lap = Lap(seconds=0.0, launch_s=0.0)
 
@@ -81,20 +58,24 @@ class _Figures:
 def measure_block(call: Call, meter: Meter) -> BlockCost:
     """Run ``call`` under every option that can pay and return what it costs."""
     keep = _measure(call, "keep", meter, timed=True)
+    measured = [keep]
     input_bytes = storage_bytes(call.inputs)
     profiles = [_keep(keep)]
     if call.has_backward and keep.live:
-        recompute = _recompute(keep, _measure(call, "recompute", meter, timed=False))
+        measured.append(_measure(call, "recompute", meter, timed=False))
+        recompute = _recompute(keep, measured[-1])
         profiles += [recompute, *_reload(recompute, call.inputs)]
     if call.has_backward and (keep.travelling or keep.input_travels):
         profiles.append(_offload(keep, input_bytes))
-    if call.has_backward and keep.live:
-        profiles.append(_mixed(_measure(call, "mixed", meter, timed=True), input_bytes))
+    if call.has_backward and keep.live and not call.compiled:  # no operation of compiled code can be left out
+        measured.append(_measure(call, "mixed", meter, timed=True))
+        profiles.append(_mixed(measured[-1], input_bytes))
     return BlockCost(
         input_bytes=input_bytes,
         output_bytes=keep.output_bytes,
         launch_s=max(keep.forward.launch_s, keep.backward.launch_s),
         options=tuple(profiles),
+        slack_bytes=max(figures.slack for figures in measured),
     )
 
 
@@ -187,6 +168,8 @@ def _mixed(mixed: _Figures, input_bytes: int) -> OptionProfile:
 def _measure(call: Call, option: Option, meter: Meter, *, timed: bool) -> _Figures:
     """Run ``call`` once for its bytes, which warms up, and then for its times."""
     figures = _Figures()
+    if call.compiled:
+        _run(call, option, meter, None)  # compiles
     forward, backward = _run(call, option, meter, figures)
     laps = [_run(call, option, meter, None) for _ in range(meter.repeats(forward.seconds) if timed else 0)]
     figures.forward = _median([lap for lap, _ in laps] or [forward])
@@ -203,7 +186,7 @@ def _median(laps: list[Lap]) -> Lap:
 def _run(call: Call, option: Option, meter: Meter, figures: _Figures | None) -> tuple[Lap, Lap]:
     """Run forward and backward; fill in ``figures`` if given (which costs time)."""
     trial = _Trial(call, option)
-    watch = _Watch(call) if figures is not None else None
+    watch = Watch(_device(call)) if figures is not None else None
     meter.lap()
     if watch is None:
         trial.forward()
@@ -216,6 +199,7 @@ def _run(call: Call, option: Option, meter: Meter, figures: _Figures | None) -> 
         figures.output_bytes = trial.output_bytes
         figures.forward_peak = max(0, watch.peak() - figures.live - trial.output_bytes)
         figures.travelling, figures.saves_input, figures.input_travels = trial.travelling()
+        figures.slack = watch.slack
     if not call.has_backward:
         return forward, Lap(seconds=0.0, launch_s=0.0)
     gradient = trial.incoming_gradient()
@@ -224,51 +208,19 @@ def _run(call: Call, option: Option, meter: Meter, figures: _Figures | None) -> 
         trial.backward(gradient)
     else:
         with watch:
-            trial.backward(gradient, watch.leave_out)
+            # Compiled code makes all gradients before the first one is used, so that there they count.
+            trial.backward(gradient, None if call.compiled else watch.leave_out)
     backward = meter.lap()
     if figures is not None and watch is not None:
         outgoing = sum(x.nbytes for x, need in zip(call.inputs, call.needs_grad, strict=True) if need)
-        figures.backward_peak = max(0, watch.peak() - figures.live - outgoing)
+        passing = call.passing_bytes if call.compiled else 0
+        figures.backward_peak = max(0, watch.peak() - figures.live - outgoing - passing)
+        figures.slack = watch.slack
     return forward, backward
 
 
-class _Watch:
-    """Bytes in use during a phase: storages by account, and on CUDA what kernels take beside them."""
-
-    def __init__(self, call: Call) -> None:
-        device = next((leaf.device for leaf in call.leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
-        self._cuda = device if device.type == "cuda" else None
-        self._account = Account(device_type=device.type, timeline=True)
-        self._left_out: set[int] = set()
-        self._outside = self._beside = 0
-
-    @property
-    def current(self) -> int:
-        """Bytes in use."""
-        return self._account.current
-
-    def __enter__(self) -> None:
-        self._account.reset_peak()
-        if self._cuda is not None:
-            torch.cuda.reset_peak_memory_stats(self._cuda)
-            self._outside = torch.cuda.memory_allocated(self._cuda) - self._account.current
-        self._account.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self._account.__exit__(*error)  # type: ignore[no-untyped-call]
-        if self._cuda is not None:
-            seen = torch.cuda.max_memory_allocated(self._cuda) - self._outside
-            self._beside = max(0, seen - self._account.peak)
-
-    def leave_out(self, gradient: Tensor) -> None:
-        """Do not count ``gradient``."""
-        serial = self._account.serial(gradient)
-        if serial is not None:
-            self._left_out.add(serial)
-
-    def peak(self) -> int:
-        """Return the peak of the last phase."""
-        return self._account.peak_without(self._left_out) + self._beside
+def _device(call: Call) -> torch.device:
+    return next((leaf.device for leaf in call.leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
 
 
 class _Trial:
@@ -296,8 +248,9 @@ class _Trial:
             for tensor in tree_leaves(self._cache):
                 self._note(tensor)
         else:
-            with torch.no_grad():
-                output = _interface(self.call.run(self.call.inputs))
+            compiled = self.call.compiled  # without a graph it would be other code
+            with torch.set_grad_enabled(compiled):
+                output = _interface(self.call.run(self._enter() if compiled else self.call.inputs)).detach()
         self.output_bytes = output.untyped_storage().nbytes()
         self._output = output.shape, output.dtype, output.device
         self._root = get_gradient_edge(output) if output.requires_grad else None
@@ -314,7 +267,7 @@ class _Trial:
             root = self._root
             if self.option != "keep":
                 self._inputs = self._enter()
-                with torch.enable_grad(), _Replay(self._cache):
+                with torch.enable_grad(), _Replay(self._cache) if self._cache else nullcontext():
                     root = get_gradient_edge(_interface(self.call.run(self._inputs)))
             assert root is not None
             torch.autograd.backward([root], [gradient])

@@ -18,6 +18,9 @@ from lt_offload.serialize import load_json, save_json
 
 PROFILE_SCHEMA = 1
 
+COLLECTED_BELOW = 16 << 20
+"""Gradients smaller than this are collected before an update on the device uses them up."""
+
 OptionName = Literal["keep", "recompute", "offload", "mixed", "reload", "discard"]
 """See :mod:`lt_offload.profile.options`."""
 BlockKind = Literal["embedding", "layer", "head", "other"]
@@ -170,11 +173,13 @@ class HardwareProfile:
     host_bytes: int
     """RAM that training may take."""
     pinnable_bytes: int
-    """RAM that may be pinned; equals ``host_bytes`` where there is no limit."""
+    """RAM that may be pinned; equals ``host_bytes`` where there is no limit. What comes first gets it."""
     h2d_bytes_per_s: float
     """Host to device, while the other direction is busy too."""
     d2h_bytes_per_s: float
     """Device to host, while the other direction is busy too."""
+    staged_bytes_per_s: float = 0.0
+    """The slower direction while both are busy, for RAM that cannot be pinned; 0: not measured."""
     context_bytes: int = 0
     """Device memory taken before the first tensor: context, kernels, library workspaces."""
     flops_per_s: dict[str, float] = field(default_factory=dict)

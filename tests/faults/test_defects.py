@@ -6,9 +6,10 @@ from typing import Any
 
 import pytest
 
-from lt_offload.execute import activations, gradients, residency
+from lt_offload.execute import activations, gradients
 from lt_offload.execute.emulated import EmulatedDevice
 from lt_offload.execute.gradients import Gradients
+from lt_offload.execute.transfers import Transfer
 from tests.parity.harness import Case, differences, offloaded, plain
 
 TIED = Case(family="llama-tied", options=("recompute", "mixed"), places=("device", "host"), dropout=0.1)
@@ -44,7 +45,7 @@ def test_tied_weight_updated_at_its_first_gradient(monkeypatch: pytest.MonkeyPat
 
 
 def test_updated_weights_not_written_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "write_back", lambda *args, **kwargs: None)
+    monkeypatch.setattr(Transfer, "write_back", lambda self: None)
     assert fails(Case(places=("device",)))
 
 

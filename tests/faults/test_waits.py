@@ -24,8 +24,6 @@ REDUNDANT = {
     ("offload weight", "offload weight"): "the d2h lane runs in order",
     ("offload activation", "prefetch activation"): "the compute lane has read what was fetched",
     ("offload grad", "update"): "the updated weight has been fetched and used since",
-    ("free", "prefetch state"): "the update has waited for the states",
-    ("settle", "release"): "the copies that released the ranges were awaited in the step that issued them",
     ("prefetch state", "offload state"): "a state's range is released by its own copy to the host",
     ("prefetch state", "release"): "ranges of states are not shared in these plans",
     ("compute", "release"): "ranges of states are not shared in these plans",

@@ -71,10 +71,12 @@ def build(case: Case) -> nn.Module:
     )
 
 
-def batches(case: Case, model: nn.Module) -> list[dict[str, torch.Tensor]]:
-    return [
+def batches(case: Case, model: nn.Module, device: torch.device | None = None) -> list[dict[str, torch.Tensor]]:
+    """The batches on ``device``; None: where the model is."""
+    made = [
         models.batch(model, batch_size=b, sequence_length=s, seed=case.seed + i) for i, (b, s) in enumerate(case.shapes)
     ]
+    return made if device is None else [{name: tensor.to(device) for name, tensor in batch.items()} for batch in made]
 
 
 @dataclass
@@ -100,12 +102,15 @@ def plain(case: Case) -> Result:
     return Result(losses, model, optimizer)
 
 
-def offloaded(case: Case, **device_options: Any) -> Result:
+def planned(case: Case) -> Plan:
     model = build(case)
     layout = {name: getattr(case, name) for name in ("options", "places", "lag", "lead", "roomy")}
-    plan = plans.streamed(find_blocks(model), make_optimizer(model, case.optimizer), **layout)
+    return plans.streamed(find_blocks(model), make_optimizer(model, case.optimizer), **layout)
+
+
+def offloaded(case: Case, **device_options: Any) -> Result:
     device = EmulatedDevice(BUDGET, **{"mode": case.mode, "seed": case.seed, "check": True} | device_options)
-    return trained_on(device, case, plan)[0]
+    return trained_on(device, case, planned(case))[0]
 
 
 def trained_on(device: Device, case: Case, plan: Plan) -> tuple[Result, int]:
@@ -118,7 +123,7 @@ def trained_on(device: Device, case: Case, plan: Plan) -> tuple[Result, int]:
     try:
         engine.install()
         torch.manual_seed(case.seed + 1)
-        for batch in batches(case, model):
+        for batch in batches(case, model, device.torch_device):
             with engine.iteration():
                 loss = model(**batch).loss
                 loss.backward()
@@ -133,12 +138,17 @@ def trained_on(device: Device, case: Case, plan: Plan) -> tuple[Result, int]:
     return Result(losses, model, optimizer), peak
 
 
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit for bit; they may be on different devices."""
+    return torch.equal(a.cpu(), b.cpu())
+
+
 def differences(a: Result, b: Result) -> list[str]:
-    """Name everything that is not bitwise equal."""
-    found = [f"loss {i}" for i, (x, y) in enumerate(zip(a.losses, b.losses, strict=True)) if not torch.equal(x, y)]
+    """Name everything that is not bitwise equal, wherever it is."""
+    found = [f"loss {i}" for i, (x, y) in enumerate(zip(a.losses, b.losses, strict=True)) if not equal(x, y)]
     names = [name for name, _ in a.model.named_parameters()]
     state_a, state_b = a.model.state_dict(), b.model.state_dict()
-    found += [f"weight {name}" for name in state_a if not torch.equal(state_a[name], state_b[name])]
+    found += [f"weight {name}" for name in state_a if not equal(state_a[name], state_b[name])]
     left, right = a.optimizer.state_dict(), b.optimizer.state_dict()
     if left["param_groups"] != right["param_groups"]:
         found.append("param_groups")
@@ -147,7 +157,7 @@ def differences(a: Result, b: Result) -> list[str]:
     for key in left["state"].keys() & right["state"].keys():
         for field, value in left["state"][key].items():
             other = right["state"][key][field]
-            same = torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other
+            same = equal(value, other) if isinstance(value, torch.Tensor) else value == other
             if not same:
                 found.append(f"state {field} of tensor {key} ({names[key] if key < len(names) else '?'})")
     return found
@@ -157,5 +167,5 @@ def changed(case: Case, result: Result) -> bool:
     """Whether training moved every trainable matrix: equality of untrained models would prove nothing."""
     start = dict(build(case).named_parameters())
     return all(
-        not torch.equal(p, start[name]) for name, p in result.model.named_parameters() if p.requires_grad and p.ndim > 1
+        not equal(p, start[name]) for name, p in result.model.named_parameters() if p.requires_grad and p.ndim > 1
     )

@@ -17,6 +17,7 @@ from lt_offload.plan.schedule import Plan
 from lt_offload.profile.blocks import find_blocks
 from lt_offload.profile.types import Profile
 from tests import models, plans
+from tests.parity.harness import equal
 
 BATCHES = 3
 """Training batches per epoch."""
@@ -97,12 +98,14 @@ Module = module_class(lightning.pytorch)
 class Forced(OffmateStrategy):
     """Has a plan that uses every option and every place, instead of a good one."""
 
+    places: tuple[str, ...] = ("device", "paged", "host")
+
     def _make_plan(self, profile: Profile) -> Plan:
         return plans.streamed(
             find_blocks(self._module),
             self.optimizers[0],
             options=("keep", "recompute", "offload", "mixed"),
-            places=("device", "paged", "host"),
+            places=self.places,
         )
 
 
@@ -151,7 +154,7 @@ def differences(a: Run, b: Run) -> list[str]:
         left, right = getattr(a.module, name), getattr(b.module, name)
         if len(left) != len(right) or not left:
             found.append(f"{len(left)} and {len(right)} {name}")
-        found += [f"{name} {i}" for i, (x, y) in enumerate(zip(left, right, strict=False)) if not torch.equal(x, y)]
+        found += [f"{name} {i}" for i, (x, y) in enumerate(zip(left, right, strict=False)) if not equal(x, y)]
     if a.module.lrs != b.module.lrs:
         found.append("learning rates")
     if a.trainer.global_step != b.trainer.global_step:
@@ -162,11 +165,11 @@ def differences(a: Run, b: Run) -> list[str]:
 def state_differences(a: Run, b: Run) -> list[str]:
     """Name every weight and optimizer state that is not bitwise equal."""
     weights, others = a.module.state_dict(), b.module.state_dict()
-    found = [name for name in weights if not torch.equal(weights[name], others[name])]
+    found = [name for name in weights if not equal(weights[name], others[name])]
     left, right = a.optimizer.state_dict(), b.optimizer.state_dict()
     if left["param_groups"] != right["param_groups"] or left["state"].keys() != right["state"].keys():
         return [*found, "optimizer groups or keys"]
     for index, state in left["state"].items():
         other = right["state"][index]
-        found += [f"{key} of tensor {index}" for key, value in state.items() if not torch.equal(value, other[key])]
+        found += [f"{key} of tensor {index}" for key, value in state.items() if not equal(value, other[key])]
     return found

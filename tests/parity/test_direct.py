@@ -21,8 +21,8 @@ from lt_offload.plan.choices import Choices, Stay, TensorChoice, block_choices, 
 from lt_offload.plan.memory import device_bytes
 from lt_offload.plan.schedule import Plan
 from lt_offload.profile.types import OptionName, Profile
+from tests.gpu_model import Gpu
 from tests.parity.harness import Case, Result, batches, build, changed, differences, make_optimizer, plain, trained_on
-from tests.unit.execute.test_cuda import Gpu
 
 How = Callable[[int, tuple[int, ...], list[int]], list[int]]
 """Index of a tensor, its blocks, the steps that use it -> the steps that read it in host memory."""

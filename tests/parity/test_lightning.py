@@ -54,7 +54,7 @@ pytestmark = [
 @pytest.fixture
 def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run tasks as late as possible, overwrite freed memory and check the order of every access."""
-    monkeypatch.setattr(lifecycle, "open_device", lambda budget, _: EmulatedDevice(budget, "lazy", check=True))
+    monkeypatch.setattr(lifecycle, "open_device", lambda budget, *_, **__: EmulatedDevice(budget, "lazy", check=True))
 
 
 # -- one fit ----------------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as pl_callbacks
 from torch import Tensor, nn
 
+import lt_offload
 from lt_offload import limits
 from lt_offload.errors import UnsupportedError
 from lt_offload.limits import LIMITS, Run, check
@@ -178,8 +179,14 @@ def quantized() -> nn.Module:
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "compile": (lambda: torch.compile(nn.Linear(2, 2)), "torch.compile of OptimizedModule"),
-    "compiled part": (lambda: nn.Sequential(torch.compile(nn.Linear(2, 2))), "torch.compile of 0"),
+    "compile": (
+        lambda: torch.compile(nn.Linear(2, 2)),
+        "torch.compile of OptimizedModule, which is no block by itself",
+    ),
+    "compiled part": (
+        lambda: nn.Sequential(torch.compile(nn.Linear(2, 2))),
+        "torch.compile of 0, which is no block by itself",
+    ),
     "checkpointing": (checkpointing, "gradient checkpointing in model"),
     "hidden states": (
         lambda: collecting("output_hidden_states"),
@@ -202,15 +209,60 @@ def test_model_settings(name: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-def test_compiled_in_place() -> None:
-    model = nn.Sequential(nn.Linear(2, 2))
-    model[0].compile()
-    assert "torch.compile of 0" in message("model", Run(model=model))
+def test_compiled_blocks_pass() -> None:
+    model = models.build()
+    for layer in model.model.layers:
+        layer.compile()
+    check("model", Run(model=model))
+
+
+COMPILED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
+    "part of a block": (
+        lambda model: model.model.layers[1].mlp.compile(),
+        "model.layers.1.mlp, which is no block by itself",
+    ),
+    "more than blocks": (lambda model: model.model.compile(), "model, which is no block by itself"),
+    "all": (lambda model: model.compile(), "LlamaForCausalLM, which is no block by itself"),
+    "replaced": (
+        lambda model: setattr(model.model, "norm", torch.compile(model.model.norm)),
+        "model.norm, which is no block by itself",
+    ),
+    "CUDA graphs": (
+        lambda model: model.model.layers[0].compile(mode="reduce-overhead"),
+        "model.layers.0 with triton.cudagraphs",
+    ),
+    "autotuning": (
+        lambda model: model.model.layers[0].compile(mode="max-autotune-no-cudagraphs"),
+        "model.layers.0 with max_autotune",
+    ),
+    "other backend": (
+        lambda model: model.model.layers[0].compile(backend="cudagraphs"),
+        "model.layers.0 with a backend other than inductor",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_in_other_ways(name: str) -> None:
+    compile_it, setting = COMPILED[name]
+    model = models.build()
+    compile_it(model)
+    found = message("model", Run(model=model))
+    assert f"- torch.compile of {setting}: " in found
+    assert "layer.compile()" in found
 
 
 # -- optimizer --------------------------------------------------------------------------------------------------------
 
-FINE = [torch.optim.AdamW, torch.optim.Adam, torch.optim.SGD, torch.optim.Adafactor, torch.optim.RMSprop]
+FINE = [
+    lt_offload.AdamW,
+    torch.optim.AdamW,
+    torch.optim.Adam,
+    torch.optim.SGD,
+    torch.optim.Adafactor,
+    torch.optim.RMSprop,
+]
 
 
 @pytest.mark.parametrize("cls", FINE)

@@ -13,6 +13,7 @@ import pytest
 import lt_offload
 
 PUBLIC = [
+    "AdamW",
     "ConfigError",
     "InfeasibleError",
     "ModelError",

@@ -94,9 +94,57 @@ BATCH: dict[str, Any] = {
         ]
     },
 }
+LAUNCH = {
+    "figures": {
+        "blocks": 27,
+        "goal_s": 3e-4,
+        "plans": [
+            {
+                "name": "resident",
+                "own_per_block_step_s": 1.5e-4,
+                "thread_per_block_step_s": 2e-4,
+                "per_block_step_s": 2.5e-4,
+            }
+        ],
+    }
+}
+UPDATE = {
+    "figures": {
+        "cases": [
+            {
+                "name": "lt_offload",
+                "scheme": "fp32",
+                "threads": 2,
+                "bytes_per_s": 2.04e10,
+                "of_memory": 0.954,
+                "of_deepspeed": 1.041,
+            },
+            {
+                "name": "copy",
+                "scheme": "memory",
+                "threads": 2,
+                "bytes_per_s": 2e10,
+                "of_memory": None,
+                "of_deepspeed": None,
+            },
+        ]
+    }
+}
+PACKING = {
+    "figures": {
+        "cases": [
+            {"model": "llama2-7b", "dtype": "float32", "reason": "does not fit"},
+            {"model": "llama2-7b", "dtype": "float32", "waste": 0.01, "tensors": 90, "transfers": 30},
+            {"model": "llama2-7b", "dtype": "float32", "waste": 0.04, "tensors": 90, "transfers": 30},
+        ]
+    }
+}
 KINDS = {
     "compare": COMPARE,
     "bench-emulated": BENCH,
+    "bench-launch": LAUNCH,
+    "bench-update": UPDATE,
+    "bench-packing": PACKING,
     "smallest-budget": BUDGET,
     "bench-planner": PLANNER,
     "bench-batch": BATCH,
@@ -119,7 +167,11 @@ def test_tables_show_figures_with_machine_and_date(script: Any, results: Path) -
     assert "| Llama, streamed | 1.05 s | 1.05 | 1.60 | 94% | 50% |  | 1 GB |" in block
     assert "| `quickstart` | 400 MB | 390 MB | 2 GB | 20% |" in block
     assert "| llama2-7b, 40 layers | 100 GB | 11 GB | 4.5 s | 10 s | 2.1% | 1.50 |" in block
-    assert block.count("Some CPU, 2 cores, torch 2.11.0, 2025-01-31") == 5
+    assert "| resident, 27 blocks | 150 us | 200 us | 250 us | 300 us |" in block
+    assert "| lt_offload | fp32 | 2 | 20.4 GB/s | 95% | 1.04 |" in block
+    assert "| copy | memory | 2 | 20.0 GB/s |  |  |" in block
+    assert "| llama2-7b, float32 | 2 | 2.5% | 4.0% | 1 of 2 | 3.0 |" in block
+    assert block.count("Some CPU, 2 cores, torch 2.11.0, 2025-01-31") == len(KINDS)
     assert "| Llama-2-7B, 32 layers | 10 GB | 8 | 0.357 | 25.7 s | 3.5 | 4 |" in block
     for table in block.split("**")[2::2]:
         assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) == 1

@@ -55,6 +55,15 @@ def test_a_plan_is_explained_saved_drawn_and_traced(recipe: str, capsys: pytest.
     assert {"forward", "backward"} <= names
 
 
+def test_master_weights_are_planned_for(recipe: str) -> None:
+    flags = ["--model.dtype", "bfloat16", "--save", "plan.json"]
+    assert main(["plan", recipe, *CARD, *flags]) == 0
+    plain = Plan.load("plan.json")
+    assert main(["plan", recipe, *CARD, *flags, "--model.master_weights", "true"]) == 0
+    masters = Plan.load("plan.json")
+    assert sum(masters.state_bytes) == pytest.approx(3 * sum(plain.state_bytes), rel=0.1)  # 12 bytes per weight, not 4
+
+
 def test_a_plan_needs_no_report_to_be_quick(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", recipe, *CARD]) == 0
     assert "planning with" not in capsys.readouterr().err

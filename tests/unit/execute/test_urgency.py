@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 
 import pytest
 
 from lt_offload.errors import Race
 from lt_offload.execute.device import Cell
 from lt_offload.execute.emulated import EmulatedDevice
-from lt_offload.execute.lanes import Task, _next
+from lt_offload.execute.lanes import Task
+from lt_offload.execute.threads import choose
 
 
 def test_the_most_urgent_update_runs_first() -> None:
@@ -50,9 +50,10 @@ class Slow(Task):
 def test_what_is_there_goes_before_what_is_still_on_its_way() -> None:
     on_its_way = Slow("host", lambda: None, urgency=0)
     there = Task("host", lambda: None, urgency=5)
-    assert _next(deque([on_its_way, there])) is there
-    assert _next(deque([on_its_way])) is on_its_way
-    assert _next(deque([Task("host", lambda: None, after=[there])])) is None
+    assert choose([on_its_way, there]) is there
+    assert choose([on_its_way]) is on_its_way
+    assert choose([there, Task("host", lambda: None, urgency=4), on_its_way]).urgency == 4
+    assert choose([Slow("host", lambda: None, urgency=7), on_its_way]).urgency == 7
 
 
 @pytest.mark.parametrize("ordered", [True, False])

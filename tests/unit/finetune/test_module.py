@@ -8,6 +8,7 @@ import pytest
 import torch
 from lightning.pytorch import Trainer
 
+from lt_offload import AdamW, limits
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.data import FineTuneData
@@ -67,6 +68,16 @@ def test_training_lowers_the_held_out_loss_and_is_summed_up(folder: str, text: s
     assert module.training
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("lora", [None, LoraArgs(r=2)])
+def test_layers_are_compiled_one_by_one(folder: str, lora: LoraArgs | None) -> None:
+    module = FineTune(folder, compile_blocks=True, lora=lora)
+    module.configure_model()
+    compiled = [name for name, part in module.named_modules() if part._compiled_call_impl is not None]
+    assert [name.split("layers.")[1] for name in compiled] == ["0", "1"]
+    limits.check("model", limits.Run(model=module))
+
+
 def test_a_short_sanity_check_is_no_loss_before_training(folder: str, text: str) -> None:
     summary = RunSummary()
     trainer(1, summary, num_sanity_val_steps=1, limit_val_batches=2).fit(
@@ -124,6 +135,24 @@ def test_optimizers(name: Any) -> None:
     assert (weight < 1).all()
 
 
+def test_master_weights(folder: str, text: str) -> None:
+    module = FineTune(folder, dtype="bfloat16", master_weights=True, weight_decay=0.1, lr=1e-5, betas=(0.8, 0.9))
+    trainer(2).fit(module, datamodule=data(folder, text))
+    [optimizer] = module.trainer.optimizers
+    assert isinstance(optimizer, AdamW)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.0]
+    assert optimizer.param_groups[0]["betas"] == (0.8, 0.9)
+    for parameter in module.parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert torch.equal(parameter, optimizer.state[parameter]["master"].bfloat16())
+
+
+def test_adapters_are_float32_whatever_the_model() -> None:
+    """So that master weights would change nothing for them."""
+    model = add_lora(models.build("llama", dtype=torch.bfloat16), LoraArgs())
+    assert {p.dtype for p in model.parameters() if p.requires_grad} == {torch.float32}
+
+
 def test_schedules() -> None:
     cosine = lr_factor("cosine", warmup=4, total=14, floor=0.1)
     assert [cosine(step) for step in range(4)] == [0.2, 0.4, 0.6, 0.8]
@@ -170,7 +199,23 @@ def test_lora_of_layers_that_do_not_exist(folder: str) -> None:
 
 @pytest.mark.parametrize(
     ("settings", "message"),
-    [({"lr": 0.0}, "model.lr=0.0 is not positive"), ({"lora": LoraArgs(r=0)}, "model.lora.r=0 is too small")],
+    [
+        ({"lr": 0.0}, "model.lr=0.0 is not positive"),
+        ({"lora": LoraArgs(r=0)}, "model.lora.r=0 is too small"),
+        (
+            {"master_weights": True},
+            r"model\.master_weights=true changes nothing with model\.dtype=float32; set it to false, or set "
+            r"model\.dtype=bfloat16",
+        ),
+        (
+            {"master_weights": True, "dtype": "bfloat16", "lora": LoraArgs()},
+            r"model\.master_weights=true changes nothing with model\.lora, whose adapters are float32",
+        ),
+        (
+            {"master_weights": True, "dtype": "bfloat16", "optimizer": "sgd"},
+            r"model\.master_weights=true is not offered with model\.optimizer=sgd; use adamw",
+        ),
+    ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):

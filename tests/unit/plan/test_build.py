@@ -50,9 +50,9 @@ def test_all_resident_has_computations_and_updates_only() -> None:
     ]
     assert [(entry.payload, entry.tensor, entry.offset) for entry in plan.initial] == [
         ("weight", 0, 0),
-        ("state", 0, 1024),
-        ("weight", 1, 3072),
-    ]
+        ("state", 0, 2048),
+        ("weight", 1, 1024),
+    ], "the weights lie side by side, and so do the states"
     assert plan.update_places == ("device", "none")
     assert plan.arena_bytes == 4096
     assert check(plan, profile) == []
@@ -330,3 +330,26 @@ def test_streaming_everything(host_update: bool, lead: int, seed: int) -> None:
     if lead == 0 and host_update:
         largest = max(sum(t.bytes for t in profile.tensors if b in t.blocks) for b in range(len(profile.blocks)))
         assert plan.arena_bytes <= largest * 1.01, "no more than one block is on the device"
+
+
+def test_notes_say_what_every_plan_takes() -> None:
+    profile = replace(small_profile(2), slack_bytes=3000)
+    note = "taken by every plan: 50 B before the first tensor, 20 B for what all blocks share, 3 kB for the allocator's"
+    assert any(found.startswith(note) for found in built(resident(profile), profile).notes)
+    free = replace(profile, slack_bytes=0, shared_bytes=0, hardware=replace(profile.hardware, context_bytes=0))
+    assert not any("taken by every plan" in found for found in built(resident(free), free).notes)
+
+
+@pytest.mark.parametrize("seed", range(15))
+def test_prefetches_of_a_step_are_queued_in_the_order_of_need(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    profile = random_profile(rng, KINDS[seed % len(KINDS)])
+    plan = built(discretise(random_solution(rng, profile), profile, random_slack(rng)), profile)
+    needs: dict[int, list[int]] = {}
+    for op in plan.ops:
+        if op.kind in ("forward", "backward", "update"):
+            for other in op.after:
+                needs.setdefault(other, []).append((op.step - plan.ops[other].step) % plan.steps)
+    for step in range(plan.steps):
+        waits = [min(needs[op.id]) for op in plan.ops if op.step == step and op.kind == "prefetch" and op.id in needs]
+        assert waits == sorted(waits)

@@ -20,6 +20,7 @@ from lt_offload.plan.baselines import resident_choices, smallest
 from lt_offload.plan.offmate import OffmateConfig
 from lt_offload.plan.offmate_config import allowed_options
 from lt_offload.profile.types import Profile
+from lt_offload.units import format_bytes
 
 LLAMA = llama7b_b4(4)
 KINDS = ("plain", "tied", "half", "lora", "frozen start")
@@ -107,6 +108,19 @@ def test_ram_is_kept(host_memory: str) -> None:
     assert states_and_weights > 12 * GB
     plan = solve(profile, memory="10GB", host_memory=host_memory)
     assert check(plan, profile) == []
+
+
+def test_what_cannot_be_pinned_is_said() -> None:
+    profile = small_profile(2)
+    plenty = solve(profile, time_limit=5)
+    assert not any("pinned" in note for note in plenty.notes)
+    needed = plenty.predicted.host_peak_bytes
+    short = replace(profile, hardware=replace(profile.hardware, pinnable_bytes=needed - 1000))
+    (note,) = [note for note in solve(short, time_limit=5).notes if "pinned" in note]
+    assert note == (
+        f"only {format_bytes(needed - 1000)} of RAM may be pinned of the {format_bytes(needed)} that are needed: "
+        "copies of the other 1 kB are slower than predicted"
+    )
 
 
 def test_switches_are_honoured() -> None:

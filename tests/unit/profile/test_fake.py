@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
+import lt_offload
 from lt_offload.errors import ConfigError
 from lt_offload.profile.fake import load_model_config, profile_config
 from lt_offload.profile.hardware import load_hardware
@@ -142,6 +143,13 @@ def test_optimizers(optimizer: Any, ratio: float | None) -> None:
     expected = ratio * embedding.bytes if ratio is not None else 4 * sum(embedding.shape)
     assert embedding.state_bytes == expected
     assert found.optimizer.device_bytes_per_s > found.optimizer.host_bytes_per_s > 0
+
+
+def test_masters_of_bfloat16_weights() -> None:
+    found = fake("smollm2-135m", dtype="bfloat16", optimizer=lt_offload.AdamW)
+    assert all(tensor.state_bytes == 6 * tensor.bytes for tensor in found.tensors)
+    plain = fake("smollm2-135m", dtype="bfloat16")
+    assert found.optimizer.host_bytes_per_s == pytest.approx(plain.optimizer.host_bytes_per_s / 2, rel=0.01)
 
 
 @pytest.mark.parametrize(

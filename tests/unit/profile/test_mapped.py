@@ -1,6 +1,7 @@
 """Host memory as a CUDA tensor, without CUDA: what is asked of driver and torch, and what becomes of the answers."""
 
 import ctypes
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -112,6 +113,55 @@ def fail(host):
 )
 def test_memory_that_they_do_not_share_is_refused(view_of, reason):
     assert mapped.refusal(view_of, probe(), lambda: None) == reason
+
+
+def shared(host):
+    return host.view_as(host)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_that_integers_pass_and_other_types_do_not_is_refused(dtype):
+    def view_of(host):
+        return host.clone() if host.dtype is dtype else shared(host)
+
+    reason = mapped.refusal(view_of, probe(), lambda: None)
+    assert reason == f"what is copied there does not arrive ({str(dtype).removeprefix('torch.')})"
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [("embedding", "an embedding"), ("layer_norm", "a layer norm"), ("rms_norm", "an RMS norm")],
+)
+def test_a_kernel_that_reads_something_else_is_named(monkeypatch, function, name):
+    real, calls = getattr(mapped.F, function), []
+
+    def wrong(*args):
+        calls.append(1)
+        return real(*args) + len(calls)
+
+    monkeypatch.setattr(mapped.F, function, wrong)
+    reason = mapped.refusal(shared, probe(), lambda: None)
+    assert reason == f"{name} reads something else there than the host has written (float32)"
+
+
+def test_speeds_are_those_of_the_memory(monkeypatch):
+    @contextmanager
+    def locked(host):
+        yield host
+
+    monkeypatch.setattr(mapped, "locked", locked)
+    monkeypatch.setattr(mapped, "_SPEED_BYTES", 1 << 16)
+    waited = []
+    speeds = mapped.measure_speeds(torch.device("cpu"), lambda: waited.append(1), shared)
+    assert min(speeds.copy_in, speeds.read, speeds.write) > 0
+    assert len(waited) == 3 * 4 * 2
+
+
+def test_slow_reads_are_no_use():
+    assert mapped.Speeds(copy_in=40e9, read=20e9, write=1e9).too_slow == ""
+    assert mapped.Speeds(copy_in=40e9, read=19e9, write=40e9).too_slow == (
+        "kernels read it at 19 GB/s, less than 50% of the 40 GB/s of copies"
+    )
 
 
 class Cudart:

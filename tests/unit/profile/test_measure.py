@@ -343,3 +343,21 @@ def test_the_package_is_the_function() -> None:
     found = lt_offload.profile(model, models.batch(model), optimizer=torch.optim.SGD)
     assert found.hardware.name == "emulated" if not torch.cuda.is_available() else found.hardware.name
     assert found.optimizer.name == "SGD"
+
+
+@pytest.mark.parametrize(("pinnable", "expected"), [(1000, "all"), (300, 300)])
+def test_what_the_model_takes_of_the_ram_is_there_for_the_plan(
+    monkeypatch: pytest.MonkeyPatch, pinnable: int, expected: int | str
+) -> None:
+    machine = replace(load_hardware("rtx-3060"), host_bytes=1000, pinnable_bytes=pinnable)
+    monkeypatch.setattr("lt_offload.profile.measure.measure_hardware", lambda *_, **__: machine)
+    model = models.build("llama")
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(**models.batch(model)).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    found = lt_offload.profile(model, models.batch(model), optimizer=optimizer).hardware
+    taken = 2 * sum(p.nbytes for p in model.parameters())  # weights and momenta
+    assert found.host_bytes == 1000 + taken
+    assert found.pinnable_bytes == (1000 + taken if expected == "all" else expected)
+    assert lt_offload.profile(model, models.batch(model), optimizer=optimizer, hardware=machine).hardware == machine

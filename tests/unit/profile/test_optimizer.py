@@ -1,3 +1,5 @@
+import os
+import threading
 from typing import Any
 
 import pytest
@@ -5,9 +7,18 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
+import lt_offload
 from lt_offload.errors import ConfigError
+from lt_offload.profile import optimizer as module
 from lt_offload.profile.hardware import load_hardware
-from lt_offload.profile.optimizer import StateSizes, build_optimizer, estimate_optimizer, measure_optimizer
+from lt_offload.profile.numa import Place
+from lt_offload.profile.optimizer import (
+    StateSizes,
+    build_optimizer,
+    estimate_optimizer,
+    measure_optimizer,
+    thread_counts,
+)
 
 CPU = torch.device("cpu")
 
@@ -31,6 +42,7 @@ def real_bytes(optimizer: Optimizer, parameter: nn.Parameter) -> int:
         (AdamW, {"fused": True}),
         (AdamW, {"foreach": True}),
         (AdamW, {"amsgrad": True}),
+        (lt_offload.AdamW, {}),
         (Adam, {"lr": torch.tensor(1e-3)}),
         (SGD, {}),
         (SGD, {"momentum": 0.9, "fused": True}),
@@ -123,6 +135,82 @@ def test_estimates_count_what_an_update_moves() -> None:
     assert loop.device_bytes_per_s == pytest.approx(16.6e9, rel=0.1)
     assert estimate_optimizer(Adafactor(parameters()), machine).host_bytes_per_s > 0
     assert estimate_optimizer(torch.optim.Adagrad(parameters()), machine).host_bytes_per_s > 0
+
+
+def test_masters_are_counted_and_cost_what_they_move() -> None:
+    low = parameters(torch.bfloat16)
+    optimizer = lt_offload.AdamW(low)
+    assert StateSizes(optimizer).of(low[0]) == 3 * 4 * low[0].numel()
+    machine = load_hardware("rtx-3060")
+    estimate = estimate_optimizer(optimizer, machine)
+    # weight and gradient of 2 bytes, master and moments of 4 bytes, each read and written
+    assert machine.host_memory_bytes_per_s / estimate.host_bytes_per_s == pytest.approx(32 / 2, rel=0.01)
+    assert estimate.scratch_ratio == 0
+    assert measure_optimizer(optimizer, CPU).host_bytes_per_s > 0
+    assert not optimizer.state
+
+
+def test_updates_on_the_host_are_measured_beyond_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [nn.Parameter(torch.zeros(64, 100)) for _ in range(7)]
+    optimizer = AdamW(found, fused=True)
+    assert module._host_stand_in(optimizer, module._largest(optimizer)).nbytes == 7 * 64 * 100 * 4
+    monkeypatch.setattr(module, "_HOST_ELEMENTS", 20_000)
+    assert module._host_stand_in(optimizer, module._largest(optimizer)).nbytes == 3 * 64 * 100 * 4
+    monkeypatch.setattr(module, "available_host_bytes", lambda: 0)
+    assert module._host_stand_in(optimizer, module._largest(optimizer)).nbytes == 64 * 100 * 4
+
+
+def test_numbers_of_threads() -> None:
+    assert thread_counts(15) == [1, 2, 4, 8, 15]
+    assert thread_counts(8) == [1, 2, 4, 8]
+    assert thread_counts(1) == thread_counts(0) == [1]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "chosen"),
+    [({1: 1.0, 2: 2.0, 4: 2.1, 7: 2.02}, 4), ({1: 5.0, 2: 5.1, 4: 4.9, 7: 3.0}, 1), ({1: 1, 2: 2, 4: 4, 7: 7}, 7)],
+)
+def test_the_fewest_threads_that_are_fast_enough(
+    speeds: dict[int, float], chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[tuple[int, int]] = []
+
+    def speed(stand_in: Any, device: torch.device) -> float:
+        stand_in.step()
+        tensors = [*stand_in.parameters, *(v for v in stand_in.state.values() if v.numel() > 1)]
+        assert all(t.data_ptr() % 4096 == 0 for t in tensors), "not in pages of its own"
+        measured.append((torch.get_num_threads(), threading.get_ident()))
+        return speeds[torch.get_num_threads()]
+
+    monkeypatch.setattr(module, "_speed", speed)
+    before = torch.get_num_threads()
+    optimizer = AdamW(parameters(), fused=True)
+    place = Place(cores=frozenset(os.sched_getaffinity(0)))
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(range(8)))
+    sample = module._largest(optimizer)
+    assert module._fastest(optimizer, sample, Place()) == (chosen, speeds[chosen])
+    assert [threads for threads, _ in measured] == [1, 2, 4, 7]
+    assert threading.get_ident() not in {thread for _, thread in measured}
+    assert torch.get_num_threads() == before
+    measured.clear()
+    module._fastest(optimizer, sample, place)
+    assert [threads for threads, _ in measured] == thread_counts(len(place.cores) - 1)
+
+
+def test_an_error_of_the_measurement_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> float:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(module, "_speed", fail)
+    optimizer = AdamW(parameters())
+    before = torch.get_num_threads()
+    with pytest.raises(MemoryError, match="no room"):
+        module._fastest(optimizer, module._largest(optimizer), Place())
+    assert torch.get_num_threads() == before
+
+
+def test_the_emulated_device_keeps_the_threads_of_torch() -> None:
+    assert measure_optimizer(SGD(parameters(), lr=0.1), CPU).host_threads == 0
 
 
 def test_build() -> None:

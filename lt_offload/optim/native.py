@@ -1,0 +1,256 @@
+"""AdamW by a kernel of our own for the host: one pass over memory, whatever the dtype of the weights.
+
+The kernel is compiled for this processor when it is first needed, which takes a compiler and a few seconds once, and
+kept in the user's cache. It is used only if it gives the very numbers of torch's own kernel here; where it does not, or
+cannot be built, the log says why and updates take the way of :mod:`lt_offload.optim.plain`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lt_offload.optim import plain
+from lt_offload.optim.entries import Entry, Options, converted, tail
+
+_log = logging.getLogger(__name__)
+
+_SOURCE = Path(__file__).with_name("adamw.cpp")
+_FLAGS = (
+    *("-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared"),
+    *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
+)
+_BUILD_SECONDS = 120
+_UNIT = 16
+"""Elements in a cache line of fp32: torch's kernel rounds what is left over after the last whole one in another way."""
+_SAMPLE = 1 << 12
+
+
+class _Options(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_float) for name in ("keep", "weight1", "beta2", "weight2", "eps", "scale")]
+
+
+class _Step(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_float) for name in ("negative_size", "correction")]
+
+
+class _Arrays(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_void_p) for name in ("low", "grad", "weight", "exp_avg", "exp_avg_sq")]
+
+
+class Kernel:
+    """The compiled kernel.
+
+    Args:
+        library: its file.
+    """
+
+    def __init__(self, library: Path) -> None:
+        self._run = ctypes.CDLL(str(library)).lt_offload_adamw  # lets go of the interpreter lock while it runs
+        self._run.restype = None
+        self._run.argtypes = [ctypes.c_int64, *[ctypes.c_void_p] * 4, ctypes.c_int]
+
+    @staticmethod
+    def takes(entry: Entry) -> bool:
+        """Return whether the kernel is for tensors of this kind."""
+        param, grad, master, exp_avg, exp_avg_sq, _ = entry
+        dtype = torch.float32 if master is None else torch.bfloat16
+        return (
+            type(exp_avg) is Tensor  # fake tensors have no memory
+            and param.is_cpu
+            and param.dtype is grad.dtype is dtype
+            and exp_avg.dtype is exp_avg_sq.dtype is torch.float32
+            and param.is_contiguous()
+            and grad.is_contiguous()
+            and exp_avg.is_contiguous()
+            and exp_avg_sq.is_contiguous()
+            and (master is None or (master.dtype is torch.float32 and master.is_contiguous()))
+        )
+
+    def update(self, entries: Sequence[Entry], options: Options) -> None:
+        """Update ``entries``, all of which it takes, in place; gradients stay as they are."""
+        plain.update([tail(entry, _UNIT) for entry in entries if entry.param.numel() % _UNIT], options)
+        whole = [entry for entry in entries if entry.param.numel() >= _UNIT]
+        count = len(whole)
+        sizes = (ctypes.c_int64 * count)(*(entry.param.numel() // _UNIT * _UNIT for entry in whole))
+        arrays = (_Arrays * count)(*map(_addresses, whole))
+        steps = (_Step * count)(*(_Step(-options.size(entry.step), options.correction(entry.step)) for entry in whole))
+        common = _Options(
+            keep=1 - float(options.lr) * options.weight_decay,
+            weight1=1 - options.beta1,
+            beta2=options.beta2,
+            weight2=1 - options.beta2,
+            eps=options.eps,
+            scale=(-1 if options.maximize else 1) * float(options.grad_scale),
+        )
+        self._run(count, sizes, arrays, steps, ctypes.byref(common), torch.get_num_threads())
+
+
+def _addresses(entry: Entry) -> _Arrays:
+    low, weight = (None, entry.param) if entry.master is None else (entry.param.data_ptr(), entry.master)
+    return _Arrays(low, entry.grad.data_ptr(), weight.data_ptr(), entry.exp_avg.data_ptr(), entry.exp_avg_sq.data_ptr())
+
+
+def update(entries: Sequence[Entry], options: Options) -> list[Entry]:
+    """Update the entries that there is a kernel for, and return the others."""
+    full: list[Entry] = []
+    low: list[Entry] = []
+    rest: list[Entry] = []
+    for entry in entries:
+        (rest if not Kernel.takes(entry) else full if entry.master is None else low).append(entry)
+    if not (full or low) or kernel() is None:
+        return list(entries)
+    for alike in (full, low):
+        if alike:
+            params, grads, masters, exp_avgs, exp_avg_sqs, steps = map(list, zip(*alike, strict=True))
+            torch.ops.lt_offload.adamw_(
+                params,
+                grads,
+                [] if alike is full else masters,
+                exp_avgs,
+                exp_avg_sqs,
+                steps,
+                float(options.lr),
+                options.beta1,
+                options.beta2,
+                options.eps,
+                options.weight_decay,
+                options.maximize,
+                float(options.grad_scale),
+            )
+            torch.autograd.graph.increment_version(params)
+    return rest
+
+
+# An operation of torch's, so that whoever watches what runs (profilers, counters of memory traffic) sees this too.
+_library = torch.library.Library("lt_offload", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define(  # type: ignore[no-untyped-call]
+    "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] masters, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs,"
+    " float[] steps, float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize,"
+    " float grad_scale) -> ()"
+)
+
+
+def _adamw(
+    params: list[Tensor],
+    grads: list[Tensor],
+    masters: list[Tensor],
+    exp_avgs: list[Tensor],
+    exp_avg_sqs: list[Tensor],
+    steps: list[float],
+    *options: Any,
+) -> None:
+    names = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "grad_scale")
+    masters_or_none: Sequence[Tensor | None] = masters or [None] * len(params)
+    rows = zip(params, grads, masters_or_none, exp_avgs, exp_avg_sqs, steps, strict=True)
+    found = kernel()
+    assert found is not None
+    found.update([Entry(*row) for row in rows], Options(**dict(zip(names, options, strict=True))))
+
+
+_library.impl("adamw_", _adamw, "CPU")  # type: ignore[no-untyped-call]
+
+
+@functools.cache
+def kernel() -> Kernel | None:
+    """Return the kernel, None if there is none on this machine; the log says why, once."""
+    try:
+        found = Kernel(build())
+    except (OSError, subprocess.SubprocessError) as error:
+        reason = _reason(error)
+    else:
+        if agrees(found):
+            return found
+        reason = "its numbers are not those of torch's kernel on this processor"
+    _log.warning("AdamW of bfloat16 weights is slower than it could be on the host: no compiled kernel, as %s", reason)
+    return None
+
+
+def _reason(error: Exception) -> str:
+    output = getattr(error, "stderr", None)
+    lines = [line for line in (output or "").splitlines() if "error" in line]
+    return lines[0].strip() if lines else str(error)
+
+
+def build(folder: Path | None = None, source: Path | None = None) -> Path:
+    """Compile the kernel unless that has been done before, and return its file.
+
+    Args:
+        folder: where to keep it; None: the user's cache.
+        source: another kernel to compile in the same way; None: AdamW.
+
+    Raises:
+        OSError, subprocess.SubprocessError: if there is no compiler, or it fails.
+    """
+    compiler = os.environ.get("CXX") or next(filter(None, map(shutil.which, ("g++", "clang++", "c++"))), None)
+    if compiler is None:
+        raise FileNotFoundError("there is no C++ compiler here (install g++)")
+    source = source or _SOURCE
+    folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lt_offload" / "kernels"
+    library = folder / f"{source.stem}-{_identity(compiler, source)}.so"
+    if library.is_file():
+        return library
+    began = time.perf_counter()
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        partial = Path(scratch) / library.name
+        command = [*compiler.split(), *_FLAGS, str(source), "-o", str(partial)]
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_SECONDS)
+        partial.replace(library)  # whole or not at all, whoever else is building it
+    _log.info("compiled %s in %.1f s: %s", source.name, time.perf_counter() - began, library)
+    return library
+
+
+def _identity(compiler: str, source: Path) -> str:
+    """Return what distinguishes libraries: a home folder may serve machines with different processors."""
+    version = subprocess.run([*compiler.split(), "--version"], check=True, capture_output=True, timeout=_BUILD_SECONDS)
+    processor = [platform.machine(), platform.processor()]
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        processor += sorted(
+            {line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))}
+        )
+    except OSError:
+        pass
+    parts = [source.read_bytes(), " ".join(_FLAGS).encode(), version.stdout, "\n".join(processor).encode()]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def agrees(found: Kernel) -> bool:
+    """Return whether ``found`` rounds as torch's kernel does on this processor, tried on random numbers."""
+    generator = torch.Generator().manual_seed(0)
+    for dtype in (torch.float32, torch.bfloat16):
+        for beta1, step in ((0.9, 1.0), (0.25, 7.0)):
+            options = Options(lr=1e-2, beta1=beta1, beta2=0.99, eps=1e-8, weight_decay=0.1, grad_scale=0.3)
+            left = _sample(dtype, step, generator)
+            right = converted(left, Tensor.clone)
+            found.update([left], options)
+            plain.update([right], options)
+            for a, b in zip(left[:-1], right[:-1], strict=True):
+                if a is not None and b is not None and not torch.equal(a, b):
+                    return False
+    return True
+
+
+def _sample(dtype: torch.dtype, step: float, generator: torch.Generator) -> Entry:
+    def numbers() -> Tensor:
+        """Numbers of many magnitudes."""
+        return torch.randn(_SAMPLE, generator=generator) * torch.randn(_SAMPLE, generator=generator).mul_(3).exp_()
+
+    param, grad = numbers().to(dtype), numbers().to(dtype)
+    master = None if dtype == torch.float32 else numbers()
+    return Entry(param, grad, master, numbers(), numbers().abs_(), step)

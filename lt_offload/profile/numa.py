@@ -1,0 +1,95 @@
+"""The memory node that a GPU hangs on, and threads bound to its cores. Knows sysfs, not what the threads do.
+
+The system takes a page from the node of the core that touches it first, and from another node when that one is full.
+So memory is placed by touching it from bound threads: unlike policies (mbind), containers allow that.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SYSFS = Path("/sys")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where threads should run that touch memory a GPU copies from and to."""
+
+    cores: frozenset[int] = frozenset()
+    """Empty: there is nothing to choose, and binding does nothing."""
+    about: str = ""
+    """For people."""
+
+    def bind(self) -> None:
+        """Keep the calling thread, and those it will start, on ``cores``; without permission nothing happens."""
+        if self.cores:
+            with suppress(OSError):
+                os.sched_setaffinity(0, self.cores)
+
+    def run(self, work: Callable[[], object]) -> None:
+        """Call ``work`` on ``cores``, and let torch's threads for it be there too."""
+        if not self.cores:
+            work()
+            return
+
+        def task() -> None:
+            self.bind()  # torch's threads are children of this one
+            work()
+
+        # Not this thread: it has had its share of torch's threads already, and they are anywhere.
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(task).result()
+
+
+def place_of(device: torch.device, root: Path = SYSFS) -> Place:
+    """Return the place of memory for ``device``; nothing can be chosen for the CPU."""
+    if device.type != "cuda":
+        return Place(about="no GPU")
+    found: Any = torch.cuda.get_device_properties(device)
+    try:
+        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+    except AttributeError:  # an older torch
+        address = "?"
+    return place_near(address, root, allowed=_allowed())
+
+
+def place_near(address: str, root: Path, *, allowed: frozenset[int]) -> Place:
+    """Return the place near the PCI device at ``address``, among the ``allowed`` cores."""
+    nodes = {path: _cores(path / "cpulist") for path in sorted((root / "devices/system/node").glob("node[0-9]*"))}
+    if len(nodes) < 2:
+        return Place(about="one node" if nodes else "unknown: the system does not say")
+    try:
+        number = int((root / "bus/pci/devices" / address / "numa_node").read_text())
+    except (OSError, ValueError):
+        number = -1
+    if number < 0:
+        return Place(about=f"unknown: the system does not say which of {len(nodes)}")
+    cores = nodes.get(root / "devices/system/node" / f"node{number}", frozenset()) & allowed
+    if not cores:
+        return Place(about=f"node {number} of {len(nodes)}, but this process may use none of its cores")
+    return Place(cores=cores, about=f"node {number} of {len(nodes)}, {len(cores)} of {len(allowed)} cores")
+
+
+def _allowed() -> frozenset[int]:
+    """Return the cores that this process may use."""
+    return frozenset(os.sched_getaffinity(os.getpid()))
+
+
+def _cores(path: Path) -> frozenset[int]:
+    """Return the numbers in a list such as ``0-3,8``; none if it cannot be read."""
+    found: set[int] = set()
+    try:
+        for part in path.read_text().strip().split(","):
+            first, _, last = part.partition("-")
+            found.update(range(int(first), int(last or first) + 1))
+    except (OSError, ValueError):
+        return frozenset()
+    return frozenset(found)

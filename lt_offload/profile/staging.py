@@ -1,0 +1,132 @@
+"""Copies between the GPU and host memory that is not page-locked, through a few buffers that are. Knows no lanes.
+
+The driver copies such memory piece by piece as well, but makes the calling thread wait for the whole of it, in both
+directions one after the other. Here each direction has a ring of buffers: while one is on the link, the processor fills
+or empties the next. The processor's copies are torch's, on as many threads as the calling thread may use.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+BUFFERS = 3
+"""Per direction: one is on the link, one is being filled or emptied, one waits."""
+BUFFER_BYTES = 4 << 20
+"""Large enough for a link, small enough for the processor's cache."""
+STAGING_BYTES = 2 * BUFFERS * BUFFER_BYTES
+
+
+class _Buffer:
+    """Page-locked memory that one copy at a time may use."""
+
+    def __init__(self, memory: Tensor, event: Any) -> None:
+        self.memory = memory
+        self._event = event
+        self._used = False
+
+    def record(self, stream: Any) -> None:
+        """The buffer is in use until ``stream`` has done what it was given so far."""
+        self._event.record(stream)
+        self._used = True
+
+    def wait(self) -> None:
+        """Block until nothing uses the buffer."""
+        if self._used:
+            self._event.synchronize()
+            self._used = False
+
+
+class Staging:
+    """Copies of contiguous tensors of equal dtype; others, and all if there are no buffers, go the driver's slow way.
+
+    The calling thread blocks while the processor copies. Several threads may call, one at a time per direction.
+
+    Args:
+        memory: page-locked bytes, at best ``STAGING_BYTES``; None if not even those could be locked.
+        event: returns a new event, with ``record(stream)`` and ``synchronize()``.
+        use: within the context it returns, the calling thread launches to a stream.
+        copy: issues a copy ``(target, source)`` to the stream that the calling thread launches to.
+    """
+
+    def __init__(
+        self,
+        memory: Tensor | None,
+        *,
+        event: Callable[[], Any],
+        use: Callable[[Any], AbstractContextManager[Any]],
+        copy: Callable[[Tensor, Tensor], object],
+    ) -> None:
+        self._event = event
+        self._use = use
+        self._copy = copy
+        parts = () if memory is None else memory.chunk(2 * BUFFERS)
+        buffers = [_Buffer(part, event()) for part in parts]
+        self._down, self._up = deque(buffers[0::2]), deque(buffers[1::2])
+        self._down_lock, self._up_lock = threading.Lock(), threading.Lock()
+
+    def to_device(self, target: Tensor, source: Tensor, stream: Any) -> None:
+        """Copy ``source`` (host) to ``target``: all of it has been read, and the last piece been issued, on return."""
+        with self._down_lock, self._use(stream):
+            if not self._down or not _plain(target, source):
+                self._slowly(target, source, stream)
+                return
+            for to, piece in zip(_pieces(target, self._down), _pieces(source, self._down), strict=True):
+                buffer = _next(self._down)
+                part = buffer.memory[: piece.numel()]
+                part.copy_(piece)
+                self._copy(to, part)
+                buffer.record(stream)
+
+    def to_host(self, target: Tensor, source: Tensor, stream: Any) -> None:
+        """Copy ``source`` to ``target`` (host), which holds everything on return."""
+        with self._up_lock, self._use(stream):
+            if not self._up or not _plain(target, source):
+                self._slowly(target, source, stream)
+                return
+            coming: deque[tuple[_Buffer, Tensor]] = deque()
+            for to, piece in zip(_pieces(target, self._up), _pieces(source, self._up), strict=True):
+                if len(coming) == len(self._up):
+                    _arrive(*coming.popleft())
+                buffer = _next(self._up)
+                self._copy(buffer.memory[: piece.numel()], piece)
+                buffer.record(stream)
+                coming.append((buffer, to))
+            for buffer, to in coming:
+                _arrive(buffer, to)
+
+    def _slowly(self, target: Tensor, source: Tensor, stream: Any) -> None:
+        self._copy(target, source)
+        over = self._event()
+        over.record(stream)
+        over.synchronize()
+
+
+def _plain(target: Tensor, source: Tensor) -> bool:
+    """Return whether the copy is one of bytes in order."""
+    return target.dtype is source.dtype and target.is_contiguous() and source.is_contiguous()
+
+
+def _pieces(tensor: Tensor, ring: deque[_Buffer]) -> tuple[Tensor, ...]:
+    """Return the bytes of ``tensor`` in parts that fit into a buffer of ``ring``."""
+    return torch.split(tensor.view(-1).view(torch.uint8), ring[0].memory.numel()) if tensor.numel() else ()
+
+
+def _next(ring: deque[_Buffer]) -> _Buffer:
+    """Return the buffer of ``ring`` that was used longest ago, as soon as it is free."""
+    buffer = ring[0]
+    ring.rotate(-1)
+    buffer.wait()
+    return buffer
+
+
+def _arrive(buffer: _Buffer, target: Tensor) -> None:
+    """Empty ``buffer`` into ``target`` once its bytes are there."""
+    buffer.wait()
+    target.copy_(buffer.memory[: target.numel()])

@@ -1,0 +1,144 @@
+"""The bench's measured process: one contender, one workload. Started by bench.py; its answer is a dict of figures."""
+
+from __future__ import annotations
+
+import importlib
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench_workloads import Workload
+from common import machine, serve_child, versions
+
+WARM_UP = 2
+"""Steps that are not timed: the first allocates, and offloaded updates of the first end in the second."""
+
+OTHERS = ("deepspeed", "torchao", "bitsandbytes")
+"""Packages of the other systems."""
+
+
+def measure_machine(device: str) -> dict[str, Any]:
+    """Return what the machine is and how fast it copies and updates."""
+    import torch
+
+    from lt_offload.profile.hardware import measure_hardware
+    from lt_offload.profile.optimizer import measure_optimizer
+
+    place = torch.device(device)
+    hardware = measure_hardware(place)
+    speeds = {}
+    for dtype in ("float32", "bfloat16"):
+        sample = torch.nn.Parameter(torch.zeros(4096, 1024, dtype=getattr(torch, dtype)))
+        found = measure_optimizer(torch.optim.AdamW([sample], fused=True), place)
+        speeds[dtype] = {"host_bytes_per_s": found.host_bytes_per_s, "device_bytes_per_s": found.device_bytes_per_s}
+    return {
+        "machine": machine(),
+        "versions": versions(*OTHERS),
+        "device_bytes": hardware.device_bytes,
+        "link": {
+            "h2d_bytes_per_s": hardware.h2d_bytes_per_s,
+            "d2h_bytes_per_s": hardware.d2h_bytes_per_s,
+            "how": f"both directions at once; {hardware.source}",
+        },
+        "update": speeds,
+    }
+
+
+def train(workload: dict[str, Any], module: str, folder: str, progress: str, steps: int, **case: Any) -> dict[str, Any]:
+    """Train for ``steps`` timed steps and return the figures, or why there are none."""
+    import torch
+    from contenders.case import Case
+
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    torch.manual_seed(0)
+    made = Case(
+        workload=Workload(**workload),
+        folder=Path(folder),
+        progress=Path(progress),
+        steps=WARM_UP + steps,
+        **case,
+    )
+    made.say("starting")
+    try:
+        figures = _train(made, module)
+    except Exception as error:  # every failure is a row
+        import traceback
+
+        traceback.print_exc()
+        return {"status": status_of(error), "message": first_line(error)}
+    return {"status": "ok", **figures}
+
+
+def _train(case: Any, module: str) -> dict[str, Any]:
+    import torch
+    from contenders.case import finite, real_tokens
+
+    batches = case.batches()
+    with importlib.import_module(f"contenders.{module}").training(case) as training:
+        losses, stamps = [], []
+        for index, batch in enumerate(batches):
+            if index < WARM_UP:
+                case.say(f"step {index + 1}")
+            elif index == WARM_UP:
+                case.synchronize()
+                case.say("timed steps")
+                began = time.perf_counter()
+            losses.append(training.step(batch))
+            stamps.append(time.perf_counter())
+        case.synchronize()
+        seconds = time.perf_counter() - began
+        values = finite(float(loss) for loss in losses)
+        figures = training.figures()
+    timed = len(batches) - WARM_UP
+    step_s = seconds / timed
+    cuda = case.device == "cuda"
+    return figures | {
+        "step_s": step_s,
+        "returned_s": [b - a for a, b in zip(stamps[WARM_UP - 1 :], stamps[WARM_UP:], strict=False)],
+        "tokens": real_tokens(batches[WARM_UP:]) // timed,
+        "tokens_per_s": real_tokens(batches[WARM_UP:]) / seconds,
+        "losses": values,
+        "loss": values[-1],
+        "steps": len(batches),
+        "allocator_peak_bytes": torch.cuda.max_memory_reserved() if cuda else None,
+        "notes": list(training.notes),
+    }
+
+
+def status_of(error: BaseException) -> str:
+    """Return what kind of failure ``error`` is."""
+    import torch
+    from contenders.case import Unsupported
+
+    from lt_offload import InfeasibleError, OverBudget, UnsupportedError
+
+    text = str(error).lower()
+    kinds: Sequence[tuple[type[BaseException] | tuple[type[BaseException], ...], str]] = (
+        (InfeasibleError, "infeasible"),
+        ((UnsupportedError, Unsupported), "unsupported"),
+        ((OverBudget, torch.OutOfMemoryError), "out of memory"),
+        (MemoryError, "out of host memory"),
+    )
+    for kind, status in kinds:
+        if isinstance(error, kind):
+            return status
+    if isinstance(error, ModuleNotFoundError) and str(error.name).partition(".")[0] in OTHERS:
+        return "missing"
+    if "defaultcpuallocator" in text or "cannot allocate memory" in text:
+        return "out of host memory"
+    return "out of memory" if "out of memory" in text else "failed"
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what ``error`` says, with its type."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:300]}" if lines else type(error).__name__
+
+
+JOBS: tuple[Callable[..., dict[str, Any]], ...] = (measure_machine, train)
+
+if __name__ == "__main__":
+    serve_child(*JOBS)
+    raise SystemExit("bench_child.py is started by bench.py")

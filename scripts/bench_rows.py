@@ -1,0 +1,156 @@
+"""Rows of a bench's result file: made from what became of a process, compared, kept. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from bench_watch import Outcome
+
+Row = dict[str, Any]
+
+REFERENCE = "no-offload"
+
+
+def key(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return what a row is about: a run without a budget is about the model only."""
+    budget = row["budget_bytes"]
+    return row["contender"], row["model"], budget
+
+
+def make(asked: Row, answer: Mapping[str, Any] | None, outcome: Outcome, progress: Mapping[str, Any]) -> Row:
+    """Return the row for one process.
+
+    Args:
+        asked: what was to be run: contender, model, budget.
+        answer: what the process said; None if it died.
+        outcome: what was seen from outside.
+        progress: what the process had noted when it ended.
+    """
+    phases = progress.get("phases", [])
+    if outcome.ended or answer is None:
+        last = next((line.strip() for line in reversed(outcome.tail.splitlines()) if line.strip()), "")
+        died = f"signal {-outcome.code}" if outcome.code < 0 else f"exit code {outcome.code}"
+        where = f" in phase {phases[-1][0]!r}" if phases else ""
+        message = f"ended{where}" if outcome.ended else f"{died}{where}; {last[:300]}"
+        answer = {"status": outcome.ended or "failed", "message": message}
+    row = {**asked, **answer, "seconds": outcome.seconds, "host_peak_bytes": outcome.host_peak_bytes}
+    row["phases"] = _durations(phases)
+    ballast = progress.get("ballast_bytes", 0)
+    allocated = row.get("allocator_peak_bytes")
+    if allocated is not None:
+        allocated = row["allocator_peak_bytes"] = allocated - ballast
+    if outcome.device_peak_bytes is not None:
+        row |= {"device_peak_bytes": outcome.device_peak_bytes - ballast, "device_peak_by": "driver"}
+    elif allocated is not None:
+        row |= {
+            "device_peak_bytes": allocated + progress.get("context_bytes", 0),
+            "device_peak_by": "allocator and context",
+        }
+    elif "engine_peak_bytes" in row:
+        row |= {"device_peak_bytes": row["engine_peak_bytes"], "device_peak_by": "emulated device"}
+    peak, budget = row.get("device_peak_bytes"), row["budget_bytes"]
+    if peak is not None and budget is not None:
+        row["within_budget"] = peak <= budget
+    return row
+
+
+def _durations(phases: Sequence[Sequence[Any]]) -> dict[str, float]:
+    """Return seconds per phase; the last one has no end."""
+    return {name: after - start for (name, start), (_, after) in zip(phases, phases[1:], strict=False)}
+
+
+def extrapolate(layers: int, fewer: Row, more: Row) -> Row:
+    """Return the row of a model of ``layers`` layers from those of two smaller ones: times grow linearly.
+
+    As OFFMATE (2024) did for devices on which the model does not fit.
+    """
+    for row in (fewer, more):
+        if row["status"] != "ok":
+            message = f"with {row['layers']} layers: {row['message']}"
+            return more | {"status": row["status"], "message": message, "layers": layers, "extrapolated": True}
+    per_layer = (more["step_s"] - fewer["step_s"]) / (more["layers"] - fewer["layers"])
+    step_s = more["step_s"] + (layers - more["layers"]) * per_layer
+    kept = {
+        name: more[name]
+        for name in ("contender", "title", "workload", "budget_bytes", "date", "tokens", "steps", "notes")
+    }
+    return kept | {
+        "status": "ok",
+        "layers": layers,
+        "extrapolated": True,
+        "extrapolated_from": [{name: row[name] for name in ("layers", "step_s")} for row in (fewer, more)],
+        "step_s": step_s,
+        "tokens_per_s": more["tokens"] / step_s,
+        "seconds": fewer["seconds"] + more["seconds"],
+    }
+
+
+def compare_losses(rows: Sequence[Row]) -> None:
+    """Note in every row how far its losses are from those of the same model without offload."""
+    found = {row["model"]: row["losses"] for row in rows if row["contender"] == REFERENCE and "losses" in row}
+    for row in rows:
+        reference, mine = found.get(row["model"]), row.get("losses")
+        if reference is None or mine is None or len(reference) != len(mine):
+            continue
+        if None in reference or None in mine:
+            row["loss_difference"] = None
+        else:
+            row["loss_difference"] = max(abs(a - b) for a, b in zip(reference, mine, strict=True))
+        row["losses_equal"] = reference == mine and None not in mine
+
+
+class Results:
+    """The result file of one suite; written after every row."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.document: dict[str, Any] = {"kind": "bench", "settings": {}, "figures": {"rows": []}}
+        if path.exists():
+            self.document = json.loads(path.read_text("utf-8"))
+
+    @property
+    def rows(self) -> list[Row]:
+        """All rows, in the order in which they were measured."""
+        found: list[Row] = self.document["figures"]["rows"]
+        return found
+
+    def find(self, wanted: tuple[Any, ...]) -> Row | None:
+        """Return the row with the key ``wanted``."""
+        return next((row for row in self.rows if key(row) == wanted), None)
+
+    def describe(self, measured: Mapping[str, Any], settings: Mapping[str, Any]) -> None:
+        """Set what holds for the whole file.
+
+        Raises:
+            SystemExit: if its rows were measured on another machine.
+        """
+        head = {name: measured[name] for name in ("machine", "versions")}
+        old = self.document.get("machine", head["machine"])
+        same = all(old[name] == head["machine"][name] for name in ("gpu", "processor", "cores"))
+        if self.rows and not same:
+            here = head["machine"]["gpu"] or head["machine"]["processor"]
+            raise SystemExit(
+                f"{self.path} holds rows of another machine ({old['gpu'] or old['processor']}), this is {here}; "
+                "give another folder with --out"
+            )
+        self.document |= {**head, "date": date.today().isoformat(), "settings": dict(settings)}
+        self.document["figures"] |= {name: value for name, value in measured.items() if name not in head}
+        self._write()
+
+    def add(self, row: Row) -> None:
+        """Put ``row`` in, instead of an older one about the same, and write the file."""
+        self.rows[:] = [other for other in self.rows if key(other) != key(row)]
+        self.rows.append(row)
+        compare_losses(self.rows)
+        self._write()
+
+    def _write(self) -> None:
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = self.path.with_suffix(".tmp")
+        scratch.write_text(json.dumps(self.document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        os.replace(scratch, self.path)

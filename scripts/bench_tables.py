@@ -1,0 +1,165 @@
+"""Rows for the README's tables, and the curve over memory, from the result files of bench.py. Knows no Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from contenders import CONTENDERS
+
+from lt_offload.finetune._plot import round_ticks
+from lt_offload.units import format_bytes, format_seconds
+
+Row = dict[str, Any]
+
+TITLES = {
+    "small": "The same step in the same memory",
+    "papers": "Models that do not fit, in the memory of a small card",
+    "curve": "Throughput against memory",
+}
+HEAD = [
+    "model, budget",
+    "trained by",
+    "tokens/s",
+    "step",
+    "of no offload",
+    "of the best other",
+    "predicted step",
+    "bound",
+    "device peak",
+    "RAM",
+    "losses",
+]
+COLOURS = ("#0b6e4f", "#c1443c", "#3566a8", "#b7791f", "#7a4ea3", "#555555")
+
+
+def rows(result: Mapping[str, Any]) -> list[list[str]]:
+    """Return a line per measured row; what failed says why."""
+    found: list[Row] = result["figures"]["rows"]
+    order = {name: place for place, name in enumerate(CONTENDERS)}
+    models = {model: place for place, model in enumerate(dict.fromkeys(row["model"] for row in found))}
+    ordered = sorted(
+        found, key=lambda row: (models[row["model"]], row["budget_bytes"] or 0, order.get(row["contender"], len(order)))
+    )
+    return [_line(row, found) for row in ordered]
+
+
+def _line(row: Row, found: Sequence[Row]) -> list[str]:
+    budget = row["budget_bytes"]
+    head = [f"{row['model']}, {format_bytes(budget) if budget else 'all memory'}", row["title"]]
+    if row["status"] != "ok":
+        return [*head, row["status"], *[""] * (len(HEAD) - len(head) - 1)]
+    plan = row.get("plan") or {}
+    return [
+        *head,
+        f"{row['tokens_per_s']:.0f}{' (extrapolated)' if row.get('extrapolated') else ''}",
+        format_seconds(row["step_s"]),
+        _ratio(row, no_offload(row, found)),
+        _ratio(row, best_other(row, found)) if is_ours(row) else "",
+        format_seconds(plan["predicted_s"]) if plan else "",
+        format_seconds(plan["lower_bound_s"]) if plan else "",
+        _device(row),
+        format_bytes(row["host_peak_bytes"]) if "host_peak_bytes" in row else "",
+        _losses(row),
+    ]
+
+
+def is_ours(row: Row) -> bool:
+    """Return whether this package trained it."""
+    contender = CONTENDERS.get(row["contender"])
+    return contender is not None and contender.ours
+
+
+def no_offload(row: Row, found: Sequence[Row]) -> Row | None:
+    """Return the run of the same model that had all memory, if it was measured."""
+    same = (r for r in found if r["model"] == row["model"] and r["contender"] == "no-offload" and r["status"] == "ok")
+    return next(same, None)
+
+
+def best_other(row: Row, found: Sequence[Row]) -> Row | None:
+    """Return the fastest run of another system with the same model and budget, if any ran."""
+    others = (
+        r
+        for r in found
+        if (r["model"], r["budget_bytes"]) == (row["model"], row["budget_bytes"])
+        and r["status"] == "ok"
+        and not is_ours(r)
+    )
+    return max(others, key=lambda r: float(r["tokens_per_s"]), default=None)
+
+
+def _ratio(row: Row, other: Row | None) -> str:
+    return "" if other is None else f"{row['tokens_per_s'] / other['tokens_per_s']:.2f}"
+
+
+def _device(row: Row) -> str:
+    peak = row.get("device_peak_bytes")
+    if peak is None:
+        return ""
+    return format_bytes(peak) + ("" if row.get("within_budget", True) else " (over the budget)")
+
+
+def _losses(row: Row) -> str:
+    if row.get("losses_equal"):
+        return "equal"
+    difference = row.get("loss_difference")
+    return "" if difference is None else f"Δ {difference:.1e}"
+
+
+def curve(result: Mapping[str, Any]) -> str:
+    """Return throughput over memory as an SVG file: a line per contender, a dashed one without offload."""
+    found = [row for row in result["figures"]["rows"] if row["status"] == "ok"]
+    lines: dict[str, list[tuple[float, float]]] = {}
+    order = {name: place for place, name in enumerate(CONTENDERS)}
+    for row in sorted(found, key=lambda row: (order.get(row["contender"], len(order)), row["budget_bytes"] or 0)):
+        if row["budget_bytes"]:
+            lines.setdefault(row["title"], []).append((row["budget_bytes"] / 1e9, row["tokens_per_s"]))
+    ceiling = max((row["tokens_per_s"] for row in found if not row["budget_bytes"]), default=None)
+    return _drawn(lines, ceiling, result["figures"]["rows"][0]["model"])
+
+
+def _drawn(lines: Mapping[str, Sequence[tuple[float, float]]], ceiling: float | None, title: str) -> str:
+    width, height, left, right, top, bottom = 880, 380, 70, 310, 34, 44
+    points = [point for line in lines.values() for point in line]
+    most_x = max((x for x, _ in points), default=1.0)
+    ticks = round_ticks(max([y for _, y in points] + ([ceiling] if ceiling else []), default=1.0))
+    most_y = max([ticks[-1], *(y for _, y in points), ceiling or 0.0]) * 1.03
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return (
+            left + (width - left - right) * x / most_x,
+            height - bottom - (height - top - bottom) * y / most_y,
+        )
+
+    end = width - right
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" font-family="sans-serif" '
+        'font-size="12">',
+        f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+        f'<text x="{left}" y="20" font-size="14">{escape(title)}: tokens/s against device memory</text>',
+    ]
+    for tick in ticks:
+        y = place(0, tick)[1]
+        parts.append(f'<path d="M{left} {y:.1f}H{end}" stroke="#dddddd"/>')
+        parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:,.0f}</text>')
+    for x in sorted({x for x, _ in points}):
+        at = place(x, 0)
+        parts.append(f'<text x="{at[0]:.1f}" y="{at[1] + 18:.1f}" text-anchor="middle">{x:g} GB</text>')
+    if ceiling is not None:
+        y = place(0, ceiling)[1]
+        parts.append(f'<path d="M{left} {y:.1f}H{end}" stroke="#111111" stroke-dasharray="6 4"/>')
+        parts.append(f'<text x="{end + 10}" y="{y + 4:.1f}">no offload</text>')
+    for index, (name, line) in enumerate(lines.items()):
+        colour = COLOURS[index % len(COLOURS)]
+        path = "L".join("{:.1f} {:.1f}".format(*place(*point)) for point in line)
+        parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="{3 if index == 0 else 1.8}"/>')
+        for point in line:
+            x, y = place(*point)
+            parts.append(
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"><title>{point[1]:.0f}</title></circle>'
+            )
+        key = height - bottom - 18 * (len(lines) - index)
+        parts.append(f'<rect x="{end + 12}" y="{key - 9}" width="10" height="10" fill="{colour}"/>')
+        parts.append(f'<text x="{end + 28}" y="{key}">{escape(name)}</text>')
+    return "\n".join([*parts, "</svg>", ""])

@@ -1,0 +1,322 @@
+"""Updates on the host: how much of the memory's speed they reach, and how they compare.
+
+    python scripts/bench_update.py [--tiny] [--elements 64M] [--rounds N] [--threads 1,2] [--deepspeed FOLDER]
+
+Everything is AdamW and runs in turns in one process, round after round; a figure is the median over rounds of the ratio
+within a round, so that what slows the machine for a while slows all of them. Speeds are bytes that must move per
+second, 28 per weight in both schemes: fp32 (read weight, gradient and moments, write weight and moments), and bfloat16
+with fp32 masters (read gradient, master and moments, write weight, master and moments; 2 + 12 and 2 + 12 bytes).
+
+    copy, memory       a copy, and a pass that moves the same bytes and computes next to nothing: the ceiling
+    torch ...          torch.optim.AdamW's kernels
+    lt_offload ...     lt_offload.AdamW: its compiled kernel, and what it does without one
+    torch.compile      the same scheme as one expression, with --compile (takes a while)
+    deepspeed ...      DeepSpeed's CPU Adam: fp32, the same scheme (cast, update, cast), and its own for bfloat16
+                       weights (fp32 moments, no masters: 22 bytes per weight, and small steps are rounded away)
+
+DeepSpeed's kernel is compiled from the unpacked source distribution in FOLDER (pip download deepspeed --no-binary
+:all: --no-deps), or from an installed package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import importlib.util
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import arguments, save, versions
+
+LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
+MUST_MOVE = 28
+"""Bytes per weight."""
+MEMORY_PASSES = """
+#include <cstdint>
+extern "C" void full(int64_t n, float* w, const float* g, float* m, float* v, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < n; ++i) { w[i] += g[i]; m[i] += g[i]; v[i] += g[i]; }
+}
+extern "C" void mixed(int64_t n, uint16_t* w, const uint16_t* g, float* a, float* m, float* v, int threads) {
+#pragma omp parallel for num_threads(threads)
+    for (int64_t i = 0; i < n; ++i) { const float x = g[i]; a[i] += x; m[i] += x; v[i] += x; w[i] = g[i] ^ 1; }
+}
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Something to time."""
+
+    name: str
+    scheme: str
+    """``fp32`` or ``masters``, or what else it does."""
+    run: Callable[[], None]
+    bytes_per_weight: int = MUST_MOVE
+
+
+class Tensors:
+    """What is updated, in memory like the engine's."""
+
+    def __init__(self, elements: int) -> None:
+        import torch
+
+        from lt_offload.profile.pages import map_pages
+
+        torch.manual_seed(0)
+
+        def mapped(dtype: Any, scale: float) -> Any:
+            pages = map_pages(elements * dtype.itemsize)
+            return pages.view(dtype, elements, 0).copy_(torch.randn(elements).mul_(scale))
+
+        self.grad, self.low_grad = mapped(torch.float32, 1e-3), mapped(torch.bfloat16, 1e-3)
+        self.weight, self.low = mapped(torch.float32, 1e-1), mapped(torch.bfloat16, 1e-1)
+        self.exp_avg, self.exp_avg_sq = mapped(torch.float32, 1e-3), mapped(torch.float32, 1e-3)
+        self.exp_avg_sq.square_()
+        self.step = torch.tensor(10.0)
+
+
+def torch_cases(t: Tensors) -> Iterator[Case]:
+    """Yield torch's own optimizers."""
+    import torch
+
+    for name in ("fused", "foreach", "for-loop"):
+        flags = {"fused": name == "fused", "foreach": name == "foreach"}
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(t.weight)], LR, BETAS, EPS, DECAY, **flags)
+        [parameter] = optimizer.param_groups[0]["params"]
+        parameter.grad = t.grad
+        optimizer.state[parameter] = {"step": t.step, "exp_avg": t.exp_avg, "exp_avg_sq": t.exp_avg_sq}
+        yield Case(name=f"torch {name}", scheme="fp32", run=optimizer.step)
+
+
+def our_cases(t: Tensors) -> Iterator[Case]:
+    """Yield the ways of ``lt_offload.AdamW``."""
+    from lt_offload.optim import native, plain
+    from lt_offload.optim.entries import Entry, Options
+
+    options = Options(lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=DECAY)
+    full = Entry(t.weight, t.grad, None, t.exp_avg, t.exp_avg_sq, 10.0)
+    low = Entry(t.low, t.low_grad, t.weight, t.exp_avg, t.exp_avg_sq, 10.0)
+    kernel = native.kernel()
+    if kernel is not None:
+        yield Case(name="lt_offload kernel", scheme="fp32", run=lambda: kernel.update([full], options))
+        yield Case(name="lt_offload kernel", scheme="masters", run=lambda: kernel.update([low], options))
+    yield Case(name="lt_offload without kernel", scheme="masters", run=lambda: plain.update([low], options))
+
+
+def memory_cases(t: Tensors) -> Iterator[Case]:
+    """Yield what memory allows."""
+    import torch
+
+    from lt_offload.optim import native
+
+    yield Case(name="copy", scheme="copy", run=lambda: t.weight.copy_(t.grad), bytes_per_weight=8)
+    with tempfile.TemporaryDirectory() as folder:
+        source = Path(folder) / "memory.cpp"
+        source.write_text(MEMORY_PASSES, encoding="utf-8")
+        library = ctypes.CDLL(str(native.build(Path(folder), source)))
+    count = ctypes.c_int64(t.weight.numel())
+
+    def passes(name: str, *tensors: Any) -> Callable[[], None]:
+        function = getattr(library, name)
+        addresses = [ctypes.c_void_p(tensor.data_ptr()) for tensor in tensors]
+        return lambda: function(count, *addresses, torch.get_num_threads())
+
+    states = (t.exp_avg, t.exp_avg_sq)
+    yield Case(name="memory", scheme="fp32", run=passes("full", t.weight, t.grad, *states))
+    yield Case(name="memory", scheme="masters", run=passes("mixed", t.low, t.low_grad, t.weight, *states))
+
+
+def compiled_case(t: Tensors) -> Case:
+    """Return the scheme as one expression that torch.compile makes a loop of."""
+    import torch
+
+    correction1, correction2 = 1 - BETAS[0] ** 10, (1 - BETAS[1] ** 10) ** 0.5
+
+    @torch.compile
+    def update(low: Any, grad: Any, master: Any, exp_avg: Any, exp_avg_sq: Any) -> None:
+        wide = grad.float()
+        exp_avg.lerp_(wide, 1 - BETAS[0])
+        exp_avg_sq.mul_(BETAS[1]).add_((1 - BETAS[1]) * wide * wide)
+        denominator = exp_avg_sq.sqrt() / correction2 + EPS
+        master.mul_(1 - LR * DECAY).sub_(LR / correction1 * exp_avg / denominator)
+        low.copy_(master)
+
+    tensors = (t.low, t.low_grad, t.weight, t.exp_avg, t.exp_avg_sq)
+    return Case(name="torch.compile", scheme="masters", run=lambda: update(*tensors))
+
+
+def deepspeed_cases(t: Tensors, folder: Path) -> Iterator[Case]:
+    """Yield DeepSpeed's kernel, called as its optimizer does."""
+    ops = _deepspeed_kernel(folder)
+    ops.create_adam(0, LR, *BETAS, EPS, DECAY, True, False)
+    common = (0, 10, LR, *BETAS, EPS, DECAY, True)
+    states = (t.exp_avg, t.exp_avg_sq)
+
+    def masters() -> None:
+        t.grad.copy_(t.low_grad)
+        ops.adam_update(*common, t.weight, t.grad, *states)
+        t.low.copy_(t.weight)
+
+    yield Case(name="deepspeed", scheme="fp32", run=lambda: ops.adam_update(*common, t.weight, t.grad, *states))
+    yield Case(name="deepspeed", scheme="masters", run=masters)
+    yield Case(
+        name="deepspeed bfloat16",
+        scheme="no masters",
+        run=lambda: ops.adam_update(*common, t.low, t.low_grad, *states),
+        bytes_per_weight=22,
+    )
+
+
+def deepspeed_folder(given: Path | None) -> Path | str:
+    """Return the folder with DeepSpeed's ``csrc``, or why there is none."""
+    if given is not None:
+        if (given / "csrc" / "adam" / "cpu_adam.cpp").is_file():
+            return given
+        raise SystemExit(f"--deepspeed={given}: there is no csrc/adam/cpu_adam.cpp; unpack DeepSpeed's sdist there")
+    found = importlib.util.find_spec("deepspeed")
+    if found is None or found.origin is None:
+        return "DeepSpeed is not installed and --deepspeed is not given"
+    return Path(found.origin).parent / "ops"
+
+
+def _deepspeed_kernel(folder: Path) -> Any:
+    from torch.utils.cpp_extension import load
+
+    flags = Path("/proc/cpuinfo").read_text(encoding="utf-8") if Path("/proc/cpuinfo").is_file() else ""
+    width = "-D__AVX512__" if "avx512f" in flags else "-D__AVX256__" if "avx2" in flags else "-D__SCALAR__"
+    sources = [str(folder / "csrc" / "adam" / name) for name in ("cpu_adam.cpp", "cpu_adam_impl.cpp")]
+    options = ["-O3", "-march=native", "-fopenmp", "-Wno-reorder", width]
+    return load("ds_cpu_adam", sources, extra_include_paths=[str(folder / "csrc" / "includes")], extra_cflags=options)
+
+
+def measure(cases: list[Case], *, elements: int, rounds: int, threads: list[int]) -> list[dict[str, Any]]:
+    """Return a row per number of threads and case."""
+    import torch
+
+    rows = []
+    for count in threads:
+        torch.set_num_threads(count)
+        times: dict[int, list[float]] = {}
+        for turn in range(rounds + 1):
+            for i, case in enumerate(cases):
+                began = time.perf_counter()
+                case.run()
+                if turn:  # the first warms up
+                    times.setdefault(i, []).append(time.perf_counter() - began)
+        speeds = {i: [case.bytes_per_weight * elements / s for s in times[i]] for i, case in enumerate(cases)}
+        ceilings = {case.scheme: speeds[i] for i, case in enumerate(cases) if case.name == "memory"}
+        for i, case in enumerate(cases):
+            row: dict[str, Any] = {"threads": count, "name": case.name, "scheme": case.scheme}
+            row["bytes_per_weight"] = case.bytes_per_weight
+            row["weights_per_s"] = elements / statistics.median(times[i])
+            row["bytes_per_s"] = case.bytes_per_weight * row["weights_per_s"]
+            row["spread"] = [min(speeds[i]), max(speeds[i])]
+            ceiling = ceilings.get(case.scheme)
+            row["of_memory"] = ceiling and statistics.median(a / b for a, b in zip(speeds[i], ceiling, strict=True))
+            row["of_deepspeed"] = _ratio(cases, times, i, "deepspeed")
+            row["of_torch"] = _ratio(cases, times, i, "torch fused")
+            rows.append(row)
+    return rows
+
+
+def _ratio(cases: list[Case], times: dict[int, list[float]], mine: int, name: str) -> float | None:
+    """Return how many times as fast a case is as the one called ``name`` that does the same."""
+    other = next((i for i, c in enumerate(cases) if (c.name, c.scheme) == (name, cases[mine].scheme)), None)
+    if other is None:
+        return None
+    return statistics.median(b / a for a, b in zip(times[mine], times[other], strict=True))
+
+
+def measure_small(tensors: int, elements: int, rounds: int) -> dict[str, float]:
+    """Return the seconds of an update of many small fp32 tensors (adapters, norms) by all of torch's threads."""
+    import torch
+
+    from lt_offload import AdamW
+
+    seconds: dict[str, list[float]] = {}
+    made: dict[str, Callable[[Any], Any]] = {
+        "torch fused": lambda found: torch.optim.AdamW(found, fused=True),
+        "lt_offload": AdamW,
+    }
+    optimizers = {}
+    for name, make in made.items():
+        found = [torch.nn.Parameter(torch.randn(elements)) for _ in range(tensors)]
+        for parameter in found:
+            parameter.grad = torch.randn(elements)
+        optimizers[name] = make(found)
+    for turn in range(rounds + 2):
+        for name, optimizer in optimizers.items():
+            began = time.perf_counter()
+            optimizer.step()
+            if turn > 1:
+                seconds.setdefault(name, []).append(time.perf_counter() - began)
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def main() -> int:
+    """Measure, print and save."""
+    options = _parser().parse_args()
+    elements = 1 << 16 if options.tiny else options.elements
+    rounds = 2 if options.tiny else options.rounds
+    import torch
+
+    cores = len(os.sched_getaffinity(0))
+    counts = sorted({*(1 << k for k in range(cores.bit_length()) if 1 << k <= cores), cores})
+    threads = [int(n) for n in options.threads.split(",")] if options.threads else counts[: 1 if options.tiny else None]
+    small = measure_small(512, 4096, rounds)
+    tensors = Tensors(elements)
+    cases = [*memory_cases(tensors), *torch_cases(tensors), *our_cases(tensors)]
+    if options.compile:
+        cases.append(compiled_case(tensors))
+    source = deepspeed_folder(options.deepspeed)
+    if isinstance(source, Path):
+        cases += deepspeed_cases(tensors, source)
+    load = os.getloadavg()[0]
+    rows = measure(cases, elements=elements, rounds=rounds, threads=threads)
+    for row in rows:
+        share = "" if row["of_memory"] is None else f"{row['of_memory']:6.0%} of memory"
+        more = "" if row["of_deepspeed"] is None else f"   {row['of_deepspeed']:.2f} x deepspeed"
+        speed = f"{row['bytes_per_s'] / 1e9:6.1f} GB/s"
+        print(f"{row['threads']:3d} threads  {row['name']:26s} {row['scheme']:10s} {speed} {share}{more}")
+    print("512 small tensors: " + ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in small.items()))
+    if isinstance(source, str):
+        print(f"deepspeed: left out: {source}")
+    settings = {"elements": elements, "rounds": rounds, "threads": threads, "compile": options.compile}
+    figures = {
+        "cases": rows,
+        "small_s": small,
+        "deepspeed": source if isinstance(source, str) else _version(source),
+        "load": [load, os.getloadavg()[0]],
+        "capability": torch.backends.cpu.get_cpu_capability(),
+    }
+    print(save("bench-update" + ("-tiny" if options.tiny else ""), "bench-update", settings, figures, options.results))
+    return 0
+
+
+def _version(folder: Path) -> str:
+    path = folder / "version.txt"
+    return path.read_text(encoding="utf-8").strip() if path.is_file() else versions("deepspeed")["deepspeed"]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = arguments(__doc__)
+    parser.add_argument("--tiny", action="store_true", help="small tensors, two rounds: a smoke test of this script")
+    parser.add_argument(
+        "--elements", type=lambda text: int(text.removesuffix("M")) << 20, default=64 << 20, help="weights (64M)"
+    )
+    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--threads", help="numbers of threads, with commas (default 1, 2, 4, ..., all)")
+    parser.add_argument("--deepspeed", type=Path, metavar="FOLDER", help="DeepSpeed's unpacked source distribution")
+    parser.add_argument("--compile", action="store_true", help="measure torch.compile too")
+    return parser
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

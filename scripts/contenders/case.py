@@ -1,0 +1,214 @@
+"""One training run of the bench, the same for every contender: model, data, optimizer, memory. Imports torch."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from bench_workloads import Workload
+from torch import Tensor, nn
+
+LEARNING_RATE = 1e-4
+CONTEXT_LIMIT = 1 << 30
+"""More than this is not this process's context, but other processes' memory."""
+_SAMPLE = 1_000_003
+"""Length of the sample of normal numbers that weights repeat; prime, so that no two rows of a matrix are equal."""
+_SCALE = 0.02
+
+Batch = dict[str, Tensor]
+
+
+class Unsupported(Exception):
+    """The contender cannot run here at all; the message says why."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Training:
+    """What a contender hands to the loop."""
+
+    step: Callable[[Batch], Tensor]
+    """Train on a batch, given on the host, and return its loss. May return before the work is done."""
+    figures: Callable[[], dict[str, Any]] = dict
+    """Asked after the last step."""
+    notes: tuple[str, ...] = ()
+    """What differs from the plain run: precision of states, other updates."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Case:
+    """What a contender is asked to do."""
+
+    workload: Workload
+    device: str
+    """``"cuda"``, or ``"cpu"`` for the emulated device."""
+    budget_bytes: int | None
+    """None: the whole device."""
+    host_bytes: int
+    folder: Path
+    """Where processes of the same workload share what they measured."""
+    progress: Path
+    steps: int
+    checkpointing: bool = False
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def place(self) -> torch.device:
+        """Where blocks run."""
+        return torch.device(self.device, 0) if self.device == "cuda" else torch.device("cpu")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        found: torch.dtype = getattr(torch, self.workload.dtype)
+        return found
+
+    def say(self, phase: str, **values: Any) -> None:
+        """Note how far this process has come, for the runner to read if it has to end it."""
+        known = json.loads(self.progress.read_text("utf-8")) if self.progress.exists() else {"phases": []}
+        known["phases"].append([phase, time.time()])
+        self.progress.write_text(json.dumps(known | values), encoding="utf-8")
+
+    def model(self, device: torch.device | str = "cpu") -> nn.Module:
+        """Return the model with weights that depend on the workload only."""
+        from transformers import AutoConfig, AutoModelForCausalLM
+
+        self.say("building the model")
+        config = AutoConfig.for_model(**self.workload.settings)
+        config.use_cache = False
+        with _parameters_without_memory():
+            model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=self.dtype)  # type: ignore[no-untyped-call]
+        _materialize(model, torch.device(device))
+        return model.train()
+
+    def checkpoint(self, model: nn.Module, *, reentrant: bool = False) -> None:
+        """Let every layer of ``model`` be computed again in the backward, if this case asks for it."""
+        if self.checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})  # type: ignore[operator]
+
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """Return the optimizer that all contenders use if they can."""
+        return torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=True)
+
+    def batches(self) -> list[Batch]:
+        """Return one batch per step, on the host; no sequence is padded."""
+        shape = (self.workload.batch_size, self.workload.sequence_length)
+        vocabulary = self.workload.settings["vocab_size"]
+        found = []
+        for seed in range(self.steps):
+            ids = torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(seed))
+            found.append({"input_ids": ids, "labels": ids.clone()})
+        return found
+
+    def to_place(self, batch: Batch) -> Batch:
+        """Return ``batch`` where blocks run."""
+        return {key: value.to(self.place) for key, value in batch.items()}
+
+    def synchronize(self) -> None:
+        """Wait until the device has done what it was given."""
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+
+    def limit(self, *, ballast: bool = False) -> Tensor | None:
+        """Let torch's allocator take what the budget leaves beside the context.
+
+        Args:
+            ballast: occupy the rest of the device as well, for those who allocate without torch; hold the result.
+        """
+        if self.device != "cuda" or self.budget_bytes is None:
+            return None
+        context = context_bytes()
+        free, total = torch.cuda.mem_get_info()
+        room = self.budget_bytes - context
+        if room <= 0:
+            raise Unsupported(f"the CUDA context alone takes {context} bytes")
+        rest = max(0, free + torch.cuda.memory_reserved() - room) if ballast else 0
+        block = torch.empty(rest, dtype=torch.uint8, device="cuda") if ballast else None
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (room + rest) / total))
+        self.say("memory limited", ballast_bytes=rest, context_bytes=context)
+        return block
+
+
+def context_bytes() -> int:
+    """Return the device memory that this process takes beside torch's allocator."""
+    for dtype in (torch.float32, torch.bfloat16):
+        square = torch.ones(64, 64, dtype=dtype, device="cuda")
+        square @ square
+    del square
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    return min(total - free - torch.cuda.memory_reserved(), CONTEXT_LIMIT)
+
+
+@contextmanager
+def _parameters_without_memory() -> Iterator[None]:
+    """Let modules that are made within the context have their parameters on the meta device, but real buffers."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.data.to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def _materialize(model: nn.Module, device: torch.device) -> None:
+    """Give every parameter memory and numbers: ones for norms, zeros for biases, else parts of one normal sample.
+
+    Drawing billions of random numbers would take longer than the measurement.
+    """
+    sample = torch.randn(_SAMPLE, generator=torch.Generator().manual_seed(0)).mul_(_SCALE)
+    samples: dict[torch.dtype, Tensor] = {}
+    made: dict[int, nn.Parameter] = {}
+    offset = 0
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            if id(parameter) not in made:
+                values = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                if parameter.dim() == 1:
+                    values.fill_(0.0 if name == "bias" else 1.0)
+                else:
+                    if parameter.dtype not in samples:
+                        samples[parameter.dtype] = sample.to(device=device, dtype=parameter.dtype)
+                    _repeat(samples[parameter.dtype], values.view(-1), offset)
+                    offset = (offset + values.numel() + 1) % _SAMPLE
+                made[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+                made[id(made[id(parameter)])] = made[id(parameter)]
+            module._parameters[name] = made[id(parameter)]
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = buffer.to(device)
+
+
+def _repeat(sample: Tensor, target: Tensor, offset: int) -> None:
+    """Fill ``target`` with ``sample``, again and again, beginning at ``offset``."""
+    position = 0
+    while position < target.numel():
+        count = min(sample.numel() - offset, target.numel() - position)
+        target[position : position + count].copy_(sample[offset : offset + count])
+        position, offset = position + count, 0
+
+
+def real_tokens(batches: Iterable[Batch]) -> int:
+    """Return the tokens that are no padding."""
+    masks = (batch.get("attention_mask", torch.ones_like(batch["input_ids"])) for batch in batches)
+    return sum(int(mask.sum()) for mask in masks)
+
+
+def finite(losses: Iterable[float]) -> list[float | None]:
+    """Return ``losses`` as JSON can hold them."""
+    return [loss if math.isfinite(loss) else None for loss in losses]

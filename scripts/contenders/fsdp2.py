@@ -1,0 +1,61 @@
+"""FSDP2 on one device: parameters, gradients and optimizer states in RAM, layers fetched as they are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from contenders.case import Batch, Case, Training
+
+
+@contextmanager
+def training(case: Case) -> Iterator[Training]:
+    """Train with ``fully_shard`` and ``CPUOffloadPolicy`` in a group of one process."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+
+    if case.device == "cuda":
+        torch.cuda.set_device(0)
+    backend = "cpu:gloo,cuda:nccl" if case.device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh(case.device, (1,))
+        dist.all_reduce(torch.zeros(1, device=case.place))  # what the group allocates counts as context
+        case.limit()
+        model = case.model()
+        policy = CPUOffloadPolicy(pin_memory=case.device == "cuda")
+        layers = decoder_layers(model)
+        if case.checkpointing:
+            _checkpoint(layers)
+        for layer in layers:
+            fully_shard(layer, mesh=mesh, offload_policy=policy)
+        fully_shard(model, mesh=mesh, offload_policy=policy)
+        optimizer = case.optimizer(model.parameters())
+
+        def step(batch: Batch) -> Tensor:
+            loss: Tensor = model(**case.to_place(batch)).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss.detach()
+
+        yield Training(step=step, notes=("all updates run on the host, in the host's AdamW, after the backward",))
+    finally:
+        dist.destroy_process_group()
+
+
+def decoder_layers(model: nn.Module) -> nn.ModuleList:
+    """Return the longest list of modules."""
+    return max((m for m in model.modules() if isinstance(m, nn.ModuleList)), key=len)
+
+
+def _checkpoint(layers: nn.ModuleList) -> None:
+    """Wrap layers as FSDP's documentation says, in place of the model's own checkpointing: once per gathering."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for index, layer in enumerate(layers):
+        layers[index] = checkpoint_wrapper(layer)

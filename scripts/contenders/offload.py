@@ -1,0 +1,86 @@
+"""lt_offload: measure, plan, and train by the plan in a plain loop."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from planning import describe
+from torch import Tensor
+
+import lt_offload
+from contenders.case import Batch, Case, Training
+from lt_offload import Plan, Profile
+from lt_offload.profile.hardware import measure_hardware
+
+
+@contextmanager
+def training(case: Case) -> Iterator[Training]:
+    """Train within the budget; processes of one workload share the profile, so that planners differ in plans only."""
+    case.limit()
+    path = case.folder / "profile.json"
+    batch = case.batches()[0]
+    times: dict[str, float] = {}
+    plan = None
+    if path.exists():  # then whether there is a plan at all is known before the model is built
+        profile = Profile.load(path)
+        plan = _plan(case, profile, times)
+    else:  # before the model is built: it counts among what training takes
+        hardware = measure_hardware(case.place)
+    model = case.model()
+    optimizer = case.optimizer(model.parameters())
+    if plan is None:
+        case.say("measuring")
+        began = time.perf_counter()
+        profile = lt_offload.profile(model, batch, optimizer=optimizer, device=case.place, hardware=hardware)
+        times["measure_s"] = time.perf_counter() - began
+        profile.save(path)
+        plan = _plan(case, profile, times)
+    case.say("taking the model over")
+    with lt_offload.offloaded(model, optimizer, batch, plan=plan, accelerator=case.device) as engine:
+
+        def step(batch: Batch) -> Tensor:
+            loss: Tensor = model(**case.to_place(batch)).loss
+            loss.backward()
+            optimizer.step()
+            return loss.detach()
+
+        def figures() -> dict[str, Any]:
+            return {
+                "plan": _figures(plan, profile) | times,
+                "engine_peak_bytes": engine.stats.device_peak_bytes,
+                "engine_host_bytes": engine.stats.host_peak_bytes,
+            }
+
+        yield Training(step=step, figures=figures, notes=_notes(plan))
+
+
+def _plan(case: Case, profile: Profile, times: dict[str, float]) -> Plan:
+    case.say("planning")
+    began = time.perf_counter()
+    ram = min(case.host_bytes, profile.hardware.host_bytes)
+    plan = lt_offload.solve(profile, memory=case.budget_bytes, host_memory=ram, **case.options)
+    times["plan_s"] = time.perf_counter() - began
+    return plan
+
+
+def _figures(plan: Plan, profile: Profile) -> dict[str, Any]:
+    predicted = plan.predicted
+    return describe(plan, profile) | {
+        "lower_bound_s": predicted.lower_bound_s,
+        "no_offload_s": predicted.no_offload_s,
+        "predicted_host_bytes": predicted.host_peak_bytes,
+        "options": {name: plan.options.count(name) for name in dict.fromkeys(plan.options)},
+        "update_places": {name: plan.update_places.count(name) for name in dict.fromkeys(plan.update_places)},
+        "h2d_bytes_per_s": profile.hardware.h2d_bytes_per_s,
+        "d2h_bytes_per_s": profile.hardware.d2h_bytes_per_s,
+        "host_update_bytes_per_s": profile.optimizer.host_bytes_per_s,
+        "device_update_bytes_per_s": profile.optimizer.device_bytes_per_s,
+        "notes": list(plan.notes),
+    }
+
+
+def _notes(plan: Plan) -> tuple[str, ...]:
+    return ("some updates run on the host, in the host's AdamW",) if "host" in plan.update_places else ()

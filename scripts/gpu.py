@@ -1,0 +1,219 @@
+"""Everything that needs a GPU, in at most ten minutes: what the engine relies on, equality, races, memory, speed.
+
+    python scripts/gpu.py [--out FOLDER] [--minutes 9.5]        on a machine with a GPU; or: make gpu
+    python scripts/gpu.py --parts races bench                   some of it
+    python scripts/gpu.py --device cpu --tiny                   the same programs on the emulated device, a few of each
+
+Runs with the interpreter that it is started with; installs nothing. Every part is a process with a time limit of its
+own: one that fails or hangs does not keep the next from running, and what it found until then is kept. gpu.json has
+what was found (written after every part), gpu.log what the parts printed, bench-*.json the figures of the benches.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from common import RESULTS, ROOT, environment, in_child, read_json, save, serve_child
+
+SCRIPTS = Path(__file__).resolve().parent
+GRACE_S = 10.0
+"""How long a process may take to end when it is told to."""
+SHOWN_LINES = 12
+SHOWN_FAILURES = 20
+LOG_BYTES = 8 << 20
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One process."""
+
+    name: str
+    command: Sequence[str]
+    minutes: float | None
+    """At most; None: what is left, and at least ``RESERVED`` of the whole."""
+    figures: Path | None = None
+    """What it writes on its way: outcomes of tests, and what they measured."""
+
+
+def describe() -> dict[str, Any]:
+    """Return what torch says about the GPU; in a process of its own, so that this one holds no device memory."""
+    import torch
+
+    if not torch.cuda.is_available():
+        return {"torch": torch.__version__}
+    free, total = torch.cuda.mem_get_info()
+    return {
+        "torch": torch.__version__,
+        "gpu": torch.cuda.get_device_name(),
+        "capability": list(torch.cuda.get_device_capability()),
+        "cuda": torch.version.cuda,
+        "device_bytes": total,
+        "free_bytes": free,
+    }
+
+
+def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
+    """Return what is run, in this order; ``folder`` is for files that nobody keeps."""
+    device, tiny = options.device, options.tiny
+
+    def tests(name: str, file: str, minutes: float, *few: str) -> Part:
+        figures = folder / f"{name}.json"
+        command = ["-m", "pytest", f"tests/gpu/{file}", "--device", device, "--figures", str(figures)]
+        command += ["-q", "--tb=short", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=100"]
+        return Part(name=name, command=[*command, *(few if tiny else ())], minutes=minutes, figures=figures)
+
+    def script(name: str, minutes: float | None, *arguments: str) -> Part:
+        return Part(name=name, command=[str(SCRIPTS / f"{name}.py"), *arguments], minutes=minutes)
+
+    out = str(options.out)
+    launch = ["--tiny"] if tiny else ["--steps", "5", "--rounds", "2"]
+    update = ["--tiny"] if tiny else ["--rounds", "3"]
+    found = [
+        tests("smoke", "test_gpu_smoke.py", 1.2, "-m", "quick"),
+        tests("parity", "test_gpu_parity.py", 2.5, "-k", "representative"),
+        tests("races", "test_gpu_races.py", 1.5, "-k", "noticed"),
+        tests("memory", "test_gpu_memory.py", 2.0, "-k", "smallest"),
+        script("bench_launch", 1.8, "--device", device, "--results", out, *launch),
+        script("bench_update", 0.8, "--results", out, *update),
+        script("bench", None, "--device", device, "--suite", "small", "--out", out, "--minutes", MINUTES_LEFT),
+    ]
+    return [part for part in found if part.name in options.parts]
+
+
+PARTS = ("smoke", "parity", "races", "memory", "bench_launch", "bench_update", "bench")
+
+RESERVED = 0.25
+
+MINUTES_LEFT = "MINUTES"
+"""Stands in a command for the minutes that the part has."""
+
+
+def run(part: Part, seconds: float, log: Path) -> dict[str, Any]:
+    """Run ``part`` for at most ``seconds`` and return how it ended."""
+    minutes = f"{max(0.1, (seconds - 2 * GRACE_S) / 60):.2f}"
+    command = [sys.executable, *(minutes if word == MINUTES_LEFT else word for word in part.command)]
+    print(f"== {part.name}, at most {seconds:.0f} s", flush=True)
+    with log.open("ab") as output:
+        start_of_output = output.tell()
+        output.write(f"\n== {' '.join(command)}\n".encode())
+        output.flush()
+        start = time.monotonic()
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=environment(), stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        try:
+            code: int | None = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            _end(process)
+    found: dict[str, Any] = {
+        "name": part.name,
+        "status": "time limit" if code is None else "ok" if code == 0 else f"exit code {code}",
+        "seconds": round(time.monotonic() - start, 1),
+    }
+    if part.figures is not None:
+        found |= _outcomes(part.figures)
+    _show(found, log, start_of_output)
+    return found
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """End ``process`` and what it has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(GRACE_S)
+            if number == signal.SIGKILL:
+                return
+
+
+def _outcomes(figures: Path) -> dict[str, Any]:
+    """Return counts, failures and figures of a part's tests."""
+    try:
+        written = read_json(figures)
+    except (OSError, ValueError):
+        return {"passed": 0, "failures": {}, "figures": {}}
+    failures = {name: test["message"] for name, test in written["tests"].items() if test["outcome"] != "passed"}
+    return {
+        "passed": len(written["tests"]) - len(failures),
+        "failures": failures,
+        "running": written["running"],
+        "figures": written["figures"],
+    }
+
+
+def _show(found: dict[str, Any], log: Path, start_of_output: int) -> None:
+    """Print how a part ended, and the end of its output if it did not end well or has no tests."""
+    tests = f", {found['passed']} passed, {len(found['failures'])} failed" if "failures" in found else ""
+    print(f"   {found['name']}: {found['status']}{tests} ({found['seconds']:.0f} s)")
+    for name, message in list(found.get("failures", {}).items())[:SHOWN_FAILURES]:
+        print(f"   {name}: {message.strip().splitlines()[-1][:200] if message.strip() else 'no message'}")
+    if found.get("running"):
+        print(f"   ended in {found['running']}")
+    if "failures" not in found or (found["status"] != "ok" and not found["failures"]):
+        with log.open("rb") as output:
+            output.seek(start_of_output)
+            lines = output.read().decode(errors="replace").splitlines()
+        print("\n".join(f"   {line[:200]}" for line in lines[-SHOWN_LINES:]), flush=True)
+
+
+def _trim(log: Path) -> None:
+    """Keep the end of a log that has become too long."""
+    if log.stat().st_size > LOG_BYTES:
+        log.write_bytes(log.read_bytes()[-LOG_BYTES:])
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run all parts and return the exit code."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu", metavar="FOLDER", help="default: results/gpu")
+    parser.add_argument("--minutes", type=float, default=9.5, help="for everything (default 9.5)")
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is the emulated device")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="NAME", help=", ".join(PARTS))
+    parser.add_argument("--tiny", action="store_true", help="a few tests of each kind: a smoke test of this script")
+    options = parser.parse_args(arguments)
+    options.out = options.out.resolve()
+    deadline = time.monotonic() + 60 * options.minutes - GRACE_S
+    machine = in_child(__file__, "describe")
+    if options.device == "cuda" and "gpu" not in machine:
+        print(f"no GPU: torch {machine['torch']} of {sys.executable} finds none; with --device cpu the same runs on "
+              "the emulated device", file=sys.stderr)  # fmt: skip
+        return 1
+    print(", ".join(f"{key} {value}" for key, value in machine.items()), flush=True)
+    options.out.mkdir(parents=True, exist_ok=True)
+    log = options.out / "gpu.log"
+    log.write_bytes(b"")
+    settings = {"device": options.device, "minutes": options.minutes, "tiny": options.tiny}
+    done: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = parts(options, Path(folder))
+        kept = 60 * options.minutes * RESERVED if chosen[-1].minutes is None else 0.0
+        for part in chosen:
+            left = deadline - time.monotonic() - GRACE_S
+            seconds = left if part.minutes is None else min(left - kept, 60 * part.minutes)
+            if seconds < GRACE_S:
+                done.append({"name": part.name, "status": "no time left", "seconds": 0.0})
+            else:
+                done.append(run(part, seconds, log))
+            save("gpu", "gpu", settings, {"gpu": machine, "parts": done}, options.out)
+    _trim(log)
+    print("\n".join(f"{part['name']:14s} {part['status']}" for part in done))
+    return 0 if all(part["status"] == "ok" for part in done) else 1
+
+
+if __name__ == "__main__":
+    serve_child(describe)
+    raise SystemExit(main())

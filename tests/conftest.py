@@ -1,0 +1,31 @@
+"""Which device the tests of tests/gpu run on. All others are about the emulated device and see no GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+DEVICES = ("cuda", "cpu", "model")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("lt_offload")
+    group.addoption(
+        "--device",
+        choices=DEVICES,
+        help="run all of tests/gpu: on a GPU, on the emulated device, or on the model of CUDA that unit tests use; "
+        "without it a few of its tests run on the emulated device",
+    )
+    group.addoption("--figures", metavar="FILE", help="JSON file for what tests/gpu measures")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("device") != "cuda":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or matrix products are not deterministic
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.exit(f"--device cuda: torch {torch.__version__} finds no GPU here", returncode=1)

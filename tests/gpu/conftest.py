@@ -1,0 +1,96 @@
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lt_offload.profile import measure
+from lt_offload.profile.hardware import measure_hardware
+from lt_offload.profile.types import HardwareProfile
+from tests.gpu.target import Target
+
+HERE = Path(__file__).parent
+
+SEEN: dict[str, Any] = {"tests": {}, "running": "", "figures": {}}
+"""What the file of --figures says: written after every test, so that it is there whatever happens to the process."""
+
+
+def pytest_runtest_logstart(nodeid: str) -> None:
+    SEEN["running"] = nodeid
+    _write()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" or report.outcome != "passed":
+        message = "" if report.passed else str(report.longrepr)[-1500:]
+        test = {"outcome": report.outcome, "seconds": round(report.duration, 3), "message": message}
+        SEEN["tests"][report.nodeid.rpartition("::")[2]] = test
+
+
+def pytest_runtest_logfinish(nodeid: str) -> None:
+    SEEN["running"] = ""
+    _write()
+
+
+def _write() -> None:
+    if SEEN.get("file"):
+        Path(SEEN["file"]).write_text(json.dumps({k: v for k, v in SEEN.items() if k != "file"}), encoding="utf-8")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not for this device; without --device all but a few."""
+    device = config.getoption("device")
+    SEEN["file"] = config.getoption("figures")
+
+    def wanted(item: pytest.Item) -> bool:
+        if HERE not in item.path.parents:
+            return True
+        only = item.get_closest_marker("only")
+        if device is None:
+            return item.get_closest_marker("quick") is not None
+        return only is None or device in only.args
+
+    left_out = [item for item in items if not wanted(item)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if wanted(item)]
+
+
+@pytest.fixture(scope="session")
+def target(pytestconfig: pytest.Config) -> Target:
+    return Target(kind=pytestconfig.getoption("device") or "cpu")
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Kernels that give the same bits every time; memory that nobody has written to holds NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.fixture
+def found(request: pytest.FixtureRequest) -> Callable[..., None]:
+    """Print figures and keep them in the file of --figures."""
+
+    def keep(**figures: Any) -> None:
+        print(f"{request.node.name}: {figures}")
+        SEEN["figures"].setdefault(request.node.name, {}).update(figures)
+
+    return keep
+
+
+@functools.cache
+def hardware(device: str) -> HardwareProfile:
+    return measure_hardware(device)
+
+
+@pytest.fixture
+def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure the machine once: that is most of a tiny model's profile."""
+    monkeypatch.setattr(measure, "measure_hardware", lambda device, **_: hardware(str(device)))

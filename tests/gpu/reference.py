@@ -1,0 +1,45 @@
+"""Plain training to compare with: everything on one device, but for the updates that a plan gives to the host."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+
+from lt_offload.plan.schedule import Plan
+from lt_offload.profile.blocks import find_blocks
+from tests.parity.harness import Case, Result, batches, build, make_optimizer, scheduler
+
+
+def trained_plainly(case: Case, plan: Plan, device: torch.device) -> Result:
+    """Return the model trained without the engine.
+
+    Forward and backward run on ``device``. Weights whose place is the host have their gradients moved there, are
+    updated there by the same optimizer, and moved back.
+    """
+    master = build(case)
+    twin = copy.deepcopy(master).to(device)
+    places = {name: place for (name, _), place in zip(find_blocks(master).tensors, plan.update_places, strict=True)}
+    on_host = {name for name, place in places.items() if place == "host"}
+    weights, masters = dict(twin.named_parameters()), dict(master.named_parameters())
+    updated = [masters[name] if name in on_host else weight for name, weight in weights.items()]
+    optimizer = make_optimizer(cast(Any, SimpleNamespace(parameters=lambda: updated)), case.optimizer)
+    schedule = scheduler(optimizer)
+    torch.manual_seed(case.seed + 1)
+    losses = []
+    for batch in batches(case, master, device):
+        loss = twin(**batch).loss
+        loss.backward()
+        for name in on_host:
+            gradient, weights[name].grad = weights[name].grad, None
+            masters[name].grad = None if gradient is None else gradient.cpu()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            for name in on_host:
+                weights[name].copy_(masters[name])
+        schedule.step()
+        losses.append(loss.detach())
+    return Result(losses, twin, optimizer)

@@ -1,0 +1,185 @@
+"""Finds accesses to device memory that streams do not order, in what really was launched.
+
+Torch's CUDA sanitizer follows streams, events and kernels, but takes every first address of a tensor for a memory of
+its own, forgets what was freed, and does not see the engine's copies: they run outside dispatch modes. Here every
+access is one to all 64-byte pages of a tensor, so that ranges of the arena and memory that the allocator hands out
+again are compared too; copies are seen; and what the host has found finished orders what is launched later. Host
+memory is not covered: the happens-before checker of the emulated device knows about that.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch.cuda import _sanitizer
+
+from lt_offload.execute.cuda import CudaDevice
+from tests.gpu.target import ROOM, LargeGpu
+from tests.gpu_model import Event, Stream
+
+PAGE = 64
+"""Nothing smaller is handed out: by the arena and on a GPU 512 bytes, by torch on the host 64."""
+
+
+def pages(tensor: torch.Tensor) -> range:
+    """The pages between the first and the last byte of ``tensor``, by number."""
+    if tensor.numel() == 0:
+        return range(0)
+    span = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    first = tensor.data_ptr()
+    return range(first // PAGE, -(-(first + span * tensor.element_size()) // PAGE))
+
+
+def arguments_on(device_type: str) -> type[Any]:
+    """Return what sorts the arguments of a kernel into pages that it reads and writes."""
+
+    class Pages(_sanitizer.ArgumentHandler):
+        def _handle_argument(
+            self, value: Any, is_write: bool, metadata_only: bool, name: str | None = None, is_output: bool = False
+        ) -> None:
+            if not isinstance(value, torch.Tensor) or value.device.type != device_type:
+                return
+            for page in pages(value):
+                if is_write:
+                    self.dataptrs_written.add(page)
+                elif not metadata_only:
+                    self.dataptrs_read.add(page)
+                self.tensor_aliases.setdefault(page, [])
+                if name is not None:
+                    self.tensor_aliases[page].append(name)
+                if is_output:
+                    self.outputs.add(page)
+
+    return Pages
+
+
+def _alone(method: Callable[..., Any], lock: threading.RLock) -> Callable[..., Any]:  # type: ignore[valid-type]
+    @functools.wraps(method)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        with lock:  # type: ignore[attr-defined]
+            return method(*args, **kwargs)
+
+    return run
+
+
+class Handler(_sanitizer.EventHandler):
+    """Is told by several threads; memory that is freed and handed out again keeps its history."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.copies = 0
+        lock = threading.RLock()
+        for name in dir(self):
+            if name.startswith("_handle_"):
+                setattr(self, name, _alone(getattr(self, name), lock))
+
+    def _handle_memory_allocation(self, data_ptr: int) -> None:
+        pass
+
+    def _handle_memory_deallocation(self, data_ptr: int) -> None:
+        pass
+
+
+class WatchedDevice(CudaDevice):
+    """Its copies are seen by the sanitizer."""
+
+    mode: Any = None
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if self.mode is None:
+            super().copy(target, source)
+            return
+        with self.mode:
+            super().copy(target, source)
+        self.mode.event_handler.copies += 1
+
+
+@contextmanager
+def watching(device_type: str) -> Iterator[Handler]:
+    """Raise ``CUDASanitizerErrors`` at the first kernel or copy within the context that is not ordered."""
+    plain = torch.cuda.Event.query
+    with (
+        patch.object(_sanitizer, "EventHandler", Handler),
+        patch.object(_sanitizer, "ArgumentHandler", arguments_on(device_type)),
+        patch.object(torch._C, "_activate_gpu_trace"),
+    ):
+        mode = _sanitizer.CUDASanitizerDispatchMode()
+    handler = mode.event_handler
+
+    def query(event: Any) -> bool:
+        over = plain(event)
+        if over and event.cuda_event:
+            handler._handle_event_synchronization(event.cuda_event)
+        return bool(over)
+
+    WatchedDevice.mode = mode
+    try:
+        with (
+            patch.object(_sanitizer, "ArgumentHandler", arguments_on(device_type)),
+            patch.object(torch.cuda.Event, "query", query),
+            mode,
+        ):
+            yield handler
+    finally:
+        WatchedDevice.mode = None
+
+
+class WatchedEvent(Event):
+    """An event of the model of CUDA that tells the sanitizer what torch tells it on a GPU."""
+
+    def record(self, stream: Any) -> None:
+        super().record(stream)
+        self.gpu.handler._handle_event_record(id(self), stream.number)
+
+    def query(self) -> bool:
+        over = bool(super().query())
+        if over:
+            self.gpu.handler._handle_event_synchronization(id(self))
+        return over
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        self.gpu.handler._handle_event_synchronization(id(self))
+
+
+class WatchedStream(Stream):
+    """The same for a stream."""
+
+    @property
+    def number(self) -> int:
+        return ("compute", "h2d", "d2h", "idle").index(self.name)
+
+    def wait_event(self, event: Any) -> None:
+        super().wait_event(event)
+        self.gpu.handler._handle_event_wait(id(event), self.number)
+
+    def synchronize(self) -> None:
+        super().synchronize()
+        self.gpu.handler._handle_stream_synchronization(self.number)
+
+
+class WatchedGpu(LargeGpu):
+    """A model of CUDA under the sanitizer: what is launched is seen, on the stream that it would be launched to."""
+
+    def __init__(self, handler: Handler) -> None:
+        super().__init__(free=ROOM)
+        self.handler = handler
+        self.main = WatchedStream(self, "compute")
+
+    def stream(self) -> Any:
+        self.streams.append(WatchedStream(self, ("h2d", "d2h", "idle")[len(self.streams)]))
+        return self.streams[-1]
+
+    def event(self, *, timing: bool) -> Any:
+        return WatchedEvent(self, timing)
+
+    def torch_stream(self, *_: Any) -> Any:
+        """What ``torch.cuda.current_stream`` returns."""
+        return SimpleNamespace(cuda_stream=self.current_stream().number)

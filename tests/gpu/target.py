@@ -1,0 +1,114 @@
+"""Where a test runs: on a GPU, on the emulated device, or on a model of CUDA. Knows how to open it and what it used."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from lt_offload.execute.cuda import CudaDevice
+from lt_offload.execute.device import Device
+from lt_offload.execute.emulated import EmulatedDevice
+from tests.gpu_model import Gpu
+
+Kind = Literal["cuda", "cpu", "model"]
+
+ROOM = 4 << 30
+"""A budget that is not what the test is about."""
+
+
+class LargeGpu(Gpu):
+    """The model of CUDA, with room for plans that streamed models need."""
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        self.held = nbytes
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    kind: Kind
+
+    @property
+    def real(self) -> bool:
+        """Whether there is hardware: times, the driver's figures and races mean something."""
+        return self.kind == "cuda"
+
+    @property
+    def accelerator(self) -> str:
+        return "cuda" if self.real else "cpu"
+
+    @property
+    def torch_device(self) -> torch.device:
+        return torch.device("cuda", 0) if self.real else torch.device("cpu")
+
+    def open(self, budget: int = ROOM, **emulated: Any) -> Device:
+        """Return the device; ``emulated`` are options of the emulated one."""
+        if self.kind == "cuda":
+            return CudaDevice(budget)
+        if self.kind == "model":
+            return CudaDevice(budget, runtime=LargeGpu(free=budget))  # type: ignore[arg-type]
+        return EmulatedDevice(budget, **{"mode": "thread", "check": True} | emulated)
+
+    def synchronize(self) -> None:
+        if self.real:
+            torch.cuda.synchronize()
+
+    def pause(self, seconds: float) -> None:
+        """Make the current stream, or the calling thread, take ``seconds`` longer."""
+        if self.real:
+            torch.cuda._sleep(int(seconds * CLOCK))
+        else:
+            time.sleep(seconds)
+
+
+CLOCK = 1.5e9
+"""Cycles per second, roughly, of a GPU."""
+
+
+def delayed(device: Device, target: Target, seed: int, longest_s: float) -> Device:
+    """Make copies, host updates and computations of ``device`` late by random times, and return it."""
+    rng = random.Random(seed)
+    copy, submit, wait = device.copy, device.submit, device.wait
+
+    def late_copy(to: torch.Tensor, source: torch.Tensor) -> None:
+        target.pause(rng.random() * longest_s)
+        copy(to, source)
+
+    def late_submit(lane: Any, task: Any, **options: Any) -> Any:
+        def late() -> None:
+            time.sleep(rng.random() * longest_s)
+            task()
+
+        return submit(lane, late if lane == "host" else task, **options)
+
+    def late_wait(*events: Any, **cells: Any) -> None:
+        wait(*events, **cells)
+        target.pause(rng.random() * longest_s)
+
+    device.copy, device.submit, device.wait = late_copy, late_submit, late_wait  # type: ignore[method-assign]
+    return device
+
+
+def used_by_driver() -> tuple[int, str]:
+    """Return the device memory that the driver shows, and whose: this process's, or everybody's."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
+        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
+            if process.pid == os.getpid() and process.usedGpuMemory:
+                return int(process.usedGpuMemory), "process"
+    except Exception as error:  # no library, no permission, another PID namespace: the difference will do
+        return _used_by_all(), f"everybody ({type(error).__name__})"
+    return _used_by_all(), "everybody (the process is not listed)"
+
+
+def _used_by_all() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free

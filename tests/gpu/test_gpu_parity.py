@@ -1,0 +1,166 @@
+"""Training with the engine equals plain training on the same device bit for bit, under deterministic algorithms.
+
+Updates on the host are compared with plain training that updates the same weights on the host.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import lt_offload
+from tests import models
+from tests.gpu.reference import trained_plainly
+from tests.gpu.target import ROOM, Target, delayed
+from tests.models import FAMILIES
+from tests.parity import lightning_harness, test_direct
+from tests.parity.harness import Case, changed, differences, equal, make_optimizer, planned, trained_on
+from tests.parity.test_engine import OPTIONS, PLACES
+
+pytestmark = pytest.mark.usefixtures("deterministic")
+
+ALL_OPTIONS = OPTIONS[-1]
+EVERYWHERE = ("device", "paged", "host")
+SEED = 20251117
+
+CASES = [
+    Case(options=ALL_OPTIONS, places=EVERYWHERE, family="llama-tied", dropout=0.1, seed=1),
+    Case(options=ALL_OPTIONS, places=("device", "paged"), dtype="bfloat16", dropout=0.1, seed=2),
+    Case(options=("mixed", "offload"), places=("host",), family="bloom", lora=True, dropout=0.1, seed=3),
+    Case(
+        options=("recompute", "reload"), places=("paged",), optimizer="sgd", shapes=((2, 12), (3, 20), (1, 7)), seed=4
+    ),
+    Case(options=("keep",), places=("device",), optimizer="adam", family="phi", lag=0, lead=0, seed=5),
+    Case(options=("offload",), places=("paged", "host"), dtype="bfloat16", family="mistral", roomy=True, seed=6),
+]
+
+
+def sample(count: int) -> list[Case]:
+    """A seeded sample of the product; every value of every axis occurs.
+
+    Where updates are at several places, the implementation of the optimizer must not depend on which others there are.
+    """
+    rng = random.Random(SEED)
+    axes: dict[str, list[Any]] = {
+        "family": list(FAMILIES),
+        "options": OPTIONS,
+        "places": PLACES,
+        "dtype": ["float32", "bfloat16"],
+        "dropout": [0.0, 0.1],
+        "lora": [False, True],
+        "optimizer": ["adamw-fused", "adamw-fused", "adamw"],
+        "lag": [0, 1],
+        "lead": [0, 1],
+        "roomy": [False, True],
+    }
+    columns = {axis: [values[i % len(values)] for i in range(count)] for axis, values in axes.items()}
+    for column in columns.values():
+        rng.shuffle(column)
+    return [Case(**{axis: column[i] for axis, column in columns.items()}, seed=i) for i in range(count)]
+
+
+def compare(case: Case, target: Target) -> None:
+    plan = planned(case)
+    expected = trained_plainly(case, plan, target.torch_device)
+    actual, _ = trained_on(target.open(seed=case.seed), case, plan)
+    assert differences(expected, actual) == []
+    assert changed(case, actual)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_representative_cases(case: Case, target: Target) -> None:
+    compare(case, target)
+
+
+@pytest.mark.parametrize("case", sample(36), ids=str)
+def test_sampled_cases(case: Case, target: Target) -> None:
+    compare(case, target)
+
+
+@pytest.mark.quick
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_whatever_is_late(seed: int, target: Target) -> None:
+    """Copies, updates and kernels take random times longer; no order may depend on their being fast."""
+    case = replace(CASES[0], seed=seed)
+    plan = planned(case)
+    expected = trained_plainly(case, plan, target.torch_device)
+    actual, _ = trained_on(delayed(target.open(), target, seed, 1e-3), case, plan)
+    assert differences(expected, actual) == []
+
+
+@pytest.mark.usefixtures("one_machine")
+@pytest.mark.parametrize(
+    ("case", "how", "grad_direct"), test_direct.CASES, ids=lambda value: getattr(value, "__name__", str(value))
+)
+def test_weights_read_in_host_memory(case: Case, how: test_direct.How, grad_direct: bool, target: Target) -> None:
+    plan, _ = test_direct.planned(case, how, grad_direct=grad_direct)
+    expected = trained_plainly(case, plan, target.torch_device)
+    actual, _ = trained_on(target.open(), case, plan)
+    assert differences(expected, actual) == []
+
+
+@pytest.mark.quick
+@pytest.mark.usefixtures("one_machine")
+def test_plain_loop(target: Target) -> None:
+    """A plan made here for half of the memory, in the loop that the README shows."""
+    case = Case(options=("keep",), places=("paged",))
+    batch = models.batch(models.build(layers=6))
+    batch = {name: tensor.to(target.torch_device) for name, tensor in batch.items()}
+
+    def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = models.build(layers=6, dropout=0.1)
+        return model, make_optimizer(model, case.optimizer)
+
+    def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+        torch.manual_seed(1)
+        losses = []
+        for _ in range(3):
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().clone())
+        return losses
+
+    model, optimizer = fresh()
+    profile = lt_offload.profile(model, batch, optimizer=optimizer, device=target.torch_device)
+    resident = lt_offload.solve(profile, memory=profile.hardware.device_bytes, planner="resident", host_update=False)
+    context = profile.hardware.context_bytes
+    half = context + (resident.predicted.device_peak_bytes - context) * 7 // 10
+    plan = lt_offload.solve(profile, memory=half, host_update=False)
+    assert [op for op in plan.ops if op.resource in ("h2d", "d2h")], "nothing travels"
+    # So little memory is less than what PyTorch's allocator takes at a time.
+    roomy = replace(plan, budget_bytes=max(plan.budget_bytes, ROOM if target.real else 0))
+    with lt_offload.offloaded(model, optimizer, batch, plan=roomy, accelerator=target.accelerator) as engine:
+        losses = train(model, optimizer)
+        assert engine.stats.iterations == 3
+    reference, optimizer = fresh()
+    expected = train(reference.to(target.torch_device), optimizer)
+    assert all(equal(a, b) for a, b in zip(expected, losses, strict=True))
+    assert all(equal(a, b) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
+
+
+class OnDevice(lightning_harness.Forced):
+    """Every option; updates on the device only, so that stock Lightning computes the same."""
+
+    places = ("device", "paged")
+
+
+@pytest.mark.quick
+@pytest.mark.only("cuda", "cpu")
+@pytest.mark.usefixtures("one_machine")
+@pytest.mark.filterwarnings(
+    "ignore:.*does not have many workers.*", "ignore:.*LeafSpec.*", "ignore:.*settings to control TF32.*"
+)
+@pytest.mark.parametrize("options", [{"dropout": 0.1}, {"family": "llama-tied", "dtype": torch.bfloat16}])
+def test_trainer(options: dict[str, Any], target: Target) -> None:
+    settings = {"accelerator": target.accelerator, "devices": 1, "deterministic": True}
+    stock = lightning_harness.fit("auto", lightning_harness.seeded_module(**options), **settings)
+    memory = ROOM if target.real else None
+    ours = lightning_harness.fit(OnDevice(memory=memory), lightning_harness.seeded_module(**options), **settings)
+    assert lightning_harness.differences(stock, ours) == []

@@ -1,0 +1,210 @@
+"""Jobs that need a process of their own: a fresh CUDA context, its own peaks, a sanitizer from the beginning.
+
+python -m tests.gpu.worker JOB ANSWER ARGUMENTS
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+import lt_offload
+from lt_offload.errors import Race
+from lt_offload.execute.device import Device
+from lt_offload.execute.engine import Engine
+from lt_offload.plan.schedule import Plan
+from lt_offload.plan.trace import Span
+from tests import models
+from tests.gpu.target import ROOM, Kind, Target, used_by_driver
+from tests.parity.harness import Case, planned, trained_on
+
+ROOT = Path(__file__).resolve().parents[2]
+WARM_UP = 3
+
+SIZES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
+    "tiny": ({"layers": 6}, {"batch_size": 4, "sequence_length": 32}),
+    "large": (
+        {
+            "layers": 10,
+            "vocab_size": 16384,
+            "hidden_size": 1024,
+            "intermediate_size": 2816,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 16,
+            "max_position_embeddings": 512,
+        },
+        {"batch_size": 4, "sequence_length": 512},
+    ),
+}
+"""A model, and the shape of its batches. The large one has 160 million parameters; blocks of 50 MB travel within the
+time that a data centre GPU computes with them."""
+
+
+def call(job: str, limit_s: float = 240.0, **arguments: Any) -> dict[str, Any]:
+    """Run ``job`` in a new process and return its answer."""
+    with tempfile.TemporaryDirectory() as folder:
+        answer = Path(folder) / "answer.json"
+        command = [sys.executable, "-m", "tests.gpu.worker", job, str(answer), json.dumps(arguments)]
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s)
+        if done.returncode or not answer.is_file():
+            raise RuntimeError(f"{job} failed (exit code {done.returncode}):\n{done.stdout}\n{done.stderr[-4000:]}")
+        found: dict[str, Any] = json.loads(answer.read_text(encoding="utf-8"))
+        return found
+
+
+def make(size: str) -> tuple[torch.nn.Module, torch.optim.Optimizer, dict[str, torch.Tensor]]:
+    """Return model, optimizer and a batch, on the host."""
+    config, shape = SIZES[size]
+    model = models.build(**config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    return model, optimizer, models.batch(model, padding=False, **shape)
+
+
+def profile(kind: Kind, size: str, file: str) -> dict[str, Any]:
+    """Measure the model and save the profile; return what the driver showed afterwards."""
+    target = Target(kind=kind)
+    model, optimizer, batch = make(size)
+    start = time.perf_counter()
+    measured = lt_offload.profile(
+        model, batch, optimizer=optimizer, device=target.torch_device, run=lambda batch: model(**batch).loss
+    )
+    measured.save(file)
+    seconds = time.perf_counter() - start
+    return {"profile_s": seconds, "driver": used_by_driver() if target.real else None}
+
+
+def train(kind: Kind, size: str, plan: str, steps: int, before: int) -> dict[str, Any]:
+    """Train by the plan in a file and return times, peaks and what ran at the same time.
+
+    Args:
+        kind: of the target.
+        size: of the model.
+        plan: its file.
+        steps: measured iterations, after those that warm up.
+        before: device memory that was in use before this process.
+    """
+    target, carried = Target(kind=kind), Plan.load(plan)
+    model, optimizer, batch = make(size)
+    batch = {name: tensor.to(target.torch_device) for name, tensor in batch.items()}
+    device = target.open(carried.budget_bytes, check=False)
+    engine = Engine(model, optimizer, carried, device)
+    peaks, peak, source = [], 0, "allocator and context"
+    try:
+        engine.install()
+        for step in range(WARM_UP + steps):
+            if step == WARM_UP:
+                target.synchronize()
+                start = time.perf_counter()
+            with engine.iteration():
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+            peaks.append(engine.stats.device_peak_bytes)
+            if target.real and step < WARM_UP:
+                peak, source = max((peak, source), _driver(before))
+        target.synchronize()
+        seconds = (time.perf_counter() - start) / steps
+        if target.real:
+            peak, source = max((peak, source), _driver(before))
+        trace = engine.trace()
+    finally:
+        engine.remove()
+        device.close()
+    return {
+        "loss": loss.item(),
+        "iteration_s": seconds,
+        "recorded_s": trace.iteration_time,
+        "peak": peak if target.real else max(peaks),
+        "peak_source": source,
+        "engine_peak": max(peaks),
+        "busy_s": {lane: trace.busy(lane) for lane in ("compute", "h2d", "d2h", "host")},
+        "both_ways_s": overlap(trace.spans, "h2d", "d2h"),
+        "ops": sorted({span.op for span in trace.spans}),
+    }
+
+
+def _driver(before: int) -> tuple[int, str]:
+    used, whose = used_by_driver()
+    return (used, whose) if whose == "process" else (used - before, whose)
+
+
+def overlap(spans: Sequence[Span], one: str, other: str) -> float:
+    """Return for how many seconds both lanes are busy."""
+    pairs = itertools.product([s for s in spans if s.lane == one], [s for s in spans if s.lane == other])
+    return sum(max(0.0, min(a.end, b.end) - max(a.start, b.start)) for a, b in pairs)
+
+
+FAULTS: dict[str, Callable[[str, str], bool]] = {
+    "computations before their weights": lambda what, event: what == "compute" and event.startswith("prefetch weight"),
+    "copies before computations": lambda what, event: what.startswith("offload") and event == "compute",
+}
+"""What is left out, as the emulated device calls it."""
+
+
+def sanitized(kind: Kind, fault: str | None, **case: Any) -> dict[str, Any]:
+    """Train a tiny model while accesses to memory are watched; return the first that is not ordered, if any."""
+    made = Case(**{name: tuple(value) if isinstance(value, list) else value for name, value in case.items()})
+    plan = planned(made)
+    if kind == "cpu":
+        ignore = FAULTS[fault] if fault else None
+        try:
+            trained_on(Target(kind=kind).open(ignore=ignore, mode="lazy"), made, plan)
+        except Race as error:
+            return {"race": str(error), "launches": 0, "copies": 0}
+        return {"race": None, "launches": 0, "copies": 0}
+    from torch.cuda._sanitizer import CUDASanitizerErrors
+
+    from tests.gpu import sanitizer
+
+    race = None
+    with ExitStack() as stack:
+        torch.use_deterministic_algorithms(kind == "cuda")
+        handler = stack.enter_context(sanitizer.watching("cuda" if kind == "cuda" else "cpu"))
+        gpu = None
+        if kind == "cuda":
+            torch._C._activate_gpu_trace()
+        else:
+            gpu = sanitizer.WatchedGpu(handler)
+            stack.enter_context(patch.object(torch.cuda, "current_stream", gpu.torch_stream))
+        try:
+            trained_on(_faulty(sanitizer.WatchedDevice, fault, gpu), made, plan)
+        except CUDASanitizerErrors as error:
+            race = str(error.errors[0])[:3000]
+    return {"race": race, "launches": handler.seq_num, "copies": handler.copies}
+
+
+def _faulty(base: type[Any], fault: str | None, gpu: Any) -> Device:
+    class Careless(base):  # type: ignore[misc]
+        def wait(self, *events: Any, **cells: Any) -> None:
+            super().wait(*(() if fault == "computations before their weights" else events), **cells)
+
+        def submit(self, lane: Any, task: Any, *, after: Sequence[Any] = (), **options: Any) -> Any:
+            careless = fault == "copies before computations" and lane == "d2h"
+            return super().submit(lane, task, after=() if careless else after, **options)
+
+    device: Device = Careless(ROOM, runtime=gpu)
+    return device
+
+
+def main() -> None:
+    job, answer, arguments = sys.argv[1:4]
+    jobs: dict[str, Callable[..., dict[str, Any]]] = {"profile": profile, "train": train, "sanitized": sanitized}
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    found = jobs[job](**json.loads(arguments))
+    Path(answer).write_text(json.dumps(found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

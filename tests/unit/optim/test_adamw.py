@@ -1,0 +1,295 @@
+"""lt_offload.AdamW: torch's AdamW for fp32 weights, the same on fp32 copies for low-precision ones."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lt_offload import AdamW, ConfigError
+from lt_offload.checkpoint import load_optimizer_state
+from lt_offload.optim import adamw_
+
+SHAPES = [(40, 60), (7,), (3, 5, 2), (1,), (130, 130)]
+SETTINGS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}
+
+
+def parameters(dtype: torch.dtype) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
+
+
+def give_gradients(found: list[nn.Parameter], step: int) -> None:
+    torch.manual_seed(100 + step)
+    for parameter in found:
+        parameter.grad = torch.randn(parameter.shape).to(parameter.dtype)
+
+
+def train(found: list[nn.Parameter], optimizer: torch.optim.Optimizer, steps: range) -> None:
+    for step in steps:
+        give_gradients(found, step)
+        optimizer.step()
+
+
+def assert_same(left: Any, right: Any) -> None:
+    """Parameters and states are equal bit for bit, dtypes included."""
+    a, b = left.state_dict(), right.state_dict()
+    assert a["state"].keys() == b["state"].keys()
+    for key, state in a["state"].items():
+        assert state.keys() == b["state"][key].keys()
+        for name, value in state.items():
+            assert value.dtype == b["state"][key][name].dtype
+            assert torch.equal(value, b["state"][key][name]), (key, name)
+    for one, other in zip(left.param_groups, right.param_groups, strict=True):
+        assert all(torch.equal(p, q) for p, q in zip(one["params"], other["params"], strict=True))
+
+
+class Scheme:
+    """What the optimizer promises, written down with torch's: fp32 copies, rounded after every step."""
+
+    def __init__(self, found: list[nn.Parameter], **settings: Any) -> None:
+        self.found = found
+        self.masters = [nn.Parameter(p.detach().float()) for p in found]
+        self.optimizer = torch.optim.AdamW(self.masters, fused=True, **settings)
+
+    def step(self, scale: float = 1.0) -> None:
+        for parameter, master in zip(self.found, self.masters, strict=True):
+            master.grad = parameter.grad.float() * scale  # type: ignore[union-attr]
+        self.optimizer.step()
+        with torch.no_grad():
+            for parameter, master in zip(self.found, self.masters, strict=True):
+                parameter.copy_(master)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("maximize", [False, True])
+def test_equal_to_torchs_for_full_precision(dtype: torch.dtype, maximize: bool) -> None:
+    mine, theirs = parameters(dtype), parameters(dtype)
+    ours = AdamW(mine, maximize=maximize, **SETTINGS)
+    reference = torch.optim.AdamW(theirs, maximize=maximize, fused=True, **SETTINGS)
+    train(mine, ours, range(4))
+    train(theirs, reference, range(4))
+    assert_same(ours, reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_low_precision_follows_its_masters(dtype: torch.dtype) -> None:
+    mine, theirs = parameters(dtype), parameters(dtype)
+    optimizer, scheme = AdamW(mine, **SETTINGS), Scheme(theirs, **SETTINGS)
+    for step in range(4):
+        give_gradients(mine, step)
+        give_gradients(theirs, step)
+        optimizer.step()
+        scheme.step()
+    for parameter, other, master in zip(mine, theirs, scheme.masters, strict=True):
+        state, expected = optimizer.state[parameter], scheme.optimizer.state[master]
+        assert list(state) == ["step", "master", "exp_avg", "exp_avg_sq"]
+        assert torch.equal(parameter, other)
+        assert torch.equal(state["master"], master)
+        assert all(torch.equal(state[name], expected[name]) for name in ("step", "exp_avg", "exp_avg_sq"))
+
+
+def test_small_steps_count() -> None:
+    found, plain = [nn.Parameter(torch.ones(64, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer, other = AdamW([found], lr=1e-5), torch.optim.AdamW([plain], lr=1e-5, fused=True)
+    for _ in range(400):
+        found.grad = plain.grad = torch.ones_like(found)
+        optimizer.step()
+        other.step()
+    assert (plain == 1).all()
+    assert (found < 1).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("scale", [0.37, torch.tensor(0.37)])
+def test_scale_equals_scaling_first(dtype: torch.dtype, scale: float | Tensor) -> None:
+    mine, theirs = parameters(dtype), parameters(dtype)
+    optimizer, scheme = AdamW(mine, **SETTINGS), Scheme(theirs, **SETTINGS)
+    optimizer.grad_scale = scale
+    for step in range(3):
+        give_gradients(mine, step)
+        give_gradients(theirs, step)
+        before = [p.grad.clone() for p in mine]  # type: ignore[union-attr]
+        optimizer.step()
+        scheme.step(0.37)
+        assert all(torch.equal(p.grad, grad) for p, grad in zip(mine, before, strict=True))  # type: ignore[arg-type]
+    assert all(torch.equal(p, q) for p, q in zip(mine, theirs, strict=True))
+    assert AdamW(mine).grad_scale == 1
+
+
+def test_one_call_for_any_tensors() -> None:
+    mine, theirs = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    optimizer = AdamW(theirs, **SETTINGS)
+    give_gradients(mine, 0)
+    give_gradients(theirs, 0)
+    optimizer.step()
+    masters = [p.detach().float() for p in mine]
+    moments = [[torch.zeros_like(master) for master in masters] for _ in range(2)]
+    grads = [p.grad for p in mine]
+    adamw_(mine, grads, masters, *moments, [1.0] * len(mine), **SETTINGS)  # type: ignore[arg-type]
+    assert all(torch.equal(p, q) for p, q in zip(mine, theirs, strict=True))
+    assert all(torch.equal(m, optimizer.state[q]["master"]) for m, q in zip(masters, theirs, strict=True))
+    with pytest.raises(ValueError, match="zip"):
+        adamw_(mine, grads[1:], masters, *moments, [1.0] * len(mine), **SETTINGS)  # type: ignore[arg-type]
+
+
+def test_groups_schedules_and_learning_rates_in_tensors() -> None:
+    mine, theirs = parameters(torch.float32), parameters(torch.float32)
+    made = []
+    for cls, found, lr, options in (
+        (AdamW, mine, torch.tensor(1e-2), {}),
+        (torch.optim.AdamW, theirs, 1e-2, {"fused": True}),
+    ):
+        groups = [{"params": found[:2], "weight_decay": 0.3}, {"params": found[2:], "lr": 5e-2, "betas": (0.5, 0.6)}]
+        optimizer = cls(groups, lr=lr, **options)  # type: ignore[operator]
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        for step in range(4):
+            give_gradients(found, step)
+            optimizer.step()
+            schedule.step()
+        made.append(optimizer)
+    rates = [[float(group["lr"]) for group in optimizer.param_groups] for optimizer in made]
+    assert rates[0] == pytest.approx(rates[1])
+    # a tensor holds the rate in fp32
+    assert all(torch.allclose(p, q, rtol=1e-6, atol=1e-7) for p, q in zip(mine, theirs, strict=True))
+    assert torch.equal(mine[-1], theirs[-1])
+
+
+def test_closure_and_parameters_without_gradient() -> None:
+    used, unused = nn.Parameter(torch.ones(20)), nn.Parameter(torch.ones(3))
+    optimizer = AdamW([used, unused], lr=0.1)
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        loss = (used**2).sum()
+        loss.backward()
+        return loss
+
+    assert float(optimizer.step(closure).detach()) == 20
+    assert (used < 1).all()
+    assert (unused == 1).all()
+    assert unused not in optimizer.state
+
+
+def test_autograd_notices_that_a_weight_has_changed() -> None:
+    weight = nn.Parameter(torch.ones(32))
+    optimizer = AdamW([weight])
+    loss = (weight**2).sum()
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def through_a_file(optimizer: torch.optim.Optimizer) -> Any:
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    return torch.load(file)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("way", ["torch", "checkpoint", "pickle", "deepcopy"])
+def test_resume(dtype: torch.dtype, way: str) -> None:
+    straight = parameters(dtype)
+    expected = AdamW(straight, **SETTINGS)
+    train(straight, expected, range(5))
+    first = parameters(dtype)
+    optimizer = AdamW(first, **SETTINGS)
+    train(first, optimizer, range(2))
+    if way == "pickle":
+        resumed = pickle.loads(pickle.dumps(optimizer))
+    elif way == "deepcopy":
+        resumed = copy.deepcopy(optimizer)
+    else:
+        resumed = AdamW([nn.Parameter(p.detach().clone()) for p in first], lr=9.0)
+        if way == "torch":
+            resumed.load_state_dict(through_a_file(optimizer))
+        else:
+            load_optimizer_state(resumed, through_a_file(optimizer), set(resumed.param_groups[0]["params"]))
+    train(resumed.param_groups[0]["params"], resumed, range(2, 5))
+    assert_same(resumed, expected)
+
+
+def test_hooks_of_loading_are_honoured() -> None:
+    found = parameters(torch.bfloat16)
+    optimizer = AdamW(found, **SETTINGS)
+    train(found, optimizer, range(1))
+    resumed = AdamW(parameters(torch.bfloat16))
+    seen: list[torch.dtype] = []
+
+    def reset(_: Any, given: dict[str, Any]) -> dict[str, Any]:
+        state = {key: {**value, "exp_avg": value["exp_avg"] * 0} for key, value in given["state"].items()}
+        return {**given, "state": state}
+
+    first = resumed.param_groups[0]["params"][0]
+    resumed.register_load_state_dict_pre_hook(reset)
+    resumed.register_load_state_dict_post_hook(lambda _: seen.append(resumed.state[first]["master"].dtype))
+    for _ in range(2):
+        resumed.load_state_dict(optimizer.state_dict())
+    assert seen == [torch.float32] * 2
+    assert (resumed.state[first]["exp_avg"] == 0).all()
+    assert torch.equal(resumed.state[first]["master"], optimizer.state[found[0]]["master"])
+
+
+def test_checkpoints_of_torchs() -> None:
+    theirs = parameters(torch.float32)
+    reference = torch.optim.AdamW(theirs, fused=True, **SETTINGS)
+    train(theirs, reference, range(2))
+    mine = [nn.Parameter(p.detach().clone()) for p in theirs]
+    ours = AdamW(mine)
+    ours.load_state_dict(copy.deepcopy(reference.state_dict()))
+    assert not {"fused", "foreach", "capturable", "differentiable"} & ours.param_groups[0].keys()
+    train(mine, ours, range(2, 4))
+    train(theirs, reference, range(2, 4))
+    assert_same(ours, reference)
+
+
+def test_checkpoints_that_do_not_fit() -> None:
+    low, full = parameters(torch.bfloat16), parameters(torch.float32)
+    theirs = torch.optim.AdamW(low, fused=True)
+    train(low, theirs, range(1))
+    with pytest.raises(ConfigError, match=r"no fp32 masters for a weight that is torch\.bfloat16 now"):
+        AdamW(low).load_state_dict(theirs.state_dict())
+    ours = AdamW(low)
+    train(low, ours, range(1))
+    with pytest.raises(ConfigError, match=r"fp32 masters for a weight that is torch\.float32 now"):
+        AdamW(full).load_state_dict(ours.state_dict())
+    with pytest.raises(ConfigError, match="amsgrad=True is not offered"):
+        AdamW(full).load_state_dict(torch.optim.AdamW(full, amsgrad=True).state_dict())
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"amsgrad": True}, r"amsgrad=True is not offered by lt_offload\.AdamW; torch\.optim\.AdamW has it"),
+        ({"fused": False}, r"fused=False: lt_offload\.AdamW is always fused"),
+        ({"lr": -1.0}, "lr=-1.0 must not be negative"),
+        ({"lr": float("nan")}, "lr=nan must not be negative"),
+        ({"lr": torch.ones(2)}, "lr has 2 elements"),
+        ({"eps": -1e-8}, "eps=-1e-08 must not be negative"),
+        ({"weight_decay": -0.1}, "weight_decay=-0.1 must not be negative"),
+        ({"betas": (0.9, 1.0)}, r"betas=\(0\.9, 1\.0\) must be at least 0 and less than 1"),
+    ],
+)
+def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        AdamW(parameters(torch.float32), **settings)
+
+
+def test_tensors_that_cannot_be() -> None:
+    with pytest.raises(ConfigError, match=r"dtype torch\.complex64: AdamW updates float tensors"):
+        AdamW([nn.Parameter(torch.ones(2, dtype=torch.complex64))])
+    table = nn.Embedding(4, 3, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(ConfigError, match="no sparse gradients"):
+        AdamW(table.parameters()).step()
+
+
+def test_fused_is_taken_for_compatibility() -> None:
+    assert "fused" not in AdamW(parameters(torch.float32), fused=True).defaults

@@ -1,0 +1,279 @@
+"""Every way to carry out an AdamW update gives the same bits, and a missing kernel is no more than slow."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lt_offload.optim import native, plain
+from lt_offload.optim.entries import Entry, Options, converted, piece
+
+SIZES = [1, 7, 15, 16, 17, 63, 64, 1013, 16384, 16400, (300, 77), 3 * 16384 + 5]
+SPECIAL = [0.0, -0.0, 1e-42, -1e-42, 3e38, -3e38, float("inf"), -float("inf"), float("nan"), 1e-20, 1.0]
+
+
+@pytest.fixture(scope="module")
+def kernel() -> native.Kernel:
+    found = native.kernel()
+    if found is None:
+        assert not shutil.which("g++"), "there is a compiler, and no kernel"
+        pytest.skip("no C++ compiler")
+    return found
+
+
+@pytest.fixture
+def fresh() -> Iterator[None]:
+    """Let the kernel be looked for anew, within the test and after it."""
+    native.kernel.cache_clear()
+    yield
+    native.kernel.cache_clear()
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def entries(dtype: torch.dtype, *, seed: int = 0, special: bool = False) -> list[Entry]:
+    """One of each size, of numbers of many magnitudes."""
+    torch.manual_seed(seed)
+
+    def numbers(size: Any) -> Tensor:
+        found = torch.randn(size) * torch.randn(size).mul_(4).exp_()
+        if special:
+            found.view(-1)[:: max(1, found.numel() // 40)] = SPECIAL[int(torch.randint(len(SPECIAL), ()))]
+        return found
+
+    made = []
+    for i, size in enumerate(SIZES):
+        master = None if dtype == torch.float32 else numbers(size)
+        param, grad = (numbers(size).to(dtype) for _ in range(2))
+        made.append(Entry(param, grad, master, numbers(size), numbers(size).abs_(), float(1 + i * 5)))
+    return made
+
+
+def copies(found: list[Entry]) -> list[Entry]:
+    return [converted(entry, Tensor.clone) for entry in found]
+
+
+def options(**changes: Any) -> Options:
+    return Options(**{"lr": 1e-2, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8, "weight_decay": 0.1} | changes)
+
+
+def same(left: list[Entry], right: list[Entry]) -> bool:
+    """Equal bits; one that is not a number is as good as another."""
+    pairs = [(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x[:-1], y[:-1], strict=True)]
+    return all(
+        torch.equal(a.isnan(), b.isnan()) and torch.equal(_bits(a)[~a.isnan()], _bits(b)[~b.isnan()])
+        for a, b in pairs
+        if a is not None and b is not None
+    )
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("special", [False, True], ids=["numbers", "special"])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"weight_decay": 0.0},
+        {"maximize": True},
+        {"beta1": 0.3, "beta2": 0.5},
+        {"lr": torch.tensor(3e-3), "eps": 0.0},
+        {"grad_scale": 0.37},
+        {"grad_scale": torch.tensor(-1.7), "maximize": True},
+    ],
+    ids=["plain", "no decay", "maximize", "low betas", "lr tensor", "scale", "scale tensor"],
+)
+def test_kernel_equals_torch(kernel: native.Kernel, dtype: torch.dtype, special: bool, changes: dict[str, Any]) -> None:
+    for seed in range(4):
+        left = entries(dtype, seed=seed, special=special)
+        right, before = copies(left), copies(left)
+        for _ in range(2):
+            kernel.update(left, options(**changes))
+            plain.update(right, options(**changes))
+        assert same(left, right)
+        assert not same(left, before)
+        assert all(torch.equal(_bits(a.grad), _bits(b.grad)) for a, b in zip(left, before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_plain_equals_the_scheme_in_a_loop(dtype: torch.dtype) -> None:
+    """Torch's own optimizer on fp32 copies of everything."""
+    for entry in entries(dtype):
+        target = entry.param.clone() if entry.master is None else entry.master.clone()
+        parameter = torch.nn.Parameter(target)
+        parameter.grad = entry.grad.float() * 0.37
+        reference = torch.optim.AdamW([parameter], lr=1e-2, weight_decay=0.1, fused=True)
+        step = torch.tensor(entry.step - 1)
+        reference.state[parameter] = {
+            "step": step,
+            "exp_avg": entry.exp_avg.clone(),
+            "exp_avg_sq": entry.exp_avg_sq.clone(),
+        }
+        reference.step()
+        plain.update([entry], options(grad_scale=0.37))
+        state = reference.state[parameter]
+        assert torch.equal(entry.exp_avg, state["exp_avg"])
+        assert torch.equal(entry.exp_avg_sq, state["exp_avg_sq"])
+        assert torch.equal(entry.param if entry.master is None else entry.master, parameter)
+        assert torch.equal(entry.param, parameter.to(dtype))
+
+
+@pytest.mark.parametrize("way", ["kernel", "plain"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_threads_and_splits_change_nothing(
+    kernel: native.Kernel, dtype: torch.dtype, way: str, threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = kernel.update if way == "kernel" else plain.update
+    whole = entries(dtype)
+    many, split, small = copies(whole), copies(whole), copies(whole)
+    torch.set_num_threads(1)
+    update(whole, options())
+    torch.set_num_threads(3)
+    update(many, options())
+    assert same(whole, many)
+    for entry in split:
+        for start in range(0, entry.param.numel(), 192):
+            update([piece(entry, start, start + 192)], options())
+    assert same(whole, split)
+    monkeypatch.setattr(plain, "_HOST_PIECE", 64)
+    update(small, options())
+    assert same(whole, small)
+
+
+def test_every_bfloat16_rounding(kernel: native.Kernel) -> None:
+    """To nearest, ties to even, for every upper half of an fp32 number."""
+    upper = torch.arange(1 << 16, dtype=torch.int64) << 16
+    for lower in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF):
+        bits = upper | lower
+        master = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
+        zeros = torch.zeros_like(master)
+        low = Entry(zeros.bfloat16(), zeros.bfloat16(), master.clone(), zeros.clone(), zeros.clone(), 1.0)
+        kernel.update([low], options(weight_decay=0.0))
+        expected = master.bfloat16()
+        assert torch.equal(low.param.isnan(), expected.isnan())
+        assert torch.equal(_bits(low.param)[~expected.isnan()], _bits(expected)[~expected.isnan()])
+
+
+def test_what_the_kernel_takes() -> None:
+    [*_, low] = entries(torch.bfloat16)
+    [*_, full] = entries(torch.float32)
+    assert native.Kernel.takes(low)
+    assert native.Kernel.takes(full)
+    assert not native.Kernel.takes(low._replace(grad=low.grad.float()))
+    assert not native.Kernel.takes(full._replace(exp_avg=full.exp_avg.bfloat16()))
+    assert not native.Kernel.takes(converted(full, Tensor.double))
+    assert not native.Kernel.takes(low._replace(param=low.param.half(), grad=low.grad.half()))
+    table = entries(torch.float32)[10]
+    assert not native.Kernel.takes(converted(table, Tensor.t))
+    with FakeTensorMode() as mode:
+        assert not native.Kernel.takes(converted(full, mode.from_tensor))
+
+
+def test_layouts_and_dtypes_that_the_kernel_does_not_take_are_updated_all_the_same() -> None:
+    table = entries(torch.float32)[10]
+    turned = converted(table, lambda t: t.t().contiguous().t())
+    plain.update([table], options())
+    assert native.update([turned], options()) == [turned]
+    plain.update([turned], options())
+    assert same([table], [converted(turned, Tensor.contiguous)])
+    mixed = entries(torch.bfloat16)[10]
+    strided = mixed._replace(grad=mixed.grad.t().contiguous().t())
+    expected = copies([mixed])
+    plain.update(expected, options())
+    plain.update(native.update([strided], options()), options())
+    assert same(expected, [strided])
+
+
+def test_small_tensors_of_both_kinds_share_a_call(kernel: native.Kernel) -> None:
+    both = [*entries(torch.float32), *entries(torch.bfloat16)]
+    expected = copies(both)
+    assert native.update(both, options()) == []
+    plain.update(expected, options())
+    assert same(both, expected)
+    assert native.update([], options()) == []
+
+
+def test_a_compiled_kernel_is_found_again(tmp_path: Path, kernel: native.Kernel, fresh: None) -> None:
+    first = native.build(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [first.name]
+    made = first.stat().st_mtime_ns
+    assert native.build(tmp_path) == first
+    assert first.stat().st_mtime_ns == made
+
+
+@pytest.mark.parametrize(
+    ("compiler", "reason"),
+    [("false", "'false', '--version'"), ("no-such-compiler-anywhere", "No such file or directory")],
+)
+def test_without_a_kernel_the_log_says_why_and_numbers_are_the_same(
+    compiler: str, reason: str, fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("CXX", compiler)
+    left = entries(torch.bfloat16)
+    right = copies(left)
+    with caplog.at_level(logging.WARNING):
+        assert native.update(left, options()) == left
+        assert native.update(left, options()) == left
+    [record] = caplog.records
+    assert "no compiled kernel, as" in record.message
+    assert reason in record.message
+    plain.update(native.update(left, options()), options())
+    plain.update(right, options())
+    assert same(left, right)
+
+
+def test_no_compiler_at_all(fresh: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", "/nonexistent")
+    assert native.kernel() is None
+    assert "install g++" in caplog.text
+
+
+def test_a_source_that_does_not_compile_names_the_error(
+    kernel: native.Kernel,
+    fresh: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    (tmp_path / "bad.cpp").write_text("int main( {")
+    monkeypatch.setattr(native, "_SOURCE", tmp_path / "bad.cpp")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native.kernel() is None
+    assert "bad.cpp:1" in caplog.text
+    assert not list((tmp_path / "lt_offload" / "kernels").iterdir())
+
+
+def test_a_kernel_that_rounds_in_another_way_is_not_used(
+    kernel: native.Kernel,
+    fresh: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    source = native._SOURCE.read_text()
+    changed = source.replace(
+        "std::fma(o.weight2 * g, g, exp_avg_sq[i] * o.beta2)", "o.weight2 * (g * g) + exp_avg_sq[i] * o.beta2"
+    )
+    assert changed != source
+    (tmp_path / "other.cpp").write_text(changed)
+    monkeypatch.setattr(native, "_SOURCE", tmp_path / "other.cpp")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert native.kernel() is None
+    assert "its numbers are not those of torch's kernel" in caplog.text

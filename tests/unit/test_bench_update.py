@@ -1,0 +1,55 @@
+"""The bench of host updates, once on small tensors: what it writes, and what it says of DeepSpeed's absence."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from lt_offload.optim import native
+
+
+@pytest.fixture
+def bench() -> ModuleType:
+    return importlib.import_module("bench_update")
+
+
+def test_bench(
+    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(bench, "measure_small", lambda *_: {"torch fused": 1.0, "lt_offload": 1.0})
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    monkeypatch.setattr(sys, "argv", ["bench_update.py", "--tiny", "--threads", "1", "--results", str(tmp_path)])
+    before = torch.get_num_threads()
+    try:
+        assert bench.main() == 0
+    finally:
+        torch.set_num_threads(before)
+    result = json.loads((tmp_path / "bench-update-tiny.json").read_text())
+    assert result["kind"] == "bench-update"
+    assert result["figures"]["deepspeed"] == "DeepSpeed is not installed and --deepspeed is not given"
+    assert "deepspeed: left out: DeepSpeed is not installed" in capsys.readouterr().out
+    rows = {(row["name"], row["scheme"]): row for row in result["figures"]["cases"]}
+    assert native.kernel() is None or {("lt_offload kernel", "fp32"), ("lt_offload kernel", "masters")} <= rows.keys()
+    assert rows["torch fused", "fp32"]["of_torch"] == 1
+    assert rows["memory", "masters"]["of_memory"] == 1
+    assert rows["copy", "copy"]["of_memory"] is None
+    assert all(
+        row["bytes_per_s"] == pytest.approx(row["weights_per_s"] * row["bytes_per_weight"]) for row in rows.values()
+    )
+    assert all(row["of_deepspeed"] is None for row in rows.values())
+
+
+def test_small_tensors_are_measured(bench: ModuleType) -> None:
+    assert min(bench.measure_small(3, 40, 1).values()) > 0
+
+
+def test_a_folder_without_deepspeed(bench: ModuleType, tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"there is no csrc/adam/cpu_adam\.cpp; unpack DeepSpeed's sdist there"):
+        bench.deepspeed_folder(tmp_path)
