@@ -82,6 +82,8 @@ def bench_launch(results: Sequence[Result]) -> str:
         [
             f"{plan['name']}, {result['figures']['blocks']} blocks",
             format_seconds(plan["own_per_block_step_s"]),
+            format_seconds(plan["phases_s"].get("update", 0.0)),
+            format_seconds(plan["plain_update_s"] / (2 * result["figures"]["blocks"])),
             format_seconds(plan["thread_per_block_step_s"]),
             format_seconds(plan["per_block_step_s"]),
             format_seconds(result["figures"]["goal_s"]),
@@ -89,7 +91,8 @@ def bench_launch(results: Sequence[Result]) -> str:
         for result in results
         for plan in result["figures"]["plans"]
     ]
-    head = ["plan", "engine's own", "against plain, launching thread", "against plain, by the clock", "goal"]
+    head = ["plan", "engine's own", "of it updates on the device", "plain loop's updates"]
+    head += ["against plain, launching thread", "against plain, by the clock", "goal"]
     return _section("Launch cost per block and step", "scripts/bench_launch.py", results, head, rows)
 
 

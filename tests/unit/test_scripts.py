@@ -102,6 +102,8 @@ LAUNCH = {
             {
                 "name": "resident",
                 "own_per_block_step_s": 1.5e-4,
+                "phases_s": {"update": 5e-5, "walk": 1e-4},
+                "plain_update_s": 54 * 6e-5,
                 "thread_per_block_step_s": 2e-4,
                 "per_block_step_s": 2.5e-4,
             }
@@ -118,6 +120,14 @@ UPDATE = {
                 "bytes_per_s": 2.04e10,
                 "of_memory": 0.954,
                 "of_deepspeed": 1.041,
+            },
+            {
+                "name": "lt_offload",
+                "scheme": "fp32",
+                "threads": 1,
+                "bytes_per_s": 1e10,
+                "of_memory": 0.5,
+                "of_deepspeed": 1.0,
             },
             {
                 "name": "copy",
@@ -167,9 +177,10 @@ def test_tables_show_figures_with_machine_and_date(script: Any, results: Path) -
     assert "| Llama, streamed | 1.05 s | 1.05 | 1.60 | 94% | 50% |  | 1 GB |" in block
     assert "| `quickstart` | 400 MB | 390 MB | 2 GB | 20% |" in block
     assert "| llama2-7b, 40 layers | 100 GB | 11 GB | 4.5 s | 10 s | 2.1% | 1.50 |" in block
-    assert "| resident, 27 blocks | 150 us | 200 us | 250 us | 300 us |" in block
+    assert "| resident, 27 blocks | 150 us | 50 us | 60 us | 200 us | 250 us | 300 us |" in block
     assert "| lt_offload | fp32 | 2 | 20.4 GB/s | 95% | 1.04 |" in block
     assert "| copy | memory | 2 | 20.0 GB/s |  |  |" in block
+    assert "| lt_offload | fp32 | 1 |" not in block
     assert "| llama2-7b, float32 | 2 | 2.5% | 4.0% | 1 of 2 | 3.0 |" in block
     assert block.count("Some CPU, 2 cores, torch 2.11.0, 2025-01-31") == len(KINDS)
     assert "| Llama-2-7B, 32 layers | 10 GB | 8 | 0.357 | 25.7 s | 3.5 | 4 |" in block
