@@ -109,6 +109,7 @@ def bench_update(results: Sequence[Result]) -> str:
         ]
         for result in results
         for case in result["figures"]["cases"]
+        if case["threads"] == max(other["threads"] for other in result["figures"]["cases"])
     ]
     head = [
         "update on the host",
