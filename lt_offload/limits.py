@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
 
-Scope = Literal["trainer", "model", "optimizer"]
+Scope = Literal["trainer", "model", "optimizer", "run"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Limit:
 
     name: str
     scope: Scope
-    """From when on it can be recognised: once there is a trainer, a complete model, the optimizers."""
+    """From when on it can be recognised: once there is a trainer, a complete model, the optimizers; when it happens."""
     found: Callable[[Run], str | None]
     """Returns the offending setting with its value as the user wrote it, None if there is nothing to refuse."""
     why: str
@@ -45,6 +45,10 @@ class Limit:
     """The nearest thing that works."""
     training_only: bool = True
     """False if validation and prediction are refused too."""
+
+    def error(self, found: str) -> UnsupportedError:
+        """Return the error that refuses ``found``, the use with the name of what is used."""
+        return UnsupportedError(f"{found}: {self.why}; {self.instead}")
 
 
 def check(scope: Scope, run: Run, *, training: bool = True) -> None:
@@ -364,6 +368,78 @@ def _orphans(run: Run) -> str | None:
         if parameter.requires_grad and id(parameter) not in held:
             return f"trainable parameter {name} that the optimizer does not hold"
     return None
+
+
+# -- while it runs: the first pass of the profile finds most of these before training --------------------------------
+
+
+def _while_running(name: str, *, why: str, instead: str) -> Limit:
+    """Add a row that is recognised where it happens; whoever does raises its :meth:`Limit.error`."""
+    limit = Limit(name=name, scope="run", found=lambda run: None, why=why, instead=instead)
+    LIMITS.append(limit)
+    return limit
+
+
+OUTSIDE_USE = _while_running(
+    "a loss that uses a weight outside its block (tied heads by F.linear, penalties on weights)",
+    why="its gradient would come from two places, and the weight may have left the device",
+    instead="use it inside the module that owns it, or detach it if the loss does not need it",
+)
+INNER_TENSOR = _while_running(
+    "a loss that uses tensors from inside a block (router logits, attentions, hooks, attributes)",
+    why="only what a block returns is part of the outer graph; the inside is computed again, or moved away",
+    instead="let the block return them, or leave them out of the loss (output_router_logits=False)",
+)
+SEVERAL_CONSUMERS = _while_running(
+    "a block output that others use beside the next block (U-Net skips, deep supervision)",
+    why="its gradients would be added in another order than plain PyTorch's, and the last bits would differ",
+    instead="take the loss from the last block's output, or hand the tensor on through the blocks",
+)
+CALL_ARGUMENTS = _while_running(
+    "use_cache, past_key_values, output_attentions, output_hidden_states as arguments of a training call",
+    why="they collect what a block computes, twice where it is computed again",
+    instead="leave them out of the training call",
+)
+HALFWAY = _while_running(
+    "weights or optimizer states read or written between the backward and the optimizer step",
+    why="they are updated during the backward, so that some are of this step and others of the next",
+    instead="do it before the backward or after optimizer.step()",
+)
+DURING_FORWARD = _while_running(
+    "weights or optimizer states written between the forward and the optimizer step",
+    why="a block that runs again would see other weights than the first time",
+    instead="write before the forward or after optimizer.step()",
+)
+GRADIENTS = _while_running(
+    "gradients in a loop of one's own: clipping, GradScaler, edits, reading p.grad",
+    why="each gradient is consumed by its update during the backward",
+    instead="leave gradients alone; engine.iteration(grad_norm=True) measures their norm",
+)
+ONE_BACKWARD = _while_running(
+    "several backwards per optimizer step, or none: accumulation, skipped steps, retain_graph",
+    why="every backward updates the weights",
+    instead="call forward, backward and optimizer.step() once each per iteration; use a larger batch to accumulate",
+)
+BACKWARD_OUTSIDE = _while_running(
+    "a backward through the model outside the training step (in a callback or hook)",
+    why="every backward through the blocks updates the weights",
+    instead="call the model under torch.no_grad() there, or a deepcopy of it",
+)
+PARTIAL_BACKWARD = _while_running(
+    "torch.autograd.grad, backward(inputs=...) and create_graph=True through the model",
+    why="a block's backward computes all of its gradients, once, and updates its weights",
+    instead="call loss.backward(), or differentiate a deepcopy of the model",
+)
+PARAMETER_HOOKS = _while_running(
+    "post-accumulate hooks on parameters, and tensor hooks on parameters that several blocks share",
+    why="the engine collects gradients in that place, and a shared weight's gradient arrives once per block",
+    instead="remove the hook",
+)
+CHANGED_PARAMETERS = _while_running(
+    "requires_grad, shape, dtype or parameter groups changed during training",
+    why="the plan is made for fixed trainable tensors and one optimizer",
+    instead="make the change before training starts and train again from there",
+)
 
 
 # -- helpers ----------------------------------------------------------------------------------------------------------

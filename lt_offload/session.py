@@ -33,9 +33,10 @@ def offloaded(
 ) -> Iterator[Engine]:
     """Train ``model`` in the loop you have, within ``memory`` bytes of device memory.
 
-    Inside the context call the model, ``loss.backward()`` and ``optimizer.step()`` as always. Weights are updated
-    during the backward; ``optimizer.step()`` only marks the end of the iteration, and gradients are ``None``
-    afterwards.
+    Inside the context call the model, ``loss.backward()`` and ``optimizer.step()`` as always, once each per iteration.
+    Weights and optimizer states may be read and written between iterations as always, too. Weights are updated during
+    the backward; ``optimizer.step()`` only marks the end of the iteration, and ``param.grad`` afterwards holds an
+    object that raises an error when it is used.
 
     Args:
         model: a model with a block sequence; returned with complete weights when the context ends.
@@ -47,8 +48,7 @@ def offloaded(
         **switches: further arguments of :func:`lt_offload.solve`.
 
     Yields:
-        The engine, for ``stats``, ``trace()`` and ``drain()`` (call it before you read weights in the middle of
-        training).
+        The engine, for ``stats`` and ``trace()``.
 
     Raises:
         UnsupportedError, ModelError, InfeasibleError, PlanError: before anything is trained.
@@ -67,15 +67,14 @@ def offloaded(
             raise PlanError(f"the plan cannot be carried out: {problems[0]}")
     device = open_device(plan.budget_bytes, accelerator, host_threads=threads or None)
     engine = Engine(model, optimizer, plan, device, structure=structure)
-    hook = optimizer.register_step_post_hook(lambda *_: engine.finish())
     try:
         engine.install()
+        engine.follow(optimizer)
         with caches_off(model), device.accounting():
             yield engine
     except BaseException:
         engine.abort()
         raise
     finally:
-        hook.remove()
         engine.remove()
         device.close()

@@ -21,8 +21,8 @@ class OffmateStrategy(OffmateCore, Strategy):
     On ``accelerator="cuda"`` blocks run on the GPU; on ``accelerator="cpu"`` the same plan runs on an emulated device
     of ``memory`` bytes. What is not supported is refused before training, see ``lt_offload.limits``.
 
-    Updates of one iteration overlap the next forward. A hook that reads weights between iterations must call
-    ``trainer.strategy.engine.drain()`` first; checkpoints and validation do so by themselves.
+    Updates of one iteration overlap the next forward. Hooks and callbacks may read and write weights and optimizer
+    states between iterations all the same: whatever they touch is completed first, and that alone.
 
     Args:
         memory: device memory that training may occupy, such as ``"10GB"``, ``"10GiB"`` or bytes; None: what is free.

@@ -17,10 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lt_offload import limits
 from lt_offload.errors import UnsupportedError
+from lt_offload.execute.consumed import OwnLoop, StandIns
 from lt_offload.execute.device import Device
+from lt_offload.execute.fixed import Backward, Fixed, check_hooks
 from lt_offload.execute.frames import Frames
 from lt_offload.execute.gradients import Gradients
+from lt_offload.execute.guard import Guard
 from lt_offload.execute.params import Weight
 from lt_offload.execute.parcels import Layout
 from lt_offload.execute.pools import HostPool
@@ -36,6 +40,7 @@ from lt_offload.plan.schedule import Plan
 from lt_offload.plan.trace import Trace
 from lt_offload.profile.blocks import Structure, find_blocks
 from lt_offload.profile.compiled import called, intercept
+from lt_offload.profile.seams import check_arguments
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,6 +82,7 @@ class Engine:
         self.structure = structure or find_blocks(model)
         self.model, self.plan, self.device = model, plan, device
         check_match(self.structure, optimizer, plan)
+        check_hooks(self.structure)
         self.pool = HostPool(device)
         self.recorder = Recorder(device)
         self.weights: list[Weight] = []
@@ -94,6 +100,13 @@ class Engine:
         """The weights of each block."""
         self._presence: dict[int, Presence] = {}
         """By computation."""
+        self._guard: Guard
+        self._fixed: Fixed
+        self._consumed: StandIns
+        self._backward = Backward(self._anchor)
+        self.own_loop: OwnLoop | None = None
+        """Follows a loop that is not ours; elsewhere :meth:`iteration` encloses every backward."""
+        self._within = False
         self._ran_backward = False
         self._grad_norm: Tensor | None = None
         """On the device: nobody waits for it before somebody asks."""
@@ -133,13 +146,49 @@ class Engine:
             )
         for index, block in enumerate(self.structure.blocks):
             self._undo.append(intercept(block.module, self._wrapped(index, called(block.module))))
+        self._guard = Guard(self.weights, self.residency, self.updates, lambda: self._frames.open)
+        self._fixed = Fixed(self.structure, self.weights, self.updates)
+        self._consumed = StandIns(self.weights)
+        self._watch_optimizer()
+        self._guard.install()
         self.installed = True
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Follow a loop that is not ours: ``optimizer.step()`` ends an iteration."""
+        self.own_loop = OwnLoop(self._consumed, optimizer, self.finish)
+        self._undo.append(self.own_loop.remove)
+
+    def _watch_optimizer(self) -> None:
+        """Let the optimizer's states be complete when they are saved, and be taken over when they are loaded."""
+        if self.updates is None:
+            return
+        optimizer = self.updates.optimizer
+        for handle in (
+            optimizer.register_state_dict_pre_hook(lambda _: self._show_states()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self._replace_states()),
+        ):
+            self._undo.append(handle.remove)
+
+    def _show_states(self) -> None:
+        if self._guard.halfway:
+            raise limits.HALFWAY.error("optimizer.state_dict() was called")
+        self.drain()
+
+    def _replace_states(self) -> None:
+        assert self.updates is not None
+        if self._guard.halfway or self._frames.open:
+            raise limits.DURING_FORWARD.error("optimizer.load_state_dict() was called")
+        self.drain()
+        self.invalidate()
+        self.updates.generation += 1
 
     def remove(self) -> None:
         """Give the model back: complete weights, original forwards, no hooks. The engine cannot be used again."""
         if not self.installed:
             return
         self.installed = False
+        self._guard.remove()
+        self._consumed.drop()
         for undo in self._undo:
             undo()
         if self.gradients is not None:
@@ -158,25 +207,28 @@ class Engine:
 
     def drain(self) -> None:
         """Make every host copy complete: updates in flight are awaited, newer device copies written back (and kept)."""
-        self.residency.complete_host()
+        with self._guard.suspended:
+            self.residency.complete_host()
 
     def invalidate(self) -> None:
         """Forget every device copy: the host copies have been changed from outside (``load_state_dict``)."""
-        self.residency.forget()
+        with self._guard.suspended:
+            self.residency.forget()
 
     def abort(self) -> None:
         """Leave an iteration that failed: await what is in flight, drop what was saved, bring newer copies home."""
         if not self.installed:
             return
-        self._frames.close()
-        try:
-            self.device.drain()
-        finally:
-            self._reset()
-            for weight in self.weights:
-                weight.param.data = weight.host
-            self.residency.run_releases()
-            self.residency.evict()
+        with self._guard.suspended:
+            self._frames.close()
+            try:
+                self.device.drain()
+            finally:
+                self._reset()
+                for weight in self.weights:
+                    weight.param.data = weight.host
+                self.residency.run_releases()
+                self.residency.evict()
 
     # -- iterations --------------------------------------------------------------------------------------------------
 
@@ -190,13 +242,18 @@ class Engine:
         """
         assert self.gradients is not None, "training needs a plan"
         self.gradients.square_sums = [] if grad_norm else None
+        self._within = True
+        self._consumed.drop()
         try:
             with self.device.accounting(signature):
                 yield
             self.finish()
+            self._consumed.put()
         except BaseException:
             self.abort()
             raise
+        finally:
+            self._within = False
 
     @contextmanager
     def inference(self) -> Iterator[None]:
@@ -206,11 +263,15 @@ class Engine:
 
     def finish(self) -> None:
         """End the iteration: every gradient has arrived, every update is done or queued."""
+        with self._guard.suspended:
+            self._finish()
+
+    def _finish(self) -> None:
         if not self._ran_backward:
             self._restart()
             return
         self._walk.skip_to(len(self._steps))
-        assert self.gradients is not None
+        assert self.gradients is not None and self.updates is not None
         unfinished = [w.label for w in self.weights if w.seen]
         if unfinished or self._frames.open:
             raise RuntimeError(
@@ -221,6 +282,11 @@ class Engine:
         self._grad_norm = torch.stack(sums).sum().sqrt() if sums else None
         self._frames.clear()
         self._walk.cursor, self._ran_backward = 0, False
+        if self.updates.states_move:  # whoever looks for a state that is not there yet asks no tensor
+            self.updates.states_move = False
+            self.device.drain()
+            self.updates.order_states()
+        self._guard.end()
         self.recorder.end()
 
     @property
@@ -254,18 +320,24 @@ class Engine:
 
     def _wrapped(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if torch.is_grad_enabled():
-                return self._train_forward(index, forward, args, kwargs)
-            if self._frames.open:
-                raise UnsupportedError(
-                    "the model was called without gradients between the forward and the backward of a training "
-                    "iteration; call it before the forward or after the optimizer step"
-                )
-            self.residency.run_releases()
-            self.residency.settled = False
-            return self.streaming.forward(index, forward, args, kwargs)
+            with self._guard.suspended:
+                if torch.is_grad_enabled():
+                    return self._train_forward(index, forward, args, kwargs)
+                return self._stream_forward(index, forward, args, kwargs)
 
         return wrapper
+
+    def _stream_forward(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
+        if self._frames.open:
+            raise UnsupportedError(
+                "the model was called without gradients between the forward and the backward of a training "
+                "iteration; call it before the forward or after the optimizer step"
+            )
+        if index == 0:
+            self._guard.begin()
+        self.residency.run_releases()
+        self.residency.settled = False
+        return self.streaming.forward(index, forward, args, kwargs)
 
     def _train_forward(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         if self.plan is None:
@@ -277,6 +349,7 @@ class Engine:
                 f"block {self.structure.blocks[index].name} was called where block {self._walk.cursor} was expected; "
                 "lt_offload needs every block to be called once per forward, in order"
             )
+        check_arguments(self.structure.blocks[index].name, kwargs)
         self._walk.begin(index)
         weights = self._blocks[index]
         op = self._steps[index].compute
@@ -303,10 +376,23 @@ class Engine:
         return out
 
     def _run_backward(self, frame: Frame, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        with self._guard.suspended:
+            self._backward.check(frame)
+            if not self._ran_backward:
+                self._begin_backward()
+            return self._backward_of(frame, anchor, grads)
+
+    def _begin_backward(self) -> None:
+        if self.own_loop is not None:
+            self.own_loop.begin_backward()
+        elif not self._within:
+            raise limits.BACKWARD_OUTSIDE.error("a backward ran through the model outside the training step")
+        self._ran_backward = self._guard.halfway = True
+
+    def _backward_of(self, frame: Frame, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         assert self.gradients is not None
         index = frame.index
         step = len(self._steps) - 1 - index
-        self._ran_backward = True
         self._walk.skip_to(step)
         self._walk.begin(step)
         self._run_again(step)
@@ -315,6 +401,7 @@ class Engine:
         if frame.pager is not None:
             frame.pager.fetch(op.id)
         with self._presence[op.id]:
+            self.gradients.begin_block(self._blocks[index])
             found = frame.backward(anchor, grads)
             self.gradients.end_block(self._blocks[index])
         self._send_gradients(step)
@@ -339,11 +426,14 @@ class Engine:
 
     def _begin_iteration(self) -> None:
         assert self.updates is not None
+        if self._ran_backward:
+            raise limits.ONE_BACKWARD.error("the model was called a second time after a backward and before the step")
         if self._walk.cursor != 0 or self._frames:
             self._restart()
+        self._fixed.check()
+        self._guard.begin()
         if not self.residency.settled:
             self.residency.settle()
-        self.updates.index_groups()
         for weight in self.weights:
             weight.uses = 0
         self.recorder.begin()
@@ -360,6 +450,7 @@ class Engine:
         if self.gradients is not None:
             self.gradients.reset(self.weights)
             self._walk.cursor, self._ran_backward = 0, False
+        self._guard.halfway = False
 
     def _move_rest(self, device: torch.device) -> None:
         """Parameters and buffers outside the blocks' tensors live on the device all the time."""

@@ -17,6 +17,7 @@ from lt_offload.plan.schedule import Op, Plan
 from lt_offload.profile.blocks import Structure
 from lt_offload.profile.chain import Handed
 from lt_offload.profile.compiled import is_compiled
+from lt_offload.profile.effects import Effects
 
 
 class Frames:
@@ -31,6 +32,7 @@ class Frames:
         self._options = plan.options if plan is not None else ()
         self._again = {op.block for op in plan.ops if op.save is not None} if plan is not None else set()
         self._steady = _steady(structure, plan) if plan is not None else set()
+        self._effects = [Effects(block.module) for block in structure.blocks]
         self._frames: dict[int, weakref.ref[Frame]] = {}
         self._frozen: dict[int, Frame] = {}
         self._handed: Handed | None = None
@@ -71,6 +73,7 @@ class Frames:
             again=index in self._again,
             steady=index in self._steady,
             compiled=is_compiled(self._structure.blocks[index].module),
+            effects=self._effects[index],
         )
         if self._handed is not None:
             frame.sources = self._handed.sources(frame.inputs)

@@ -10,6 +10,7 @@ from weakref import WeakMethod
 import torch
 from torch import Tensor
 
+from lt_offload import limits
 from lt_offload.execute.departures import Departure, Outbox
 from lt_offload.execute.device import Device, Event
 from lt_offload.execute.params import Weight, distinct
@@ -42,6 +43,8 @@ class Gradients:
         self._to_host: list[tuple[Weight, Tensor]] = []
         self._written: list[Weight] = []
         self._touched: set[int] = set()
+        self._expected: set[int] = set()
+        """Weights of the block whose backward runs: no other gradients can come."""
         # Through a weak reference: what autograd holds is never collected.
         hook = partial(_call, WeakMethod(self._collect_index))
         trainable = (weight for weight in weights if weight.param.requires_grad)
@@ -75,13 +78,22 @@ class Gradients:
         self._written.clear()
         self._arrived.clear()
         self._touched.clear()
+        self._expected.clear()
+
+    def begin_block(self, weights: Sequence[Weight]) -> None:
+        """A block's backward begins, which gives ``weights`` gradients, each once."""
+        self._expected = {weight.index for weight in weights}
 
     def _collect_index(self, index: int) -> None:
-        self._collect(self._weights[index])
+        weight = self._weights[index]
+        if index not in self._expected or index in self._touched:
+            weight.param.grad = None
+            raise limits.OUTSIDE_USE.error(f"the loss uses {weight.label} outside its block")
+        self._collect(weight)
 
     def _collect(self, weight: Weight) -> None:
         grad = weight.param.grad
-        assert grad is not None and weight.index not in self._touched
+        assert grad is not None
         weight.param.grad = None
         self._touched.add(weight.index)
         weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
@@ -112,6 +124,7 @@ class Gradients:
                 if weight.seen == weight.uses:
                     self._complete(weight)
         self._touched.clear()
+        self._expected.clear()
         self.update_on_device()
 
     def update_on_device(self) -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from lt_offload.execute.activations import Pager
 from lt_offload.execute.device import Device
+from lt_offload.execute.params import distinct
 from lt_offload.execute.parcels import Layout, Parcel
 from lt_offload.execute.transfers import Transfer
 from lt_offload.execute.updates import Updates
@@ -107,11 +108,25 @@ class Residency:
         for parcel in self.all:
             parcel.current = None
 
-    def forget(self) -> None:
-        """Forget every device copy without writing it back."""
+    def bring_home(self, parcels: Iterable[Parcel]) -> None:
+        """Make the host copies of ``parcels`` complete, wait until they are, and keep the device copies."""
+        incomplete = [parcel for parcel in parcels if parcel.dirty or parcel.current is not None]
+        if not incomplete:
+            return
+        Transfer(self.device, incomplete, label="read").write_back()
+        self.device.synchronize(*distinct(parcel.current for parcel in incomplete))
+        for parcel in incomplete:
+            parcel.current = None
+
+    def forget(self, parcels: Iterable[Parcel] | None = None) -> None:
+        """Forget the device copies of ``parcels``, or all, without writing them back.
+
+        Nothing that the device has been given reads or writes their host copies any more afterwards.
+        """
         self.run_releases()
         self.device.drain()
-        for parcel in self.all:
+        self.device.synchronize(self.device.mark())
+        for parcel in self.all if parcels is None else parcels:
             if parcel.buffer is not None:
                 parcel.detach()
         self.settled = False

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from lt_offload.execute.params import Weight
 from lt_offload.execute.pools import HostPool
 from lt_offload.plan.schedule import Save
 from lt_offload.profile.chain import tensors_of, version
+from lt_offload.profile.effects import Effects, Snapshot, ambient, autocasts, within
 from lt_offload.profile.options import is_activation, travels
 from lt_offload.profile.types import OptionName
 
@@ -54,6 +55,7 @@ class Frame:
         again: bool = False,
         steady: bool = False,
         compiled: bool = False,
+        effects: Effects | None = None,
     ) -> None:
         self.device = device
         self.index = index
@@ -69,6 +71,10 @@ class Frame:
         """Its weights stay where they are until its backward."""
         self.compiled = compiled
         """Its forward is compiled code: what it gives without a graph may differ, so that it always runs with one."""
+        self._effects = effects
+        self._ambient = ambient()
+        self._before: Snapshot | None = None
+        """State that the first run has changed, as it was before."""
         self.sources: tuple[int, ...] | None = None
         """Which of the outputs of the block before its activation inputs are; None: they are something else."""
         self._leaves, self._spec = tree_flatten((args, kwargs))
@@ -120,8 +126,8 @@ class Frame:
         if recorded:
             out = self._record(anchor, inputs, self.pager, steady=self.steady)
         else:
-            self._rng = self.device.rng_state()
             with ExitStack() as stack:
+                self._note_first(stack)
                 if self.option == "mixed":
                     assert self.pager is not None and not self.compiled
                     self._cache = stack.enter_context(CacheCostly(self.pager))
@@ -140,12 +146,19 @@ class Frame:
     def run_frozen(self) -> Any:
         """Run the forward of a block that no gradient can reach; return its output."""
         inputs = self.take_inputs()
-        if self.again:
-            self._rng = self.device.rng_state()
-            self._inputs = [*inputs] if self._is_first else None
-            self._versions = [version(x) for x in inputs]
-        with torch.set_grad_enabled(self.compiled):
+        with ExitStack() as stack:
+            if self.again:
+                self._note_first(stack)
+                self._inputs = [*inputs] if self._is_first else None
+                self._versions = [version(x) for x in inputs]
+            stack.enter_context(torch.set_grad_enabled(self.compiled))
             return self._call(inputs)
+
+    def _note_first(self, stack: ExitStack) -> None:
+        """Remember what the first run, within ``stack``, sees and changes, for the runs that repeat it."""
+        self._rng = self.device.rng_state()
+        if self._effects is not None:
+            self._before = stack.enter_context(self._effects.first_run())
 
     def can_run_again(self, handed: Sequence[Tensor] | None) -> bool:
         """Return whether its input is at hand: saved, or among what the block before has just returned."""
@@ -167,7 +180,7 @@ class Frame:
             handed.clear()
         self.release()
         self._versions = [version(x) for x in inputs]
-        with self._first_random_numbers():
+        with self._as_first():
             if save == "all":
                 out = self._record(anchor, inputs, None, steady=self.steady)
             else:
@@ -217,7 +230,7 @@ class Frame:
     def _rebuild(self, anchor: Tensor) -> None:
         inputs = self._take_saved()
         assert inputs is not None or not self._slots, f"block {self.name} has saved nothing to run its backward from"
-        with self._first_random_numbers():
+        with self._as_first():
             self._record(anchor, inputs or [], None, steady=True)
 
     def _record(self, anchor: Tensor, inputs: Sequence[Tensor], pager: Pager | None, *, steady: bool) -> Any:
@@ -271,12 +284,13 @@ class Frame:
                 )
 
     @contextmanager
-    def _first_random_numbers(self) -> Iterator[None]:
-        """Let the block draw what it drew first."""
+    def _as_first(self) -> Iterator[None]:
+        """Let the block see and draw what it did in its first run, and leave nothing behind."""
         now = self.device.rng_state()
         self.device.set_rng_state(self._rng)
         try:
-            yield
+            with self._before.again() if self._before is not None else nullcontext():
+                yield
         finally:
             self.device.set_rng_state(now)
 
@@ -291,7 +305,10 @@ class Frame:
         for at, tensor in zip(self._slots, inputs, strict=True):
             leaves[at] = tensor
         args, kwargs = tree_unflatten(leaves, self._spec)
-        return self.forward(*args, **kwargs)
+        if self._ambient == ambient() and not autocasts(self._ambient):
+            return self.forward(*args, **kwargs)
+        with within(self._ambient):
+            return self.forward(*args, **kwargs)
 
 
 def _positional(spec: TreeSpec) -> int:

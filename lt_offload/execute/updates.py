@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -36,20 +37,35 @@ class Updates:
         self.optimizer = optimizer
         self._subs: dict[tuple[int, ...], Optimizer] = {}
         self._group_of: dict[nn.Parameter, int] = {}
+        self.generation = 0
+        """Changes when tensors of the optimizer's state are made or replaced."""
+        self.states_move = False
+        """Whether an update that is queued may do so: who looks at the states has to wait for it."""
+        self._replaces = False
+        """The optimizer puts new tensors into a state that exists."""
+        self._known: set[Weight] = set()
+        """Weights whose second update, which would have shown that, is queued."""
         self.index_groups()
 
     def index_groups(self) -> None:
         """Learn which group each parameter is in; call when groups may have been added."""
         self._group_of = {p: i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
 
-    def manages(self, param: nn.Parameter) -> bool:
-        """Return whether the optimizer updates ``param``."""
-        return param in self._group_of
+    @property
+    def members(self) -> set[nn.Parameter]:
+        """The parameters of all groups."""
+        return set(self._group_of)
 
     def state(self, weight: Weight) -> dict[str, Any]:
         """Return the live state dictionary of ``weight``, or a new one that the optimizer does not know yet."""
         state: dict[str, Any] = self.optimizer.state.get(weight.param, {})
         return state
+
+    def order_states(self) -> None:
+        """Put the states in the order of the parameters, as one step of all would have made them; none is made now."""
+        state = self.optimizer.state
+        ordered = [(param, state.pop(param)) for param in self._group_of if param in state]
+        state.update(ordered)
 
     def prepare(self, weights: Sequence[Weight], place: str, grads: Sequence[Tensor]) -> Callable[[], None]:
         """Return a function that updates ``weights`` with the group options of this moment.
@@ -98,15 +114,22 @@ class Updates:
             groups[index]["params"].append(shadow)
             state[shadow] = self.state(weight)
         sub = self._sub(tuple(weight.index for weight in weights))
+        if self._replaces or not all(state.values()) or not self._known.issuperset(weights):
+            self.states_move = True
+            self._known.update(weight for weight, found in zip(weights, state.values(), strict=True) if found)
 
         def run() -> None:
             sub.param_groups = list(groups.values())
             sub.state = state
+            before = [[*found.values()] for found in state.values()]
             type(sub).step(sub)
             for weight, (shadow, found) in zip(weights, state.items(), strict=True):
                 shadow.grad = None
                 if found:
                     self.optimizer.state[weight.param] = found
+            changed = [known for known, found in zip(before, state.values(), strict=True) if not _same(known, found)]
+            self.generation += bool(changed)
+            self._replaces |= any(changed)
 
         return run
 
@@ -147,6 +170,7 @@ class Updates:
             for key, value in state.items():
                 if isinstance(value, Tensor) and value.numel() == 1 and self._counter_on_device(weight):
                     state[key] = value.to(weight.view.device)
+                    self.generation += state[key] is not value
 
     def _counter_on_device(self, weight: Weight) -> bool:
         group = self._live(self._group_of[weight.param])
@@ -166,6 +190,13 @@ class Updates:
             sub._optimizer_step_post_hooks = OrderedDict()
             self._subs[key] = sub
         return sub
+
+
+def _same(known: Sequence[Any], state: dict[str, Any]) -> bool:
+    """Return whether the tensors of ``state`` are those among ``known``."""
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    before = [value for value in known if isinstance(value, Tensor)]
+    return len(tensors) == len(before) and all(map(is_, tensors, before))
 
 
 class _StateNursery(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_unflatten
 
 from lt_offload.profile.compiled import is_compiled
+from lt_offload.profile.effects import Ambient, within
 from lt_offload.profile.types import COLLECTED_BELOW
 
 
@@ -26,6 +27,8 @@ class Call:
     needs_grad: tuple[bool, ...]
     """Per slot."""
     has_backward: bool
+    contexts: Ambient
+    """In which it was called."""
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -50,4 +53,5 @@ class Call:
         for slot, tensor in zip(self.slots, inputs, strict=True):
             leaves[slot] = tensor
         args, kwargs = tree_unflatten(leaves, self.spec)
-        return self.module(*args, **kwargs)
+        with within(self.contexts):
+            return self.module(*args, **kwargs)

@@ -1,7 +1,8 @@
 """Runs a model once to learn what its blocks are called with, and what happens outside them. Measures no block.
 
-The blocks run without autograd here, so that no activation is kept; what lies between them and after the last one (the
-loss) runs as in training.
+Each block runs with a graph of its own, which is dropped when it returns, so that the activations of one block at most
+are kept; what lies between blocks and after the last one (the loss) runs as in training. What then still reaches a
+block's graph by another way than its output is a use that cannot be trained exactly: see ``seams.py``.
 """
 
 from __future__ import annotations
@@ -21,8 +22,10 @@ from lt_offload.profile.blocks import Block, Structure
 from lt_offload.profile.call import Call
 from lt_offload.profile.chain import Handed
 from lt_offload.profile.compiled import Forward, intercept, is_compiled, uncompiled
+from lt_offload.profile.effects import ambient
 from lt_offload.profile.meters import Lap, Meter
 from lt_offload.profile.options import is_activation
+from lt_offload.profile.seams import Interface, Seams
 
 Run = Callable[[Any], Any]
 Stage = Callable[[nn.Module], AbstractContextManager[None]]
@@ -97,6 +100,7 @@ class _Recorder:
         self._interfaces: set[int | None] = set()
         self._anchor = torch.zeros((), requires_grad=True)
         self._between = self._below = self._output_bytes = 0
+        self._seams = Seams(structure)
 
     def wrap(self, index: int, block: Block) -> Forward:
         """Return what is called instead of the block."""
@@ -110,8 +114,8 @@ class _Recorder:
             if last:
                 live = self.account.live()
                 self._between = sum(nbytes for serial, nbytes in live.items() if serial not in self._interfaces)
-            with self._stage(block.module), torch.no_grad():
-                out = original(*args, **kwargs)
+            with self._stage(block.module):
+                out = self._seams.run(index, call, original, args, kwargs)
             del args, kwargs
             self._interfaces.update(self.account.serial(t) for t in tree_leaves(out) if isinstance(t, Tensor))
             if last:
@@ -120,7 +124,8 @@ class _Recorder:
                 self._below = self.account.current - self._output_bytes
                 self.account.reset_peak()
                 self._meter.lap()
-            out = tree_map(self._connect, out) if call.has_backward else out
+            if call.has_backward:
+                out = tree_map(lambda leaf: self._connect(leaf, index), out)
             self._handed = Handed(out)
             return out
 
@@ -139,10 +144,14 @@ class _Recorder:
         loss = find_loss(result)
         if loss is not None and loss.requires_grad:
             self.account.reset_peak()
+            self._seams.check_consumers(loss)
             self._meter.lap()
             torch.autograd.backward(loss)
             tail.backward = self._meter.lap()
             tail.backward_peak, tail.left = self.account.peak - below, self.account.current - below
+            self._seams.check_gradients()
+        else:
+            self._seams.check_results(result)
         return Capture(
             calls=tuple(self._calls), chained=tuple(self._chained), between=self._between, held=held, tail=tail
         )
@@ -179,6 +188,7 @@ class _Recorder:
             tuple(_describe(leaf) for leaf in leaves),
             spec,
             needs_grad,
+            ambient(),
         )
         key = repr(signature)
         if key not in self._by_signature:
@@ -189,30 +199,17 @@ class _Recorder:
                 slots=slots,
                 needs_grad=needs_grad,
                 has_backward=any(needs_grad) or any(p.requires_grad for p in parameters),
+                contexts=ambient(),
             )
         return self._by_signature[key]
 
-    def _connect(self, leaf: Any) -> Any:
-        """Make a block's output part of a graph, as if the block had run with autograd."""
+    def _connect(self, leaf: Any, index: int) -> Any:
+        """Make an output of block ``index`` part of the outer graph."""
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             box = [leaf]
             del leaf
-            return _Interface.apply(self._anchor, box)  # type: ignore[no-untyped-call]
+            return Interface.apply(self._anchor, box, index)  # type: ignore[no-untyped-call]
         return leaf
-
-
-class _Interface(torch.autograd.Function):
-    """The node of a block in the outer graph: unlike a leaf, it does not hold the block's output."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, box: list[Tensor]) -> Tensor:
-        ctx.box = box
-        return box.pop()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> tuple[None, None]:
-        ctx.box.append(grads[0])  # stays alive, as the gradient that the block's backward begins with
-        return None, None
 
 
 def find_loss(result: Any) -> Tensor | None:

@@ -68,7 +68,7 @@ def intercept(module: nn.Module, stand_in: Forward) -> Callable[[], None]:
     """Let calls of ``module`` run ``stand_in``; return a function that ends it."""
     place = _place(module)
     own = vars(module).get(place)
-    setattr(module, place, stand_in)
+    setattr(module, place, _StandIn(module, place, own, stand_in))
 
     def undo() -> None:
         delattr(module, place)
@@ -76,6 +76,26 @@ def intercept(module: nn.Module, stand_in: Forward) -> Callable[[], None]:
             setattr(module, place, own)
 
     return undo
+
+
+class _StandIn:
+    """What is called in place of a module's forward. A copy of the module has the forward itself."""
+
+    def __init__(self, module: nn.Module, place: str, own: Any, function: Forward) -> None:
+        self._module, self._place, self._own, self._function = module, place, own, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._own is not None:
+            return _itself, (self._own,)
+        # The copy of the module exists already when its attributes are copied, and finds the method of its class.
+        return getattr, (self._module, self._place)
+
+
+def _itself(value: Any) -> Any:
+    return value
 
 
 def _place(module: nn.Module) -> str:

@@ -358,9 +358,9 @@ def test_random_schedules_have_everything() -> None:
     assert any(0 in blocks for blocks in repeated)  # from a frozen embedding
 
 
-def test_without_the_first_random_numbers_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_as_first_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = profiled("llama")
-    monkeypatch.setattr(Frame, "_first_random_numbers", lambda self: nullcontext())
+    monkeypatch.setattr(Frame, "_as_first", lambda self: nullcontext())
     plan = planned(found, *nested(found))
     seen = differences(plainly("llama"), by_plan(plan, "llama"))
     assert "random numbers after iteration 0" in seen

@@ -1,0 +1,96 @@
+"""What must not change while a plan is carried out, and which backwards can be: checked at the first occurrence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from lt_offload import limits
+from lt_offload.execute.params import Weight
+from lt_offload.execute.units import Frame
+from lt_offload.execute.updates import Updates
+from lt_offload.profile.blocks import Structure
+
+
+def check_hooks(structure: Structure) -> None:
+    """Refuse hooks of users on parameters that would see other gradients than in plain PyTorch.
+
+    Raises:
+        UnsupportedError: naming the parameter.
+    """
+    for name, param in structure.tensors:
+        if param._post_accumulate_grad_hooks:
+            raise limits.PARAMETER_HOOKS.error(f"post-accumulate hook on weight {name}")
+    for index in _shared(structure):
+        name, param = structure.tensors[index]
+        if param._backward_hooks:
+            raise limits.PARAMETER_HOOKS.error(f"tensor hook on weight {name}, which several blocks share")
+
+
+class Fixed:
+    """The trainable tensors, their hooks and the optimizer's groups, as they were when the engine was installed."""
+
+    def __init__(self, structure: Structure, weights: Sequence[Weight], updates: Updates | None) -> None:
+        self._updates = updates
+        self._members = updates.members if updates is not None else set()
+        self._weights = [(w, w.param, w.param.requires_grad, _hooks(w)) for w in weights]
+        self._shared = [weights[index] for index in _shared(structure)]
+
+    def check(self) -> None:
+        """Compare with what there is now.
+
+        Raises:
+            UnsupportedError: naming what has changed.
+        """
+        for weight, param, trainable, hooks in self._weights:
+            if param.requires_grad is not trainable:
+                change = f"from {trainable} to {param.requires_grad}"
+                raise limits.CHANGED_PARAMETERS.error(f"requires_grad of {weight.label} was changed {change}")
+            if _hooks(weight) != hooks:
+                raise limits.PARAMETER_HOOKS.error(f"post-accumulate hook on {weight.label}")
+        for weight in self._shared:
+            if weight.param._backward_hooks:
+                raise limits.PARAMETER_HOOKS.error(f"tensor hook on {weight.label}, which several blocks share")
+        if self._updates is not None:
+            self._updates.index_groups()
+            if self._updates.members != self._members:
+                raise limits.CHANGED_PARAMETERS.error("parameters were added to the optimizer or removed from it")
+
+
+def _hooks(weight: Weight) -> int:
+    return len(weight.param._post_accumulate_grad_hooks or ())
+
+
+def _shared(structure: Structure) -> list[int]:
+    """Return the tensors that several blocks use."""
+    uses = [tensor for block in structure.blocks for tensor in block.tensors]
+    return [index for index in range(len(structure.tensors)) if uses.count(index) > 1]
+
+
+class Backward:
+    """Tells a backward of everything from one of some inputs only.
+
+    Args:
+        anchor: a leaf that every block's node in the outer graph depends on.
+    """
+
+    def __init__(self, anchor: Tensor) -> None:
+        self._end = get_gradient_edge(anchor).node
+
+    def check(self, frame: Frame) -> None:
+        """Refuse what a block's backward cannot do, from within it.
+
+        Raises:
+            UnsupportedError: naming the block.
+        """
+        if torch.is_grad_enabled():
+            raise limits.PARTIAL_BACKWARD.error(f"block {frame.name} was differentiated with create_graph=True")
+        if not torch._C._will_engine_execute_node(self._end):
+            raise limits.PARTIAL_BACKWARD.error(
+                f"block {frame.name} was differentiated by torch.autograd.grad or backward(inputs=...)"
+            )
+        if frame.done:
+            raise limits.ONE_BACKWARD.error(f"the backward of block {frame.name} ran a second time")

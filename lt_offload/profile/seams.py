@@ -1,0 +1,170 @@
+"""Finds what a model does at the seams between blocks that could not be trained exactly, in its first pass.
+
+Outside a block plain PyTorch may use the block's weights and whatever is computed inside it. With offloading only the
+block's output is part of the outer graph: when the backward comes, the inside is gone, or another time's. So each block
+runs with a graph of its own here, on detached inputs; what the loss's backward then reaches in there tells of such a
+use.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from typing_extensions import override
+
+from lt_offload import limits
+from lt_offload.profile.blocks import Structure
+from lt_offload.profile.call import Call
+from lt_offload.profile.chain import tensors_of
+
+_CACHES = ("use_cache", "past_key_values", "past_key_value", "layer_past")
+_COLLECTORS = (*_CACHES, "output_attentions", "output_hidden_states")
+
+
+def check_arguments(block: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a call in training whose arguments make ``block`` collect what it computes.
+
+    Raises:
+        UnsupportedError: naming the argument.
+    """
+    for name in _COLLECTORS:
+        value = kwargs.get(name)
+        if value is not None and value is not False:
+            shown = value if isinstance(value, (bool, int)) else type(value).__name__
+            raise limits.CALL_ARGUMENTS.error(f"block {block} was called with {name}={shown}")
+
+
+class Seams:
+    """One run of a model, seen from between its blocks."""
+
+    def __init__(self, structure: Structure) -> None:
+        self._blocks = structure.blocks
+        self._reached: set[int] = set()
+        """Blocks whose inside has had a gradient."""
+        self._inputs: list[tuple[Any, int, int]] = []
+        """Per activation that a block was given: the node it comes from, which output of it, how often it is used."""
+
+    def run(
+        self, index: int, call: Call, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a block on detached inputs; return its output, detached.
+
+        Raises:
+            UnsupportedError: if an argument makes the block hand out what it computes.
+        """
+        check_arguments(self._blocks[index].name, kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        origins = [(leaves[slot].grad_fn, int(leaves[slot].output_nr)) for slot in call.slots]
+        entered = []
+        for slot, need in zip(call.slots, call.needs_grad, strict=True):
+            leaves[slot] = leaves[slot].detach().requires_grad_(need)
+            entered.append(leaves[slot])
+            if need:
+                leaves[slot].register_hook(partial(_note, self._reached, index))
+        args, kwargs = tree_unflatten(leaves, spec)
+        with torch.set_grad_enabled(call.has_backward):
+            out = forward(*args, **kwargs)
+        uses = _uses(entered, out)
+        self._inputs += [(node, number, used) for (node, number), used in zip(origins, uses, strict=True)]
+        return tree_map(_detached, out)
+
+    def check_consumers(self, loss: Tensor) -> None:
+        """Refuse a block's output that others use beside a block that uses it more than once.
+
+        Plain PyTorch adds gradients one by one as they come; a block gives the sum of its own, which is another order
+        of summation unless it has only one.
+
+        Raises:
+            UnsupportedError: naming the block.
+        """
+        roots = [loss.grad_fn, *(node for node, _, _ in self._inputs)]
+        consumers = Counter((id(node), number) for node, number in _edges(roots))
+        consumers.update((id(node), number) for node, number, _ in self._inputs)
+        for node, number, used in self._inputs:
+            if used > 1 and consumers[id(node), number] > 1:
+                index = getattr(node, "index", None)
+                name = "an operation" if index is None else f"block {self._blocks[index].name}"
+                raise limits.SEVERAL_CONSUMERS.error(f"the output of {name} is used in several places")
+
+    def check_gradients(self) -> None:
+        """Refuse what the loss's backward has reached inside blocks.
+
+        Raises:
+            UnsupportedError: naming the block or the weight.
+        """
+        for index in sorted(self._reached):
+            raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {self._blocks[index].name}")
+        for name, parameter in self._parameters():
+            if parameter.grad is not None:
+                raise limits.OUTSIDE_USE.error(f"the loss uses weight {name} outside its block")
+
+    def check_results(self, result: Any) -> None:
+        """Refuse what a model without a loss hands out of the inside of blocks: its caller makes a loss of it.
+
+        Raises:
+            UnsupportedError: naming the weight.
+        """
+        names = {id(parameter): name for name, parameter in self._parameters()}
+        roots = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        for node, _ in _edges(roots):
+            name = names.get(id(getattr(node, "variable", None)))
+            if name is not None:
+                raise limits.INNER_TENSOR.error(
+                    f"the model returns a tensor that depends on weight {name} otherwise than by its block's output"
+                )
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for block in self._blocks:
+            for name, parameter in block.module.named_parameters():
+                yield f"{block.name}.{name}", parameter
+
+
+class Interface(torch.autograd.Function):
+    """The node of a block in the outer graph: unlike a leaf, it does not hold the block's output."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, anchor: Tensor, box: list[Tensor], index: int) -> Tensor:
+        ctx.box, ctx.index = box, index
+        return box.pop()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Any) -> tuple[None, None, None]:
+        ctx.box.append(grads[0])  # stays alive, as the gradient that the block's backward begins with
+        return None, None, None
+
+
+def _edges(roots: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+    """Yield every edge of the graph below the nodes ``roots``: where it leads, and to which output of that node."""
+    seen: dict[int, Any] = {}  # with the nodes: the identity of one that is gone may be another's
+    waiting = [node for node in roots if node is not None]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen[id(node)] = node
+        for following, number in node.next_functions:
+            if following is not None:
+                yield following, number
+                waiting.append(following)
+
+
+def _uses(entered: Sequence[Tensor], out: Any) -> list[int]:
+    """Return how often each input is used in the graph of a block's output."""
+    ends = Counter(id(getattr(node, "variable", None)) for node, _ in _edges(t.grad_fn for t in tensors_of(out)))
+    return [ends[id(tensor)] for tensor in entered]
+
+
+def _note(reached: set[int], index: int, _gradient: Tensor) -> None:
+    reached.add(index)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

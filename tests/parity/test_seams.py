@@ -1,0 +1,764 @@
+"""What users' code does at the seams between blocks: the same numbers as plain PyTorch, or refused by name."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lt_offload
+from lt_offload.errors import UnsupportedError
+from lt_offload.execute.emulated import EmulatedDevice
+from lt_offload.execute.engine import Engine
+from lt_offload.profile.blocks import find_blocks
+from tests import models, plans
+from tests.parity.harness import Result, differences
+
+pytestmark = pytest.mark.usefixtures("one_machine")
+
+RUNS = {
+    "recorded": ("keep", "offload"),
+    "run again": ("recompute", "mixed", "reload"),
+    "both": ("recompute", "keep", "mixed", "offload"),
+}
+"""Options of a plan's blocks, in turn."""
+HIDDEN, VOCAB = 32, 61
+
+
+class Layer(nn.Module):
+    """A residual layer that uses its input twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.linear = nn.LayerNorm(HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.inner(self.norm(x))
+
+    def inner(self, x: Tensor) -> Tensor:
+        return F.gelu(self.linear(x))
+
+
+class Net(nn.Module):
+    """Embedding, layers and head with a loss; ``between`` and ``after`` are what a case adds."""
+
+    def __init__(self, layer: Callable[[], nn.Module] = Layer, **hooks: Callable[..., Any]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = nn.Embedding(VOCAB, HIDDEN)
+        self.layers = nn.ModuleList(layer() for _ in range(4))
+        self.head = nn.Linear(HIDDEN, VOCAB)
+        self.after: Callable[..., Tensor] = hooks.get("after", lambda net, loss, hidden: loss)
+        self.context: Callable[[], Any] = hooks.get("context", nullcontext)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        with self.context():
+            x = self.embed(ids)
+            hidden: list[Tensor] = []
+            for layer in self.layers:
+                x = layer(x)
+                if self.after is deep_supervision:
+                    hidden.append(x)
+            logits = self.head(x)
+            loss = F.cross_entropy(logits.float().flatten(0, 1), labels.flatten())
+            return {"loss": self.after(self, loss, hidden)}
+
+
+def rows(steps: int = 4) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randint(VOCAB, (2, 6), generator=generator) for _ in range(steps)]
+    return [{"ids": ids, "labels": ids.roll(1, 1)} for ids in made]
+
+
+def seed() -> None:
+    torch.manual_seed(5)
+    random.seed(5)
+    np.random.seed(5)  # noqa: NPY002 - that it is global is the point
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+Loop = Callable[[nn.Module, torch.optim.Optimizer, list[dict[str, Tensor]]], list[Tensor]]
+
+
+def ordinary(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    losses = []
+    for batch in batches:
+        loss = model(**batch)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+    return losses
+
+
+def plain(make: Callable[[], nn.Module], loop: Loop = ordinary) -> Result:
+    model = make()
+    optimizer = adamw(model)
+    seed()
+    return Result(loop(model, optimizer, rows()), model, optimizer)
+
+
+@contextmanager
+def engine_of(model: nn.Module, optimizer: torch.optim.Optimizer, options: tuple[str, ...]) -> Iterator[Engine]:
+    """An engine in a loop of our own, with a plan that streams everything and has every place for updates."""
+    structure = find_blocks(model)
+    plan = plans.streamed(structure, optimizer, options=options, places=("device", "host", "paged"))
+    device = EmulatedDevice(1 << 28, "lazy", check=True)
+    engine = Engine(model, optimizer, plan, device)
+    try:
+        engine.install()
+        engine.follow(optimizer)
+        yield engine
+    except BaseException:
+        engine.abort()
+        raise
+    finally:
+        engine.remove()
+        device.close()
+
+
+def ours(make: Callable[[], nn.Module], options: tuple[str, ...], loop: Loop = ordinary) -> Result:
+    model = make()
+    optimizer = adamw(model)
+    with engine_of(model, optimizer, options):
+        seed()
+        losses = loop(model, optimizer, rows())
+    return Result(losses, model, optimizer)
+
+
+def by_budget(make: Callable[[], nn.Module], budget: str, loop: Loop = ordinary) -> Result:
+    """The public way: measured, planned for a share of what training takes, and carried out."""
+    model = make()
+    optimizer = adamw(model)
+    profile = lt_offload.profile(model, rows()[0], optimizer=optimizer)
+    with pytest.raises(lt_offload.InfeasibleError) as caught:
+        lt_offload.solve(profile, memory=1000)
+    assert caught.value.needed_bytes is not None
+    memory = int(caught.value.needed_bytes * {"tight": 1.02, "middle": 1.6, "resident": 20.0}[budget])
+    planner = "resident" if budget == "resident" else "auto"
+    plan = lt_offload.solve(profile, memory=memory, planner=planner)
+    with lt_offload.offloaded(model, optimizer, rows()[0], plan=plan, accelerator="cpu"):
+        seed()
+        losses = loop(model, optimizer, rows())
+    return Result(losses, model, optimizer)
+
+
+def refusal(make: Callable[[], nn.Module]) -> str:
+    """The error of the profile, which comes before any training."""
+    model = make()
+    with pytest.raises(UnsupportedError) as caught:
+        lt_offload.profile(model, rows()[0], optimizer=adamw(model))
+    return str(caught.value)
+
+
+def fault(options: tuple[str, ...], loop: Loop, make: Callable[[], nn.Module] = Net) -> str:
+    """The error that a loop ends with."""
+    with pytest.raises(UnsupportedError) as caught:
+        ours(make, options, loop)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("budget", ["tight", "middle", "resident"])
+def test_an_ordinary_loop(budget: str) -> None:
+    assert differences(plain(Net), by_budget(Net, budget)) == []
+
+
+# -- weights outside their block --------------------------------------------------------------------------------------
+
+
+PENALTIES: dict[str, Callable[..., Tensor]] = {
+    "a layer's weight": lambda net, loss, hidden: loss + 0.1 * net.layers[1].linear.weight.square().sum(),
+    "all weights": lambda net, loss, hidden: loss + 0.1 * sum(p.norm() for p in net.parameters()),
+    "the head": lambda net, loss, hidden: loss + F.linear(torch.ones(HIDDEN), net.head.weight).mean(),
+}
+
+
+class TiedByFunction(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        logits = F.linear(self.head(x), self.embed.weight)
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.parametrize("name", ["tied", *PENALTIES])
+def test_a_loss_of_weights_outside_their_block_is_refused_before_training(name: str) -> None:
+    assert "outside its block" in refusal(lambda: TiedByFunction() if name == "tied" else Net(after=PENALTIES[name]))
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_such_a_loss_later_on_is_refused_when_it_comes(options: tuple[str, ...]) -> None:
+    def make() -> Net:
+        calls = iter(range(100))
+        return Net(after=lambda n, loss, h: PENALTIES["all weights"](n, loss, h) if next(calls) > 1 else loss)
+
+    assert "outside its block" in fault(options, ordinary, make)
+
+
+def log_norms(net: nn.Module, loss: Tensor, hidden: list[Tensor]) -> Tensor:
+    net.__dict__.setdefault("norms", []).append([float(p.norm().detach()) for p in net.parameters()])
+    return loss
+
+
+@pytest.mark.parametrize("budget", ["tight", "middle", "resident"])
+def test_norms_in_the_step(budget: str) -> None:
+    def make() -> Net:
+        return Net(after=log_norms)
+
+    expected, found = plain(make), by_budget(make, budget)
+    assert expected.model.norms == found.model.norms[-len(expected.model.norms) :]  # type: ignore[union-attr, operator]
+    assert differences(expected, found) == []
+
+
+def test_a_weight_that_meets_a_tensor_of_the_device_is_named() -> None:
+    model = Net()
+    optimizer = adamw(model)
+    refused = pytest.raises(UnsupportedError, match=r"head\.weight.*outside its block")
+    with engine_of(model, optimizer, ("keep",)), refused:
+        F.linear(torch.empty(3, HIDDEN, device="meta"), model.head.weight)
+
+
+# -- what is inside a block -------------------------------------------------------------------------------------------
+
+
+class Auxiliary(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        out = super().forward(x)
+        self.aux = self.linear(x).square().mean()
+        return out
+
+
+class Returning(Layer):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        return super().forward(x), self.linear(x).square().mean()
+
+
+class NetOfPairs(Net):
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x, extra = self.embed(ids), []
+        for layer in self.layers:
+            x, aux = layer(x)
+            extra.append(aux)
+        loss = F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())
+        return {"loss": loss + 0.1 * torch.stack(extra).sum()}
+
+
+def of_attribute() -> Net:
+    return Net(Auxiliary, after=lambda net, loss, hidden: loss + sum(layer.aux for layer in net.layers))
+
+
+def of_hooks() -> Net:
+    caught: list[Tensor] = []
+    net = Net(after=lambda net, loss, hidden: loss + caught.pop().mean())
+    net.layers[2].linear.register_forward_hook(lambda module, args, out: caught.append(out))
+    return net
+
+
+@pytest.mark.parametrize("make", [of_attribute, of_hooks])
+def test_a_loss_of_inner_tensors_is_refused_before_training(make: Callable[[], nn.Module]) -> None:
+    assert "from inside block layers." in refusal(make)
+
+
+@pytest.mark.parametrize("budget", ["tight", "middle", "resident"])
+def test_what_a_block_returns_may_be_part_of_the_loss(budget: str) -> None:
+    def make() -> Net:
+        return NetOfPairs(Returning)
+
+    assert differences(plain(make), by_budget(make, budget)) == []
+
+
+def test_router_logits_and_collected_outputs_are_refused() -> None:
+    options = {"num_key_value_heads": 2, "num_local_experts": 2, "num_experts_per_tok": 1}
+    model = models.build("mixtral", **options, output_router_logits=True)
+    with pytest.raises(UnsupportedError, match="from inside block"):
+        lt_offload.profile(model, models.batch(model), optimizer=adamw(model))
+    model = models.build()
+    for argument in ("use_cache", "output_attentions"):
+        batch = models.batch(model) | {argument: True}
+        with pytest.raises(UnsupportedError, match="past_key_values|use_cache|attentions"):
+            lt_offload.profile(model, batch, optimizer=adamw(model))
+
+
+def test_inner_tensors_of_a_model_without_a_loss_are_refused() -> None:
+    model = models.build(attn_implementation="eager")
+    batch = {"input_ids": models.batch(model)["input_ids"], "output_attentions": True}
+    with pytest.raises(UnsupportedError, match="attentions|depends on weight"):
+        lt_offload.profile(model, batch, optimizer=adamw(model))
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_a_cache_that_comes_later_is_refused(options: tuple[str, ...]) -> None:
+    model = models.build()
+    batch = models.batch(model)
+    optimizer = adamw(model)
+    with engine_of(model, optimizer, options):
+        model(**batch).loss.backward()
+        optimizer.step()
+        with pytest.raises(UnsupportedError, match=r"block .* was called with (past_key_values|use_cache)="):
+            model(**batch, use_cache=True)
+
+
+# -- several consumers ------------------------------------------------------------------------------------------------
+
+
+def deep_supervision(net: Net, loss: Tensor, hidden: list[Tensor]) -> Tensor:
+    return loss + sum(h.square().mean() for h in hidden)
+
+
+class Skips(Net):
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        first = self.layers[0](x)
+        x = self.layers[2](self.layers[1](first))
+        logits = self.head(self.layers[3](x + first))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+class Sequential(Layer):
+    """Uses its input once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("make", [Skips, lambda: Net(after=deep_supervision)], ids=["skips", "supervision"])
+def test_several_consumers_of_a_residual_block_are_refused_before_training(make: Callable[[], nn.Module]) -> None:
+    assert "is used in several places" in refusal(make)
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Skips(Sequential), lambda: Net(Sequential, after=deep_supervision)],
+    ids=["skips", "supervision"],
+)
+def test_several_consumers_of_a_block_that_uses_its_input_once(
+    make: Callable[[], nn.Module], options: tuple[str, ...]
+) -> None:
+    model = make()
+    lt_offload.profile(model, rows()[0], optimizer=adamw(model))
+    assert differences(plain(make), ours(make, options)) == []
+
+
+# -- gradients in a loop of one's own ---------------------------------------------------------------------------------
+
+
+def between(act: Callable[[nn.Module, torch.optim.Optimizer], Any]) -> Loop:
+    """A loop that does something between the backward and the step."""
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        for batch in batches:
+            model(**batch)["loss"].backward()
+            act(model, optimizer)
+            optimizer.step()
+            optimizer.zero_grad()
+        return []
+
+    return loop
+
+
+def scaled(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    scaler = torch.amp.GradScaler("cpu")
+    for batch in batches:
+        scaler.scale(model(**batch)["loss"]).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return []
+
+
+def accumulating(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    for at, batch in enumerate(batches):
+        model(**batch)["loss"].backward()
+        if at % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return []
+
+
+def skipping(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    for batch in batches:
+        model(**batch)["loss"].backward()
+        optimizer.zero_grad()
+    return []
+
+
+def twice(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    loss = model(**batches[0])["loss"]
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return []
+
+
+def stepping_twice(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]
+) -> list[Tensor]:
+    model(**batches[0])["loss"].backward()
+    optimizer.step()
+    optimizer.step()
+    return []
+
+
+def not_zeroing(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    for batch in batches:
+        model(**batch)["loss"].backward()
+        optimizer.step()
+    return []
+
+
+def each(act: Callable[[nn.Parameter], Any]) -> Loop:
+    return between(lambda model, optimizer: [act(p) for p in model.parameters()])
+
+
+def removed(parameter: nn.Parameter) -> None:
+    parameter.grad = None
+
+
+def replaced(parameter: nn.Parameter) -> None:
+    parameter.grad = torch.zeros_like(parameter)
+
+
+GRADIENTS: dict[str, Loop] = {
+    "norm": between(lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
+    "value": between(lambda model, optimizer: nn.utils.clip_grad_value_(model.parameters(), 1.0)),
+    "read": each(lambda p: p.grad.norm()),  # type: ignore[union-attr]
+    "edited": each(lambda p: p.grad.mul_(2)),  # type: ignore[union-attr]
+    "removed": each(removed),
+    "replaced": each(replaced),
+    "scaler": scaled,
+    "accumulated": accumulating,
+    "skipped": skipping,
+    "backward twice": twice,
+    "step twice": stepping_twice,
+    "not zeroed": not_zeroing,
+    "weights read": each(lambda p: p.norm()),
+    "weights written": each(lambda p: p.data.mul_(2)),
+    "state_dict": between(lambda model, optimizer: model.state_dict()),
+    "optimizer": between(lambda model, optimizer: optimizer.state_dict()),
+}
+
+
+@pytest.mark.parametrize("options", [RUNS["recorded"], RUNS["run again"]], ids=["recorded", "run again"])
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_what_cannot_be_done_with_gradients_is_refused_at_once(name: str, options: tuple[str, ...]) -> None:
+    message = fault(options, GRADIENTS[name])
+    assert "weight" in message or "backward" in message
+
+
+def test_gradients_may_be_looked_at_without_using_them() -> None:
+    shapes: list[Any] = []
+
+    def look(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        shapes.extend((p.grad is not None, p.grad.shape == p.shape, f"{p.grad}") for p in model.parameters())  # type: ignore[union-attr]
+
+    expected = plain(Net)
+    found = ours(Net, RUNS["both"], between(look))
+    assert {pair[:2] for pair in shapes} == {(True, True)}
+    assert "ConsumedGradient(weight embed.weight" in shapes[0][2]
+    found.losses = expected.losses
+    assert differences(expected, found) == []
+    assert all(p.grad is None for p in found.model.parameters())
+
+
+def by_closure(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    def closure(batch: dict[str, Tensor]) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(**batch)["loss"]
+        loss.backward()
+        return loss
+
+    return [optimizer.step(lambda batch=batch: closure(batch)).detach().clone() for batch in batches]  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("budget", ["tight", "middle", "resident"])
+def test_a_step_with_a_closure(budget: str) -> None:
+    assert differences(plain(Net, by_closure), by_budget(Net, budget, by_closure)) == []
+
+
+def evaluating(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    """Forwards with a graph that nobody uses, reading and saving in between."""
+    found = []
+    for batch in batches:
+        found.append(model(**batch)["loss"].detach().clone())
+        found += [value.clone() for value in model.state_dict().values()]
+        found += ordinary(model, optimizer, [batch])
+        found += [state["exp_avg"].clone() for state in optimizer.state.values()]
+        found += [copy.deepcopy(model)(**batch)["loss"].detach()]
+        found += [p.clone() for p in pickle.loads(pickle.dumps(model.layers)).parameters()]
+    return found
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_reading_saving_and_copying_between_steps(options: tuple[str, ...]) -> None:
+    assert differences(plain(Net, evaluating), ours(Net, options, evaluating)) == []
+
+
+# -- other backwards --------------------------------------------------------------------------------------------------
+
+
+def other(act: Callable[[nn.Module, Tensor], Any]) -> Loop:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        for batch in batches:
+            act(model, model(**batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+        return []
+
+    return loop
+
+
+PARTIAL: dict[str, Loop] = {
+    "grad of weights": other(lambda model, loss: torch.autograd.grad(loss, list(model.parameters()))),
+    "inputs": other(lambda model, loss: loss.backward(inputs=[model.between])),
+    "grad of an input": other(lambda model, loss: torch.autograd.grad(loss, model.between)),
+    "create_graph": other(lambda model, loss: loss.backward(create_graph=True)),
+}
+
+
+class Between(Net):
+    """Keeps a tensor from before the layers, for adversarial training."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        self.__dict__["between"] = x
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@pytest.mark.parametrize("options", [RUNS["recorded"], RUNS["run again"]], ids=["recorded", "run again"])
+@pytest.mark.parametrize("name", PARTIAL)
+def test_other_ways_to_differentiate_are_refused(name: str, options: tuple[str, ...]) -> None:
+    assert "call loss.backward()" in fault(options, PARTIAL[name], Between)
+
+
+# -- parameters and hooks ---------------------------------------------------------------------------------------------
+
+
+class Shared(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head.weight = self.embed.weight
+
+
+def changing(act: Callable[[Any, torch.optim.Optimizer], Any]) -> Loop:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        losses = ordinary(model, optimizer, batches[:2])
+        act(model, optimizer)
+        return losses + ordinary(model, optimizer, batches[2:])
+
+    return loop
+
+
+CHANGES: dict[str, tuple[Callable[[Any, torch.optim.Optimizer], Any], str]] = {
+    "frozen": (lambda m, o: m.layers[0].requires_grad_(False), "requires_grad of weight layers.0"),
+    "group": (lambda m, o: o.add_param_group({"params": [nn.Parameter(torch.zeros(2))]}), "added to the optimizer"),
+    "hook": (
+        lambda m, o: m.head.weight.register_post_accumulate_grad_hook(lambda p: None),
+        "post-accumulate hook on weight embed.weight",
+    ),
+    "shared hook": (lambda m, o: m.head.weight.register_hook(lambda g: g * 2), "tensor hook on weight embed.weight"),
+    "shape": (lambda m, o: setattr(m.head.bias, "data", torch.zeros(2)), "was given float32[2]"),
+    "dtype": (lambda m, o: m.to(torch.bfloat16), "was given bfloat16"),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_that_no_plan_is_made_for_are_refused(name: str) -> None:
+    act, message = CHANGES[name]
+    assert message in fault(RUNS["both"], changing(act), Shared)
+
+
+@pytest.mark.parametrize("name", ["hook", "shared hook"])
+def test_hooks_that_are_there_already_are_refused_before_training(name: str) -> None:
+    model = Shared()
+    optimizer = adamw(model)
+    CHANGES[name][0](model, optimizer)
+    with pytest.raises(UnsupportedError, match="hook on"), lt_offload.offloaded(model, optimizer, rows()[0]):
+        pass
+
+
+def halve(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    for parameter in net.parameters():
+        parameter.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_tensor_hooks_on_weights_of_one_block(options: tuple[str, ...]) -> None:
+    loop = changing(halve)
+    assert differences(plain(Net, loop), ours(Net, options, loop)) == []
+
+
+# -- blocks that run twice --------------------------------------------------------------------------------------------
+
+
+class Normed(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = nn.BatchNorm1d(HIDDEN)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.batch(super().inner(x).transpose(1, 2)).transpose(1, 2)
+
+
+class Spectral(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.linear)
+
+
+class Counting(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.history = 0, [0.0]
+
+    def inner(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.history.append(self.history[-1] + 0.1)
+        return super().inner(x) * (1 + 0.1 * self.calls) + self.history[-1]
+
+
+class Drawing(Layer):
+    def inner(self, x: Tensor) -> Tensor:
+        return super().inner(x) * random.random() + float(np.random.rand())  # noqa: NPY002
+
+
+class OwnGenerators(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch, self.python = torch.Generator().manual_seed(1), random.Random(2)
+        self.numpy = np.random.default_rng(3)
+
+    def inner(self, x: Tensor) -> Tensor:
+        noise = torch.rand(x.shape, generator=self.torch) * self.python.random() + float(self.numpy.random())
+        return super().inner(x) * noise
+
+
+class Assigning(Layer):
+    """Replaces a buffer instead of writing to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(HIDDEN))
+
+    def inner(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        return super().inner(x - self.mean)
+
+
+class Late(Counting):
+    """Begins to count long after the first pass."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        return super().inner(x) if self.torch_calls() > 2 else Layer.inner(self, x)
+
+    def torch_calls(self) -> int:
+        self.passes = getattr(self, "passes", 0) + 1
+        return self.passes
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize(
+    "layer", [Normed, Spectral, Counting, Drawing, OwnGenerators, Assigning, Late], ids=lambda c: c.__name__
+)
+def test_state_that_a_block_changes(layer: type[nn.Module], options: tuple[str, ...]) -> None:
+    def make() -> Net:
+        return Net(layer)
+
+    expected, found = plain(make), ours(make, options)
+    assert differences(expected, found) == []
+    for left, right in zip(expected.model.layers, found.model.layers, strict=True):  # type: ignore[arg-type]
+        assert vars(left).get("calls") == vars(right).get("calls")
+        assert vars(left).get("history") == vars(right).get("history")
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_another_mode_before_the_backward(options: tuple[str, ...]) -> None:
+    class Dropping(Layer):
+        def inner(self, x: Tensor) -> Tensor:
+            return F.dropout(super().inner(x), 0.5, self.training)
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        for batch in batches:
+            loss = model.train()(**batch)["loss"]
+            model.eval()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [torch.rand(1)]
+
+    def make() -> Net:
+        return Net(Dropping)
+
+    found = ours(make, options, loop)
+    assert differences(plain(make, loop), found) == []
+    assert not any(module.training for module in found.model.modules())
+
+
+# -- contexts around the call -----------------------------------------------------------------------------------------
+
+
+class Attending(Layer):
+    def inner(self, x: Tensor) -> Tensor:
+        x = super().inner(x)[:, None]
+        return F.scaled_dot_product_attention(x, x, x)[:, 0]
+
+
+@contextmanager
+def autocast_without_cache() -> Iterator[None]:
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        yield
+
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "no cache": autocast_without_cache,
+    "off": lambda: torch.autocast("cpu", enabled=False),
+    "kernel": lambda: nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH),
+}
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_contexts_inside_the_step(name: str, options: tuple[str, ...]) -> None:
+    def make() -> Net:
+        return Net(Attending, context=CONTEXTS[name])
+
+    assert differences(plain(make), ours(make, options)) == []
+
+
+@pytest.mark.parametrize("budget", ["tight", "middle", "resident"])
+def test_autocast_is_planned_for(budget: str) -> None:
+    def make() -> Net:
+        return Net(Attending, context=CONTEXTS["autocast"])
+
+    assert differences(plain(make), by_budget(make, budget)) == []
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_autocast_around_the_backward_too(options: tuple[str, ...]) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return ordinary(model, optimizer, batches[:1])
+
+    def make() -> Net:
+        return Net(Attending)
+
+    assert differences(plain(make, loop), ours(make, options, loop)) == []
