@@ -73,7 +73,9 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
         figures = folder / f"{name}.json"
         command = ["-m", "pytest", f"tests/gpu/{file}", "--device", device, "--figures", str(figures)]
         command += ["-q", "--tb=short", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=100"]
-        return Part(name=name, command=[*command, *(few if tiny else ())], minutes=minutes, figures=figures, shown=shown)
+        return Part(
+            name=name, command=[*command, *(few if tiny else ())], minutes=minutes, figures=figures, shown=shown
+        )
 
     def script(name: str, minutes: float | None, *arguments: str) -> Part:
         return Part(name=name, command=[str(SCRIPTS / f"{name}.py"), *arguments], minutes=minutes)
@@ -85,6 +87,7 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
         tests("first", "test_gpu_first.py", 1.2, shown=True),
         tests("smoke", "test_gpu_smoke.py", 1.2, "-m", "quick"),
         tests("parity", "test_gpu_parity.py", 2.5, "-k", "representative"),
+        tests("settings", "test_gpu_settings.py", 1.5, "-k", "deterministic and bfloat16"),
         tests("races", "test_gpu_races.py", 1.5, "-k", "noticed"),
         tests("memory", "test_gpu_memory.py", 2.0, "-k", "smallest"),
         script("bench_launch", 1.8, "--device", device, "--results", out, *launch),
@@ -94,7 +97,7 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
     return [part for part in found if part.name in options.parts]
 
 
-PARTS = ("first", "smoke", "parity", "races", "memory", "bench_launch", "bench_update", "bench")
+PARTS = ("first", "smoke", "parity", "settings", "races", "memory", "bench_launch", "bench_update", "bench")
 
 RESERVED = 0.25
 
