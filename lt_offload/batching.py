@@ -23,6 +23,7 @@ from lt_offload import prepare
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.batch import LARGEST, BatchChoice, choose_batch
 from lt_offload.plan.schedule import Plan
+from lt_offload.profile.hardware import free_memory
 from lt_offload.profile.types import Profile
 
 _KEY = "lt_offload"
@@ -139,7 +140,7 @@ def _choose(strategy: Any, trainer: Any, size: BatchSize) -> BatchChoice:
         return choose_batch(
             _profiles(trainer, optimizer, size),
             most=_rows(trainer, size),
-            memory=strategy.memory or prepare.free_memory(strategy.root_device),
+            memory=strategy.memory or free_memory(strategy.root_device),
             on_progress=lambda message: rank_zero_info(f"offmate: {message}"),
             **strategy.planning,
         )

@@ -31,6 +31,7 @@ from lt_offload.plan.schedule import Plan, PlannerName
 from lt_offload.plan.select import check_planner, check_reserve
 from lt_offload.plan.trace import Trace
 from lt_offload.profile.caches import caches_off
+from lt_offload.profile.hardware import free_memory
 from lt_offload.profile.types import Profile
 from lt_offload.units import format_bytes, parse_bytes
 
@@ -188,7 +189,7 @@ class OffmateCore(_Base):
         if _fitting(trainer):
             self._prepare_training(trainer, choice)
         else:
-            self._install(None, None, self.memory or prepare.free_memory(self.root_device))
+            self._install(None, None, self.memory or free_memory(self.root_device))
 
     def _prepare_training(self, trainer: Any, choice: BatchChoice | None) -> None:
         (optimizer,) = self.optimizers
@@ -217,7 +218,7 @@ class OffmateCore(_Base):
     def _make_plan(self, profile: Profile) -> Plan:
         from lt_offload.plan import solve
 
-        memory = self.memory or prepare.free_memory(self.root_device)
+        memory = self.memory or free_memory(self.root_device)
         if self.plan_path is not None:
             return prepare.replay(self.plan_path, profile, memory)
         rank_zero_info(f"offmate: planning for {format_bytes(memory)}, {self.solver_time_limit:g} s at most")
@@ -225,7 +226,8 @@ class OffmateCore(_Base):
 
     def _install(self, optimizer: Optimizer | None, plan: Plan | None, budget: int) -> None:
         threads = self.profile.optimizer.host_threads if self.profile is not None else 0
-        self._device = open_device(budget, self.root_device.type, host_threads=threads or None)
+        context = plan.context_bytes if plan is not None else 0
+        self._device = open_device(budget, str(self.root_device), host_threads=threads or None, context=context)
         self.engine = Engine(self._module, optimizer, plan, self._device)
         self.engine.install()
 

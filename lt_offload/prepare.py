@@ -14,7 +14,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -22,7 +21,6 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from lt_offload.errors import ConfigError, PlanError
 from lt_offload.plan.schedule import Plan
-from lt_offload.profile.hardware import available_host_bytes
 from lt_offload.profile.types import HardwareProfile, Profile
 from lt_offload.units import format_bytes, format_seconds
 
@@ -177,11 +175,3 @@ def summary(plan: Plan) -> str:
         f"({found.gap:.1%} above the bound), {format_bytes(found.device_peak_bytes)} of "
         f"{format_bytes(plan.budget_bytes)} on the device, {format_bytes(found.host_peak_bytes)} on the host"
     )
-
-
-def free_memory(device: torch.device) -> int:
-    """Return the bytes that this process could occupy on ``device``; the emulated one is in RAM."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        return free + torch.cuda.memory_reserved(device)
-    return available_host_bytes()

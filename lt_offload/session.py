@@ -11,12 +11,14 @@ from torch.optim import Optimizer
 
 from lt_offload import limits
 from lt_offload.errors import PlanError
-from lt_offload.execute import open_device
+from lt_offload.execute import find_device, open_device
 from lt_offload.execute.engine import Engine
 from lt_offload.plan import check, solve
 from lt_offload.plan.schedule import Plan
 from lt_offload.profile.blocks import find_blocks
 from lt_offload.profile.caches import caches_off
+from lt_offload.profile.driver import current
+from lt_offload.profile.hardware import free_memory
 from lt_offload.profile.measure import profile as measure
 
 
@@ -44,7 +46,8 @@ def offloaded(
         sample_batch: a batch of the largest shape that will come: keyword arguments of the model.
         memory: device budget, e.g. ``"10GB"``; None: what is free.
         plan: a plan to replay instead of profiling and solving.
-        accelerator: ``"auto"``, ``"cuda"`` or ``"cpu"`` (the emulated device).
+        accelerator: ``"auto"``, ``"cuda"``, ``"cuda:1"`` (that GPU is the current one within the context) or ``"cpu"``
+            (the emulated device).
         **switches: further arguments of :func:`lt_offload.solve`.
 
     Yields:
@@ -57,21 +60,23 @@ def offloaded(
     limits.check("model", run)
     limits.check("optimizer", run)
     structure = find_blocks(model)
-    threads = 0
+    place = find_device(accelerator)
     if plan is None:
-        profile = measure(model, sample_batch, optimizer=optimizer)
-        threads = profile.optimizer.host_threads
-        plan = solve(profile, memory=memory, **switches)
+        profile = measure(model, sample_batch, optimizer=optimizer, device=place, structure=structure)
+        plan = solve(profile, memory=free_memory(place) if memory is None else memory, **switches)
         problems = check(plan, profile)
         if problems:
             raise PlanError(f"the plan cannot be carried out: {problems[0]}")
-    device = open_device(plan.budget_bytes, accelerator, host_threads=threads or None)
+    device = open_device(
+        plan.budget_bytes, str(place), host_threads=plan.host_threads or None, context=plan.context_bytes
+    )
     engine = Engine(model, optimizer, plan, device, structure=structure)
     try:
-        engine.install()
-        engine.follow(optimizer)
-        with caches_off(model), device.accounting():
-            yield engine
+        with current(place), caches_off(model):
+            engine.install()
+            engine.follow(optimizer)
+            with device.accounting():
+                yield engine
     except BaseException:
         engine.abort()
         raise

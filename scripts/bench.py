@@ -100,6 +100,7 @@ class Bench:
         self._meter = open_meter() if options.device == "cuda" else None
         self._reserve = RESERVE_BYTES if options.device == "cuda" else 0
         free = max(1, available_host_bytes() - self._reserve)
+        self.host_given = options.host_memory is not None
         self.host_bytes = free if options.host_memory is None else parse_bytes(options.host_memory)
 
     @property
@@ -170,6 +171,7 @@ class Bench:
             device=self.device,
             budget_bytes=workload.memory_bytes if contender.budgeted else None,
             host_bytes=self.host_bytes,
+            host_given=self.host_given,
             steps=self.steps,
             checkpointing=checkpointing,
             options=dict(contender.options),
@@ -213,7 +215,8 @@ def line(row: Row) -> str:
         return f"{head} {row['status']}: {row['message'][:110]}"
     peak = row.get("device_peak_bytes")
     said = [f"{row['tokens_per_s']:9.0f} tokens/s", f"{format_seconds(row['step_s']):>8s} per step"]
-    said += [f"{format_bytes(peak):>8s} device"] if peak is not None else []
+    over = "" if row.get("within_budget", True) else " (OVER THE BUDGET)"
+    said += [f"{format_bytes(peak):>8s} device{over}"] if peak is not None else []
     said += ["extrapolated"] if row.get("extrapolated") else [f"loss {row['loss']}"]
     return f"{head} {', '.join(said)}"
 
@@ -251,7 +254,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything (default 9)")
     parser.add_argument("--row-minutes", type=float, default=5.0, help="for one process (default 5)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps per row (default 4)")
-    parser.add_argument("--host-memory", metavar="SIZE", help="RAM per process (default: what is free)")
+    parser.add_argument("--host-memory", metavar="SIZE", help="RAM per process, whatever is free (default: that)")
     parser.add_argument("--out", type=Path, default=RESULTS, metavar="FOLDER", help="where the result file is")
     parser.add_argument("--again", action="store_true", help="measure rows again that the file has")
     parser.add_argument("--list", action="store_true", help="only say what would be run")

@@ -86,6 +86,8 @@ def _train(case: Any, module: str) -> dict[str, Any]:
                 case.say("timed steps")
                 began = time.perf_counter()
             losses.append(training.step(batch))
+            if index < WARM_UP and not training.own_limit:
+                case.follow()
             stamps.append(time.perf_counter())
         case.synchronize()
         seconds = time.perf_counter() - began

@@ -17,7 +17,7 @@ from common import arguments, save
 import lt_offload
 from lt_offload import Plan, Profile
 from lt_offload.errors import InfeasibleError, UnsupportedError
-from lt_offload.plan.memory import fixed_bytes, framework_bytes, usage
+from lt_offload.plan.memory import framework_bytes, room_within, usage
 from lt_offload.plan.select import PLANNERS
 
 HARDWARE = "rtx-3060-12gb"
@@ -76,7 +76,7 @@ def filled(plan: Plan, profile: Profile) -> dict[str, Any]:
     """Return the figures of ``plan``."""
     packing = plan.packing
     assert packing is not None, "built plans say how large their weights are"
-    room = plan.budget_bytes - fixed_bytes(profile) - int(framework_bytes(usage(plan), profile).max())
+    room = room_within(plan.budget_bytes, profile) - int(framework_bytes(usage(plan), profile).max())
     return {
         "extent_bytes": packing.extent,
         "live_peak_bytes": packing.live_peak,

@@ -62,6 +62,13 @@ class Workload:
         tables = s["vocab_size"] * width * (1 if s.get("tie_word_embeddings") else 2)
         return 4 * BYTES[self.dtype] * (self.layers * layer + tables)
 
+    @property
+    def largest_tensor(self) -> int:
+        """Number of elements of the largest weight, about."""
+        s = self.settings
+        width = s["hidden_size"]
+        return int(width * max(s["vocab_size"], s.get("intermediate_size") or 4 * width))
+
     def with_layers(self, count: int) -> Workload:
         """Return the same model with fewer layers."""
         key = "n_layer" if "n_layer" in self.settings else "num_hidden_layers"

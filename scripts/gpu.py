@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in at most ten minutes: what the engine relies on, equality, races, memory, speed.
+"""Everything that needs a GPU, in at most ten minutes: memory first, what the engine relies on, equality, races, speed.
 
     python scripts/gpu.py [--out FOLDER] [--minutes 9.5]        on a machine with a GPU; or: make gpu
     python scripts/gpu.py --parts races bench                   some of it
@@ -44,6 +44,8 @@ class Part:
     """At most; None: what is left, and at least ``RESERVED`` of the whole."""
     figures: Path | None = None
     """What it writes on its way: outcomes of tests, and what they measured."""
+    shown: bool = False
+    """Whether its figures are printed as soon as it has ended."""
 
 
 def describe() -> dict[str, Any]:
@@ -67,11 +69,13 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
     """Return what is run, in this order; ``folder`` is for files that nobody keeps."""
     device, tiny = options.device, options.tiny
 
-    def tests(name: str, file: str, minutes: float, *few: str) -> Part:
+    def tests(name: str, file: str, minutes: float, *few: str, shown: bool = False) -> Part:
         figures = folder / f"{name}.json"
         command = ["-m", "pytest", f"tests/gpu/{file}", "--device", device, "--figures", str(figures)]
         command += ["-q", "--tb=short", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=100"]
-        return Part(name=name, command=[*command, *(few if tiny else ())], minutes=minutes, figures=figures)
+        return Part(
+            name=name, command=[*command, *(few if tiny else ())], minutes=minutes, figures=figures, shown=shown
+        )
 
     def script(name: str, minutes: float | None, *arguments: str) -> Part:
         return Part(name=name, command=[str(SCRIPTS / f"{name}.py"), *arguments], minutes=minutes)
@@ -80,8 +84,10 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
     launch = ["--tiny"] if tiny else ["--steps", "5", "--rounds", "2"]
     update = ["--tiny"] if tiny else ["--rounds", "3"]
     found = [
+        tests("first", "test_gpu_first.py", 1.2, shown=True),
         tests("smoke", "test_gpu_smoke.py", 1.2, "-m", "quick"),
         tests("parity", "test_gpu_parity.py", 2.5, "-k", "representative"),
+        tests("settings", "test_gpu_settings.py", 1.5, "-k", "deterministic and bfloat16"),
         tests("races", "test_gpu_races.py", 1.5, "-k", "noticed"),
         tests("memory", "test_gpu_memory.py", 2.0, "-k", "smallest"),
         script("bench_launch", 1.8, "--device", device, "--results", out, *launch),
@@ -91,7 +97,7 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
     return [part for part in found if part.name in options.parts]
 
 
-PARTS = ("smoke", "parity", "races", "memory", "bench_launch", "bench_update", "bench")
+PARTS = ("first", "smoke", "parity", "settings", "races", "memory", "bench_launch", "bench_update", "bench")
 
 RESERVED = 0.25
 
@@ -126,6 +132,8 @@ def run(part: Part, seconds: float, log: Path) -> dict[str, Any]:
     if part.figures is not None:
         found |= _outcomes(part.figures)
     _show(found, log, start_of_output)
+    if part.shown:
+        _show_figures(found["figures"])
     return found
 
 
@@ -168,6 +176,17 @@ def _show(found: dict[str, Any], log: Path, start_of_output: int) -> None:
             output.seek(start_of_output)
             lines = output.read().decode(errors="replace").splitlines()
         print("\n".join(f"   {line[:200]}" for line in lines[-SHOWN_LINES:]), flush=True)
+
+
+def _show_figures(figures: dict[str, dict[str, Any]]) -> None:
+    """Print what tests have measured, a line per figure; sizes in bytes."""
+    for test, measured in figures.items():
+        print(f"   {test}")
+        for name, value in measured.items():
+            rows = value.items() if name == "stages" else [("", value)]
+            for stage, what in rows:
+                said = ", ".join(f"{k} {v}" for k, v in what.items()) if isinstance(what, dict) else what
+                print(f"      {' '.join(filter(None, (name, stage)))}: {said}", flush=True)
 
 
 def _trim(log: Path) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from lt_offload.errors import UnsupportedError
+from lt_offload.execute.device import AllocatorEvents
 from lt_offload.profile.numa import Place
 
 KB = 1024
@@ -76,7 +77,8 @@ class Gpu:
 
     device = torch.device("cpu")
 
-    def __init__(self, free=1 << 20):
+    def __init__(self, free=1 << 20, index=0):
+        self.index = index
         self.lock = threading.RLock()
         self.main = Stream(self, "compute")
         self.local = threading.local()
@@ -86,7 +88,17 @@ class Gpu:
         self.generator = torch.Generator()
         self.streams = []
         self.events = self.waits = 0
-        self.context, self.exact, self.prepared = CONTEXT, False, False
+        self.context, self.exact, self.prepared = CONTEXT, True, False
+        # exact: NVML shows what this process has; False: as in a container that does not see process ids
+        self.asked = 0
+        """How often the driver was asked about the context."""
+        self.workspaces = 0
+        self.page_tables = False
+        """Whether registered host memory takes device memory, as on a GPU."""
+        self.others = 0
+        """What other processes occupy; shows where the driver does not tell processes apart."""
+        self.cached = self.emptied = 0
+        self.events_of_allocator = AllocatorEvents(0, 0, 0)
         self.locks = True
 
     def prepare(self):
@@ -128,13 +140,25 @@ class Gpu:
 
     def context_bytes(self):
         assert self.prepared, "libraries are to be loaded first"
-        return self.context, self.exact
+        self.asked += 1
+        own = self.context + (sum(self.registered.values()) // 512 if self.page_tables else 0)
+        return own + (0 if self.exact else self.others), self.exact
+
+    def workspace_bytes(self):
+        return self.workspaces
+
+    def empty_cache(self):
+        self.emptied += 1
+        self.cached = 0
+
+    def allocator_events(self):
+        return self.events_of_allocator
 
     def available(self):
         return self.free
 
     def reserved(self):
-        return self.held
+        return self.held + self.cached
 
     def peak_reserved(self):
         return self.held + 1
@@ -163,3 +187,38 @@ class Gpu:
 
     def set_rng_state(self, state):
         self.generator.set_state(state)
+
+
+class Allocator:
+    """Stands in for torch's caching allocator: memory comes in segments, of a kind that the driver may refuse."""
+
+    def __init__(self, refuses=None):
+        self.refuses = refuses
+        """The error of a driver that does not map memory page by page."""
+        self.settings = []
+        self.expandable = False
+        self.current = "default"
+        self.cached = {"default": 1 << 30}
+        """By stream: what is left over, from which allocations are served without asking the driver."""
+
+    def set(self, settings):
+        self.settings.append(settings)
+        self.expandable = "expandable_segments:True" in settings
+
+    @contextmanager
+    def use(self, stream):
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def empty(self, nbytes, **_):
+        if self.cached.get(self.current, 0) >= nbytes:
+            return
+        if self.expandable and self.refuses is not None:
+            raise self.refuses
+        self.cached[self.current] = nbytes
+
+    def empty_cache(self):
+        self.cached = {"default": 1 << 30}

@@ -4,27 +4,65 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lt_offload.errors import ConfigError
+
 if TYPE_CHECKING:
+    import torch
+
     from lt_offload.execute.device import Device
 
 
-def open_device(budget: int, accelerator: str = "auto", *, host_threads: int | None = None) -> Device:
+def find_device(accelerator: str) -> torch.device:
+    """Return where blocks run.
+
+    Args:
+        accelerator: ``"auto"`` (a GPU if there is one), ``"cuda"`` (the current GPU), ``"cuda:1"`` or ``"cpu"`` (the
+            emulated device).
+
+    Raises:
+        ConfigError: if there is no such device here.
+    """
+    import torch
+
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    automatic = "cuda" if count else "cpu"
+    name, colon, number = (automatic if accelerator == "auto" else accelerator).partition(":")
+    if name == "cpu" and not colon:
+        return torch.device("cpu")
+    if name != "cuda" or (colon and not number.isdigit()):
+        raise ConfigError(f"accelerator={accelerator!r} is not known; 'auto', 'cuda', 'cuda:1' and 'cpu' are")
+    if count == 0:
+        raise ConfigError(
+            f"accelerator={accelerator!r}: torch finds no GPU here; accelerator='cpu' carries the same plan out on the "
+            "emulated device"
+        )
+    index = int(number) if number else torch.cuda.current_device()
+    if index >= count:
+        raise ConfigError(
+            f"accelerator={accelerator!r}: torch finds {count} GPU{'s' * (count > 1)}, the first is cuda:0"
+        )
+    return torch.device("cuda", index)
+
+
+def open_device(budget: int, accelerator: str = "auto", *, host_threads: int | None = None, context: int = 0) -> Device:
     """Return the device to run blocks on: a CUDA GPU where there is one, else the emulated device.
 
     Args:
         budget: device memory in bytes that may be used.
-        accelerator: ``"cuda"``, ``"cpu"`` (the emulated device) or ``"auto"``.
-        host_threads: threads that an update on the host may use; None: as many as torch uses.
+        accelerator: see :func:`find_device`.
+        host_threads: threads that an update on the host may use; None: as many as torch uses, beside a GPU less those
+            that it needs.
+        context: device memory that was planned for the context and for workspaces; 0: not known.
 
     Raises:
+        ConfigError: if there is no such device.
         OverBudget: if the device has less than ``budget``.
     """
-    import torch
-
-    if accelerator == "cuda" or (accelerator == "auto" and torch.cuda.is_available()):
+    place = find_device(accelerator)
+    if place.type == "cuda":
         from lt_offload.execute.cuda import CudaDevice
 
-        return CudaDevice(budget, host_threads=host_threads)
+        return CudaDevice(budget, place.index, host_threads=host_threads, context=context)
     from lt_offload.execute.emulated import EmulatedDevice
 
     return EmulatedDevice(budget, host_threads=host_threads)

@@ -8,7 +8,7 @@ host, for its issue. That happens only behind updates on the host: everything el
 
 from __future__ import annotations
 
-import logging
+import os
 import time
 import weakref
 from collections import deque
@@ -20,19 +20,18 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lt_offload.errors import ConfigError, OverBudget, UnsupportedError
+from lt_offload.errors import OverBudget, UnsupportedError
 from lt_offload.execute.arena import Arena, ArenaBuffer
+from lt_offload.execute.cuda_context import Context
 from lt_offload.execute.cuda_runtime import CudaRuntime
 from lt_offload.execute.cuda_tasks import CudaTask, Line, Runner, tasks_of
-from lt_offload.execute.device import Buffer, Cell, Device, Event, Lane
+from lt_offload.execute.device import AllocatorEvents, Buffer, Cell, Device, Event, Lane
 from lt_offload.execute.hostmem import HostMemory
 from lt_offload.execute.lanes import plain_torch
 from lt_offload.execute.threads import ThreadLanes
 from lt_offload.profile.mapped import refusal
 from lt_offload.profile.staging import STAGING_BYTES, Staging
 from lt_offload.units import format_bytes
-
-_log = logging.getLogger(__name__)
 
 
 class CudaDevice(Device):
@@ -41,30 +40,27 @@ class CudaDevice(Device):
     Args:
         budget: bytes of device memory, CUDA context included.
         index: which GPU.
-        host_threads: threads that an update on the ``host`` lane may use; None: as many as the calling thread.
+        host_threads: threads that an update on the ``host`` lane may use; None: as many as torch uses, less those of
+            the calling thread and of autograd, which launch kernels meanwhile.
+        context: what was planned for the context with all kernels, workspaces of libraries included: so much is left to
+            it from the beginning.
         runtime: stands in for CUDA in tests.
     """
 
     def __init__(
-        self, budget: int, index: int = 0, *, host_threads: int | None = None, runtime: CudaRuntime | None = None
+        self,
+        budget: int,
+        index: int = 0,
+        *,
+        host_threads: int | None = None,
+        context: int = 0,
+        runtime: CudaRuntime | None = None,
     ) -> None:
         cuda = self._cuda = CudaRuntime(index) if runtime is None else runtime
         self.budget = budget
         self.torch_device = cuda.device
         cuda.prepare()
-        self._context, _ = cuda.context_bytes()
-        """Device memory beside torch's allocator, the largest that was seen."""
-        if budget <= self._context:
-            raise ConfigError(
-                f"memory={format_bytes(budget)} is not more than the CUDA context alone occupies "
-                f"({format_bytes(self._context)})"
-            )
-        if budget - self._context > cuda.available():
-            raise OverBudget(
-                f"memory={format_bytes(budget)} is more than the {format_bytes(cuda.available() + self._context)} that "
-                f"are free on {self.torch_device}"
-            )
-        cuda.cap(budget - self._context)
+        self._context = Context(cuda, budget, planned=context)
         spare: deque[Any] = deque()
         self._new_line = partial(Line, cuda=cuda, spare=spare)
         self._copy_lines = {lane: self._new_line(cuda.stream()) for lane in ("h2d", "d2h")}
@@ -72,9 +68,8 @@ class CudaDevice(Device):
         """By identity of the stream, which the line keeps alive."""
         self._runner = Runner(cuda, self._copy_lines)
         place = cuda.place()
-        self._lanes = ThreadLanes(
-            self._runner, threads={"host": host_threads} if host_threads else {}, prepare=lambda lane: place.bind()
-        )
+        threads = host_threads or _spare_threads(len(place.cores))
+        self._lanes = ThreadLanes(self._runner, threads={"host": threads}, prepare=lambda lane: place.bind())
         self._host = HostMemory(cuda.register, cuda.unregister, place=place)
         self._buffers = self._host.locked(STAGING_BYTES)  # first of all: later there may be nothing left to lock
         self._staging: Staging | None = None
@@ -93,11 +88,12 @@ class CudaDevice(Device):
         self._settle()
         assert self._arena.used == 0, "the arena is in use"
         del self._arena  # the old slab must be gone before there is room for the new one
+        self._context.follow(self._host.locked_bytes)  # page tables of what was registered since the beginning
         try:
-            if nbytes + self._context > self.budget:
+            if nbytes + self._context.nbytes > self.budget:
                 raise OverBudget(
                     f"an arena of {format_bytes(nbytes)} ({nbytes} bytes) and the CUDA context of "
-                    f"{format_bytes(self._context)} exceed the budget of {format_bytes(self.budget)} "
+                    f"{format_bytes(self._context.nbytes)} exceed the budget of {format_bytes(self.budget)} "
                     f"({self.budget} bytes)"
                 )
             self._arena = self._new_arena(nbytes)
@@ -290,15 +286,11 @@ class CudaDevice(Device):
             raise OverBudget(f"the budget of {format_bytes(self.budget)} is used up: {error}") from error
         if signature not in self._seen and not self._closed:
             self._seen.add(signature)
-            self._follow_context()
+            self._context.follow(self._host.locked_bytes)
 
-    def _follow_context(self) -> None:
-        """New kernels may have been loaded: what they take, the allocator must not have."""
-        context, exact = self._cuda.context_bytes()
-        if exact and context > self._context:
-            _log.info("the CUDA context has grown from %s to %s", format_bytes(self._context), format_bytes(context))
-            self._context = context
-            self._cuda.cap(max(0, self.budget - context))
+    @override
+    def end_iteration(self) -> None:
+        self._context.end_iteration(self._host.locked_bytes)
 
     # -- random numbers ----------------------------------------------------------------------------------------------
 
@@ -338,11 +330,15 @@ class CudaDevice(Device):
 
     @override
     def memory(self) -> int:
-        return self._cuda.reserved() + self._context
+        return self._cuda.reserved() + self._context.nbytes
 
     @override
     def peak_memory(self) -> int:
-        return self._cuda.peak_reserved() + self._context
+        return self._cuda.peak_reserved() + self._context.nbytes
+
+    @override
+    def allocator_events(self) -> AllocatorEvents:
+        return self._cuda.allocator_events()
 
     @override
     def reset_peak(self) -> None:
@@ -364,6 +360,11 @@ class CudaDevice(Device):
         self._arena = self._new_arena(0)
         self._cuda.cap(None)
         self._lanes.check()
+
+
+def _spare_threads(cores: int) -> int:
+    """Return how many threads are left for updates; ``cores``: those near the device, 0 if that says nothing."""
+    return max(1, min(torch.get_num_threads(), (cores or len(os.sched_getaffinity(0))) - 2))
 
 
 def _nothing() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lt_offload.execute.device import AllocatorEvents
 from lt_offload.profile import driver, mapped
 from lt_offload.profile.numa import Place, place_of
 
@@ -64,7 +65,7 @@ class CudaRuntime:
 
     def prepare(self) -> None:
         """Set torch's allocator up, and load what would take device memory by itself later on."""
-        driver.use_expandable_segments()
+        driver.use_expandable_segments(self.device)
         driver.warm_up(self.device)
 
     def cap(self, nbytes: int | None) -> None:
@@ -74,8 +75,21 @@ class CudaRuntime:
         torch.cuda.set_per_process_memory_fraction(fraction, self.device)
 
     def context_bytes(self) -> tuple[int, bool]:
-        """Return this process's device memory beside torch's allocator, and whether that is exact."""
+        """Return the process's device memory beside torch's allocator, and whether that is exact. Waits for nothing."""
         return driver.beside_bytes(self.device)
+
+    def workspace_bytes(self) -> int:
+        """Return what libraries hold of the memory of torch's allocator."""
+        return driver.workspace_bytes(self.device)
+
+    def empty_cache(self) -> None:
+        """Give what torch's allocator does not use back to the driver."""
+        torch.cuda.empty_cache()
+
+    def allocator_events(self) -> AllocatorEvents:
+        """Return how often torch's allocator has run short so far."""
+        found = torch._C._cuda_memoryStats(self._index)
+        return AllocatorEvents(found["num_alloc_retries"], found["num_device_free"], found["num_ooms"])
 
     def available(self) -> int:
         """Return the device memory that torch's allocator has or could get."""
@@ -104,15 +118,18 @@ class CudaRuntime:
 
     def register(self, address: int, nbytes: int) -> int:
         """Page-lock host memory; return 0 or an error code."""
-        return mapped.register(address, nbytes)
+        with torch.cuda.device(self._index):  # any thread may ask; on another GPU this would make a context
+            return mapped.register(address, nbytes)
 
     def unregister(self, address: int) -> int:
         """Undo ``register``; return 0 or an error code."""
-        return mapped.unregister(address)
+        with torch.cuda.device(self._index):
+            return mapped.unregister(address)
 
     def direct_view(self, host: torch.Tensor) -> torch.Tensor:
         """Return registered memory as a tensor on the device; raises ``UnsupportedError``."""
-        return mapped.map_host(host, self.device)
+        with torch.cuda.device(self._index):
+            return mapped.map_host(host, self.device)
 
     def rng_state(self) -> torch.Tensor:
         """Return the state of the device's random number generator."""

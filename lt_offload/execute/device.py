@@ -17,7 +17,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
@@ -30,6 +30,17 @@ class Event(Protocol):
     def done(self) -> bool:
         """Return whether the work has completed, without blocking."""
         ...
+
+
+class AllocatorEvents(NamedTuple):
+    """How often the framework's allocator has run short; each of these makes the launching thread wait."""
+
+    retries: int
+    """Allocations that worked only after everything unused had been given back."""
+    frees: int
+    """Times that memory was given back to the driver."""
+    failures: int
+    """Allocations that did not work at all."""
 
 
 NO_BYTES = torch.empty(0, dtype=torch.uint8)
@@ -241,6 +252,13 @@ class Device(ABC):
     @abstractmethod
     def take_spans(self) -> list[tuple[int, str, str, float, float]]:
         """Return and clear ``(op, lane, label, start, end)`` of finished tasks and computations."""
+
+    def end_iteration(self) -> None:  # noqa: B027
+        """Note that an iteration has been issued: what the device needs by itself may have grown. Waits for nothing."""
+
+    def allocator_events(self) -> AllocatorEvents:
+        """Return how often the framework's allocator has run short so far; never where it knows no limit."""
+        return AllocatorEvents(0, 0, 0)
 
     @property
     def counting(self) -> bool:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from operator import sub
 from typing import cast
 
-from lt_offload.execute.device import Device
+from lt_offload.execute.device import AllocatorEvents, Device
 from lt_offload.plan.schedule import Plan, Resource
 from lt_offload.plan.trace import Span, Trace
 
@@ -21,7 +22,10 @@ class Recorder:
         self.iterations = 0
         self.iteration_s = 0.0
         self.device_peak = 0
+        self.allocator = AllocatorEvents(0, 0, 0)
+        """What happened in the last complete iteration."""
         self._began = 0.0
+        self._before = self.allocator
         self._steps: list[float] = []
         self._peaks: list[int] = []
         self._counted: list[int] = []
@@ -32,6 +36,7 @@ class Recorder:
         """Start an iteration."""
         self._began = self.device.now()
         self._steps, self._peaks = [], []
+        self._before = self.device.allocator_events()
         self.device.record(True)
         self.device.reset_peak()
 
@@ -55,6 +60,8 @@ class Recorder:
         self.device_peak = max(self._counted, default=self.device.peak_memory())
         self._finished = (self._began, now, list(zip(self._steps, self._counted, strict=False)))
         self._spans = [span for span in self._spans if span[4] > self._began] + self.device.take_spans()
+        self.allocator = AllocatorEvents(*map(sub, self.device.allocator_events(), self._before))
+        self.device.end_iteration()
 
     def trace(self, plan: Plan, host_peak: int) -> Trace:
         """Return the last complete iteration; work of others that overlaps it is cut at its ends."""
@@ -78,4 +85,7 @@ class Recorder:
             budget_bytes=plan.budget_bytes,
             spans=tuple(sorted(spans, key=lambda span: (span.start, span.lane))),
             memory=tuple((at - began, peak) for at, peak in samples),
+            allocator_retries=self.allocator.retries,
+            allocator_frees=self.allocator.frees,
+            allocator_failures=self.allocator.failures,
         )

@@ -277,6 +277,7 @@ def settings(plan: Plan, profile: Profile, summary: Mapping[str, object]) -> str
 def _fixed(plan: Plan, profile: Profile) -> Iterator[tuple[str, str]]:
     """Yield the parts of device memory that last, and how well the arena is filled."""
     yield "taken before the first tensor", format_bytes(profile.hardware.context_bytes)
+    yield "page tables of host memory", format_bytes(profile.page_table_bytes)
     yield "shared by all blocks", format_bytes(profile.shared_bytes)
     yield "allocator slack", format_bytes(profile.slack_bytes)
     yield "arena for weights and states", format_bytes(plan.arena_bytes)

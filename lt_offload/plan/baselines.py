@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from lt_offload.plan.build import room_needed
 from lt_offload.plan.choices import Choices, Stay, TensorChoice, block_choices, resident_tensors, uses
-from lt_offload.plan.memory import backward_steps, fixed_bytes, framework_bytes
+from lt_offload.plan.memory import backward_steps, budget_for, framework_bytes
 from lt_offload.plan.offmate_config import held_bytes
 from lt_offload.plan.proposal import Allowed, self_contained
 from lt_offload.plan.runs import arrange
@@ -36,7 +36,7 @@ def resident_choices(profile: Profile, allowed: Allowed) -> Iterator[tuple[Choic
         choices = Choices(tensors=tensors, blocks=blocks)
         if arena is None:
             arena = arrange(choices, profile).extent
-        yield choices, arena + int(framework_bytes(choices.usage, profile).max()) + fixed_bytes(profile)
+        yield choices, budget_for(arena + int(framework_bytes(choices.usage, profile).max()), profile)
 
 
 def _swaps(
@@ -115,7 +115,7 @@ def smallest(profile: Profile, allowed: Allowed, *, host_update: bool, host_budg
             choices = streaming_choices(profile, options, host_update=on_host, lead=0, lag=0)
             ram = choices.host_bytes(profile)
             if host_budget is None or ram <= host_budget:
-                needed = room_needed(choices, profile) + fixed_bytes(profile)
+                needed = budget_for(room_needed(choices, profile), profile)
                 found.append(Smallest(choices=choices, device_bytes=needed, host_bytes=ram))
     return min(found, key=lambda item: item.device_bytes, default=None)
 

@@ -65,6 +65,8 @@ def build(
         arena_bytes=placement.extent,
         predicted=UNKNOWN,
         estimated=profile.estimated,
+        host_threads=profile.optimizer.host_threads,
+        context_bytes=profile.hardware.context_bytes + profile.page_table_bytes,
         notes=tuple(_notes(copies, profile)),
     )
 
@@ -80,9 +82,11 @@ def _notes(copies: Sequence[DeviceCopy], profile: Profile) -> Iterator[str]:
             yield f"{format_bytes(stay)} of {format_bytes(total)} of {what} are always on the device"
     fixed = {
         "before the first tensor": profile.hardware.context_bytes,
+        "for page tables of host memory": profile.page_table_bytes,
         "for what all blocks share": profile.shared_bytes,
         "for the allocator's slack": profile.slack_bytes,
     }
     parts = [f"{format_bytes(nbytes)} {what}" for what, nbytes in fixed.items() if nbytes]
     if parts:
-        yield f"taken by every plan: {', '.join(parts)}"
+        share = f"; at least {profile.slack_share:.0%} of all is slack" if profile.slack_share else ""
+        yield f"taken by every plan: {', '.join(parts)}{share}"

@@ -23,7 +23,7 @@ from lt_offload.plan.memferry_fit import Fitting
 from lt_offload.plan.memferry_forward import best_forward
 from lt_offload.plan.memferry_model import Decisions, uniform
 from lt_offload.plan.memferry_relax import Given, seconds
-from lt_offload.plan.memory import host_bytes
+from lt_offload.plan.memory import budget_for, host_bytes
 from lt_offload.plan.proposal import NotApplicable, Proposal, Request
 from lt_offload.plan.schedule import UpdatePlace
 from lt_offload.profile.types import TensorProfile
@@ -100,7 +100,7 @@ class _Planner:
 
     def why_nothing_fits(self) -> str:
         """Return a clause with numbers."""
-        needed = format_bytes(self.fitting.least + self.request.budget_bytes - self.request.room)
+        needed = format_bytes(budget_for(self.fitting.least, self.profile))
         return f"its smallest plan needs {needed} of the {format_bytes(self.request.budget_bytes)} on the device"
 
     def given(self, variant: _Variant) -> Given:

@@ -79,20 +79,44 @@ def framework_bytes(used: Usage, profile: Profile) -> Bytes:
     return time.per_step(_framework_bytes(used, profile, time))
 
 
-def fixed_bytes(profile: Profile) -> int:
+def room_within(budget: int, profile: Profile) -> int:
+    """Return the device bytes of ``budget`` that a plan may use for what it decides about."""
+    used = min(budget - profile.slack_bytes, int(budget / (1 + profile.slack_share)) + 1)
+    while used + _slack(used, profile) > budget:
+        used -= 1
+    return used - _always(profile)
+
+
+def budget_for(room: int, profile: Profile) -> int:
+    """Return the smallest budget that leaves a plan ``room`` bytes."""
+    used = room + _always(profile)
+    return used + _slack(used, profile)
+
+
+def _slack(used: int, profile: Profile) -> int:
+    return max(profile.slack_bytes, int(used * profile.slack_share))
+
+
+def _always(profile: Profile) -> int:
     """Return the device bytes that no plan changes: what is there before the first tensor, what all blocks share."""
-    return profile.hardware.context_bytes + profile.shared_bytes + profile.slack_bytes
+    return profile.hardware.context_bytes + profile.page_table_bytes + profile.shared_bytes
 
 
 def device_bytes(plan: Plan, profile: Profile) -> Bytes:
     """Return, per step, the most bytes that the process holds on the device."""
-    return framework_bytes(usage(plan), profile) + (plan.arena_bytes + fixed_bytes(profile))
+    return _with_fixed(framework_bytes(usage(plan), profile), plan, profile)
 
 
 def computation_bytes(plan: Plan, profile: Profile) -> Bytes:
     """Return the same per computation, in the order of issue."""
     used = usage(plan)
-    return _framework_bytes(used, profile, _Time(used, profile)) + (plan.arena_bytes + fixed_bytes(profile))
+    return _with_fixed(_framework_bytes(used, profile, _Time(used, profile)), plan, profile)
+
+
+def _with_fixed(framework: Bytes, plan: Plan, profile: Profile) -> Bytes:
+    held = framework + (plan.arena_bytes + _always(profile))
+    slack = (held * profile.slack_share).astype(np.int64)
+    return held + np.maximum(slack, profile.slack_bytes)
 
 
 def host_bytes(options: tuple[OptionName, ...], places: tuple[UpdatePlace, ...], profile: Profile) -> int:

@@ -16,7 +16,7 @@ import numpy as np
 import pulp
 
 from lt_offload.errors import ConfigError, InfeasibleError
-from lt_offload.plan.memory import fixed_bytes
+from lt_offload.plan.memory import budget_for
 from lt_offload.plan.milp import Outcome, run
 from lt_offload.plan.offmate_config import OffmateConfig, held_bytes
 from lt_offload.plan.offmate_groups import GroupTerms, Term
@@ -79,7 +79,7 @@ def smallest_budget(profile: Profile, config: OffmateConfig) -> int:
             f"host_memory={_format(config.host_budget_bytes)} is too small for {profile.model} with any device memory: "
             f"the host copy of its parameters alone takes {_at_least(least)}"
         )
-    return search.budget()
+    return budget_for(search.budget(), profile)
 
 
 def smallest_host_budget(profile: Profile, config: OffmateConfig) -> int:
@@ -163,15 +163,15 @@ class _Search:
         )
 
     def budget(self) -> int:
-        """Return the minimised budget, with headroom for the tolerances of a later solution."""
+        """Return the minimised budget (of device memory: the room in it), with headroom for a later solution."""
         return math.ceil(self._objective() * self.program.bytes_unit * (1 + _HEADROOM))
 
     def _device_bytes(self) -> int:
         """Return the peak of the counted device bytes."""
         program = self.program
-        always = fixed_bytes(program.profile)
         arena, other = ([row.value() or 0.0 for row in rows] for rows in (program.arena, program.other))
-        return always + math.ceil(max(a + o for a, o in zip(arena, other, strict=True)) * program.bytes_unit)
+        room = math.ceil(max(a + o for a, o in zip(arena, other, strict=True)) * program.bytes_unit)
+        return budget_for(room, program.profile)
 
     def _objective(self) -> float:
         program = self.program

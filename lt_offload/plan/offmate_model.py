@@ -47,7 +47,7 @@ from typing import Literal
 
 import pulp
 
-from lt_offload.plan.memory import fixed_bytes
+from lt_offload.plan.memory import room_within
 from lt_offload.plan.offmate_config import OffmateConfig, allowed_options, held_bytes
 from lt_offload.plan.offmate_groups import GroupBuilder, GroupTerms, Pair, Term, add, require
 from lt_offload.plan.pace import Pace
@@ -296,13 +296,12 @@ class Program:
     # Rows over all blocks and groups
 
     def _limit_device(self) -> Term | None:
-        """Add C9; return the budget: a variable if it is minimised, None without limit."""
+        """Add C9; return what the budget leaves a plan: a variable if it is minimised, None without limit."""
         budget: Term | None = None
-        always = self._size(fixed_bytes(self.profile))
         if self.objective == "device":
             budget = self.problem.add_variable("budget", 0)
         elif self.config.budget_bytes is not None:
-            budget = self._size(self.config.budget_bytes)
+            budget = self._size(room_within(self.config.budget_bytes, self.profile))
         if budget is None:
             return None
         split = self.config.pools == "split"
@@ -313,7 +312,7 @@ class Program:
                 require(self.problem, [*pairs(arena), (-1, extent)], "<=")  # C9
             else:
                 add(row, pairs(arena))
-            require(self.problem, [*pairs(row), (1, extent), (-1, budget)], "<=", -always)  # C9
+            require(self.problem, [*pairs(row), (1, extent), (-1, budget)], "<=")  # C9
         return budget
 
     def _limit_host(self) -> Term | None:

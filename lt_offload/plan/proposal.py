@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lt_offload.plan.choices import Choices
-from lt_offload.plan.memory import fixed_bytes
+from lt_offload.plan.memory import room_within
 from lt_offload.profile.types import OptionProfile, Profile
 
 Allowed = tuple[tuple[OptionProfile, ...], ...]
@@ -40,7 +40,7 @@ class Request:
     @property
     def room(self) -> int:
         """Device bytes that a plan may use for what it decides about."""
-        return self.budget_bytes - fixed_bytes(self.profile)
+        return room_within(self.budget_bytes, self.profile)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -205,6 +205,10 @@ class Plan:
     """Throughput against batch size, ascending, if the batch size was chosen with the plan."""
     weight_bytes: tuple[int, ...] = ()
     """Per tensor: arena bytes that its weight takes when on the device; empty in plans that do not say."""
+    host_threads: int = 0
+    """Threads with which the host shall update; 0: as many as torch uses, or the plan does not say."""
+    context_bytes: int = 0
+    """Device memory that is left to the context and to workspaces of libraries; 0 in plans that do not say."""
     schema: int = PLAN_SCHEMA
 
     @property

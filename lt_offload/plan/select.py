@@ -267,8 +267,10 @@ class _Selection:
             host_peak_bytes=best.trace.host_peak,
         )
         notes = list(best.plan.notes)
-        pinnable, needed = self.profile.hardware.pinnable_bytes, best.trace.host_peak
-        if needed > pinnable:
+        hardware = self.profile.hardware
+        pinnable, needed = hardware.pinnable_bytes, best.trace.host_peak
+        # Without a limit of its own it is all that was measured as free, of which a host_memory by hand may be more.
+        if hardware.host_bytes > pinnable and needed > pinnable:
             notes.append(
                 f"only {format_bytes(pinnable)} of RAM may be pinned of the {format_bytes(needed)} that are needed: "
                 f"copies of the other {format_bytes(needed - pinnable)} are slower than predicted"

@@ -42,6 +42,13 @@ class Trace:
     spans: tuple[Span, ...]
     memory: tuple[tuple[float, int], ...]
     """(time, device bytes in use from then on), ascending."""
+    allocator_retries: int = 0
+    """Allocations of the framework that worked only after it had given back what it did not use. Zero in the steady
+    state of a run whose budget holds what it should: each makes the launching thread wait for the device."""
+    allocator_frees: int = 0
+    """Times that the framework's allocator gave memory back to the driver."""
+    allocator_failures: int = 0
+    """Allocations that did not work."""
     schema: int = TRACE_SCHEMA
 
     def busy(self, lane: Resource) -> float:

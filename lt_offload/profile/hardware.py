@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 _CGROUP = Path("/sys/fs/cgroup")
 _MACHINES = "configs/hardware"
 _HOSTS = "configs/hardware/hosts"
+_LEFT_OVER = 256
+"""One part in so many of a GPU's free memory is not taken for a budget that nobody has named: 30 MB of 8 GB."""
 _HOST_FIELDS = (
     "host_bytes", "pinnable_bytes", "host_memory_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s",
     "staged_bytes_per_s", "source",
@@ -145,19 +147,20 @@ def measure_hardware(
     """Measure this machine with ``device`` (None: CUDA if there is any, otherwise the CPU, for the emulated device)."""
     import torch
 
-    from lt_offload.profile.driver import context_bytes
+    from lt_offload.profile.driver import context_bytes, current, device_for
     from lt_offload.profile.links import LOCKED_BYTES, measure_links
     from lt_offload.profile.mapped import register, unregister
     from lt_offload.profile.numa import place_of
     from lt_offload.profile.pinning import PinLimit, find_pin_limit
 
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = device_for(device)
     cuda = place.type == "cuda"
     if on_progress is not None:
         on_progress("measuring copies between host and device")
     host = available_host_bytes()
-    limit = find_pin_limit(register, unregister, host_bytes=host) if cuda else PinLimit(nbytes=host, how="")
-    links = measure_links(place, pinned=limit.nbytes >= LOCKED_BYTES, place=place_of(place))
+    with current(place):
+        limit = find_pin_limit(register, unregister, host_bytes=host) if cuda else PinLimit(nbytes=host, how="")
+        links = measure_links(place, pinned=limit.nbytes >= LOCKED_BYTES, place=place_of(place))
     source = [
         f"measured; one direction alone: {format_bytes(links.h2d_alone)}/s to the device, "
         f"{format_bytes(links.d2h_alone)}/s to the host"
@@ -173,6 +176,19 @@ def measure_hardware(
         context_bytes=context_bytes(place) if cuda else 0,
         source="; ".join([*source, f"page-locked memory: {limit.how}"] if limit.how else source),
     )
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the device memory that this process could occupy, its context included; the emulated device is in RAM.
+
+    Of a GPU a little is left: what a desktop takes varies while a plan is made, and all of a budget has to be there.
+    """
+    from lt_offload.profile.driver import occupiable_bytes
+
+    if device.type != "cuda":
+        return available_host_bytes()
+    free = occupiable_bytes(device)
+    return free - free // _LEFT_OVER
 
 
 def available_host_bytes() -> int:

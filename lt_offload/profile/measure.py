@@ -21,7 +21,14 @@ from lt_offload.profile.caches import caches_off
 from lt_offload.profile.capture import Capture, Run, Tail, capture
 from lt_offload.profile.compiled import forget_compiled, is_compiled
 from lt_offload.profile.direct import Readers
-from lt_offload.profile.driver import context_bytes, use_expandable_segments, warm_up
+from lt_offload.profile.driver import (
+    context_bytes,
+    current,
+    device_for,
+    page_table_bytes,
+    use_expandable_segments,
+    warm_up,
+)
 from lt_offload.profile.hardware import measure_hardware
 from lt_offload.profile.meters import Meter, Stopwatch
 from lt_offload.profile.optimizer import OptimizerFactory, StateSizes, build_optimizer, measure_optimizer
@@ -34,6 +41,9 @@ from lt_offload.profile.types import (
     Profile,
     TensorProfile,
 )
+
+ALLOCATOR_SLACK = 0.02
+"""Part of the memory of a GPU that plans leave to torch's allocator; an emulated device has none."""
 
 Progress = Callable[[str], None]
 
@@ -70,16 +80,18 @@ def profile(
         ModelError: if the model has no block sequence, or calls its blocks in another order or more than once.
     """
     say = on_progress or _silent
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    place = device_for(device)
     structure = structure or find_blocks(model)
     optimizer = build_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad])
     if place.type == "cuda":
-        use_expandable_segments()  # as the device does: what the allocator wastes is measured below
+        use_expandable_segments(place)  # as the device does: what the allocator wastes is measured below
     machine = hardware or _with_model(measure_hardware(place, on_progress=on_progress), model, optimizer)
     say("measuring the optimizer")
-    updates = measure_optimizer(optimizer, place)
+    with current(place):
+        updates = measure_optimizer(optimizer, place)
     with ExitStack() as stack:
-        generators = [place.index or 0] if place.type == "cuda" else []
+        stack.enter_context(current(place))
+        generators = [place.index] if place.type == "cuda" else []
         stack.enter_context(torch.random.fork_rng(devices=generators))
         stack.enter_context(_buffers_kept(model))
         batch = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, sample_batch)
@@ -155,6 +167,7 @@ def assemble(
     """Return the profile of a model that has been measured."""
     sizes = StateSizes(optimizer)
     batch_size, sequence_length = _extent(batch)
+    gpu = hardware.context_bytes > 0
     return Profile(
         model=_base_name(model),
         dtype=_main_dtype(model),
@@ -169,8 +182,21 @@ def assemble(
         + storage_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
         + storage_bytes(model.buffers())
         + sum(p.nbytes * (2 if p.requires_grad else 1) + sizes.of(p) for _, p in structure.rest),
+        page_table_bytes=_page_tables(structure, sizes) if gpu else 0,
         slack_bytes=max(cost.slack_bytes for cost in measured.costs),
+        slack_share=ALLOCATOR_SLACK if gpu else 0.0,
         estimated=estimated,
+    )
+
+
+def _page_tables(structure: Structure, sizes: StateSizes) -> int:
+    """Return the device memory that the host copies of all tensors take once they are page-locked.
+
+    Wherever a tensor is updated: its weight has a host copy, and either its states have one, too, or its gradient.
+    """
+    return sum(
+        page_table_bytes(p.nbytes + (max(p.nbytes, sizes.of(p)) if p.requires_grad else 0))
+        for _, p in structure.tensors
     )
 
 

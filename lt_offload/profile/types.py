@@ -209,8 +209,14 @@ class Profile:
     hardware: HardwareProfile
     shared_bytes: int = 0
     """On the device during the whole iteration: masks, rotary tables, buffers, parameters outside the blocks."""
+    page_table_bytes: int = 0
+    """Device memory through which the device reaches the host copies, once they are page-locked."""
     slack_bytes: int = 0
     """Device memory that the framework's allocator holds beyond what it has allocated: rounding, fragmentation."""
+    slack_share: float = 0.0
+    """At least this part of the device memory that a plan takes is added as slack, 0.02 being 2 %: blocks are measured
+    one at a time, and an allocator that has come to its limit waits for the device each time it gives something back.
+    """
     estimated: bool = False
     """True if times are a roofline estimate and not a measurement."""
     schema: int = PROFILE_SCHEMA

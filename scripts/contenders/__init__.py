@@ -42,6 +42,14 @@ _ALL = (
         tier=1,
         checkpointing=(False, True),
     ),
+    Contender(
+        name="deepspeed-zero3-tuned",
+        title="DeepSpeed ZeRO-3, CPU offload, buffers for the budget",
+        module="zero3",
+        options={"tuned": True},
+        tier=1,
+        checkpointing=(False, True),
+    ),
     Contender(name="fsdp2", title="FSDP2, CPU offload", module="fsdp2", tier=1, checkpointing=(False, True)),
     Contender(
         name="torchao",

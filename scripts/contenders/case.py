@@ -15,9 +15,10 @@ import torch
 from bench_workloads import Workload
 from torch import Tensor, nn
 
+from contenders.memory import Budget, DoesNotFit
+from lt_offload.profile.driver import use_expandable_segments
+
 LEARNING_RATE = 1e-4
-CONTEXT_LIMIT = 1 << 30
-"""More than this is not this process's context, but other processes' memory."""
 _SAMPLE = 1_000_003
 """Length of the sample of normal numbers that weights repeat; prime, so that no two rows of a matrix are equal."""
 _SCALE = 0.02
@@ -37,6 +38,8 @@ class Training:
     """Train on a batch, given on the host, and return its loss. May return before the work is done."""
     figures: Callable[[], dict[str, Any]] = dict
     """Asked after the last step."""
+    own_limit: bool = False
+    """Whether it keeps to the budget by itself, once it has begun."""
     notes: tuple[str, ...] = ()
     """What differs from the plain run: precision of states, other updates."""
 
@@ -55,8 +58,12 @@ class Case:
     """Where processes of the same workload share what they measured."""
     progress: Path
     steps: int
+    host_given: bool = False
+    """Whether somebody has said how much RAM there is; otherwise ``host_bytes`` is what was free."""
     checkpointing: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    _budget: list[Budget] = field(default_factory=list)
+    """One at most, once there is a limit."""
 
     @property
     def place(self) -> torch.device:
@@ -115,35 +122,27 @@ class Case:
         if self.device == "cuda":
             torch.cuda.synchronize()
 
-    def limit(self, *, ballast: bool = False) -> Tensor | None:
-        """Let torch's allocator take what the budget leaves beside the context.
+    def limit(self, *, ballast: bool = False, kept_free: int = 0) -> None:
+        """Let torch's allocator take what the budget leaves beside the context; see ``Budget``.
 
-        Args:
-            ballast: occupy the rest of the device as well, for those who allocate without torch; hold the result.
+        Every contender's allocator gives back single pages, also that of the run without a budget.
         """
-        if self.device != "cuda" or self.budget_bytes is None:
-            return None
-        context = context_bytes()
-        free, total = torch.cuda.mem_get_info()
-        room = self.budget_bytes - context
-        if room <= 0:
-            raise Unsupported(f"the CUDA context alone takes {context} bytes")
-        rest = max(0, free + torch.cuda.memory_reserved() - room) if ballast else 0
-        block = torch.empty(rest, dtype=torch.uint8, device="cuda") if ballast else None
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (room + rest) / total))
-        self.say("memory limited", ballast_bytes=rest, context_bytes=context)
-        return block
+        if self.device != "cuda":
+            return
+        use_expandable_segments(self.place)
+        if self.budget_bytes is None:
+            return
+        try:
+            made = Budget(self.place, self.budget_bytes, ballast=ballast, kept_free=kept_free)
+        except DoesNotFit as error:
+            raise Unsupported(str(error)) from None
+        self._budget.append(made)
+        self.say("memory limited", ballast_bytes=made.rest, context_bytes=made.context)
 
-
-def context_bytes() -> int:
-    """Return the device memory that this process takes beside torch's allocator."""
-    for dtype in (torch.float32, torch.bfloat16):
-        square = torch.ones(64, 64, dtype=dtype, device="cuda")
-        square @ square
-    del square
-    torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info()
-    return min(total - free - torch.cuda.memory_reserved(), CONTEXT_LIMIT)
+    def follow(self) -> None:
+        """Hold the limit against kernels that were loaded meanwhile."""
+        for budget in self._budget:
+            budget.follow()
 
 
 @contextmanager

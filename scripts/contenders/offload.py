@@ -54,13 +54,13 @@ def training(case: Case) -> Iterator[Training]:
                 "engine_host_bytes": engine.stats.host_peak_bytes,
             }
 
-        yield Training(step=step, figures=figures, notes=_notes(plan))
+        yield Training(step=step, figures=figures, notes=_notes(plan), own_limit=True)
 
 
 def _plan(case: Case, profile: Profile, times: dict[str, float]) -> Plan:
     case.say("planning")
     began = time.perf_counter()
-    ram = min(case.host_bytes, profile.hardware.host_bytes)
+    ram = case.host_bytes if case.host_given else min(case.host_bytes, profile.hardware.host_bytes)
     plan = lt_offload.solve(profile, memory=case.budget_bytes, host_memory=ram, **case.options)
     times["plan_s"] = time.perf_counter() - began
     return plan

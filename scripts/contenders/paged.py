@@ -9,13 +9,20 @@ from torch import Tensor
 
 from contenders.case import LEARNING_RATE, Batch, Case, Training
 
+MOMENTS = 2
+"""Bytes per parameter of both moments, of 8 bits each. One tensor's are fetched while another's are in use."""
+
 
 @contextmanager
 def training(case: Case) -> Iterator[Training]:
-    """Train with optimizer states of 8 bits; the ballast makes them share what the budget leaves."""
+    """Train with optimizer states of 8 bits; the ballast makes them share what the budget leaves.
+
+    Torch's allocator gets so little less that the states of two tensors always have room: on a full device every access
+    to managed memory would wait for pages to leave, which says nothing about a card of that size.
+    """
     from bitsandbytes.optim import AdamW8bit, PagedAdamW8bit
 
-    ballast = case.limit(ballast=True)
+    case.limit(ballast=True, kept_free=2 * MOMENTS * case.workload.largest_tensor)
     model = case.model(case.place)
     case.checkpoint(model)
     kind = PagedAdamW8bit if case.device == "cuda" else AdamW8bit  # there is no memory to page to on a CPU
@@ -32,4 +39,3 @@ def training(case: Case) -> Iterator[Training]:
     if case.device != "cuda":
         notes.append("not paged: that needs a GPU")
     yield Training(step=step, notes=tuple(notes))
-    del ballast

@@ -76,11 +76,27 @@ def _config(case: Case) -> dict[str, Any]:
             "offload_optimizer": {"device": "cpu", "pin_memory": pin},
             "overlap_comm": True,
             "contiguous_gradients": True,
+            **(_tuned(case) if case.options.get("tuned") else {}),
         },
         "zero_force_ds_cpu_optimizer": False,
         "zero_allow_untested_optimizer": True,
         "steps_per_print": 2**31,
         "wall_clock_breakdown": False,
+    }
+
+
+def _tuned(case: Case) -> dict[str, Any]:
+    """Return buffers for the budget: by default 1e9 parameters may be live and buckets have 5e8, whatever the memory.
+
+    A quarter of it is for gathered parameters, a sixteenth each for gradients and for what is fetched ahead.
+    """
+    assert case.budget_bytes is not None
+    parameters = case.budget_bytes // case.dtype.itemsize
+    return {
+        "stage3_max_live_parameters": parameters // 4,
+        "stage3_max_reuse_distance": parameters // 4,
+        "stage3_prefetch_bucket_size": parameters // 16,
+        "reduce_bucket_size": parameters // 16,
     }
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -20,7 +19,7 @@ def trained_plainly(case: Case, plan: Plan, device: torch.device) -> Result:
     updated there by the same optimizer, and moved back.
     """
     master = build(case)
-    twin = copy.deepcopy(master).to(device)
+    twin = build(case).to(device)  # a copy would have forgotten that its blocks are compiled
     places = {name: place for (name, _), place in zip(find_blocks(master).tensors, plan.update_places, strict=True)}
     on_host = {name for name, place in places.items() if place == "host"}
     weights, masters = dict(twin.named_parameters()), dict(master.named_parameters())

@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import pynvml
 import torch
 
 from lt_offload.execute.cuda import CudaDevice
@@ -95,20 +96,30 @@ def delayed(device: Device, target: Target, seed: int, longest_s: float) -> Devi
 
 
 def used_by_driver() -> tuple[int, str]:
-    """Return the device memory that the driver shows, and whose: this process's, or everybody's."""
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handle = pynvml.nvmlDeviceGetHandleByIndex(0)
-        for process in pynvml.nvmlDeviceGetComputeRunningProcesses(handle):
-            if process.pid == os.getpid() and process.usedGpuMemory:
-                return int(process.usedGpuMemory), "process"
-    except Exception as error:  # no library, no permission, another PID namespace: the difference will do
-        return _used_by_all(), f"everybody ({type(error).__name__})"
-    return _used_by_all(), "everybody (the process is not listed)"
+    """Return the device memory that NVML shows, and whose: this process's, or everybody's where it does not tell."""
+    for process in pynvml.nvmlDeviceGetComputeRunningProcesses(_handle()):
+        if process.pid == os.getpid() and process.usedGpuMemory:
+            return int(process.usedGpuMemory), "process"
+    return used_by_all(), "everybody (the process is not listed)"
 
 
-def _used_by_all() -> int:
+def used_by_all() -> int:
+    """Return what everybody has, by NVML: that makes no CUDA context, which would be counted too."""
+    return int(pynvml.nvmlDeviceGetMemoryInfo(_handle()).used)
+
+
+def _handle() -> Any:
+    """Return NVML's handle of the first visible GPU."""
+    pynvml.nvmlInit()
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")[0].strip() or "0"
+    by_number = visible.isdigit()
+    return pynvml.nvmlDeviceGetHandleByIndex(int(visible)) if by_number else pynvml.nvmlDeviceGetHandleByUUID(visible)
+
+
+def memory_now(device: CudaDevice | None = None) -> dict[str, Any]:
+    """Return what driver, NVML and torch's allocator say about device memory, and what ``device`` takes it for."""
     free, total = torch.cuda.mem_get_info()
-    return total - free
+    used, whose = used_by_driver()
+    found = {"driver": total - free, "nvml": used, "whose": whose, "nvml_all": used_by_all()}
+    found["reserved"] = torch.cuda.memory_reserved()
+    return found | ({} if device is None else {"engine": device.memory(), "engine_peak": device.peak_memory()})

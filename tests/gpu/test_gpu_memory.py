@@ -13,8 +13,8 @@ import lt_offload
 from lt_offload.errors import InfeasibleError
 from lt_offload.plan.schedule import Plan
 from lt_offload.profile.types import Profile
-from tests.gpu.target import Target, used_by_driver
-from tests.gpu.worker import call
+from tests.gpu.target import Target, used_by_all
+from tests.gpu.worker import WARM_UP, call
 
 SHARES = {"smallest": 0.0, "tight": 0.3, "half": 0.6}
 """Of the way from the smallest budget to the one in which everything stays."""
@@ -52,7 +52,7 @@ def run(request: pytest.FixtureRequest, target: Target, profile: Profile, tmp_pa
     largest = resident.predicted.device_peak_bytes
     plan = lt_offload.solve(profile, memory=int(smallest + SHARES[request.param] * (largest - smallest)))
     file: Path = plan.save(tmp_path_factory.mktemp("plan") / "plan.json")
-    before = used_by_driver()[0] if target.real else 0
+    before = used_by_all() if target.real else 0
     steps = 10 if target.real else 2
     return Run(
         plan=plan, seen=call("train", kind=target.kind, size=size(target), plan=str(file), steps=steps, before=before)
@@ -74,6 +74,14 @@ def test_the_budget_is_used(run: Run, target: Target) -> None:
     """At least 95 % of it where more memory helps; a tiny model has too few sizes to choose from."""
     budget, predicted, peak = run.plan.budget_bytes, run.plan.predicted.device_peak_bytes, run.seen["peak"]
     assert peak >= (0.95 if target.real else 0.85) * (budget if run.helps else predicted)
+
+
+@pytest.mark.only("cuda")
+def test_the_allocator_does_not_run_short(run: Run, found: Found) -> None:
+    """In the steady state: every retry makes the launching thread wait for the device."""
+    found(allocator=run.seen["allocator"])
+    steady = run.seen["allocator"][WARM_UP:]
+    assert [one["retries"] + one["failures"] for one in steady] == [0] * len(steady)
 
 
 def test_everything_planned_is_recorded(run: Run, target: Target, found: Found) -> None:

@@ -15,19 +15,20 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import torch
 
 import lt_offload
 from lt_offload.errors import Race
-from lt_offload.execute.device import Device
+from lt_offload.execute.cuda import CudaDevice
+from lt_offload.execute.device import AllocatorEvents, Device
 from lt_offload.execute.engine import Engine
 from lt_offload.plan.schedule import Plan
 from lt_offload.plan.trace import Span
 from tests import models
-from tests.gpu.target import ROOM, Kind, Target, used_by_driver
+from tests.gpu.target import ROOM, Kind, Target, memory_now, used_by_driver
 from tests.parity.harness import Case, planned, trained_on
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -98,11 +99,17 @@ def train(kind: Kind, size: str, plan: str, steps: int, before: int) -> dict[str
     target, carried = Target(kind=kind), Plan.load(plan)
     model, optimizer, batch = make(size)
     batch = {name: tensor.to(target.torch_device) for name, tensor in batch.items()}
+    stages = {"before": memory_now()} if target.real else {}
     device = target.open(carried.budget_bytes, check=False)
     engine = Engine(model, optimizer, carried, device)
     peaks, peak, source = [], 0, "allocator and context"
+    events: list[AllocatorEvents] = []
     try:
+        stages |= _seen(target, device, "opened")
+        start = time.perf_counter()
         engine.install()
+        install_s = time.perf_counter() - start
+        stages |= _seen(target, device, "installed")
         for step in range(WARM_UP + steps):
             if step == WARM_UP:
                 target.synchronize()
@@ -112,13 +119,17 @@ def train(kind: Kind, size: str, plan: str, steps: int, before: int) -> dict[str
                 loss.backward()
                 optimizer.step()
             peaks.append(engine.stats.device_peak_bytes)
+            events.append(engine.recorder.allocator)
+            if step == 0:
+                stages |= _seen(target, device, "first iteration")
             if target.real and step < WARM_UP:
                 peak, source = max((peak, source), _driver(before))
         target.synchronize()
         seconds = (time.perf_counter() - start) / steps
         if target.real:
             peak, source = max((peak, source), _driver(before))
-        trace = engine.trace()
+        trace, host_bytes = engine.trace(), engine.host_bytes
+        stages |= _seen(target, device, "last iteration")
     finally:
         engine.remove()
         device.close()
@@ -129,10 +140,18 @@ def train(kind: Kind, size: str, plan: str, steps: int, before: int) -> dict[str
         "peak": peak if target.real else max(peaks),
         "peak_source": source,
         "engine_peak": max(peaks),
+        "stages": stages,
+        "install_s": install_s,
+        "host_bytes": host_bytes,
+        "allocator": [found._asdict() for found in events],
         "busy_s": {lane: trace.busy(lane) for lane in ("compute", "h2d", "d2h", "host")},
         "both_ways_s": overlap(trace.spans, "h2d", "d2h"),
         "ops": sorted({span.op for span in trace.spans}),
     }
+
+
+def _seen(target: Target, device: Device, stage: str) -> dict[str, Any]:
+    return {stage: memory_now(cast(CudaDevice, device)) if target.real else {"engine": device.memory()}}
 
 
 def _driver(before: int) -> tuple[int, str]:

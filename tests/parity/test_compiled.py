@@ -27,6 +27,9 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit.*:DeprecationWarning", "ignore:The .grad attribute of a Tensor:UserWarning"
 )
 
+QUICKLY = {"cpp.simdlen": 1, "cpp_cache_precompile_headers": False, "compile_threads": 1}
+"""Compile for no particular processor."""
+
 SHAPES = ((2, 12), (2, 12), (2, 8), (2, 10))
 """Code is compiled for the first one, and then once more, for any length."""
 
@@ -81,9 +84,9 @@ def compiled(case: Case) -> Model:
 
 @pytest.fixture(autouse=True)
 def compiled_models(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compile for no particular processor, which is quicker, and leave nothing behind."""
+    """Leave nothing behind."""
     monkeypatch.setattr(harness, "build", compiled)
-    with torch._inductor.config.patch({"cpp.simdlen": 1, "cpp_cache_precompile_headers": False, "compile_threads": 1}):
+    with torch._inductor.config.patch(QUICKLY):
         yield
     torch._dynamo.reset()
 

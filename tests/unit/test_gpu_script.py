@@ -111,3 +111,19 @@ def test_its_parts_are_programs_that_exist(gpu: ModuleType, tmp_path: Path) -> N
     for one in made:
         program = one.command[2] if one.command[0] == "-m" else one.command[0]
         assert (SCRIPTS.parent / program).is_file()
+
+
+def test_figures_of_the_first_minute_are_printed(
+    gpu: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    figures = tmp_path / "figures.json"
+    stages = {"before": {"driver": 5, "nvml": 4}, "installed": {"driver": 9, "nvml": 8}}
+    seen = {"stages": stages, "retries": [1, 0], "device_peak": {"predicted": 10, "measured": 9}}
+    figures.write_text(json.dumps({"tests": {}, "running": "", "figures": {"test_where": seen}}))
+    one = gpu.Part(name="first", command=["-c", "pass"], minutes=1.0, figures=figures, shown=True)
+    gpu.run(one, 60.0, tmp_path / "log")
+    lines = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    assert "stages before: driver 5, nvml 4" in lines
+    assert "stages installed: driver 9, nvml 8" in lines
+    assert "retries: [1, 0]" in lines
+    assert "device_peak: predicted 10, measured 9" in lines

@@ -212,12 +212,3 @@ def test_what_a_training_step_may_look_like() -> None:
 
     with pytest.raises(ConfigError, match=r"Nothing\.training_step returned NoneType.*must return the loss"):
         prepare._loss(connected(Nothing()).strategy, torch.ones(3))
-
-
-# -- the rest ---------------------------------------------------------------------------------------------------------
-
-
-def test_free_memory_is_not_more_than_the_machine_has() -> None:
-    import psutil
-
-    assert 0 < prepare.free_memory(torch.device("cpu")) <= psutil.virtual_memory().total

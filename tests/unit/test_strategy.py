@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -16,14 +17,26 @@ from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.strategies import Strategy
 
 import lt_offload
-from lt_offload import OffmateStrategy
+from lt_offload import OffmateStrategy, lifecycle
 from lt_offload._register import strategy_class
 from lt_offload.checkpoint import AtomicCheckpointIO
 from lt_offload.errors import ConfigError, UnsupportedError
 from lt_offload.finetune.callbacks import Metrics
 from lt_offload.lifecycle import OffmateCore
-from lt_offload.plan.schedule import PlannerName
+from lt_offload.plan.schedule import Plan, PlannerName
 from lt_offload.plan.select import PLANNERS
+from lt_offload.profile.blocks import find_blocks
+from tests import models, plans
+
+
+def _plan() -> Plan:
+    model = models.build()
+    return plans.streamed(
+        find_blocks(model), torch.optim.SGD(model.parameters()), options=("keep",), places=("device",)
+    )
+
+
+PLAN = _plan()
 
 
 class Module(L.LightningModule):
@@ -37,6 +50,28 @@ def trainer(strategy: Any, **settings: Any) -> L.Trainer:
 
 
 UNPLANNED = [name for name in get_args(PlannerName) if name not in PLANNERS]
+
+
+def test_blocks_run_on_the_gpu_that_the_trainer_has_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``devices=[1]``: batches go to cuda:1, and so must blocks; what the plan says about the device reaches it."""
+    opened: list[Any] = []
+
+    class Stop(Exception):
+        pass
+
+    def open_device(*args: Any, **options: Any) -> None:
+        opened.append((args, options))
+        raise Stop
+
+    monkeypatch.setattr(lifecycle, "open_device", open_device)
+    strategy = OffmateStrategy(memory="1GB")
+    strategy.parallel_devices = [torch.device("cuda", 1)]
+    assert strategy.root_device == torch.device("cuda", 1)
+    for plan, context in ((None, 0), (replace(PLAN, context_bytes=77), 77)):
+        with pytest.raises(Stop):
+            strategy._install(None, plan, 5)
+        assert opened.pop() == ((5, "cuda:1"), {"host_threads": None, "context": context})
+
 
 OPTIONS = {
     "memory": None,

@@ -7,7 +7,7 @@ import torch
 
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.cuda import CudaDevice
-from tests.gpu_model import CONTEXT, KB, Gpu, Stream
+from tests.gpu_model import KB, Gpu, Stream
 
 
 @pytest.fixture
@@ -127,28 +127,6 @@ def test_restarting_the_clock_waits_for_nothing(device, gpu):
     gpu.launch(lambda: log.append("kernel"))
     device.record(True)
     assert log == []
-
-
-# -- memory ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_context_that_grows_takes_from_the_allocator(device, gpu):
-    gpu.context, gpu.exact = CONTEXT + 50 * KB, True
-    with device.accounting("shape"):
-        pass
-    assert gpu.limit == (1 << 20) - CONTEXT - 50 * KB
-    assert device.memory() == 64 * KB + CONTEXT + 50 * KB
-    gpu.context = CONTEXT + 60 * KB
-    with device.accounting("shape"):  # nothing new is expected of the same shape
-        pass
-    assert device.memory() == 64 * KB + CONTEXT + 50 * KB
-
-
-def test_what_may_belong_to_others_is_not_taken_for_a_context_that_grows(device, gpu):
-    gpu.context = CONTEXT + 50 * KB
-    with device.accounting("shape"):
-        pass
-    assert gpu.limit == (1 << 20) - CONTEXT
 
 
 # -- memory that cannot be page-locked -------------------------------------------------------------------------------

@@ -16,7 +16,7 @@ from lt_offload.plan.check import check
 from lt_offload.plan.choices import BlockChoice, Choices, Stay, TensorChoice, block_choices
 from lt_offload.plan.discretise import Slack, discretise, nearest_subset
 from lt_offload.plan.fit import fit
-from lt_offload.plan.memory import fixed_bytes, framework_bytes, usage
+from lt_offload.plan.memory import budget_for, framework_bytes, usage
 from lt_offload.plan.schedule import Plan
 from lt_offload.plan.simulate import simulate
 from lt_offload.plan.solution import GroupFlows, Solution, groups
@@ -294,9 +294,9 @@ def test_squeezing_keeps_plans_valid_and_within_the_room(seed: int) -> None:
     peak = simulate(loose, profile).device_peak
     least = squeeze_framework(choices, profile, 0)
     assert framework_bytes(least.usage, profile).max() <= framework_bytes(choices.usage, profile).max()
-    room = int((peak - fixed_bytes(profile)) * rng.uniform(0.8, 1.0))
+    room = int((peak - budget_for(0, profile)) * rng.uniform(0.8, 1.0))
     fitted = fit(choices, profile, room)
-    budget = room + fixed_bytes(profile) + max(fitted.over, 0) * HUGE
+    budget = room + budget_for(0, profile) + max(fitted.over, 0) * HUGE
     plan = build(
         fitted.choices,
         profile,

@@ -13,7 +13,7 @@ from lt_offload.plan.build import build
 from lt_offload.plan.check import check
 from lt_offload.plan.choices import BlockChoice, Choices, Rerun, TensorChoice
 from lt_offload.plan.fit import fit
-from lt_offload.plan.memory import computation_bytes, device_bytes, fixed_bytes, framework_bytes, usage
+from lt_offload.plan.memory import budget_for, computation_bytes, device_bytes, framework_bytes, usage
 from lt_offload.plan.schedule import Plan
 from lt_offload.plan.simulate import simulate
 from lt_offload.plan.squeeze import squeeze_framework
@@ -253,7 +253,7 @@ def test_random_choices_are_valid_and_counted_to_the_byte(seed: int) -> None:
     plan = built(choices, profile)
     assert check(plan, profile) == []
     assert (framework_bytes(choices.usage, profile) == framework_bytes(usage(plan), profile)).all()
-    counted = computation_bytes(plan, profile) - plan.arena_bytes - fixed_bytes(profile)
+    counted = computation_bytes(plan, profile) - plan.arena_bytes - budget_for(0, profile)
     assert counted.tolist() == reference(plan, profile)
     trace = simulate(plan, profile)
     assert check(replace(plan, budget_bytes=trace.device_peak), profile) == []

@@ -22,7 +22,7 @@ from lt_offload.plan.choices import Choices, TensorChoice
 from lt_offload.plan.copies import device_copies
 from lt_offload.plan.discretise import Slack, discretise
 from lt_offload.plan.fit import fit
-from lt_offload.plan.memory import fixed_bytes
+from lt_offload.plan.memory import budget_for
 from lt_offload.plan.packing import Packing, packing, transfer_groups
 from lt_offload.plan.runs import CUTS, GOAL, runs
 from lt_offload.plan.schedule import PlannerName
@@ -105,7 +105,7 @@ def test_so_they_do_in_a_budget_that_is_short(seed: int) -> None:
             fitted.choices,
             profile,
             planner="test",
-            budget_bytes=room + fixed_bytes(profile),
+            budget_bytes=room + budget_for(0, profile),
             host_budget_bytes=HUGE,
             placement=fitted.placement,
         )

@@ -110,6 +110,18 @@ def test_ram_is_kept(host_memory: str) -> None:
     assert check(plan, profile) == []
 
 
+def test_ram_that_is_given_by_hand_overrides_what_was_measured() -> None:
+    """A machine's RAM may grow as it is used; where nothing limits what is pinned, that grows with it."""
+    profile = LLAMA
+    needed = solve(profile, memory="10GB", time_limit=5).predicted.host_peak_bytes
+    small = replace(profile, hardware=replace(profile.hardware, host_bytes=needed // 2, pinnable_bytes=needed // 2))
+    with pytest.raises(InfeasibleError):
+        solve(small, memory="10GB")
+    plan = solve(small, memory="10GB", host_memory=needed, time_limit=5)
+    assert plan.host_budget_bytes == needed
+    assert not any("pinned" in note for note in plan.notes)
+
+
 def test_what_cannot_be_pinned_is_said() -> None:
     profile = small_profile(2)
     plenty = solve(profile, time_limit=5)

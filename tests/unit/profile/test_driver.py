@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from lt_offload.profile import driver
+from tests.gpu_model import Allocator
 
 GPU = torch.device("cuda", 0)
 
@@ -23,11 +24,6 @@ class Nvml:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_LIBRARY_NOT_FOUND)
         self.open += 1
 
-    def shutdown(self):
-        if not self.open:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_UNINITIALIZED)
-        self.open -= 1
-
     def handle(self, uuid):
         if uuid != self.uuid:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_FOUND)
@@ -41,7 +37,6 @@ class Nvml:
 @pytest.fixture
 def cuda(monkeypatch):
     """torch's figures: 1000 bytes reserved; of 5000 bytes, 2500 are in use by somebody."""
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1000)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2500, 5000))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="12ab"))
@@ -50,8 +45,8 @@ def cuda(monkeypatch):
 
 def nvml(monkeypatch, processes, **options):
     library = Nvml(processes, **options)
+    driver._handle.cache_clear()
     monkeypatch.setattr(pynvml, "nvmlInit", library.init)
-    monkeypatch.setattr(pynvml, "nvmlShutdown", library.shutdown)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", library.handle)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetComputeRunningProcesses", library.running)
     return library
@@ -70,7 +65,8 @@ def nvml(monkeypatch, processes, **options):
 def test_memory_beside_the_allocator(cuda, monkeypatch, processes, expected):
     library = nvml(monkeypatch, processes)
     assert driver.beside_bytes(GPU) == expected
-    assert library.open == 0
+    assert driver.beside_bytes(GPU) == expected
+    assert library.open == 1, "the library is opened once"
 
 
 def test_what_everybody_has_is_the_limit_where_processes_are_not_told_apart(cuda, monkeypatch):
@@ -105,29 +101,68 @@ def test_warming_up_runs_the_usual_kernels_and_draws_no_random_numbers(monkeypat
 
 
 @pytest.fixture
-def settings(monkeypatch):
-    asked = []
+def allocator(monkeypatch):
+    """torch's allocator, on a driver that maps memory page by page unless a test says otherwise."""
+    found = Allocator()
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", asked.append)
-    return asked
-
-
-def test_segments_are_made_expandable_unless_somebody_has_chosen(settings, monkeypatch):
     monkeypatch.setattr(driver, "is_wsl2", lambda: False)
-    assert driver.use_expandable_segments()
-    assert settings == ["expandable_segments:True"]
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", found.set)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: "another")
+    monkeypatch.setattr(torch.cuda, "stream", found.use)
+    monkeypatch.setattr(torch.cuda, "empty_cache", found.empty_cache)
+    monkeypatch.setattr(torch, "empty", found.empty)
+    return found
+
+
+def test_segments_are_made_expandable_unless_somebody_has_chosen(allocator, monkeypatch):
+    assert driver.use_expandable_segments(GPU)
+    assert allocator.settings == ["expandable_segments:True"]
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64,expandable_segments:False")
-    assert not driver.use_expandable_segments()
+    assert not driver.use_expandable_segments(GPU)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
-    assert driver.use_expandable_segments()
-    assert len(settings) == 1
+    assert driver.use_expandable_segments(GPU)
+    assert len(allocator.settings) == 1
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "max_split_size_mb:64")
-    assert driver.use_expandable_segments()
-    assert settings[1:] == ["max_split_size_mb:64,expandable_segments:True"]
+    assert driver.use_expandable_segments(GPU)
+    assert allocator.settings[1:] == ["max_split_size_mb:64,expandable_segments:True"]
 
 
-def test_segments_stay_as_they_are_where_pages_cannot_be_mapped(settings, monkeypatch):
+def test_segments_stay_as_they_are_where_pages_cannot_be_mapped(allocator, monkeypatch):
     monkeypatch.setattr(driver, "is_wsl2", lambda: True)
-    assert not driver.use_expandable_segments()
-    assert settings == []
+    assert not driver.use_expandable_segments(GPU)
+    assert allocator.settings == []
+
+
+def test_a_driver_that_refuses_expandable_segments_gets_the_others(allocator, monkeypatch):
+    """It says so at the first allocation that needs a new segment, not when they are switched on."""
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    allocator.refuses = RuntimeError("CUDA driver error: operation not supported")
+    assert not driver.use_expandable_segments(GPU)
+    assert allocator.settings[-1] == "max_split_size_mb:64,expandable_segments:False"
+    torch.empty(2 << 30)  # does not fail any more
+
+
+def test_a_full_card_says_nothing_about_segments(allocator):
+    allocator.refuses = torch.OutOfMemoryError("CUDA out of memory")
+    assert driver.use_expandable_segments(GPU)
+    assert allocator.expandable
+
+
+def test_a_torch_without_the_setting_is_left_alone(allocator, monkeypatch):
+    monkeypatch.delattr(torch._C, "_accelerator_setAllocatorSettings")
+    assert not driver.use_expandable_segments(GPU)
+
+
+def test_what_can_be_occupied_counts_the_context_once(cuda, allocator, monkeypatch):
+    """It is no longer free, and belongs to the budget: 2500 are free, 1000 torch has, 300 are its context."""
+    warmed = []
+    monkeypatch.setattr(driver, "warm_up", warmed.append)
+    nvml(monkeypatch, [(os.getpid(), 1300)])
+    assert driver.occupiable_bytes(GPU) == 2500 + 1000 + 300
+    assert warmed == [GPU]
+
+
+def test_page_tables_take_eight_bytes_per_page():
+    assert driver.page_table_bytes(100 << 30) == 200 << 20
+    assert driver.page_table_bytes(1) == 1

@@ -181,3 +181,14 @@ def test_files_and_folders(tmp_path: Path) -> None:
     path.write_text("[")
     with pytest.raises(ConfigError, match="is not a Hugging Face model configuration"):
         fake(tmp_path)
+
+
+def test_a_gpu_needs_page_tables_and_slack_and_an_emulated_device_neither() -> None:
+    """Both are for what a driver does: of 512 bytes of host memory that are locked, one more on the device."""
+    model = models.build()
+    found = fake(model.config)
+    host = sum(t.bytes + max(t.bytes, t.state_bytes) for t in found.tensors)
+    assert host / 512 <= found.page_table_bytes < host / 512 + len(found.tensors)
+    assert found.slack_share == 0.02
+    emulated = profile(model, models.batch(model), optimizer=torch.optim.AdamW, device="cpu")
+    assert (emulated.page_table_bytes, emulated.slack_share) == (0, 0.0)

@@ -4,11 +4,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from lt_offload.errors import ConfigError
+from lt_offload.profile import driver
 from lt_offload.profile.hardware import (
     _cgroup_bytes,
     available_host_bytes,
+    free_memory,
     hardware_names,
     load_hardware,
     measure_hardware,
@@ -189,3 +192,14 @@ def test_a_machine_survives_its_file(name: str, tmp_path: Path) -> None:
     numbers = [line for line in path.read_text().splitlines() if re.fullmatch(r"\w+: [\d.e+]+.*", line)]
     assert len(numbers) == 9
     assert all(re.search(r"  # [\d.]+ [kMGT]?B(/s)?$", line) for line in numbers)
+
+
+def test_free_memory_of_the_emulated_device_is_what_the_machine_has() -> None:
+    import psutil
+
+    assert 0 < free_memory(torch.device("cpu")) <= psutil.virtual_memory().total
+
+
+def test_a_little_of_a_gpu_is_left_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "occupiable_bytes", lambda device: 8_000_000_000 + device.index)
+    assert free_memory(torch.device("cuda", 1)) == 8_000_000_001 - 31_250_000

@@ -1,0 +1,89 @@
+"""What the plain loop asks for before it trains; that it trains exactly is in tests/parity."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import lt_offload
+from lt_offload import session
+from lt_offload.errors import ConfigError
+from lt_offload.profile.blocks import find_blocks
+from tests import models, plans
+
+
+class Stop(Exception):
+    """Ends the session where a test has seen enough."""
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What a device is opened with; none is."""
+    seen: list[Any] = []
+
+    def open_device(*args: Any, **options: Any) -> None:
+        seen.append((args, options))
+        raise Stop
+
+    monkeypatch.setattr(session, "open_device", open_device)
+    return seen
+
+
+@pytest.fixture
+def second_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    return torch.device("cuda", 1)
+
+
+def fresh() -> tuple[torch.nn.Module, torch.optim.Optimizer, Any]:
+    model = models.build()
+    return model, torch.optim.AdamW(model.parameters(), fused=True), models.batch(model)
+
+
+def test_what_a_plan_says_about_its_device_reaches_it(opened: list[Any], second_gpu: torch.device) -> None:
+    """Its budget and GPU, the threads of the host's updates and what it leaves to the context."""
+    model, optimizer, batch = fresh()
+    plan = plans.streamed(find_blocks(model), optimizer, options=("keep",), places=("host",))
+    plan = replace(plan, budget_bytes=10**9, host_threads=3, context_bytes=77)
+    with pytest.raises(Stop), lt_offload.offloaded(model, optimizer, batch, plan=plan, accelerator="cuda:1"):
+        pass
+    assert opened == [((10**9, "cuda:1"), {"host_threads": 3, "context": 77})]
+
+
+def test_without_memory_the_budget_is_what_is_free_on_the_device_that_is_used(
+    opened: list[Any], second_gpu: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card with 16 GB of which a desktop has taken 15.9995."""
+    model, optimizer, batch = fresh()
+    measured = lt_offload.profile(model, batch, optimizer=optimizer, device="cpu")
+    machine = replace(measured.hardware, device_bytes=16 * 10**9)
+    asked: list[Any] = []
+
+    def measure(*args: Any, **options: Any) -> Any:
+        asked.append(options["device"])
+        return replace(measured, hardware=machine)
+
+    def free(device: torch.device) -> int:
+        asked.append(device)
+        return 500_000
+
+    monkeypatch.setattr(session, "measure", measure)
+    monkeypatch.setattr(session, "free_memory", free)
+    with pytest.raises(Stop), lt_offload.offloaded(model, optimizer, batch, accelerator="cuda:1"):
+        pass
+    assert asked == [second_gpu, second_gpu]
+    assert opened[0][0] == (500_000, "cuda:1")
+
+
+def test_a_device_that_is_not_there_is_refused_before_anything_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session, "measure", lambda *_, **__: pytest.fail("measured"))
+    model, optimizer, batch = fresh()
+    with (
+        pytest.raises(ConfigError, match="torch finds no GPU here"),
+        lt_offload.offloaded(model, optimizer, batch, accelerator="cuda"),
+    ):
+        pass
