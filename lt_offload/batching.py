@@ -185,7 +185,7 @@ def _spare_optimizer(strategy: Any, trainer: Any) -> Iterator[Optimizer]:
     before = loop._combined_loader, loop.max_batches
     loop._combined_loader, loop.max_batches = SimpleNamespace(iterables=[]), _SOME_BATCHES
     try:
-        with prepare.untouched(trainer.lightning_module):
+        with prepare.untouched(trainer):
             strategy.setup_optimizers(trainer)
     finally:
         loop._combined_loader, loop.max_batches = before
@@ -200,8 +200,11 @@ def _spare_optimizer(strategy: Any, trainer: Any) -> Iterator[Optimizer]:
 def _rows(trainer: Any, size: BatchSize) -> int:
     """Return how many samples the training data have, as far as that is known."""
     with size.at(1):
-        loaders = _loaders(trainer.fit_loop._data_source.dataloader())
-    counts = [len(loader.dataset) for loader in loaders if hasattr(loader.dataset, "__len__")]
+        return int(prepare.from_data(trainer, _shortest))
+
+
+def _shortest(loader: Any) -> int:
+    counts = [len(member.dataset) for member in _loaders(loader) if hasattr(member.dataset, "__len__")]
     return max(1, min(counts, default=LARGEST))
 
 

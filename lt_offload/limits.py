@@ -1,7 +1,7 @@
 """Every combination that is refused, in one table. Recognises settings; runs nothing and imports no Lightning.
 
 A setting is refused where the strategy could not honour it exactly. The table is data: :func:`check` raises from it
-before training starts, :func:`markdown` prints it for the README.
+before training starts, :func:`markdown` prints it for the README. Foreign optimizers are tried on a few small tensors.
 """
 
 from __future__ import annotations
@@ -67,9 +67,8 @@ def check(scope: Scope, run: Run, *, training: bool = True) -> None:
 
 
 def unknown_optimizer(optimizer: Optimizer) -> bool:
-    """Return whether nobody has vouched for ``optimizer`` updating each tensor on its own."""
-    known = ("torch.optim.", "transformers.optimization.", "lt_offload.optim.")
-    return not f"{type(optimizer).__module__}.".startswith(known)
+    """Return whether nobody has vouched for ``optimizer`` updating each tensor on its own and no trial has shown it."""
+    return _each_alone(optimizer) is None
 
 
 def markdown() -> str:
@@ -277,6 +276,20 @@ def _half(run: Run) -> str | None:
 
 
 @_limit(
+    "weights that share memory",
+    "model",
+    why="each has a copy of its own on the host and on the device, and would not see the other's updates",
+    instead="tie modules by giving them one and the same Parameter",
+)
+def _overlapping(run: Run) -> str | None:
+    from lt_offload.profile.separable import overlap
+
+    assert run.model is not None
+    found = overlap([*run.model.named_parameters(), *run.model.named_buffers()])
+    return None if found is None else f"{found[0]} and {found[1]}, which share memory"
+
+
+@_limit(
     "quantized weights",
     "model",
     why="their scales do not travel with them",
@@ -353,6 +366,40 @@ def _global_optimizer(run: Run) -> str | None:
     for optimizer in run.optimizers:
         if _is_a(optimizer, _GLOBAL_OPTIMIZERS):
             return f"optimizer {type(optimizer).__name__}"
+    return None
+
+
+def _each_alone(optimizer: Optimizer) -> bool | None:
+    """Return whether ``optimizer`` updates each tensor on its own; None if that is not known."""
+    from lt_offload.profile.separable import each_alone
+
+    return each_alone(optimizer)
+
+
+@_limit(
+    "optimizers whose step does more than update each tensor, e.g. clip all gradients first",
+    "optimizer",
+    why="a trial on small tensors gave other numbers one by one, in another order, than all at once",
+    instead="use an optimizer that updates each tensor from its own gradient and state alone",
+)
+def _joint_optimizer(run: Run) -> str | None:
+    for optimizer in run.optimizers:
+        if _each_alone(optimizer) is False:
+            return f"optimizer {type(optimizer).__name__}"
+    return None
+
+
+@_limit(
+    "an optimizer whose step was replaced",
+    "optimizer",
+    why="tensors are updated by the step of its class",
+    instead="write a subclass of torch.optim.Optimizer with that step",
+)
+def _replaced_step(run: Run) -> str | None:
+    for optimizer in run.optimizers:
+        step = vars(optimizer).get("step")  # a scheduler puts a wrapper there that counts
+        if step is not None and getattr(step, "__wrapped__", step) is not type(optimizer).step:
+            return f"{type(optimizer).__name__}.step of the instance"
     return None
 
 

@@ -1,14 +1,13 @@
 """From a Trainer to a profile and a plan. Knows Trainers, loaders and the planner's entry points; trains nothing.
 
-Preparing leaves no trace in the run that follows: neither the order of the data nor any generator changes. The caller
-isolates the global generators; samplers, which may carry generators of their own, are copied before they are asked.
+Preparing leaves no trace in the run that follows: the data are asked in a process of their own, and what a training
+step changes is put back. The caller isolates the global generators.
 """
 
 from __future__ import annotations
 
-import copy
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
 from pathlib import Path
@@ -17,10 +16,12 @@ from typing import Any
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
+from lt_offload.aside import aside
 from lt_offload.errors import ConfigError, PlanError
 from lt_offload.plan.schedule import Plan
+from lt_offload.profile.snapshot import untouched as kept
 from lt_offload.profile.types import HardwareProfile, Profile
 from lt_offload.units import format_bytes, format_seconds
 
@@ -46,43 +47,39 @@ def sample_batch(trainer: Any) -> Any:
             if batch is None and callable(getattr(owner, name, None)):
                 batch = getattr(owner, name)()
     if batch is None:
-        batch = first_batch(trainer.fit_loop._data_source.dataloader())
+        batch = from_data(trainer, first_batch)
     batch = trainer.precision_plugin.convert_input(batch)
     return trainer.strategy.batch_to_device(trainer.lightning_module._on_before_batch_transfer(batch))
 
 
+def from_data(trainer: Any, ask: Callable[[Any], Any]) -> Any:
+    """Return what ``ask`` finds out about a training dataloader; loader, data and generators do not notice.
+
+    Raises:
+        ConfigError: if the loader cannot be asked, see :func:`~lt_offload.aside.aside`.
+    """
+    return aside(
+        lambda: ask(trainer.fit_loop._data_source.dataloader()),
+        what="asking the training dataloader",
+        way_out=f"give the LightningModule or the datamodule a method {BATCH_METHODS[1]}() that returns a batch",
+    )
+
+
 def first_batch(loader: Any) -> Any:
-    """Return the first batch of a loader, or of each loader in a collection, without advancing it."""
+    """Return the first batch of a loader, or of each loader in a collection. It is not used again afterwards."""
     if isinstance(loader, Mapping):
         return {key: first_batch(member) for key, member in loader.items()}
     if isinstance(loader, (list, tuple)):
         return [first_batch(member) for member in loader]
+    members = getattr(loader, "flattened", None)  # of Lightning's CombinedLoader
+    for member in [loader] if members is None else members:
+        if isinstance(member, DataLoader):
+            member.num_workers, member.timeout, member.pin_memory = 0, 0, False
     try:
-        return next(iter(_detached(loader)))
+        first = next(iter(loader))
     except StopIteration:
         raise ConfigError("the training dataloader has no batch; give it at least one") from None
-
-
-def _detached(loader: Any) -> Any:
-    """Return an iterable with the same first batch as ``loader`` that shares no state with it, only the data."""
-    try:
-        if not isinstance(loader, DataLoader):
-            return copy.deepcopy(loader)
-        data, collate = loader.dataset, loader.collate_fn
-        if isinstance(data, IterableDataset):
-            return DataLoader(copy.deepcopy(data), batch_size=loader.batch_size, collate_fn=collate)
-        memo = {id(data): data}
-        generator = copy.deepcopy(loader.generator, memo)  # often the sampler's too
-        if loader.batch_sampler is None:
-            sampler = copy.deepcopy(loader.sampler, memo)
-            return DataLoader(data, batch_size=None, sampler=sampler, collate_fn=collate, generator=generator)
-        batches = copy.deepcopy(loader.batch_sampler, memo)
-        return DataLoader(data, batch_sampler=batches, collate_fn=collate, generator=generator)
-    except Exception as error:  # whatever a user's class raises when it is copied
-        raise ConfigError(
-            f"no batch can be taken from {type(loader).__name__} without disturbing its order ({error}); give the "
-            f"LightningModule or the datamodule a method {BATCH_METHODS[1]}() that returns one"
-        ) from error
+    return first if members is None else first[0]
 
 
 def measure(trainer: Any, optimizer: Optimizer, hardware: HardwareProfile | None = None) -> Profile:
@@ -90,7 +87,7 @@ def measure(trainer: Any, optimizer: Optimizer, hardware: HardwareProfile | None
     from lt_offload.profile.measure import profile
 
     module, strategy = trainer.lightning_module, trainer.strategy
-    with untouched(module):
+    with untouched(trainer):
         return profile(
             module,
             sample_batch(trainer),
@@ -103,29 +100,31 @@ def measure(trainer: Any, optimizer: Optimizer, hardware: HardwareProfile | None
 
 
 @contextmanager
-def untouched(module: Any) -> Iterator[None]:
-    """Let ``training_step`` run once without a trace: logs go nowhere, attributes and metrics are put back.
+def untouched(trainer: Any) -> Iterator[None]:
+    """Let hooks and ``training_step`` run without a trace: logs go nowhere, whatever they change is put back.
 
-    Containers among the attributes are copied one level deep, metrics entirely; other objects are not protected.
+    Raises:
+        UnsupportedError: afterwards, if something cannot be put back.
     """
-    from torchmetrics import Metric
+    module, data = trainer.lightning_module, trainer.datamodule
+    roots = {type(owner).__name__: owner for owner in (module, data) if owner is module or _takes_part(owner)}
+    with kept(**roots):
+        loggers = trainer.loggers
+        nowhere = import_module(f"{trainer.strategy.namespace}.loggers.logger").DummyLogger
+        trainer.loggers = [nowhere() for _ in loggers]
+        vars(module).update(dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None))
+        try:
+            yield
+        finally:
+            trainer.loggers = loggers
 
-    attributes = dict(module.__dict__)
-    metrics = [
-        (m, name, child) for m in module.modules() for name, child in m._modules.items() if isinstance(child, Metric)
-    ]
-    containers = {k: copy.copy(v) for k, v in attributes.items() if k[0] != "_" and isinstance(v, (list, dict, set))}
-    module.__dict__.update(containers)
-    module.__dict__.update(dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None))
-    for parent, name, metric in metrics:
-        parent._modules[name] = copy.deepcopy(metric)
-    try:
-        yield
-    finally:
-        for parent, name, metric in metrics:
-            parent._modules[name] = metric
-        module.__dict__.clear()
-        module.__dict__.update(attributes)
+
+def _takes_part(data: Any) -> bool:
+    """Return whether a datamodule does more than make loaders, which happens in another process."""
+    base = next((cls for cls in type(data).__mro__ if cls.__name__ == "LightningDataModule"), None)
+    hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    own = any(getattr(type(data), hook) is not getattr(base, hook) for hook in hooks if base is not None)
+    return own or any(hasattr(data, name) for name in BATCH_METHODS)
 
 
 def _loss(strategy: Any, batch: Any) -> Tensor:

@@ -115,6 +115,8 @@ class Pager:
         self._arrived = False
         self._memory = Cell(f"activations {label}")
         """The device memory of all storages, for the checker."""
+        self._leaving: tuple[Cell, list[Tensor]] | None = None
+        """What is being copied to the host: a plan may fetch it again before it is released."""
 
     def take(self, tensor: Tensor, *, watch: bool = False) -> Moved:
         """Register ``tensor``; its storage will travel. ``watch``: nobody may write to it before it has left."""
@@ -141,6 +143,7 @@ class Pager:
         self._take_host()
         assert self._host is not None
         pairs, used = list(zip(self._parts, sources, strict=True)), self._host.used
+        self._leaving = self._memory, sources
 
         def copy() -> None:
             for host, source in pairs:
@@ -160,8 +163,9 @@ class Pager:
 
     def released(self) -> None:
         """Let go of the device storages once they have been copied."""
-        assert self._left is not None
-        self.device.wait(self._left, writes=[self._memory])
+        assert self._left is not None and self._leaving is not None
+        self.device.wait(self._left, writes=[self._leaving[0]])
+        self._leaving = None
         for storage in self._storages:
             storage.check_untouched()
             storage.version_of = None

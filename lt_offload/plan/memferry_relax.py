@@ -97,7 +97,7 @@ def _of_blocks(profile: Profile, given: Given, allowed: Allowed, copying: bool) 
 def _of_tensors(profile: Profile, given: Given, link_price: float) -> Iterator[Relaxation]:
     rate, computed = profile.hardware.h2d_bytes_per_s, computations(given.options, {}, profile)
     for index, (tensor, reading) in enumerate(zip(profile.tensors, given.readings, strict=True)):
-        if reading.leaves or (reading.direct and len(tensor.blocks) == 1):
+        if reading.leaves or (reading.direct and len(tensor.blocks) == 1) or tensor.bytes == 0:
             continue
         copy_price, copies = link_price * tensor.bytes / rate, 2 if reading.always else 1
         ways = [(copies * copy_price, replace(reading, leaves=True, always=False))]

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lt_offload.errors import ModelError
+from lt_offload.profile.snapshot import untouched
 from lt_offload.profile.types import BlockKind
 
 
@@ -145,8 +146,8 @@ def _call_order(parent: nn.Module, layers: nn.ModuleList, siblings: list[nn.Modu
     modes = [(module, module.training) for module in parent.modules()]
     try:
         layers._modules = dict([first])
-        parent.eval()  # no dropout, so that no generator is advanced
-        with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        parent.eval()
+        with untouched(model=parent), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             parent(torch.zeros(1, 2, dtype=torch.long, device=device))
     except Exception:  # a model with another signature: whatever it raises, registration order is what is left
         return None

@@ -32,6 +32,7 @@ from lt_offload.profile.driver import (
 from lt_offload.profile.hardware import measure_hardware
 from lt_offload.profile.meters import Meter, Stopwatch
 from lt_offload.profile.optimizer import OptimizerFactory, StateSizes, build_optimizer, measure_optimizer
+from lt_offload.profile.snapshot import untouched
 from lt_offload.profile.trial import BlockCost, discard, measure_block, storage_bytes
 from lt_offload.profile.types import (
     BlockProfile,
@@ -91,9 +92,9 @@ def profile(
         updates = measure_optimizer(optimizer, place)
     with ExitStack() as stack:
         stack.enter_context(current(place))
-        generators = [place.index] if place.type == "cuda" else []
-        stack.enter_context(torch.random.fork_rng(devices=generators))
-        stack.enter_context(_buffers_kept(model))
+        devices = [place.index] if place.type == "cuda" else []
+        roots = {type(model).__name__: model, "sample_batch": sample_batch, "optimizer": optimizer, "run": run}
+        stack.enter_context(untouched(devices=devices, **roots))
         batch = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, sample_batch)
         run = run or call_with_batch(model)
         if place.type == "cuda":
@@ -335,17 +336,6 @@ def _staged(tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]:
     finally:
         for tensor, data in moved:
             tensor.data = data
-
-
-@contextmanager
-def _buffers_kept(model: nn.Module) -> Iterator[None]:
-    before = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        for buffer, copy in before:
-            if not torch.equal(buffer, copy):
-                buffer.data.copy_(copy)
 
 
 @contextmanager

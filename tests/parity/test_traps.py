@@ -56,6 +56,13 @@ def test_saved_views_of_weights_follow_the_weight(family: str) -> None:
     assert differences(plain(case), offloaded(case, poison=True)) == []
 
 
+@pytest.mark.parametrize("option", ["reload", "offload", "mixed"])
+def test_activations_fetched_before_they_are_released(option: str) -> None:
+    """The last blocks' activations return while the copies to the host still count as running."""
+    case = Case(options=(option,), places=("host",), lag=2, lead=2)
+    assert differences(plain(case), offloaded(case)) == []
+
+
 def test_every_tensor_is_updated_once() -> None:
     model = build(MIXED)
     optimizer = make_optimizer(model, MIXED.optimizer)

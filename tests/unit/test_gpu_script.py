@@ -6,6 +6,7 @@ import argparse
 import importlib
 import json
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -30,14 +31,35 @@ def part(gpu: ModuleType, code: str, figures: Path | None = None) -> Any:
     return gpu.Part(name="one", command=["-c", code], minutes=1.0, figures=figures)
 
 
-def test_a_part_that_hangs_is_ended_with_all_it_started(gpu: ModuleType, tmp_path: Path) -> None:
+class Impatient(subprocess.Popen[bytes]):
+    """Has no patience with what sleeps, once it has written the file ``awaited``, and waits for all else."""
+
+    awaited: Path | None = None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if "sleep" not in str(self.args) or timeout is None or timeout < LIMIT:
+            return super().wait(timeout if timeout is None or timeout < LIMIT else None)
+        while self.awaited is not None and not (self.awaited.exists() and self.awaited.read_text()):
+            time.sleep(0.01)
+        raise subprocess.TimeoutExpired(self.args, timeout)
+
+
+LIMIT = 100.0
+"""Seconds that a part may take: more than the grace period of one that is ended."""
+
+
+def test_a_part_that_hangs_is_ended_with_all_it_started(
+    gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pid = tmp_path / "pid"
+    monkeypatch.setattr(Impatient, "awaited", pid)
+    monkeypatch.setattr(gpu.subprocess, "Popen", Impatient)
     code = (
         "import pathlib, signal, subprocess, sys, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
         "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)']);"
         f"pathlib.Path({str(pid)!r}).write_text(str(child.pid)); time.sleep(600)"
     )
-    found = gpu.run(part(gpu, code), 3.0, tmp_path / "log")
+    found = gpu.run(part(gpu, code), LIMIT, tmp_path / "log")
     assert found["status"] == "time limit"
     child = int(pid.read_text())
     for _ in range(100):
@@ -83,10 +105,11 @@ def test_every_part_runs_and_the_file_says_how_it_ended(
     gpu: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes = ["pass", "raise SystemExit(2)", "import time; time.sleep(600)", "pass"]
-    made = [gpu.Part(name=str(i), command=["-c", code], minutes=0.03) for i, code in enumerate(codes)]
+    made = [gpu.Part(name=str(i), command=["-c", code], minutes=LIMIT / 60) for i, code in enumerate(codes)]
     monkeypatch.setattr(gpu, "parts", lambda options, folder: made)
     monkeypatch.setattr(gpu, "in_child", lambda *args: {"torch": "1", "gpu": "some"})
-    assert gpu.main(["--out", str(tmp_path)]) == 1
+    monkeypatch.setattr(gpu.subprocess, "Popen", Impatient)
+    assert gpu.main(["--out", str(tmp_path), "--minutes", "60"]) == 1
     written = json.loads((tmp_path / "gpu.json").read_text())
     assert [one["status"] for one in written["figures"]["parts"]] == ["ok", "exit code 2", "time limit", "ok"]
     assert {"date", "machine", "versions"} <= written.keys()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -253,6 +254,29 @@ def test_compiled_in_other_ways(name: str) -> None:
     assert "layer.compile()" in found
 
 
+def test_weights_that_share_memory() -> None:
+    model = Module()
+    model.net[1].weight = nn.Parameter(model.net[0].weight.data)
+    found = message("model", Run(model=model))
+    assert "- net.0.weight and net.1.weight, which share memory: " in found
+    assert "one and the same Parameter" in found
+    check("model", Run(model=model), training=False)
+    model.requires_grad_(False)
+    check("model", Run(model=model))
+    model.net[1].weight = model.net[0].weight.requires_grad_()
+    check("model", Run(model=model))
+    model.net[0].register_buffer("seen", model.net[0].weight.data[1:])
+    assert "net.0.weight and net.0.seen" in message("model", Run(model=model))
+
+
+def test_weights_beside_each_other_in_one_storage() -> None:
+    model = Module()
+    flat = torch.zeros(2, 9)
+    for layer, row in zip(model.net, flat, strict=True):
+        layer.weight = nn.Parameter(row.view(3, 3))
+    check("model", Run(model=model))
+
+
 # -- optimizer --------------------------------------------------------------------------------------------------------
 
 FINE = [
@@ -292,7 +316,104 @@ def test_optimizers() -> None:
     assert "- optimizer Prodigy: " in message("optimizer", Run(model=model, optimizers=[Prodigy(params, lr=0.1)]))
     part = torch.optim.SGD(params[1:], lr=0.1)
     assert "- trainable parameter net.0.weight that" in message("optimizer", Run(model=model, optimizers=[part]))
-    assert limits.unknown_optimizer(Prodigy(params, lr=0.1))
+
+
+class Lion(torch.optim.Optimizer):
+    """Updates each tensor on its own."""
+
+    def __init__(self, params: Any, lr: float = 0.1) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                average = self.state[p].setdefault("average", torch.zeros_like(p))
+                average.lerp_(p.grad, 0.1)
+                p.sub_(average.sign(), alpha=group["lr"])
+
+
+class ClippedAdamW(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 1.0)
+        return super().step(closure)
+
+
+class Noisy(torch.optim.SGD):
+    """Draws from the global generator, tensor by tensor."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.grad += torch.randn_like(p)
+        return super().step(closure)
+
+
+class OwnNoise(Lion):
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.own = torch.Generator().manual_seed(1)
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            group["lr"] = float(torch.rand((), generator=self.own))
+        super().step()
+
+
+class Closure(Lion):
+    def step(self, closure: Any) -> None:
+        closure()
+        super().step()
+
+
+def groups() -> list[dict[str, Any]]:
+    model = Module()
+    return [{"params": list(model.net[0].parameters())}, {"params": [model.net[1].weight], "lr": 0.2}]
+
+
+def tried(optimizer: torch.optim.Optimizer) -> str | None:
+    try:
+        check("optimizer", Run(model=nn.Module(), optimizers=[optimizer]))
+    except UnsupportedError as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("cls", [ClippedAdamW, Noisy, OwnNoise])
+def test_foreign_optimizers_that_look_across_tensors_are_refused(cls: type[torch.optim.Optimizer]) -> None:
+    for parameters in (groups(), list(Module().parameters())):
+        optimizer = cls(parameters)
+        state = torch.random.get_rng_state()
+        found = tried(optimizer)
+        assert found is not None
+        assert f"- optimizer {cls.__name__}: a trial on small tensors gave other numbers" in found
+        assert torch.equal(torch.random.get_rng_state(), state)
+        assert not optimizer.state
+        if isinstance(optimizer, OwnNoise):
+            assert torch.equal(optimizer.own.get_state(), torch.Generator().manual_seed(1).get_state())
+
+
+def test_foreign_optimizers_that_take_each_tensor_alone_pass_without_a_warning() -> None:
+    optimizer = Lion(groups())
+    assert tried(optimizer) is None
+    assert not limits.unknown_optimizer(optimizer)
+
+
+def test_foreign_optimizers_that_cannot_be_tried_are_unknown() -> None:
+    optimizer = Closure(groups())
+    assert tried(optimizer) is None
+    assert limits.unknown_optimizer(optimizer)
+
+
+def test_a_replaced_step() -> None:
+    optimizer = torch.optim.SGD(groups(), lr=0.1)
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    assert tried(optimizer) is None
+    optimizer = torch.optim.SGD(groups(), lr=0.1)
+    optimizer.step = types.MethodType(lambda self, closure=None: None, optimizer)  # type: ignore[method-assign]
+    assert "- SGD.step of the instance: tensors are updated by the step of its class" in str(tried(optimizer))
+    torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    assert "- SGD.step of the instance" in str(tried(optimizer))
 
 
 # -- the table itself -------------------------------------------------------------------------------------------------

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch as L
+import numpy as np
 import pytest
 import torch
+from lightning.pytorch.utilities import CombinedLoader
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
 from torchmetrics import MeanMetric
 
 from lt_offload import prepare
 from lt_offload.errors import ConfigError
-from lt_offload.prepare import first_batch
 
 DATA = TensorDataset(torch.arange(20))
 
@@ -82,6 +85,13 @@ def iter_once() -> Any:
     return Batches()
 
 
+def taken(loader: Any) -> Any:
+    """What a Trainer with this loader plans for."""
+    with torch.random.fork_rng(devices=[]):
+        trainer = connected(Module(), loader=loader)
+    return prepare.from_data(trainer, prepare.first_batch)
+
+
 def flat(batch: Any) -> list[int]:
     return torch.utils._pytree.tree_leaves(torch.utils._pytree.tree_map(lambda t: t.tolist(), batch))
 
@@ -91,7 +101,7 @@ def test_the_first_batch_is_taken_without_advancing_anything(name: str) -> None:
     torch.manual_seed(5)
     loader = LOADERS[name]()
     before = torch.random.get_rng_state()
-    sample = flat(first_batch(loader))
+    sample = flat(taken(loader))
     torch.random.set_rng_state(before)  # the caller isolates the global generators
     epoch = [flat(batch) for batch in loader] if name != "workers" else [sample]
     torch.manual_seed(5)
@@ -104,16 +114,22 @@ def test_the_first_batch_is_taken_without_advancing_anything(name: str) -> None:
 
 
 def test_collections_of_loaders() -> None:
-    both = first_batch({"a": LOADERS["in order"](), "b": [LOADERS["stream"]()]})
+    both = taken({"a": LOADERS["in order"](), "b": [LOADERS["stream"]()]})
     assert flat(both) == [0, 1, 2, 3, 100, 101, 102]
 
 
 def test_no_batch() -> None:
     with pytest.raises(ConfigError, match="has no batch"):
-        first_batch(DataLoader(TensorDataset(torch.empty(0)), batch_size=2))
+        taken(DataLoader(TensorDataset(torch.empty(0)), batch_size=2))
 
 
-def test_a_stream_that_cannot_be_copied() -> None:
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")  # Lightning's own use of torch
+def test_lightnings_collection_gives_what_training_steps_see() -> None:
+    loaders = {"a": LOADERS["in order"](), "b": LOADERS["workers"]()}
+    assert flat(taken(CombinedLoader(loaders, "min_size"))) == flat(taken(loaders))
+
+
+def test_a_stream_that_cannot_be_copied_is_not_advanced() -> None:
     class Once(IterableDataset[int]):
         def __init__(self) -> None:
             self.source = (i for i in range(3))
@@ -122,9 +138,44 @@ def test_a_stream_that_cannot_be_copied() -> None:
             return self.source
 
     loader = DataLoader(Once(), batch_size=2)
-    with pytest.raises(ConfigError, match=r"DataLoader without disturbing its order.*sample_batch\(\)"):
-        first_batch(loader)
+    assert flat(taken(loader)) == [0, 1]
     assert flat(list(loader)) == [0, 1, 2]
+
+
+class Noisy(Dataset[Tensor]):
+    """Has generators of its own, counts, and reads a file from where it is."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.calls = file, 0
+        self.torch, self.numpy, self.python = generator(), np.random.default_rng(3), random.Random(3)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.calls += 1
+        drawn = [torch.rand((), generator=self.torch).item(), self.numpy.random(), self.python.random()]
+        return torch.tensor([*drawn, self.calls, float(self.file.readline())])
+
+
+def test_a_dataset_that_draws_counts_and_reads_notices_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "numbers.txt"
+    path.write_text("\n".join(str(i) for i in range(100_000)))
+    collated: list[int] = []
+
+    def collate(rows: list[Tensor]) -> Tensor:
+        collated.append(len(rows))
+        return torch.stack(rows)
+
+    with path.open() as file, path.open() as other:
+        data, fresh = Noisy(file), Noisy(other)
+        assert file.readline() == other.readline()  # what Python has read ahead is forked, too
+        loader = DataLoader(data, batch_size=2, collate_fn=collate)
+        sample = taken(loader)
+        assert (data.calls, collated) == (0, [])
+        batches = list(loader)
+        assert torch.equal(sample, batches[0])
+        assert torch.equal(torch.cat(batches), torch.stack([fresh[i] for i in range(4)]))
 
 
 # -- through a Trainer ------------------------------------------------------------------------------------------------
@@ -188,7 +239,7 @@ def test_a_training_step_leaves_no_trace() -> None:
     module = Module()
     trainer = connected(module)
     before, metric = dict(module.__dict__), module.metric
-    with prepare.untouched(module):
+    with prepare.untouched(trainer):
         loss = prepare._loss(trainer.strategy, torch.ones(2, 1))
         assert module.count == 1
         assert len(module.seen) == 1

@@ -56,23 +56,13 @@ def test_unknown_name() -> None:
 
 def test_import_is_light() -> None:
     heavy = ("torch", "numpy", "pydantic", "lightning", "pytorch_lightning", "transformers", "pulp", "rich", "yaml")
-    report = json.loads(
-        python(
-            "import time; began = time.perf_counter(); import lt_offload; took = time.perf_counter() - began\n"
-            "import json, sys; print(json.dumps([took, sorted(sys.modules)]))"
-        )
-    )
-    assert not set(heavy) & set(report[1])
-    assert {name for name in report[1] if name.startswith("lt_offload")} == {
+    loaded = json.loads(python("import lt_offload, json, sys; print(json.dumps(sorted(sys.modules)))"))
+    assert not set(heavy) & set(loaded)
+    assert {name for name in loaded if name.startswith("lt_offload")} == {
         "lt_offload",
         "lt_offload._register",
         "lt_offload.errors",
     }
-    best = min(float(python(_TIMED)) for _ in range(3))  # others may have the processor
-    assert best < 0.1, f"import lt_offload took {best:.3f} s"
-
-
-_TIMED = "import time; t = time.perf_counter(); import lt_offload; print(time.perf_counter() - t)"
 
 
 def test_planning_names_import_no_torch() -> None:

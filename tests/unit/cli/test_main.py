@@ -4,7 +4,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -104,18 +103,15 @@ def test_the_traceback_is_there_for_those_who_ask(
     assert "in fail" in captured
 
 
-def test_something_is_visible_within_two_seconds() -> None:
-    start = time.perf_counter()
+def test_something_is_visible_before_anything_slow_begins() -> None:
     with subprocess.Popen(
         [*PROGRAM, "check", "quickstart"], stderr=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
     ) as process:
         assert process.stderr is not None
         line = process.stderr.readline()
-        visible = time.perf_counter() - start
         process.send_signal(signal.SIGINT)
         rest = process.stderr.read()
     assert "starting PyTorch and Lightning" in line
-    assert visible < 2
     assert process.returncode == 130
     assert "interrupted" in rest
     assert "Traceback" not in rest
