@@ -24,12 +24,13 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule, Trainer, seed_everything
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
@@ -81,7 +82,25 @@ def _rows(seed: int) -> Any:
     return torch.randint(97, (ROWS, 16), generator=torch.Generator().manual_seed(seed))
 
 
-def train(folder: Path, shared: Path) -> None:
+class Begun(Callback):
+    """Says on a pipe that training begins, and how many seconds it has taken."""
+
+    def __init__(self, pipe: int) -> None:
+        self.pipe = pipe
+        self.seconds = 0.0
+        self._start = 0.0
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say it."""
+        self._start = time.perf_counter()
+        os.write(self.pipe, b"x")
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the clock."""
+        self.seconds = time.perf_counter() - self._start
+
+
+def train(folder: Path, shared: Path, pipe: int) -> None:
     """Train, from the newest checkpoint in ``folder`` if there is one; leave the result there."""
     if (shared / "plan.json").exists():
         prepare.measure = lambda *args, **kwargs: Profile.load(shared / "profile.json")
@@ -93,14 +112,21 @@ def train(folder: Path, shared: Path) -> None:
     seed_everything(7 if newest is None else 99, verbose=False)
     module = Model()
     quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    begun = Begun(pipe)
     saver = ModelCheckpoint(kept, every_n_train_steps=1, filename="{step}")
     trainer = Trainer(
-        strategy=strategy, accelerator="cpu", max_epochs=EPOCHS, num_sanity_val_steps=0, callbacks=[saver], **quiet
+        strategy=strategy,
+        accelerator="cpu",
+        max_epochs=EPOCHS,
+        num_sanity_val_steps=0,
+        callbacks=[saver, begun],
+        **quiet,
     )
     trainer.fit(module, ckpt_path=newest)
     assert not list(kept.glob(".*")), "something is left of a checkpoint that was not completed"
     state = trainer.optimizers[0].state_dict()
-    torch.save({"weights": module.state_dict(), "state": state, "losses": module.losses}, folder / "result.pt")
+    result = {"weights": module.state_dict(), "state": state, "losses": module.losses, "seconds": begun.seconds}
+    torch.save(result, folder / "result.pt")
 
 
 # -- kills ------------------------------------------------------------------------------------------------------------
@@ -159,24 +185,29 @@ def arm(save: int, what: str, byte: int) -> None:
     Path.replace = around("renamed" if what == "renamed" else "about to be renamed", replace)  # type: ignore[method-assign]
 
 
-def forked(run: Callable[[], None], kill_after: float | None = None) -> int:
-    """Run in a child, killed after some seconds if asked to; return minus the signal or the exit code."""
+def forked(run: Callable[[int], None], kill_after: float | None = None) -> int:
+    """Run in a child, killed some seconds after its training begins if asked to; return its exit code, or -signal."""
+    heard, say = os.pipe()
     pid = os.fork()
     if pid == 0:
         code = FAILED
         try:
-            os.setpgrp()
-            run()
+            os.close(heard)
+            run(say)
             code = 0
         except BaseException:
             sys.excepthook(*sys.exc_info())
         finally:
             sys.stderr.flush()
             os._exit(code)
+    os.close(say)
     if kill_after is not None:
+        os.read(heard, 1)  # or its end
         time.sleep(kill_after)
         os.kill(pid, signal.SIGKILL)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    os.close(heard)
+    return code
 
 
 def differences(folder: Path, whole: dict[str, Any]) -> list[str]:
@@ -191,7 +222,7 @@ def differences(folder: Path, whole: dict[str, Any]) -> list[str]:
     return wrong + ([] if losses == expected else [f"losses {losses} instead of {expected}"])
 
 
-def case(number: int, seed: int, seconds: float, root: Path, whole: dict[str, Any]) -> tuple[str, list[str]]:
+def case(number: int, seed: int, root: Path, whole: dict[str, Any]) -> tuple[str, list[str]]:
     """Kill one run and resume it; return the kind of kill and what went wrong."""
     draw = random.Random(f"{seed}/{number}")
     folder = root / str(number)
@@ -203,14 +234,14 @@ def case(number: int, seed: int, seconds: float, root: Path, whole: dict[str, An
         size = shared.joinpath("size").stat().st_size
         plan = draw.randrange(1, steps + 1), what, draw.randrange(1, size)
 
-        def doomed() -> None:
+        def doomed(pipe: int) -> None:
             arm(*plan)
-            train(folder, shared)
+            train(folder, shared, pipe)
 
         code, kind = forked(doomed), f"in a save: {what}"
     else:
-        delay = draw.uniform(0, seconds)
-        code, kind = forked(lambda: train(folder, shared), delay), "at a random time"
+        delay = draw.uniform(0, whole["seconds"])
+        code, kind = forked(partial(train, folder, shared), delay), "at a random time"
     if code == 0:
         return f"{kind}, after its end", differences(folder, whole)
     if code != -signal.SIGKILL:
@@ -218,7 +249,7 @@ def case(number: int, seed: int, seconds: float, root: Path, whole: dict[str, An
     kept = folder / "checkpoints"
     torn = [path.name for path in kept.glob("*.ckpt") if not checkpoint.is_complete(path)]
     before = checkpoint.newest(kept) if kept.exists() else None
-    resumed = forked(lambda: train(folder, shared))
+    resumed = forked(partial(train, folder, shared))
     if resumed != 0:
         return kind, [f"the resumed run left with {resumed}"]
     wrong = [f"{name} is torn" for name in torn] + differences(folder, whole)
@@ -242,17 +273,15 @@ def main() -> int:
         shared = root / "shared"
         for part in (shared, root / "first", root / "whole"):
             part.mkdir()
-        assert forked(lambda: train(root / "first", shared)) == 0, "the run that makes the plan failed"
-        start = time.perf_counter()
-        assert forked(lambda: train(root / "whole", shared)) == 0, "the run that nobody kills failed"
-        seconds = time.perf_counter() - start
+        assert forked(partial(train, root / "first", shared)) == 0, "the run that makes the plan failed"
+        assert forked(partial(train, root / "whole", shared)) == 0, "the run that nobody kills failed"
         whole = torch.load(root / "whole" / "result.pt")
         [last] = (root / "whole" / "checkpoints").glob("*.ckpt")
         shutil.copyfile(last, shared / "size")
         counts: Counter[str] = Counter()
         failures = []
         for number in range(args.kills):
-            kind, wrong = case(number, args.seed, seconds, root, whole)
+            kind, wrong = case(number, args.seed, root, whole)
             counts[kind] += 1
             failures += [f"kill {number} ({kind}): {problem}" for problem in wrong]
             print(f"{number + 1}/{args.kills} {kind}: {'; '.join(wrong) or 'equal'}", flush=True)

@@ -158,7 +158,8 @@ def last_run(recipe: Path, root: Path | None) -> tuple[Path, Path]:
     """
     if root is None and recipe.name == "config.yaml" and (recipe.parent / "checkpoints").is_dir():
         root = recipe.parent
-    runs = [root] if root else sorted(Path("runs").glob(f"{run_name(recipe)}-*-*"), reverse=True)
+    stamp = "[0-9]" * 8 + "-" + "[0-9]" * 6
+    runs = [root] if root else sorted(Path("runs").glob(f"{run_name(recipe)}-{stamp}"), reverse=True)
     for folder in runs:
         if (found := checkpoint.newest(folder / "checkpoints")) is not None:
             return folder, found
@@ -176,9 +177,11 @@ def _keep_metrics(folder: Path) -> None:
 
 def _with_values(args: Sequence[str]) -> list[str]:
     """Return ``args`` with a value for the flag that needs none."""
-    following = [*args[1:], ""]
-    bare = [a == "--resume" and after not in ("true", "false") for a, after in zip(args, following, strict=True)]
-    return ["--resume=true" if add else arg for arg, add in zip(args, bare, strict=True)]
+    words = [*args, ""]
+    return [
+        "--resume=true" if word == "--resume" and words[i + 1] not in ("true", "false") else word
+        for i, word in enumerate(args)
+    ]
 
 
 def run_name(recipe: Path) -> str:
