@@ -72,7 +72,7 @@ class ResumeCore(_Base):
         states = loaded["random"] if self.random_states else None
         midway = progress.is_midway(trainer)
         if states is not None:
-            _take_up_data(trainer, midway=midway)
+            _take_up_data(trainer, loaded["loaders"], midway=midway)
             _set_states(trainer, pl_module, states)
         progress.go_on(trainer, loaded["moment"])
         self._before_validation = states
@@ -94,9 +94,8 @@ class ResumeCore(_Base):
     def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
         """Write it between two epochs."""
         progress.end_epoch(trainer)
-        for loader in trainer.fit_loop._combined_loader.flattened:
-            if isinstance(loader, Repeatable):
-                loader.forget()
+        for loader in _repeatable(trainer):
+            loader.forget()
         self._leave_if_asked(trainer)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
@@ -116,7 +115,8 @@ class ResumeCore(_Base):
         if self.random_states:
             validating = moment == "validation running"
             states = self._before_validation if validating else _states(trainer, pl_module)
-        checkpoint[KEY] = {"moment": moment, "random": states}
+        loaders = _take_out_loaders(trainer, checkpoint["loops"]["fit_loop"])
+        checkpoint[KEY] = {"moment": moment, "random": states, "loaders": loaders}
 
     def _leave_if_asked(self, trainer: Any) -> None:
         if self._interrupts.received is not None:
@@ -157,25 +157,54 @@ def _held(trainer: Any, pl_module: Any) -> dict[str, random_state.Generator]:
     """Return the generators that belong to the run beside the global ones."""
     owners: dict[str, object] = {f"module.{name}": module for name, module in pl_module.named_modules()}
     owners["datamodule"] = trainer.datamodule
-    for index, loader in enumerate(trainer.fit_loop._combined_loader.flattened):
+    for index, loader in enumerate(_loaders(trainer)):
         owners |= {f"{index}.{name}": part for name, part in loader_parts(loader).items()}
     return random_state.generators(owners)
 
 
-def _take_up_data(trainer: Any, *, midway: bool) -> None:
+def _loaders(trainer: Any) -> list[Any]:
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def _repeatable(trainer: Any) -> list[Repeatable]:
+    return [loader for loader in _loaders(trainer) if isinstance(loader, Repeatable)]
+
+
+def _mixed(trainer: Any) -> bool:
+    """Return whether there are loaders that keep their place themselves; Lightning then restores all together."""
+    return any(hasattr(loader, "state_dict") and not isinstance(loader, Repeatable) for loader in _loaders(trainer))
+
+
+def _take_out_loaders(trainer: Any, loops: dict[str, Any]) -> list[Any]:
+    """Return the states of our loaders, taken from the loops', where a stock Trainer would find no loader for them."""
+    return [] if _mixed(trainer) else list(loops["state_dict"].pop("combined_loader", []))
+
+
+def _take_up_data(trainer: Any, states: list[Any], *, midway: bool) -> None:
     """Bring the loaders to the batch that comes next in the epoch of the checkpoint; nothing if that has ended."""
     fit_loop = trainer.fit_loop
-    fetcher = fit_loop._data_fetcher
+    fetcher, repeated, mixed = fit_loop._data_fetcher, _repeatable(trainer), _mixed(trainer)
     if fit_loop._combined_loader_states_to_load:  # the loaders were made before, when a schedule counted the steps
         fit_loop._combined_loader._load_state_dicts(fit_loop._combined_loader_states_to_load)
         fit_loop._combined_loader_states_to_load = []
         if midway:
             iter(fetcher)
-    repeated = [loader for loader in fit_loop._combined_loader.flattened if isinstance(loader, Repeatable)]
     if not midway:
         for loader in repeated:
             loader.forget()
-    elif repeated:
+        return
+    if not mixed and len(states) != len(repeated):
+        rank_zero_warn(
+            f"the checkpoint holds the order of {len(states)} training dataloaders, this run has {len(repeated)} whose "
+            "order can be set: its epoch begins at the first batch again"
+        )
+        return
+    if states and not mixed:
+        for loader, state in zip(repeated, states, strict=True):
+            loader.load_state_dict(state)
+        iter(fetcher)
+    if repeated:
         seen = fit_loop.epoch_loop.batch_progress.current.ready
         for _ in range(seen):
             next(fetcher)
