@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from lt_offload._register import install
 from lt_offload.errors import (
+    CheckpointError,
     ConfigError,
     InfeasibleError,
     ModelError,
@@ -24,6 +25,7 @@ from lt_offload.errors import (
 )
 
 if TYPE_CHECKING:
+    from lt_offload.callbacks import ExactResume
     from lt_offload.optim import AdamW
     from lt_offload.plan import simulate, solve
     from lt_offload.plan.schedule import Plan
@@ -38,7 +40,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AdamW",
+    "CheckpointError",
     "ConfigError",
+    "ExactResume",
     "InfeasibleError",
     "ModelError",
     "OffloadError",
@@ -58,6 +62,7 @@ __all__ = [
 
 _LAZY = {
     "AdamW": "lt_offload.optim",
+    "ExactResume": "lt_offload.callbacks",
     "OffmateStrategy": "lt_offload.strategy",
     "Plan": "lt_offload.plan.schedule",
     "Profile": "lt_offload.profile.types",

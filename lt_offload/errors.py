@@ -6,6 +6,7 @@ OffloadError
 │   └── PlanError                  a plan that is inconsistent, of another model or of another version
 ├── ModelError (ValueError)        a model without a usable block sequence
 ├── InfeasibleError (ValueError)   no plan fits the budgets
+├── CheckpointError (OSError)      a checkpoint that cannot be written: disk full, folder read-only
 ├── OverBudget (RuntimeError)      an allocation that would pass the budget
 └── Race (AssertionError)          the happens-before checker found two unordered accesses (a defect of ours)
 """
@@ -39,6 +40,10 @@ class InfeasibleError(OffloadError, ValueError):
     def __init__(self, message: str, *, needed_bytes: int | None = None) -> None:
         super().__init__(message)
         self.needed_bytes = needed_bytes
+
+
+class CheckpointError(OffloadError, OSError):
+    """A checkpoint cannot be written: the disk is full, or its folder is read-only. Older checkpoints are unharmed."""
 
 
 class OverBudget(OffloadError, RuntimeError):

@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
-from lt_offload import batching, limits, prepare
+from lt_offload import batching, limits, prepare, resume
 from lt_offload._register import bind
 from lt_offload.checkpoint import AtomicCheckpointIO, load_optimizer_state
+from lt_offload.data_order import repeatable
 from lt_offload.errors import ConfigError
 from lt_offload.execute import open_device
 from lt_offload.execute.device import Device
@@ -136,15 +137,23 @@ class OffmateCore(_Base):
     # -- before training ---------------------------------------------------------------------------------------------
 
     def connect(self, model: LightningModule) -> None:
-        """Take the module, and give its Trainer the metrics callback."""
+        """Take the module, and give its Trainer the callbacks that every run has: exact resuming, metrics."""
         super().connect(model)
         trainer: Any = model._trainer
-        if trainer is None or trainer.barebones or any(isinstance(c, Metrics) for c in trainer.callbacks):
+        if trainer is None or trainer.barebones:
+            return
+        resume.add(trainer, self.namespace)
+        if any(isinstance(c, Metrics) for c in trainer.callbacks):
             return
         metrics = bind(Metrics, self.namespace, "callbacks.Callback")()
         checkpoints = {id(callback) for callback in trainer.checkpoint_callbacks}
         at = next((i for i, c in enumerate(trainer.callbacks) if id(c) in checkpoints), len(trainer.callbacks))
         trainer.callbacks.insert(at, metrics)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let the epochs of training loaders begin again, so that a resumed run has the order of the first one."""
+        trainer = self._trainer
+        return repeatable(dataloader) if _fitting(trainer) and trainer.training else dataloader
 
     def setup_environment(self) -> None:
         """Refuse what the Trainer asks for and cannot have, before anything is downloaded or loaded."""

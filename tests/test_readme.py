@@ -49,7 +49,7 @@ def test_commands_are_accepted(
     args = shlex.split(command)[1:]
     if args[0] not in ("ls", "cp", "check"):
         options = {"plan": ["--hardware", "--report", "--memory", "--sweep", "--save"]}.get(args[0], [])
-        args = [arg for arg in args if arg not in LIGHTNING_VERBS]
+        args = [arg for arg in args if arg not in (*LIGHTNING_VERBS, "--resume")]
         for option in options:
             if option in args:
                 del args[args.index(option) : args.index(option) + 2]

@@ -6,6 +6,7 @@ What is done with them is in ``verbs.py``.
 from __future__ import annotations
 
 import difflib
+import itertools
 import logging
 import re
 import sys
@@ -21,6 +22,7 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+from lt_offload import checkpoint
 from lt_offload.cli import recipes, verbs
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data import FineTuneData
@@ -34,6 +36,7 @@ def run(verb: str, files: Sequence[Path], args: Sequence[str]) -> int:
     """Carry out ``verb`` with the settings of ``files``, later ones first, and of ``args``; return the exit code."""
     _quieten()
     on_gpu = torch.cuda.is_available() or any(arg.startswith("--hardware") for arg in args)
+    args = _with_values(args)
     app = App(getattr(verbs, verb), files[-1], [*files, *(recipes.for_gpu(files) if on_gpu else [])], args)
     result: int = app.verb(app, **app.options)
     return result
@@ -73,6 +76,8 @@ class App(LightningCLI):
         self.recipe = recipe
         self.options: dict[str, Any] = {}
         self.summary = RunSummary()
+        self.resumed: Path | None = None
+        """The checkpoint that ``--resume`` takes up."""
         super().__init__(
             FineTune,
             FineTuneData,
@@ -124,6 +129,13 @@ class App(LightningCLI):
         config = self.config_init["trainer"]
         root = config.get("default_root_dir")
         self.run_dir = Path(root) if root else Path("runs") / f"{run_name(self.recipe)}-{datetime.now():{_STAMP}}"
+        if self.options.get("resume"):
+            if self.options["ckpt_path"] is not None:
+                raise ConfigError(
+                    f"--resume and --ckpt_path {self.options['ckpt_path']} both name a checkpoint; give one"
+                )
+            self.run_dir, self.resumed = last_run(self.recipe, Path(root) if root else None)
+            _keep_metrics(self.run_dir)
         kwargs["default_root_dir"] = str(self.run_dir)
         if config.get("logger") in (None, True):
             kwargs["logger"] = [
@@ -136,6 +148,40 @@ class App(LightningCLI):
         callbacks = config.get("callbacks") or []
         kwargs["callbacks"] = [*(callbacks if isinstance(callbacks, list) else [callbacks]), self.summary]
         return super().instantiate_trainer(**kwargs)
+
+
+def last_run(recipe: Path, root: Path | None) -> tuple[Path, Path]:
+    """Return the folder ``root``, or that of the last run of ``recipe`` with a checkpoint, and its newest complete one.
+
+    Raises:
+        ConfigError: if there is no such checkpoint.
+    """
+    if root is None and recipe.name == "config.yaml" and (recipe.parent / "checkpoints").is_dir():
+        root = recipe.parent
+    stamp = "[0-9]" * 8 + "-" + "[0-9]" * 6
+    runs = [root] if root else sorted(Path("runs").glob(f"{run_name(recipe)}-{stamp}"), reverse=True)
+    for folder in runs:
+        if (found := checkpoint.newest(folder / "checkpoints")) is not None:
+            return folder, found
+    where = f"{root / 'checkpoints'}" if root else f"{Path('runs').resolve()}/{run_name(recipe)}-*/checkpoints"
+    raise ConfigError(f"--resume: there is no complete checkpoint in {where}; start without --resume")
+
+
+def _keep_metrics(folder: Path) -> None:
+    """Rename the metrics that a run has written so far; the logger of the resumed one would delete them."""
+    written = folder / "metrics.csv"
+    if written.exists():
+        number = next(n for n in itertools.count(1) if not (folder / f"metrics-{n}.csv").exists())
+        written.rename(folder / f"metrics-{number}.csv")
+
+
+def _with_values(args: Sequence[str]) -> list[str]:
+    """Return ``args`` with a value for the flag that needs none."""
+    words = [*args, ""]
+    return [
+        "--resume=true" if word == "--resume" and words[i + 1] not in ("true", "false") else word
+        for i, word in enumerate(args)
+    ]
 
 
 def run_name(recipe: Path) -> str:

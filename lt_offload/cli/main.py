@@ -18,6 +18,7 @@ from lt_offload.errors import ConfigError, OffloadError
 
 USAGE = """\
 usage: lt-finetune RECIPE [--key value ...]            fine-tune
+       lt-finetune RECIPE --resume                     go on from the newest checkpoint of its last run
        lt-finetune plan RECIPE [--memory 12GB] [--hardware NAME] [--save plan.json] [--report plan.html]
        lt-finetune plan RECIPE --sweep memory=6GB:24GB  which card do I need? (or hardware=rtx-3060,rtx-3090)
        lt-finetune validate RECIPE [--ckpt_path FILE]  loss on held-out data
@@ -33,12 +34,16 @@ RECIPE is a YAML file or the name of a shipped one. Any setting can be given on 
   lt-finetune quickstart --trainer.strategy.memory 600MB --model.lora.r 8 --trainer.max_steps 20
 'lt-finetune RECIPE --help' explains every setting, '--print_config' prints them all with their values.
 --debug shows where an error comes from.
+Ctrl-C and SIGTERM end the iteration and write a checkpoint (exit codes 130 and 143); the second one does not wait.
 """
 LIGHTNING_VERBS = ("fit", "plan", "validate", "generate", "export", "check")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line and return the exit code: 0, 2 for something the user can mend, 130 when interrupted."""
+    """Run the command line and return the exit code.
+
+    That is 0, 2 for something the user can mend, 1 for a defect, 130 after Ctrl-C and 143 after SIGTERM.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     debug = "--debug" in args
     args = [arg for arg in args if arg != "--debug"]

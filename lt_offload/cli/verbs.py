@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
+from lt_offload import checkpoint
 from lt_offload.cli.planning import plan
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.module import check_data
+from lt_offload.resume import EXIT_CODES
 
 if TYPE_CHECKING:
     from lt_offload.cli.app import App
@@ -19,25 +23,30 @@ if TYPE_CHECKING:
 __all__ = ["check", "export", "fit", "generate", "plan", "validate"]
 
 
-def fit(app: App, *, ckpt_path: str | None = None) -> int:
+def fit(app: App, *, ckpt_path: str | None = None, resume: bool = False) -> int:
     """Fine-tune.
+
+    Ctrl-C and SIGTERM end the iteration, write a checkpoint and leave with 130 and 143; the second one does not wait.
 
     Args:
         app: the settings.
         ckpt_path: checkpoint to continue from, bit for bit as if there had been no interruption.
+        resume: continue, in its folder, the last run of this recipe (or that of trainer.default_root_dir) from its
+            newest complete checkpoint.
     """
     from lt_offload.finetune.summary import print_summary, run_gains, write_run_report
 
     trainer = app.trainer
+    path = str(app.resumed) if app.resumed is not None else _checkpoint(ckpt_path)
     try:
-        trainer.fit(app.model, datamodule=app.datamodule, ckpt_path=_checkpoint(ckpt_path), weights_only=True)
-    except SystemExit:
+        trainer.fit(app.model, datamodule=app.datamodule, ckpt_path=path, weights_only=True)
+    except SystemExit as left:
         if not trainer.interrupted:
             raise
-        last = getattr(trainer.checkpoint_callback, "best_model_path", "") or ckpt_path
-        hint = f"continue with --ckpt_path {last}" if last else "there is no checkpoint yet"
+        newest = checkpoint.newest(app.run_dir / "checkpoints")
+        hint = f"{newest} is complete, continue with --resume" if newest else "there is no checkpoint yet"
         print(f"interrupted after step {trainer.global_step}; {hint}", file=sys.stderr)
-        return 130
+        return EXIT_CODES[signal.SIGTERM if isinstance(left, SIGTERMException) else signal.SIGINT]
     report = write_run_report(app.summary, trainer, app.run_dir)
     print_summary(app.summary, trainer, app.run_dir, report)
     if found := run_gains(app.summary, trainer):
@@ -68,10 +77,10 @@ def generate(app: App, *, prompt: str | None = None, max_new_tokens: int = 64, c
     text = prompt if prompt is not None else app.datamodule.sample_prompt
     if text is None:
         raise ConfigError("generate needs --prompt: the recipe has no data.sample_prompt")
-    checkpoint = _checkpoint(ckpt_path)
+    path = _checkpoint(ckpt_path)
     request: Any = [app.datamodule.prompt(text, max_new_tokens=max_new_tokens)]
     loader: DataLoader[Any] = DataLoader(request, batch_size=None)
-    results: Any = app.trainer.predict(app.model, loader, ckpt_path=checkpoint, weights_only=True)
+    results: Any = app.trainer.predict(app.model, loader, ckpt_path=path, weights_only=True)
     print(app.datamodule.tokenizer.decode(results[0], skip_special_tokens=True))
     return 0
 
@@ -88,17 +97,17 @@ def export(app: App, *, output: str, ckpt_path: str | None = None, merge: bool =
     from lt_offload.finetune.export import check_target
     from lt_offload.finetune.export import export as write
 
-    checkpoint = _checkpoint(ckpt_path)
+    source = _checkpoint(ckpt_path)
     target = check_target(output)
     module = app.model
     module.configure_model()
-    if checkpoint is not None:
-        state = torch.load(checkpoint, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
+    if source is not None:
+        state = torch.load(source, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
         try:
             module.load_state_dict(state)
         except RuntimeError as error:
             raise ConfigError(
-                f"checkpoint {checkpoint} does not fit {app.recipe}: {str(error).splitlines()[1].strip()}; "
+                f"checkpoint {source} does not fit {app.recipe}: {str(error).splitlines()[1].strip()}; "
                 "use the config.yaml of its run folder as the recipe"
             ) from error
     print(write(module.model, app.datamodule.tokenizer, target, merge=merge))

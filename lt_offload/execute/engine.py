@@ -229,6 +229,7 @@ class Engine:
                     weight.param.data = weight.host
                 self.residency.run_releases()
                 self.residency.evict()
+                self.device.drain()  # a logger's finalize() reads weights next
 
     # -- iterations --------------------------------------------------------------------------------------------------
 

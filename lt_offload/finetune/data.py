@@ -33,7 +33,8 @@ class ResumableLoader(DataLoader[tuple[Tensor, Tensor]]):
     """
 
     def __init__(self, items: Items, *, batch_sampler: ResumableBatches, collate_fn: Any) -> None:
-        super().__init__(items, batch_sampler=batch_sampler, collate_fn=collate_fn)
+        # A generator of its own: making an iterator draws from it, and would change the dropout masks that follow.
+        super().__init__(items, batch_sampler=batch_sampler, collate_fn=collate_fn, generator=torch.Generator())
         self._order = batch_sampler
 
     def state_dict(self) -> dict[str, int]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from torch import nn
 
 from lt_offload import checkpoint
 from lt_offload._register import bind
+from lt_offload.errors import CheckpointError
 
 ROOT = Path(__file__).parents[2]
 
@@ -103,6 +106,134 @@ def test_remove(io: Any, tmp_path: Path) -> None:
     io.save_checkpoint(contents(), tmp_path / "a.ckpt")
     io.remove_checkpoint(tmp_path / "a.ckpt")
     assert not list(tmp_path.iterdir())
+
+
+# -- on disk ----------------------------------------------------------------------------------------------------------
+
+
+def test_contents_are_on_disk_before_the_name_and_the_name_before_the_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut after the renaming must not find the new name with old or no contents."""
+    done: list[tuple[str, int, int]] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        status = os.fstat(descriptor)
+        done.append(("sync", status.st_ino, status.st_size))
+
+    def replaced(source: Path, target: Path) -> Path:
+        done.append(("replace", source.stat().st_ino, source.stat().st_size))
+        return replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+    path = tmp_path / "a.ckpt"
+    checkpoint.save(contents(), path)
+    file = path.stat()
+    assert [what[:2] for what in done] == [
+        ("sync", file.st_ino), ("replace", file.st_ino), ("sync", tmp_path.stat().st_ino)
+    ]  # fmt: skip
+    assert done[0][2] == done[1][2] == file.st_size
+
+
+def test_leftovers_are_removed_but_not_what_a_living_run_writes(tmp_path: Path) -> None:
+    dead, alive = tmp_path / ".a.ckpt.partial", tmp_path / ".b.ckpt.partial"
+    dead.write_bytes(b"half")
+    (tmp_path / "a.ckpt").write_bytes(b"whole")
+    with checkpoint._locked(alive):
+        checkpoint.prepare(tmp_path)
+        assert sorted(p.name for p in tmp_path.iterdir()) == [".b.ckpt.partial", "a.ckpt"]
+    checkpoint.prepare(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_a_folder_is_made_that_is_not_there(tmp_path: Path) -> None:
+    checkpoint.prepare(tmp_path / "deep" / "er")
+    assert not list((tmp_path / "deep" / "er").iterdir())
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_read_only_folder_is_named_before_anything_is_written(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    with pytest.raises(CheckpointError, match=f"cannot be written, {tmp_path} is read-only .* dirpath= of ModelCheck"):
+        checkpoint.prepare(tmp_path)
+
+
+def test_a_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file/checkpoints.* cannot be written: Not a directory; choose another"):
+        checkpoint.prepare(tmp_path / "file" / "checkpoints")
+
+
+class Usage:
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+
+def test_a_disk_without_room_is_named_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1_500))
+    monkeypatch.setattr(torch, "save", lambda *args: pytest.fail("the file was begun"))
+    sentence = r"a\.ckpt was not written, the disk is full \(it takes 1.6 kB, 1.5 kB are free\); make room"
+    state = {"weights": torch.zeros(400), "same": torch.zeros(1)}
+    state["alias"] = state["weights"][:10]  # takes no room of its own
+    with pytest.raises(CheckpointError, match=sentence):
+        checkpoint.save(state, tmp_path / "a.ckpt")
+
+
+def fill(written: object, path: Path) -> None:
+    path.write_bytes(b"half")
+    raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+
+def test_a_disk_that_fills_up_meanwhile_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.ckpt"
+    checkpoint.save(contents(), path)
+    room = iter([10**9, 0, 0])
+    monkeypatch.setattr(shutil, "disk_usage", lambda where: Usage(next(room)))
+    monkeypatch.setattr(torch, "save", fill)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        checkpoint.save(contents(), path)
+    monkeypatch.undo()
+    assert same(checkpoint.load(path), contents())
+    assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_a_failure_that_is_not_the_disks_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "save", fill)
+    with pytest.raises(RuntimeError, match="inline_container"):
+        checkpoint.save(contents(), tmp_path / "a.ckpt")
+
+
+def test_a_quota_is_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        checkpoint.save(contents(), tmp_path / "a.ckpt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_newest_complete_checkpoint(tmp_path: Path) -> None:
+    whole: dict[str, Any] = {"state_dict": {}, "optimizer_states": [], "lr_schedulers": [], "loops": {}}
+    assert checkpoint.newest(tmp_path) is None
+    for age, name in enumerate(("cut", "weights", "text", "good", "older")):
+        checkpoint.save({"state_dict": {}} if name == "weights" else whole, tmp_path / f"{name}.ckpt")
+        os.utime(tmp_path / f"{name}.ckpt", ns=(10**18 - age, 10**18 - age))
+    cut = tmp_path / "cut.ckpt"
+    cut.write_bytes(cut.read_bytes()[:-10])
+    (tmp_path / "text.ckpt").write_text("no checkpoint")
+    (tmp_path / ".newer.ckpt.partial").write_bytes((tmp_path / "good.ckpt").read_bytes())
+    os.utime(tmp_path / "good.ckpt", ns=(10**17, 10**17))
+    os.utime(tmp_path / "older.ckpt", ns=(10**16, 10**16))
+    assert checkpoint.newest(tmp_path) == tmp_path / "good.ckpt"
 
 
 # -- kill -9 ----------------------------------------------------------------------------------------------------------

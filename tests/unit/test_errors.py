@@ -26,6 +26,7 @@ def test_everything_is_one_tree() -> None:
         (errors.PlanError, errors.ConfigError),
         (errors.ModelError, ValueError),
         (errors.InfeasibleError, ValueError),
+        (errors.CheckpointError, OSError),
         (errors.OverBudget, RuntimeError),
         (errors.Race, AssertionError),
     ],

@@ -14,7 +14,9 @@ import lt_offload
 
 PUBLIC = [
     "AdamW",
+    "CheckpointError",
     "ConfigError",
+    "ExactResume",
     "InfeasibleError",
     "ModelError",
     "OffloadError",

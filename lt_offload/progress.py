@@ -1,0 +1,85 @@
+"""At which moment of an epoch a checkpoint is made, and how Lightning's loops go on from there.
+
+Lightning keeps counts of batches and epochs and guesses the moment from them. It guesses wrong in some cases: a
+validation that is due after the batch is left out, a validation that is running goes on with batches its loader does
+not have, and after the last batch of an epoch, in a run with ``max_steps``, batches of the next epoch are trained as
+those of the last. So the moment is kept beside the counts, which stay what every Trainer reads.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+Moment = Literal["batch", "last batch", "validation due", "validation running", "validated", "epoch end"]
+
+
+def moment(trainer: Any) -> Moment:
+    """Return where in an epoch ``trainer`` is; the hooks in which checkpoints are made differ in that."""
+    fit_loop = trainer.fit_loop
+    loop, batches, epochs = fit_loop.epoch_loop, fit_loop.epoch_loop.batch_progress, fit_loop.epoch_progress.current
+    if trainer.state.fn == "fit" and trainer.validating:
+        return "validated" if _has_ended(loop.val_loop.batch_progress) else "validation running"
+    if batches.current.completed < batches.current.processed:  # on_train_batch_end
+        if loop._should_check_val_fx(fit_loop._data_fetcher):
+            return "validation due"
+        return "last batch" if loop._num_ready_batches_reached() else "batch"
+    return "epoch end" if epochs.processed == epochs.started and loop._num_ready_batches_reached() else "batch"
+
+
+def rewrite(counts: dict[str, Any], moment: Moment) -> None:
+    """Change the saved ``counts`` of a fit loop, before it loads them, to ones with which Lightning goes on rightly."""
+    training, validation = counts["epoch_loop.batch_progress"], counts["epoch_loop.val_loop.batch_progress"]
+    if moment in ("validation due", "validation running"):
+        _complete(training)
+        # Lightning finishes a validation that had begun: here one that is at its first batch.
+        seen = validation["current"]["completed"] if moment == "validation running" else 0
+        before = validation["total"]["completed"] - seen
+        validation["total"] = {"ready": before + 1, "started": before + 1, "processed": before, "completed": before}
+        validation["current"] = dict.fromkeys(validation["current"], 0)
+        validation["is_last_batch"] = False
+    elif moment == "last batch":
+        _complete(training)
+        counts["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+    elif moment == "epoch end":
+        _complete(counts["epoch_progress"])
+
+
+def is_midway(trainer: Any) -> bool:
+    """Return whether the loops, which have been loaded, have batches of their epoch before them."""
+    fit_loop = trainer.fit_loop
+    seen = fit_loop.epoch_loop.batch_progress
+    return bool(fit_loop.restarted_mid_epoch and not seen.is_last_batch and seen.current.ready < fit_loop.max_batches)
+
+
+def go_on(trainer: Any, moment: Moment) -> None:
+    """Set the loops, which have been loaded and begin now, to go on from ``moment``."""
+    fit_loop = trainer.fit_loop
+    loop = fit_loop.epoch_loop
+    total = loop.val_loop.batch_progress.total
+    total.ready = total.started = total.processed = total.completed  # it was only for the guess
+    if moment == "epoch end":
+        _forget(fit_loop, loop, loop.val_loop)  # the next epoch is like any other
+    elif moment == "last batch":
+        loop.val_loop._has_run = True  # nothing is left of this epoch but its end
+    elif moment != "batch":
+        fit_loop._restarting = False  # the epoch has its validation's metrics, so its schedulers take their steps
+
+
+def end_epoch(trainer: Any) -> None:
+    """Let the loops of batches forget that they have been loaded; after an epoch without a batch they would not."""
+    loop = trainer.fit_loop.epoch_loop
+    _forget(loop, loop.val_loop)
+
+
+def _forget(*loops: Any) -> None:
+    for loop in loops:
+        loop.on_iteration_done()
+
+
+def _has_ended(progress: Any) -> bool:
+    return bool(progress.is_last_batch and progress.current.completed == progress.current.processed)
+
+
+def _complete(progress: dict[str, Any]) -> None:
+    for counts in (progress["total"], progress["current"]):
+        counts["completed"] = counts["processed"]

@@ -1,0 +1,123 @@
+"""Interrupted runs of a recipe and --resume."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lt_offload.cli.app import _with_values, last_run
+from lt_offload.cli.main import main
+from lt_offload.errors import ConfigError
+from lt_offload.finetune.module import FineTune
+from tests.commands import fails
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:Experiment logs directory.*"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings(
+        "ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"
+    ),  # Lightning's calls
+]
+
+RECIPE = """\
+# A tiny model on a little text
+base: configs/base.yaml
+trainer:
+  accelerator: cpu
+  strategy: {{class_path: lt_offload.OffmateStrategy, init_args: {{memory: 2MB}}}}
+  max_epochs: -1
+  max_steps: 8
+  val_check_interval: 3
+  check_val_every_n_epoch: null
+  limit_val_batches: 2
+model: {{name: {model}, lr: 0.01, dropout: 0.1}}
+data: {{path: {text}, max_length: 32, batch_size: 8}}
+"""  # 6 batches per epoch
+
+
+@pytest.fixture
+def recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    (tmp_path / "tiny.yaml").write_text(RECIPE.format(model=model, text=tmp_path / "text.txt"))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield "tiny.yaml"
+    signal.signal(signal.SIGINT, before)
+
+
+def interrupt(monkeypatch: pytest.MonkeyPatch, number: int, step: int) -> None:
+    """Let a signal come in the middle of the given step."""
+    training_step = FineTune.training_step
+
+    def interrupted(module: FineTune, batch: Any, batch_idx: int) -> Any:
+        if module.global_step == step and not module.trainer.sanity_checking and module.trainer.training:
+            os.kill(os.getpid(), number)
+        return training_step(module, batch, batch_idx)
+
+    monkeypatch.setattr(FineTune, "training_step", interrupted)
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_run_is_taken_up_and_ends_like_one_that_was_not(
+    number: int, code: int, recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([recipe, "--trainer.default_root_dir", "whole"]) == 0
+    with monkeypatch.context() as patched:
+        # the signal handler is there from the first step on, profiling runs the step before that
+        patched.setattr(FineTune, "on_train_start", lambda self: interrupt(patched, number, 3), raising=False)
+        assert main([recipe]) == code
+    error = capsys.readouterr().err
+    assert "interrupted after step 4" in error
+    assert "continue with --resume" in error
+    [folder] = Path("runs").iterdir()
+    assert torch.load(folder / "checkpoints" / "interrupted.ckpt")["global_step"] == 4
+    first = (folder / "metrics.csv").read_text()
+
+    assert main([recipe, "--resume"]) == 0
+    assert list(Path("runs").iterdir()) == [folder]
+    assert (folder / "metrics-1.csv").read_text() == first
+    ends = [torch.load(run / "checkpoints" / "step8.ckpt") for run in (Path("whole"), folder)]
+    for name, tensor in ends[0]["state_dict"].items():
+        assert torch.equal(tensor, ends[1]["state_dict"][name]), name
+    left, right = (end["optimizer_states"][0]["state"] for end in ends)
+    assert all(torch.equal(left[i][key], right[i][key]) for i in left for key in left[i])
+
+
+def test_resume_needs_a_checkpoint_and_only_one(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--resume: there is no complete checkpoint in" in fails(capsys, recipe, "--resume")
+    Path("a.ckpt").touch()
+    assert "both name a checkpoint" in fails(capsys, recipe, "--resume", "--ckpt_path", "a.ckpt")
+    assert not list(Path("runs").glob("*"))
+
+
+def complete(path: Path) -> None:
+    path.parent.mkdir(parents=True)
+    torch.save({"state_dict": {}, "optimizer_states": [], "lr_schedulers": [], "loops": {}}, path)
+
+
+def test_which_run_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("tiny-20260101-000000", "tiny-20260102-000000", "other-20260103-000000", "tiny-big-20260104-000000"):
+        complete(Path("runs") / name / "checkpoints" / "step1.ckpt")
+    (Path("runs") / "tiny-20260105-000000").mkdir()  # stopped before its first checkpoint
+    assert last_run(Path("tiny.yaml"), None)[0] == Path("runs/tiny-20260102-000000")
+    assert last_run(Path("runs/tiny-20260101-000000/config.yaml"), None)[0].name == "tiny-20260101-000000"
+    root = Path("runs/other-20260103-000000")
+    assert last_run(Path("tiny.yaml"), root) == (root, root / "checkpoints" / "step1.ckpt")
+    with pytest.raises(ConfigError, match="no complete checkpoint in .*/gone-"):
+        last_run(Path("gone.yaml"), None)
+
+
+def test_resume_needs_no_value() -> None:
+    assert _with_values([]) == []
+    assert _with_values(["--resume"]) == ["--resume=true"]
+    assert _with_values(["--resume", "--x", "1"]) == ["--resume=true", "--x", "1"]
+    assert _with_values(["--resume", "false"]) == ["--resume", "false"]
