@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lt_offload.foreign import check_checkpoint, reading
+
 if TYPE_CHECKING:
     from lightning.pytorch.plugins import TorchCheckpointIO as _Base
 else:
@@ -48,12 +50,14 @@ def load(path: str | Path, *, weights_only: bool | None = None) -> dict[str, Any
 
     Raises:
         FileNotFoundError: if there is no such file.
+        ConfigError: if it cannot be read.
     """
     source = Path(path)
     if not source.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {source}")
-    mapped = zipfile.is_zipfile(source)
-    checkpoint: dict[str, Any] = torch.load(source, map_location="cpu", mmap=mapped, weights_only=weights_only)
+    with reading(source):
+        mapped = zipfile.is_zipfile(source)
+        checkpoint: dict[str, Any] = torch.load(source, map_location="cpu", mmap=mapped, weights_only=weights_only)
     return checkpoint
 
 
@@ -109,7 +113,9 @@ class AtomicCheckpointIO(_Base):
         local = _local(path)
         if local is None:
             return super().load_checkpoint(path, map_location, weights_only)
-        return load(local, weights_only=weights_only)
+        checkpoint = load(local, weights_only=weights_only)
+        check_checkpoint(checkpoint, local)
+        return checkpoint
 
 
 def _local(path: str | Path) -> Path | None:

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 
-from lt_offload.plan.schedule import Alternative, Op, Plan
+from lt_offload.plan.schedule import Alternative, Op, Plan, UpdatePlace
 from lt_offload.units import format_bytes, format_seconds
 
 WIDTH = 100
@@ -31,6 +31,11 @@ _MEANINGS = {
     "device": "updated on the device, where the optimizer states stay",
     "none": "frozen",
     "in, out": "bytes per block and iteration that are copied to the device and to the host; - if nothing is",
+}
+_PLACES: dict[UpdatePlace, str] = {
+    "device": "the device",
+    "paged": "the device (paged)",
+    "host": "the host",
 }
 _HEADERS = ("blocks", "activations", "weights in", "states in", "gradients out", "tensors updated on")
 _LIMITS = (7, 20, 17, 11, 17)
@@ -57,6 +62,23 @@ def explain(plan: Plan) -> str:
     if plan.alternatives:
         lines += ["", "Not chosen:", *_fields(_alternative(a) for a in plan.alternatives[:_MOST_ALTERNATIVES])]
     return "\n".join(lines) + "\n"
+
+
+def brief(plan: Plan) -> str:
+    """Return one short paragraph about ``plan``, in at most 100 columns: time, memory, copies, updates."""
+    found = plan.predicted
+    counts = Counter(plan.update_places)
+    updates = [f"{counts[place]} on {where}" for place, where in _PLACES.items() if counts[place]]
+    options = ", ".join(f"{count} {option}" for option, count in Counter(plan.options).most_common())
+    fields = dict([*_prediction(plan), *_traffic(plan)])
+    text = (
+        f"{_inputs(plan)}. An iteration takes {fields['iteration']}. "
+        f"Device memory: {format_bytes(found.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}; RAM: "
+        f"{format_bytes(found.host_peak_bytes)} of {format_bytes(plan.host_budget_bytes)}. "
+        f"Copied: {fields['copies']}. Activations of blocks: {options}. "
+        f"Tensors updated: {', '.join(updates) or 'none'}."
+    )
+    return textwrap.fill(text, WIDTH, break_long_words=False)
 
 
 # -- totals ----------------------------------------------------------------------------------------------------------

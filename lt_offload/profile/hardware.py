@@ -101,9 +101,11 @@ def _read(path: Path) -> dict[str, Any]:
 
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: a date such as 2001-99-99, or no text
         raise ConfigError(f"cannot read hardware description {str(path)!r}: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
+    except RecursionError:
+        raise ConfigError(f"cannot read hardware description {str(path)!r}: it is nested too deeply") from None
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"cannot read hardware description {str(path)!r}: it is no mapping of names to numbers")
     return values
 
@@ -180,6 +182,13 @@ def available_host_bytes() -> int:
     import psutil  # type: ignore[import-untyped]
 
     return max(0, min(int(psutil.virtual_memory().available), *_cgroup_bytes(_CGROUP)))
+
+
+def total_host_bytes() -> int:
+    """Return the RAM of this machine."""
+    import psutil
+
+    return int(psutil.virtual_memory().total)
 
 
 def _cgroup_bytes(root: Path) -> list[int]:
