@@ -67,14 +67,14 @@ def check_weights(saved: Mapping[str, Any], expected: Mapping[str, Tensor], *, s
         if isinstance(mine, Tensor) and getattr(tensor, "shape", None) != mine.shape:
             found = tuple(getattr(tensor, "shape", ()))
             raise ConfigError(
-                f"the checkpoint is of another model: {name} has shape {found} there and {tuple(mine.shape)} here; use "
+                f"the checkpoint does not fit this model: {name} has shape {found} there and {tuple(mine.shape)} here; use "
                 "the config.yaml of its run folder as the recipe"
             )
     missing, alien = [n for n in expected if n not in saved], [n for n in saved if n not in expected]
     if strict and (missing or alien):
         name, where = (missing[0], "has no") if missing else (alien[0], "has a tensor that this model does not have:")
         raise ConfigError(
-            f"the checkpoint is of another model or other adapters: it {where} {name} ({len(missing)} tensors are "
+            f"the checkpoint does not fit this model or its adapters: it {where} {name} ({len(missing)} tensors are "
             f"missing, {len(alien)} are too many); use the config.yaml of its run folder as the recipe"
         )
 
@@ -104,6 +104,18 @@ def check_optimizer(optimizer: Optimizer, saved: Any) -> None:
     indices = [index for group in groups for index in group["params"]]
     for index, parameter in zip(indices, parameters, strict=True):
         _check_state(states.get(index, {}), parameter, f"the checkpoint's {kind} state of tensor {index}", hint)
+
+
+@contextmanager
+def loading_state(optimizer: Optimizer) -> Iterator[None]:
+    """Raise ``ConfigError`` for what an optimizer says about a state that it cannot take."""
+    try:
+        yield
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"the checkpoint's state of {type(optimizer).__name__} cannot be loaded ({type(error).__name__}: "
+            f"{' '.join(str(error).split())[:200]}); use the settings of its run (config.yaml in its folder)"
+        ) from error
 
 
 def _is_group(group: Any) -> bool:

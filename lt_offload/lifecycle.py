@@ -25,7 +25,7 @@ from lt_offload.execute import open_device
 from lt_offload.execute.device import Device
 from lt_offload.execute.engine import Engine
 from lt_offload.finetune.callbacks import Metrics, logs_after
-from lt_offload.foreign import check_optimizer, check_weights
+from lt_offload.foreign import check_optimizer, check_weights, loading_state
 from lt_offload.plan.batch import BatchChoice
 from lt_offload.plan.explain import brief
 from lt_offload.plan.perfetto import save_perfetto
@@ -351,7 +351,8 @@ class OffmateCore(_Base):
             check_optimizer(optimizer, state)
         with self._rewriting():
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-                load_optimizer_state(optimizer, state, unchanged)
+                with loading_state(optimizer):
+                    load_optimizer_state(optimizer, state, unchanged)
 
     # -- afterwards --------------------------------------------------------------------------------------------------
 

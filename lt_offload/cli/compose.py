@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lt_offload.cli.recipes import read
+from lt_offload.paths import is_file
 from lt_offload.shipped import shipped_root
 
 _CALLBACKS = "--trainer.callbacks"
@@ -50,7 +51,7 @@ def _switches_on(arg: str, following: str) -> bool:
     name, equals, value = arg.partition("=")
     if name == "--config":
         path = Path(value if equals else following)
-        return path.is_file() and _group(path, "model").get("lora") is not None
+        return is_file(path) and _group(path, "model").get("lora") is not None
     return name.startswith(f"{_LORA}.") or (name == _LORA and (value if equals else following) not in ("null", ""))
 
 

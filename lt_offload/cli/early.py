@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +11,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune import load, sources
 from lt_offload.finetune.module import FineTune
 from lt_offload.foreign import check_checkpoint, check_weights
+from lt_offload.paths import is_dir, is_file, user_path
 
 if TYPE_CHECKING:
     from lt_offload.cli.app import App
@@ -32,14 +32,14 @@ def check_early(app: App, ckpt_path: str | None = None, *, resume: bool = False)
             sources.local_files(path, f"data.{setting}")
     if app.model.name != load.SMOLLM2:  # that one is made where it is missing
         load.locate(app.model.name)
-    if Path(data.tokenizer_name).expanduser().is_dir():
+    if is_dir(user_path(data.tokenizer_name)):
         load.load_tokenizer(data.tokenizer_name)
     if ckpt_path is not None:
         _check_file(app.model, ckpt_path, resume=resume)
 
 
 def _check_file(module: FineTune, path: str, *, resume: bool) -> None:
-    if not Path(path).exists():
+    if not (is_file(path) or is_dir(path)):
         raise ConfigError(f"ckpt_path={path!r} does not exist")
     content: Any = checkpoint.load(path, weights_only=True)
     check_checkpoint(content, path)

@@ -11,13 +11,13 @@ import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from lt_offload import __version__
 from lt_offload.cli import recipes
 from lt_offload.cli.outputs import check_output
 from lt_offload.cli.progress import keeping_quiet, say
 from lt_offload.errors import ConfigError, OffloadError
+from lt_offload.paths import is_dir, is_file, user_path
 
 USAGE = """\
 usage: lt-finetune RECIPE [--key value ...]            fine-tune
@@ -103,10 +103,10 @@ def _list(args: list[str]) -> int:
 def _copy(args: list[str]) -> int:
     if len(args) != 2:
         raise ConfigError(f"cp needs a recipe and a file, got {args}: lt-finetune cp quickstart mine.yaml")
-    source, target = recipes.find(args[0]), Path(args[1]).expanduser()
-    if target.is_dir():
+    source, target = recipes.find(args[0]), user_path(args[1])
+    if is_dir(target):
         target = target / source.name
-    if target.exists():
+    if is_file(target):
         raise ConfigError(f"{target} exists already; give another name, or remove it first")
     check_output(target, "cp")
     shutil.copyfile(source, target)

@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 from lt_offload.errors import ConfigError
+from lt_offload.paths import is_dir, user_path
 
 
 def check_output(path: str | Path, setting: str, *, make: bool = False) -> None:
@@ -17,14 +18,14 @@ def check_output(path: str | Path, setting: str, *, make: bool = False) -> None:
         setting: what asked for it, for the error.
         make: whether its folder will be made where there is none.
     """
-    target = Path(path).expanduser()
-    if target.is_dir():
+    target = user_path(path)
+    if is_dir(target):
         raise ConfigError(f"{setting}: cannot write {target}: it is a folder; add the name of a file")
     folder = target.parent
     if make:
-        folder = next(place for place in (folder, *folder.absolute().parents) if place.exists())
-    if not folder.is_dir():
-        why = "is a file" if folder.exists() else "does not exist"
+        folder = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
+    if not is_dir(folder):
+        why = "is a file" if os.path.exists(folder) else "does not exist"
         raise ConfigError(f"{setting}: cannot write {target}: there is no folder {folder}, it {why}")
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"{setting}: cannot write {target}: the folder {folder} is read-only for you")
@@ -36,7 +37,7 @@ def make_folder(path: str | Path, setting: str) -> Path:
     Raises:
         ConfigError: if nothing can be written there.
     """
-    target = Path(path).expanduser()
+    target = user_path(path)
     try:
         target.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=target):

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from lt_offload.errors import ConfigError
+from lt_offload.paths import is_file, user_path
 from lt_offload.shipped import shipped_files, shipped_root
 
 VERBS = ("fit", "plan", "validate", "generate", "export", "check", "ls", "cp", "doctor", "help")
@@ -31,8 +32,8 @@ def find(recipe: str) -> Path:
     Raises:
         ConfigError: if there is none; names the closest ones.
     """
-    path = Path(recipe).expanduser()
-    if path.is_file():
+    path = user_path(recipe)
+    if is_file(path):
         return path
     known = shipped()
     name = recipe.removesuffix(".yaml").removeprefix("recipes/")
@@ -82,7 +83,7 @@ def _named(path: Path, key: str) -> list[Path]:
 
 def _locate(name: str, child: Path, key: str) -> Path:
     for folder in (child.parent, shipped_root()):
-        if (folder / name).is_file():
+        if is_file(folder / name):
             return folder / name
     raise ConfigError(f"{key}: {name!r} in {child} does not exist, neither beside it nor in {shipped_root()}")
 

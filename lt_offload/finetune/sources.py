@@ -12,6 +12,7 @@ from typing import Any
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.formats import Row
 from lt_offload.finetune.rows import Places, read_json, usable
+from lt_offload.paths import is_dir, is_file, user_path
 
 PYDOC = "pydoc_topics"
 """Name of the source that every Python installation has: the language reference behind ``help()``."""
@@ -69,15 +70,15 @@ def local_files(path: str, setting: str) -> list[Path]:
     Raises:
         ConfigError: if it is a path and there is nothing to read.
     """
-    place = Path(path).expanduser()
-    if place.is_dir():
+    place = user_path(path)
+    if is_dir(place):
         found = sorted(file for file in place.iterdir() if file.suffix.lower() in _BUILDERS)
         kinds = {_BUILDERS[file.suffix.lower()] for file in found}
         if len(kinds) != 1:
             have = "files of several kinds" if kinds else "no data files"
             raise ConfigError(f"{setting}={path!r} is a folder with {have}; it should hold one of {_ENDINGS}")
         return found
-    if place.is_file():
+    if is_file(place):
         if place.suffix.lower() not in _BUILDERS:
             raise ConfigError(f"{setting}={path!r} is of no known kind; it should end with one of {_ENDINGS}")
         return [place]

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lt_offload.errors import ConfigError
+from lt_offload.paths import is_file
 from lt_offload.profile.types import HardwareProfile
 from lt_offload.shipped import shipped_files
 from lt_offload.units import format_bytes, parse_bytes
@@ -46,7 +47,7 @@ def load_hardware(name: str | Path) -> HardwareProfile:
         ConfigError: if there is no such description, or it is not a valid one.
     """
     text = str(name)
-    base, *changes = [text] if Path(text).is_file() else text.split(",")
+    base, *changes = [text] if is_file(text) else text.split(",")
     path = _description(base, "hardware", _MACHINES)
     machine = _validated(path, {"name": path.stem} | _read(path))
     for change in changes:
@@ -127,7 +128,7 @@ def _description(name: str, setting: str, folder: str) -> Path:
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
     if wanted in shipped:
         return shipped[wanted]
-    if Path(name).is_file():
+    if is_file(name):
         return Path(name)
     # rtx-3060 is rtx-3060-12gb and not rtx-3060ti, should there be one
     for stem in (f"{wanted}-", wanted):

@@ -128,7 +128,7 @@ def test_files_without_rows(tokenizer: str, tmp_path: Path, name: str, content: 
         '[{"text": "ab"},\n {"text": "cd"}]',
         '[{"text": "ab"}, {"text": "cd"}]',
         '{"text": "ab"}\n\n{"text": "cd"}\r\n',
-        '{\n"text": "abcd\u2028"\n}',
+        '{\n"text": "ab\u2028"\n}',
     ],
 )
 def test_both_forms_under_both_endings(tokenizer: str, tmp_path: Path, name: str, content: str) -> None:
