@@ -67,8 +67,8 @@ def check_weights(saved: Mapping[str, Any], expected: Mapping[str, Tensor], *, s
         if isinstance(mine, Tensor) and getattr(tensor, "shape", None) != mine.shape:
             found = tuple(getattr(tensor, "shape", ()))
             raise ConfigError(
-                f"the checkpoint does not fit this model: {name} has shape {found} there and {tuple(mine.shape)} here; use "
-                "the config.yaml of its run folder as the recipe"
+                f"the checkpoint does not fit this model: {name} has shape {found} there and {tuple(mine.shape)} here; "
+                "use the config.yaml of its run folder as the recipe"
             )
     missing, alien = [n for n in expected if n not in saved], [n for n in saved if n not in expected]
     if strict and (missing or alien):

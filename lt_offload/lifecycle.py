@@ -55,8 +55,8 @@ class OffmateCore(_Base):
     def __init__(
         self,
         *,
-        memory: str | int | None = None,
-        host_memory: str | int | None = None,
+        memory: str | int | float | None = None,
+        host_memory: str | int | float | None = None,
         planner: PlannerName = "auto",
         batch_size: int | Literal["auto"] | None = None,
         host_update: bool = True,

@@ -5,8 +5,8 @@
     python scripts/fuzz.py --only plans:17       one input again, with the traceback of what it led to
 
 Every input is made from the seed, its kind and its number alone, and handed over in this process: to a function, or to
-``lt-finetune``. An outcome is *accepted* (success, exit code 0), *refused* (an ``OffloadError`` or exit code 2, with one
-sentence) or *failed* (anything else). The exit code is 1 if an input failed.
+``lt-finetune``. An outcome is *accepted* (success, exit code 0), *refused* (an ``OffloadError`` or exit code 2, with
+one sentence) or *failed* (anything else). The exit code is 1 if an input failed.
 """
 
 from __future__ import annotations

@@ -32,6 +32,7 @@ from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.summary import RunSummary
 
 _STAMP = "%Y%m%d-%H%M%S"
+_SEED = "lightning.fabric.utilities.seed"
 
 
 def run(verb: str, files: Sequence[Path], args: Sequence[str]) -> int:
@@ -222,7 +223,7 @@ def _quieten() -> None:
         r"The dirpath has changed from",  # every run has its own folder, and keeps its own checkpoints
     ):
         warnings.filterwarnings("ignore", message=message)
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
+    for name in (*(f"lightning.{part}.utilities.rank_zero" for part in ("pytorch", "fabric")), _SEED):
         logging.getLogger(name).addFilter(_wanted)
     if quiet():
         disable_progress_bars()

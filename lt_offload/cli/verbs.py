@@ -78,7 +78,7 @@ def generate(app: App, *, prompt: str | None = None, max_new_tokens: int = 64, c
     if text is None:
         raise ConfigError("generate needs --prompt: the recipe has no data.sample_prompt")
     if not text.strip():
-        raise ConfigError(f"prompt={text!r} is empty; give some text with --prompt")
+        raise ConfigError(f"the prompt is empty: {text!r}; give some text with --prompt")
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} is too small; it must be at least 1")
     check_early(app, ckpt_path)

@@ -15,6 +15,7 @@ WIDTH = 100
 _LABEL = 16
 _MOST_ALTERNATIVES = 6
 _BAR = 20
+_NOT_SIMULATED = "not simulated"
 _MOST_CHAINS = 12
 _LANES = {"compute": "compute", "h2d": "copies to device", "d2h": "copies to host", "host": "updates on host"}
 _MEANINGS = {
@@ -72,13 +73,20 @@ def brief(plan: Plan) -> str:
     options = ", ".join(f"{count} {option}" for option, count in Counter(plan.options).most_common())
     fields = dict([*_prediction(plan), *_traffic(plan)])
     text = (
-        f"{_inputs(plan)}. An iteration takes {fields['iteration']}. "
+        f"{_inputs(plan)}. {_sentence(fields['iteration'])}. "
         f"Device memory: {format_bytes(found.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}; RAM: "
         f"{format_bytes(found.host_peak_bytes)} of {format_bytes(plan.host_budget_bytes)}. "
         f"Copied: {fields['copies']}. Activations of blocks: {options}. "
         f"Tensors updated: {', '.join(updates) or 'none'}."
     )
-    return textwrap.fill(text, WIDTH, break_long_words=False)
+    lines = textwrap.wrap(text, WIDTH, break_long_words=False)
+    if plan.batch_curve:
+        lines += ["", "Batch sizes:", *_fields(_batch_sizes(plan))]
+    return "\n".join(lines)
+
+
+def _sentence(iteration: str) -> str:
+    return "It was not simulated" if iteration == _NOT_SIMULATED else f"An iteration takes {iteration}"
 
 
 # -- totals ----------------------------------------------------------------------------------------------------------
@@ -93,7 +101,7 @@ def _inputs(plan: Plan) -> str:
 def _prediction(plan: Plan) -> Iterator[tuple[str, str]]:
     found = plan.predicted
     if not found.iteration_s:
-        yield "iteration", "not simulated"
+        yield "iteration", _NOT_SIMULATED
         return
     slower = found.iteration_s / found.no_offload_s if found.no_offload_s else 1.0
     about = "about " if plan.estimated else ""
