@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from lt_offload.errors import PlanError
 
 T = TypeVar("T")
-_MOST = 2**60
+MOST_NUMBER = 2**60
 """Numbers beyond this do not fit the planners' arithmetic."""
 
 
@@ -70,7 +70,9 @@ def save_json(obj: Any, path: str | Path) -> Path:
 
 def _check_numbers(value: Any, where: tuple[str | int, ...]) -> None:
     """Raise ``ValueError`` for a number that no size, count or time has, anywhere in a JSON document."""
-    if isinstance(value, int | float) and not -_MOST <= value <= _MOST:  # not a number is out of all bounds, too
+    if (
+        isinstance(value, int | float) and not -MOST_NUMBER <= value <= MOST_NUMBER
+    ):  # not a number is out of all bounds, too
         raise ValueError(f"{'.'.join(map(str, where)) or 'the document'}: {value!r:.20} is out of bounds")
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, one in items:

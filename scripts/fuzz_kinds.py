@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 import fuzz_mutations as broken
 import torch
+import yaml
 from common import ROOT
 from torch import nn
 
@@ -76,7 +77,11 @@ class Hardware(_InFolder):
             return
         sound = (shipped_root() / "configs" / "hardware" / f"{random.choice(hardware_names())}.yaml").read_text()
         path = self.folder / "machine.yaml"
-        path.write_bytes(broken.text(random, sound).encode("utf-8", "surrogatepass"))
+        if random.random() < 0.5:
+            sound = yaml.safe_dump(broken.data(random, yaml.safe_load(sound)))
+        else:
+            sound = broken.text(random, sound)
+        path.write_bytes(sound.encode("utf-8", "surrogatepass"))
         machine = load_hardware(path)
         assert machine.h2d_bytes_per_s > 0
         assert machine.device_bytes > 0

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lt_offload.errors import ConfigError
 from lt_offload.paths import is_file
 from lt_offload.profile.types import HardwareProfile
+from lt_offload.profile.valid import problems_of_machine as problems
 from lt_offload.shipped import shipped_files
 from lt_offload.units import format_bytes, parse_bytes
 
@@ -115,11 +116,15 @@ def _validated(path: Path, values: dict[str, Any]) -> HardwareProfile:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        return TypeAdapter(HardwareProfile).validate_python(values)
+        machine = TypeAdapter(HardwareProfile).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"hardware description {str(path)!r}: {where}: {first['msg']}") from None
+    problem = next(problems(machine), None)
+    if problem is not None:
+        raise ConfigError(f"hardware description {str(path)!r}: {problem}")
+    return machine
 
 
 def _description(name: str, setting: str, folder: str) -> Path:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
 from itertools import pairwise
 
-from lt_offload.profile.types import BlockProfile, Profile, TensorProfile
+from lt_offload.profile.types import BlockProfile, HardwareProfile, Profile, TensorProfile
+from lt_offload.serialize import MOST_NUMBER
 
 
 def problems(profile: Profile) -> Iterator[str]:
     """Yield what no measured or estimated profile has, one sentence each; nothing if ``profile`` is sound."""
-    hardware, optimizer = profile.hardware, profile.optimizer
+    optimizer = profile.optimizer
     for name, value in (
         ("batch_size", profile.batch_size),
         ("sequence_length", profile.sequence_length),
-        ("hardware.h2d_bytes_per_s", hardware.h2d_bytes_per_s),
-        ("hardware.d2h_bytes_per_s", hardware.d2h_bytes_per_s),
         ("optimizer.host_bytes_per_s", optimizer.host_bytes_per_s),
         ("optimizer.device_bytes_per_s", optimizer.device_bytes_per_s),
     ):
@@ -24,16 +24,12 @@ def problems(profile: Profile) -> Iterator[str]:
     for name, value in (
         ("shared_bytes", profile.shared_bytes),
         ("slack_bytes", profile.slack_bytes),
-        ("hardware.device_bytes", hardware.device_bytes),
-        ("hardware.host_bytes", hardware.host_bytes),
-        ("hardware.pinnable_bytes", hardware.pinnable_bytes),
-        ("hardware.context_bytes", hardware.context_bytes),
-        ("hardware.staged_bytes_per_s", hardware.staged_bytes_per_s),
         ("optimizer.scratch_ratio", optimizer.scratch_ratio),
         ("optimizer.host_threads", optimizer.host_threads),
     ):
         if value < 0:
             yield f"{name} is {value}, it cannot be negative"
+    yield from (f"hardware.{problem}" for problem in problems_of_machine(profile.hardware))
     if len(profile.blocks) < 2:
         yield f"it has {len(profile.blocks)} blocks, a model has two or more"
     backward = [block.has_backward for block in profile.blocks]
@@ -43,6 +39,19 @@ def problems(profile: Profile) -> Iterator[str]:
         yield from (f"blocks.{at}: {problem}" for problem in _of_block(block))
     for at, tensor in enumerate(profile.tensors):
         yield from (f"tensors.{at}: {problem}" for problem in _of_tensor(tensor, backward))
+
+
+def problems_of_machine(machine: HardwareProfile) -> Iterator[str]:
+    """Yield the same for a machine alone."""
+    values = {field.name: getattr(machine, field.name) for field in fields(machine)}
+    values |= {f"flops_per_s.{dtype}": rate for dtype, rate in machine.flops_per_s.items()}
+    numbers = {name: value for name, value in values.items() if isinstance(value, int | float)}
+    for name, value in numbers.items():
+        if not 0 <= value <= MOST_NUMBER:
+            yield f"{name} is {value}, it cannot be negative, infinite or so large"
+    for name in ("device_bytes", "host_bytes", "h2d_bytes_per_s", "d2h_bytes_per_s"):
+        if numbers[name] == 0:
+            yield f"{name} is 0, it has to be positive"
 
 
 def _of_block(block: BlockProfile) -> Iterator[str]:

@@ -214,14 +214,14 @@ OURS = ["ModelCheckpoint", "ModelCheckpoint", "LearningRateMonitor", "TQDMProgre
 
 
 def test_callbacks_are_appended(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
-    timer = "{class_path: Timer, init_args: {duration: '00:01:00:00'}}"
+    stopping = "{class_path: EarlyStopping, init_args: {monitor: val_loss}}"
     assert list(names(printed(capsys, recipe))) == OURS
-    assert list(names(printed(capsys, recipe, "--trainer.callbacks", timer))) == [*OURS, "Timer"]
-    assert list(names(printed(capsys, recipe, f"--trainer.callbacks=[{timer}]"))) == [*OURS, "Timer"]
-    Path("child.yaml").write_text(f"base: tiny.yaml\ntrainer: {{callbacks: [{timer}]}}\n")
-    assert list(names(printed(capsys, "child.yaml"))) == [*OURS, "Timer"]
+    assert list(names(printed(capsys, recipe, "--trainer.callbacks", stopping))) == [*OURS, "EarlyStopping"]
+    assert list(names(printed(capsys, recipe, f"--trainer.callbacks=[{stopping}]"))) == [*OURS, "EarlyStopping"]
+    Path("child.yaml").write_text(f"base: tiny.yaml\ntrainer: {{callbacks: [{stopping}]}}\n")
+    assert list(names(printed(capsys, "child.yaml"))) == [*OURS, "EarlyStopping"]
     Path("grandchild.yaml").write_text("base: child.yaml\ntrainer: {callbacks: {class_path: RichModelSummary}}\n")
-    assert list(names(printed(capsys, "grandchild.yaml"))) == [*OURS, "Timer", "RichModelSummary"]
+    assert list(names(printed(capsys, "grandchild.yaml"))) == [*OURS, "EarlyStopping", "RichModelSummary"]
     Path("none.yaml").write_text("base: child.yaml\ntrainer: {callbacks: null}\n")
     assert printed(capsys, "none.yaml")["trainer"]["callbacks"] is None
 
