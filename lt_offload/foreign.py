@@ -119,7 +119,8 @@ def loading_state(optimizer: Optimizer) -> Iterator[None]:
 
 
 def _is_group(group: Any) -> bool:
-    return isinstance(group, Mapping) and isinstance(group.get("params"), list)
+    params = group.get("params") if isinstance(group, Mapping) else None
+    return isinstance(params, list) and all(isinstance(index, int) for index in params)
 
 
 def _check_state(state: Any, parameter: nn.Parameter, what: str, hint: str) -> None:

@@ -110,6 +110,9 @@ class App(LightningCLI):
         finally:
             sys.argv = argv
         self.options = {name: self.config.pop(name) for name in self._option_names}
+        seed = self.config.get("seed_everything")
+        if not 0 <= (seed or 0) < 2**32:
+            raise ConfigError(f"seed_everything={seed} is out of bounds; choose a number from 0 to {2**32 - 1}")
 
     def instantiate_classes(self) -> None:
         """Make the module, the data module and the trainer; nothing is loaded yet.

@@ -89,7 +89,7 @@ def test_states_of_another_optimizer() -> None:
         check_optimizer(optimizer, stepped(model(), torch.optim.SGD).state_dict())
     with pytest.raises(ConfigError, match=r"AdamW state of tensor 0: exp_avg has shape \(5, 4\), not \(3, 4\)"):
         check_optimizer(optimizer, stepped(model(5)).state_dict())
-    for broken in ({}, {"state": {}, "param_groups": 3}, {"state": {}, "param_groups": [{}]}, 7):
+    for broken in ({}, {"state": {}, "param_groups": 3}, {"state": {}, "param_groups": [{"params": [[]]}]}, 7):
         with pytest.raises(ConfigError, match="is damaged"):
             check_optimizer(optimizer, broken)
 
