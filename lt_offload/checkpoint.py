@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lt_offload.errors import CheckpointError
+from lt_offload.foreign import check_checkpoint, reading
 from lt_offload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -98,12 +99,14 @@ def load(path: str | Path, *, weights_only: bool | None = None) -> dict[str, Any
 
     Raises:
         FileNotFoundError: if there is no such file.
+        ConfigError: if it cannot be read.
     """
     source = Path(path)
     if not source.exists():
         raise FileNotFoundError(f"Checkpoint file not found: {source}")
-    mapped = zipfile.is_zipfile(source)
-    checkpoint: dict[str, Any] = torch.load(source, map_location="cpu", mmap=mapped, weights_only=weights_only)
+    with reading(source):
+        mapped = zipfile.is_zipfile(source)
+        checkpoint: dict[str, Any] = torch.load(source, map_location="cpu", mmap=mapped, weights_only=weights_only)
     return checkpoint
 
 
@@ -213,7 +216,9 @@ class AtomicCheckpointIO(_Base):
         found = local(path)
         if found is None:
             return super().load_checkpoint(path, map_location, weights_only)
-        return load(found, weights_only=weights_only)
+        checkpoint = load(found, weights_only=weights_only)
+        check_checkpoint(checkpoint, found)
+        return checkpoint
 
 
 def local(path: str | Path) -> Path | None:

@@ -26,7 +26,9 @@ from lt_offload.execute import open_device
 from lt_offload.execute.device import Device
 from lt_offload.execute.engine import Engine
 from lt_offload.finetune.callbacks import Metrics, logs_after
+from lt_offload.foreign import check_optimizer, check_weights, loading_state
 from lt_offload.plan.batch import BatchChoice
+from lt_offload.plan.explain import brief
 from lt_offload.plan.perfetto import save_perfetto
 from lt_offload.plan.schedule import Plan, PlannerName
 from lt_offload.plan.select import check_planner, check_reserve
@@ -55,8 +57,8 @@ class OffmateCore(_Base):
     def __init__(
         self,
         *,
-        memory: str | int | None = None,
-        host_memory: str | int | None = None,
+        memory: str | int | float | None = None,
+        host_memory: str | int | float | None = None,
         planner: PlannerName = "auto",
         batch_size: int | Literal["auto"] | None = None,
         host_update: bool = True,
@@ -86,6 +88,8 @@ class OffmateCore(_Base):
         self.plan_path = plan
         self.solver_time_limit = solver_time_limit
         self.report_dir = report_dir
+        self.explain = False
+        """Whether the whole plan is shown before training, and not just one paragraph about it."""
         self.parallel_devices: list[torch.device] | None = None  # filled in by the Trainer
         self.profile: Profile | None = None
         self.plan: Plan | None = None
@@ -159,6 +163,9 @@ class OffmateCore(_Base):
         """Refuse what the Trainer asks for and cannot have, before anything is downloaded or loaded."""
         trainer = self._trainer
         limits.check("trainer", limits.Run(trainer=trainer), training=_fitting(trainer))
+        prepare.check_memory(self.memory, self.root_device)
+        if self.plan_path is not None and _fitting(trainer):
+            prepare.load_plan(self.plan_path, self.memory or free_memory(self.root_device))
         if self.batch_size is not None and _fitting(trainer):
             size = batching.BatchSize(trainer, self.batch_size)
             if self.batch_size != "auto":
@@ -194,6 +201,8 @@ class OffmateCore(_Base):
                     choice = batching.settle(self, trainer)
             self.setup_optimizers(trainer)
             limits.check("optimizer", limits.Run(model=self.model, optimizers=self.optimizers))
+            if self.plan_path is not None:
+                prepare.check_same_model(self.plan_path, self._module, self.optimizers[0])
         self.setup_precision_plugin()
         if _fitting(trainer):
             self._prepare_training(trainer, choice)
@@ -221,7 +230,7 @@ class OffmateCore(_Base):
             self.profile.save(folder / "profile.json")
             self.plan.save(folder / "plan.json")
         rank_zero_info(f"offmate: {prepare.summary(self.plan)}" + (f"; saved in {folder}" if folder else ""))
-        rank_zero_info(self.plan.explain())
+        rank_zero_info(self.plan.explain() if self.explain else brief(self.plan))
         self._install(optimizer, self.plan, self.plan.budget_bytes)
 
     def _make_plan(self, profile: Profile) -> Plan:
@@ -341,6 +350,7 @@ class OffmateCore(_Base):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights into the host copies."""
+        check_weights(checkpoint["state_dict"], self._module.state_dict(), strict=strict)
         with self._rewriting():
             super().load_model_state_dict(checkpoint, strict)
 
@@ -348,9 +358,12 @@ class OffmateCore(_Base):
         """Load the optimizer's state into host memory of its own, in the dtypes in which it was saved."""
         saved = {name: t.dtype for name, t in checkpoint["state_dict"].items() if isinstance(t, Tensor)}
         unchanged = {p for name, p in self._module.named_parameters() if saved.get(name) == p.dtype}
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            check_optimizer(optimizer, state)
         with self._rewriting():
             for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-                load_optimizer_state(optimizer, state, unchanged)
+                with loading_state(optimizer):
+                    load_optimizer_state(optimizer, state, unchanged)
 
     # -- afterwards --------------------------------------------------------------------------------------------------
 

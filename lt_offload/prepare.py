@@ -13,14 +13,18 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lt_offload.aside import aside
 from lt_offload.errors import ConfigError, PlanError
+from lt_offload.execute.program import check_match
 from lt_offload.plan.schedule import Plan
+from lt_offload.profile.blocks import find_blocks
+from lt_offload.profile.hardware import total_host_bytes
 from lt_offload.profile.snapshot import untouched as kept
 from lt_offload.profile.types import HardwareProfile, Profile
 from lt_offload.units import format_bytes, format_seconds
@@ -141,6 +145,43 @@ def _loss(strategy: Any, batch: Any) -> Tensor:
     return loss
 
 
+def load_plan(path: str | Path, memory: int) -> Plan:
+    """Return the saved plan at ``path``: all that can be known about it before there is a model.
+
+    Raises:
+        PlanError: if it is no plan, or needs more than ``memory`` bytes.
+    """
+    plan = Plan.load(path)
+    if plan.budget_bytes > memory:
+        raise PlanError(
+            f"plan={str(path)!r} needs memory={plan.budget_bytes}, there are {memory} bytes; raise memory or plan again"
+        )
+    return plan
+
+
+def check_same_model(path: str | Path, module: nn.Module, optimizer: Optimizer) -> None:
+    """Raise ``PlanError`` if the saved plan at ``path`` is not for ``module``; needs no profile."""
+    try:
+        check_match(find_blocks(module), optimizer, Plan.load(path))
+    except PlanError as error:
+        raise PlanError(f"plan={str(path)!r}: {error}") from None
+
+
+def check_memory(memory: int | None, device: torch.device) -> None:
+    """Raise ``ConfigError`` if ``device`` can never have ``memory`` bytes; the emulated one is in RAM."""
+    if memory is None:
+        return
+    if device.type == "cuda":
+        has, where = torch.cuda.get_device_properties(device).total_memory, "the GPU"
+    else:
+        has, where = total_host_bytes(), "RAM, where the emulated device is,"
+    if memory > has:
+        raise ConfigError(
+            f"memory={format_bytes(memory)} is more than there is: {where} has {format_bytes(has)}; lower memory, or "
+            "leave it out for all that is free"
+        )
+
+
 def replay(path: str | Path, profile: Profile, memory: int) -> Plan:
     """Return the saved plan at ``path``.
 
@@ -149,15 +190,11 @@ def replay(path: str | Path, profile: Profile, memory: int) -> Plan:
     """
     from lt_offload.plan import check
 
-    plan = Plan.load(path)
+    plan = load_plan(path, memory)
     if plan.fingerprint != profile.fingerprint:
         raise PlanError(
             f"plan={str(path)!r} was made for another model ({plan.model}, {len(plan.options)} blocks) or for other "
             f"shapes, dtypes or frozen weights; this is {profile.model} with {len(profile.blocks)} blocks; plan again"
-        )
-    if plan.budget_bytes > memory:
-        raise PlanError(
-            f"plan={str(path)!r} needs memory={plan.budget_bytes}, there are {memory} bytes; raise memory or plan again"
         )
     problems = check(plan, profile)
     if problems:

@@ -5,12 +5,15 @@ Validation is pydantic's: unknown keys, missing keys and wrong types are named w
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
 from lt_offload.errors import PlanError
 
 T = TypeVar("T")
+MOST_NUMBER = 2**60
+"""Numbers beyond this do not fit the planners' arithmetic."""
 
 
 def to_json(obj: Any) -> str:
@@ -38,10 +41,13 @@ def from_json(cls: type[T], text: str | bytes, *, source: str, schema: int) -> T
 
     try:
         found = json.loads(text)
-        version = found.get("schema") if isinstance(found, dict) else None
+        _check_numbers(found, ())
     except ValueError as error:
         raise PlanError(f"{source} is not a valid {cls.__name__} file: {error}") from None
-    if version != schema:
+    except RecursionError:
+        raise PlanError(f"{source} is not a valid {cls.__name__} file: it is nested too deeply") from None
+    version = found.get("schema") if isinstance(found, dict) else None
+    if version != schema or isinstance(version, bool | float):
         raise PlanError(
             f"{source} has schema {version!r}, this release of lt_offload reads schema {schema} of {cls.__name__}; "
             "make it again with the release you have installed"
@@ -62,8 +68,27 @@ def save_json(obj: Any, path: str | Path) -> Path:
     return target
 
 
-def load_json(cls: type[T], path: str | Path, *, schema: int) -> T:
+def _check_numbers(value: Any, where: tuple[str | int, ...]) -> None:
+    """Raise ``ValueError`` for a number that no size, count or time has, anywhere in a JSON document."""
+    if (
+        isinstance(value, int | float) and not -MOST_NUMBER <= value <= MOST_NUMBER
+    ):  # not a number is out of all bounds, too
+        raise ValueError(f"{'.'.join(map(str, where)) or 'the document'}: {value!r:.20} is out of bounds")
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in items:
+        _check_numbers(one, (*where, key))
+
+
+def load_json(
+    cls: type[T], path: str | Path, *, schema: int, problems: Callable[[T], Iterator[str]] | None = None
+) -> T:
     """Read an instance of ``cls`` from ``path``.
+
+    Args:
+        cls: dataclass with a field ``schema``.
+        path: the file.
+        schema: the schema version this release reads.
+        problems: says what is wrong with an instance beyond its types.
 
     Raises:
         PlanError: if the file is missing or is not a valid ``cls`` of this schema version.
@@ -72,4 +97,8 @@ def load_json(cls: type[T], path: str | Path, *, schema: int) -> T:
         text = Path(path).read_bytes()
     except OSError as error:
         raise PlanError(f"cannot read {cls.__name__} file {str(path)!r}: {error.strerror}") from None
-    return from_json(cls, text, source=repr(str(path)), schema=schema)
+    found = from_json(cls, text, source=repr(str(path)), schema=schema)
+    problem = None if problems is None else next(problems(found), None)
+    if problem is not None:
+        raise PlanError(f"{str(path)!r} is not a valid {cls.__name__} file: {problem}; make it again")
+    return found

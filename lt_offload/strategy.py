@@ -1,16 +1,19 @@
 """The strategy for ``lightning.pytorch``; what it does is in ``lifecycle.py``.
 
-A Trainer of ``pytorch_lightning`` takes a class over its own base: ``strategy_class("pytorch_lightning")`` in
-``lt_offload._register``.
+A Trainer of ``pytorch_lightning`` takes it, too, although its own base class is another one: there the class counts as
+a virtual subclass of that base, and an object becomes one of ``strategy_class("pytorch_lightning")`` when the Trainer
+gives it an accelerator.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from lightning.pytorch.strategies import Strategy
 
+from lt_offload import _register
+from lt_offload.errors import ConfigError
 from lt_offload.lifecycle import OffmateCore
 from lt_offload.plan.schedule import PlannerName
 
@@ -47,8 +50,8 @@ class OffmateStrategy(OffmateCore, Strategy):
     def __init__(
         self,
         *,
-        memory: str | int | None = None,
-        host_memory: str | int | None = None,
+        memory: str | int | float | None = None,
+        host_memory: str | int | float | None = None,
         planner: PlannerName = "auto",
         batch_size: int | Literal["auto"] | None = None,
         host_update: bool = True,
@@ -72,3 +75,33 @@ class OffmateStrategy(OffmateCore, Strategy):
             solver_time_limit=solver_time_limit,
             report_dir=report_dir,
         )
+
+    @property
+    def accelerator(self) -> Any:
+        """Set by the Trainer, before anything else."""
+        return Strategy.accelerator.fget(self)  # type: ignore[attr-defined]
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        namespace = _register.namespace_of(accelerator)
+        if namespace not in (None, self.namespace):
+            if type(self) is not OffmateStrategy:
+                raise ConfigError(
+                    f"{type(self).__name__} derives from lt_offload.OffmateStrategy, which is a strategy of "
+                    f"{self.namespace}; import Trainer from {self.namespace}, or derive from "
+                    f"lt_offload._register.strategy_class({namespace!r})"
+                )
+            # The same attributes over the other base: its hooks, and the types its Trainer asks for, are then right.
+            self.__class__ = _register.strategy_class(namespace)
+        self._accelerator = accelerator
+
+
+class offmate(OffmateStrategy):
+    """The strategy under its name in the registry: command lines take ``.memory=`` beside ``strategy: offmate``."""
+
+    def __new__(cls, **options: Any) -> Any:
+        """Return the strategy itself."""
+        return OffmateStrategy(**options)
+
+
+_register.accept(OffmateStrategy)

@@ -11,24 +11,45 @@ _FACTORS = {"": 1, "B": 1} | {
     for power, prefix in enumerate("KMGT", start=1)
     for suffix, base in (("B", 1000), ("", 1000), ("IB", 1024))
 }
+FEW_BYTES = 512
+"""Settings of fewer bytes than this need a unit."""
+_MOST = 10**18
+"""More bytes than any machine has."""
 _SIZE = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?)\s*([A-Za-z]*)\s*")
 
 
-def parse_bytes(value: str | int | float, *, setting: str = "memory") -> int:
+def parse_bytes(value: str | int | float, *, setting: str = "memory", least: int = FEW_BYTES) -> int:
     """Return ``value`` in bytes: ``"12GB"`` is 12e9, ``"12GiB"`` is 12 * 2**30, a number is bytes already.
 
     Args:
         value: the size; units are case-insensitive (B, KB, MB, GB, TB, KiB, MiB, GiB, TiB).
         setting: name of the setting, for the error.
+        least: smaller numbers need a unit: in a setting nobody means so few bytes, and ``memory: 12`` is a slip.
 
     Raises:
-        ConfigError: if ``value`` is not a positive size.
+        ConfigError: if ``value`` is not a positive size; says what may have been meant.
     """
     match = _SIZE.fullmatch(str(value)) if not isinstance(value, bool) else None
     factor = _FACTORS.get(match[2].upper()) if match else None
-    if match is None or factor is None or float(match[1]) <= 0:
-        raise ConfigError(f'{setting}={value!r} is not a size; write "10GB", "10GiB" or a positive number of bytes')
-    return int(float(match[1]) * factor)
+    if match is not None and factor is not None:
+        count = float(match[1]) * factor
+        if (1 if match[2] else least) <= count <= _MOST:
+            return int(count)
+    raise ConfigError(f"{setting}={value!r} is not a size{_meant(str(value), match, least)}")
+
+
+def _meant(text: str, match: re.Match[str] | None, least: int) -> str:
+    """Return what to write instead of ``text``, as the rest of a sentence."""
+    if match is not None and not match[2] and 0 < float(match[1]) < least:
+        return f' but {text.strip()} bytes; did you mean "{match[1]}GB"? (else "10GB", "10GiB" or a number of bytes)'
+    if match is not None and match[2].upper() in _FACTORS and float(match[1]) > 0:
+        few = float(match[1]) * _FACTORS[match[2].upper()] < 1
+        return f' of any memory: it is {"less than a byte" if few else "too large"}; write "10GB" or "10GiB"'
+    if re.fullmatch(r"\s*[0-9.]+\s*%\s*", text):
+        return ' but a share; did you mean "12GB"? Write "10GB", "10GiB" or a number of bytes, or leave it out for all'
+    comma = _SIZE.fullmatch(text.replace(",", "."))
+    near = f'; did you mean "{comma[1]}{comma[2]}"? Write' if comma and comma[2].upper() in _FACTORS else "; write"
+    return f'{near} "10GB", "10GiB" or a positive number of bytes'
 
 
 def format_bytes(count: float) -> str:

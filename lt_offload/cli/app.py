@@ -18,18 +18,23 @@ from typing import Any, NoReturn
 
 import torch
 from jsonargparse import Namespace
-from lightning.pytorch import Trainer
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback, Trainer
+from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lt_offload import checkpoint
 from lt_offload.cli import recipes, verbs
+from lt_offload.cli.compose import compose
+from lt_offload.cli.progress import quiet
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data import FineTuneData
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.summary import RunSummary
 
 _STAMP = "%Y%m%d-%H%M%S"
+_SEED = "lightning.fabric.utilities.seed"
 
 
 def run(verb: str, files: Sequence[Path], args: Sequence[str]) -> int:
@@ -83,12 +88,12 @@ class App(LightningCLI):
             FineTuneData,
             trainer_class=Trainer,
             parser_class=Parser,
-            parser_kwargs={"prog": "lt-finetune RECIPE", "description": verb.__doc__},
+            parser_kwargs={"prog": "lt-finetune RECIPE", "description": verb.__doc__, "allow_abbrev": False},
             save_config_kwargs={"overwrite": True},
             seed_everything_default=1,
             auto_configure_optimizers=False,
             load_from_checkpoint_support=False,
-            args=[part for file in files for part in ("--config", str(file))] + list(args),
+            args=compose(files, args),
             run=False,
         )
 
@@ -110,6 +115,9 @@ class App(LightningCLI):
         finally:
             sys.argv = argv
         self.options = {name: self.config.pop(name) for name in self._option_names}
+        seed = self.config.get("seed_everything")
+        if not 0 <= (seed or 0) < 2**32:
+            raise ConfigError(f"seed_everything={seed} is out of bounds; choose a number from 0 to {2**32 - 1}")
 
     def instantiate_classes(self) -> None:
         """Make the module, the data module and the trainer; nothing is loaded yet.
@@ -119,10 +127,12 @@ class App(LightningCLI):
         """
         try:
             super().instantiate_classes()
-        except (ValueError, TypeError) as error:  # jsonargparse words our own errors anew
+        except (ValueError, TypeError, OverflowError, ModuleNotFoundError) as error:  # jsonargparse words ours anew
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(explain(str(error), [])) from error
+        except MisconfigurationException as error:
+            raise ConfigError(_misconfigured(str(error), self.config_init["trainer"])) from error
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Return the trainer, with a run folder that holds everything the run leaves behind."""
@@ -146,7 +156,11 @@ class App(LightningCLI):
         if getattr(strategy, "report_dir", "none") is None:
             strategy.report_dir = self.run_dir
         callbacks = config.get("callbacks") or []
-        kwargs["callbacks"] = [*(callbacks if isinstance(callbacks, list) else [callbacks]), self.summary]
+        wanted = _without_doubles(callbacks if isinstance(callbacks, list) else [callbacks])
+        if quiet():
+            wanted = [callback for callback in wanted if not isinstance(callback, ProgressBar)]
+            kwargs |= {"enable_progress_bar": False, "enable_model_summary": False}
+        kwargs["callbacks"] = [*wanted, self.summary]
         return super().instantiate_trainer(**kwargs)
 
 
@@ -184,6 +198,27 @@ def _with_values(args: Sequence[str]) -> list[str]:
     ]
 
 
+def _without_doubles(callbacks: Sequence[Callback]) -> list[Callback]:
+    """Return ``callbacks`` with the last one of those that a Trainer takes once: one's own replace the recipe's."""
+    last: dict[object, Callback] = {}
+    for callback in callbacks:
+        once = {ProgressBar: "progress bar", Checkpoint: callback.state_key}
+        last[next((key for kind, key in once.items() if isinstance(callback, kind)), id(callback))] = callback
+    return list(last.values())
+
+
+def _misconfigured(message: str, settings: Namespace) -> str:
+    """Return Lightning's ``message`` about a Trainer's settings as one sentence with the way out."""
+    first = message.strip().splitlines()[0].removesuffix(" (--debug shows where)")
+    accelerator = settings.get("accelerator")
+    if "backend found" in first or "accelerator" in first.lower():
+        return (
+            f"trainer.accelerator={accelerator!r} with trainer.devices={settings.get('devices')!r} does not work here: "
+            f"{first} Use trainer.accelerator=cpu (the emulated device) or auto, and trainer.devices=1"
+        )
+    return f"trainer: {first}"
+
+
 def run_name(recipe: Path) -> str:
     """Return what runs of ``recipe`` are called; the config of a run folder is the recipe of that run."""
     folder = re.fullmatch(r"(.+)-\d{8}-\d{6}", recipe.resolve().parent.name)
@@ -198,6 +233,9 @@ def explain(message: str, flags: Sequence[str]) -> str:
     unknown = re.search(r"(?:unrecognized arguments: |Option ')([^\s']+)", message)
     if unknown:
         return _unknown(unknown[1].lstrip("-").split("=")[0], flags)
+    missing = re.search(r'^Key "([^"]+)" not found in namespace', message)
+    if missing:
+        return f"{missing[1]} is missing; set it, and leave {missing[1].partition('.')[0]} a group of settings"
     key = re.search(r'[Kk]ey "([^"]+)"', message)
     where = f"{key[1]}: " if key else ""
     reasons = re.findall(r"^\s*- (.*(?:\n(?!\s*- |\s*Given value).*)*)", message, flags=re.MULTILINE)
@@ -214,7 +252,10 @@ def explain(message: str, flags: Sequence[str]) -> str:
 def _unknown(key: str, flags: Sequence[str]) -> str:
     known = [flag.lstrip("-") for flag in flags if flag.startswith("--")]
     group, _, last = key.rpartition(".")
-    close = [name for name in known if name.rpartition(".")[2] == last and not name.endswith("help")]
+    known = [name for name in known if not name.endswith(("help", "+"))]
+    close = [name for name in known if name.rpartition(".")[2] == last]
+    if not close and len(last) > 2:  # an abbreviation
+        close = [name for name in known if name.rpartition(".")[2].startswith(last) and name.startswith(group)]
     if not close:
         close = difflib.get_close_matches(key, [name for name in known if not group or "." in name], n=2, cutoff=0.75)
     hint = f"; did you mean {' or '.join(close[:3])}?" if close else ""
@@ -231,5 +272,21 @@ def _quieten() -> None:
         r"The dirpath has changed from",  # every run has its own folder, and keeps its own checkpoints
     ):
         warnings.filterwarnings("ignore", message=message)
-    for name in ("lightning.pytorch.utilities.rank_zero", "lightning.fabric.utilities.rank_zero"):
-        logging.getLogger(name).addFilter(lambda record: "Tip: " not in record.getMessage())  # advertisements
+    for name in (*(f"lightning.{part}.utilities.rank_zero" for part in ("pytorch", "fabric")), _SEED):
+        logging.getLogger(name).addFilter(_wanted)
+    if quiet():
+        disable_progress_bars()
+
+
+def _wanted(record: logging.LogRecord) -> bool:
+    """Return whether a message of Lightning's is for our users: no advertisements, and what goes on only if asked."""
+    return "Tip: " not in record.getMessage() and not (quiet() and record.levelno < logging.WARNING)
+
+
+def disable_progress_bars() -> None:
+    """Let Hugging Face load models and data without bars."""
+    from datasets.utils.logging import disable_progress_bar
+    from transformers.utils.logging import disable_progress_bar as disable_of_models
+
+    disable_progress_bar()
+    disable_of_models()  # type: ignore[no-untyped-call]

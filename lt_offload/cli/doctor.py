@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import platform
-import sys
 from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from lt_offload.cli.progress import say
 from lt_offload.profile.hardware import save_hardware
 from lt_offload.profile.numa import place_of
 from lt_offload.profile.pinning import advice, is_wsl2, memlock_bytes
@@ -24,7 +24,7 @@ def doctor(save: str | Path | None = None) -> None:
     Args:
         save: YAML file to write, which ``--hardware`` reads; None: none.
     """
-    machine = measure_machine(on_progress=lambda message: print(f"  {message}", file=sys.stderr, flush=True))
+    machine = measure_machine(on_progress=lambda message: say(f"  {message}"))
     table = Table(title=f"{machine.name} on {platform.machine()}, {torch.get_num_threads()} threads")
     table.add_column("what")
     table.add_column("measured", justify="right")

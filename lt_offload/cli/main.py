@@ -5,16 +5,19 @@ The other verbs are Lightning's command line, which takes seconds to import: see
 
 from __future__ import annotations
 
+import difflib
 import os
 import shutil
 import sys
 import traceback
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from lt_offload import __version__
 from lt_offload.cli import recipes
+from lt_offload.cli.outputs import check_output
+from lt_offload.cli.progress import keeping_quiet, say
 from lt_offload.errors import ConfigError, OffloadError
+from lt_offload.paths import is_dir, is_file, user_path
 
 USAGE = """\
 usage: lt-finetune RECIPE [--key value ...]            fine-tune
@@ -33,9 +36,10 @@ usage: lt-finetune RECIPE [--key value ...]            fine-tune
 RECIPE is a YAML file or the name of a shipped one. Any setting can be given on the command line:
   lt-finetune quickstart --trainer.strategy.memory 600MB --model.lora.r 8 --trainer.max_steps 20
 'lt-finetune RECIPE --help' explains every setting, '--print_config' prints them all with their values.
---debug shows where an error comes from.
+--explain shows the whole plan, --quiet only results, warnings and errors, --debug where an error comes from.
 Ctrl-C and SIGTERM end the iteration and write a checkpoint (exit codes 130 and 143); the second one does not wait.
 """
+_OPTIONS = ("--version", "--help", "--quiet", "--debug")
 LIGHTNING_VERBS = ("fit", "plan", "validate", "generate", "export", "check")
 
 
@@ -45,10 +49,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     That is 0, 2 for something the user can mend, 1 for a defect, 130 after Ctrl-C and 143 after SIGTERM.
     """
     args = list(sys.argv[1:] if argv is None else argv)
-    debug = "--debug" in args
-    args = [arg for arg in args if arg != "--debug"]
+    debug, quiet = "--debug" in args, "--quiet" in args
+    args = [arg for arg in args if arg not in ("--debug", "--quiet")]
     try:
-        return _dispatch(args)
+        with keeping_quiet(quiet):
+            return _dispatch(args)
     except KeyboardInterrupt:
         print("\ninterrupted", file=sys.stderr)
         return 130
@@ -77,12 +82,15 @@ def _dispatch(args: list[str]) -> int:
     else:
         verb = "fit"
     if not args or (args[0].startswith("-") and args[0] not in ("-h", "--help")):
+        near = difflib.get_close_matches(args[0], _OPTIONS, n=1) if args else []
+        if near:
+            raise ConfigError(f"unknown option {args[0]!r}; did you mean {near[0]}?")
         raise ConfigError(f"{verb} needs a recipe: lt-finetune {'' if verb == 'fit' else verb + ' '}RECIPE")
     if args[0].startswith("-"):
         print(USAGE, end="")
         return 0
     files = recipes.chain(recipes.find(args[0]))
-    print(f"lt-finetune {verb} {files[-1].stem}: starting PyTorch and Lightning ...", file=sys.stderr, flush=True)
+    say(f"lt-finetune {verb} {files[-1].stem}: starting PyTorch and Lightning ...")
     from lt_offload.cli import app
 
     return app.run(verb, files, args[1:])
@@ -100,13 +108,12 @@ def _list(args: list[str]) -> int:
 def _copy(args: list[str]) -> int:
     if len(args) != 2:
         raise ConfigError(f"cp needs a recipe and a file, got {args}: lt-finetune cp quickstart mine.yaml")
-    source, target = recipes.find(args[0]), Path(args[1]).expanduser()
-    if target.is_dir():
+    source, target = recipes.find(args[0]), user_path(args[1])
+    if is_dir(target):
         target = target / source.name
-    if target.exists():
+    if is_file(target):
         raise ConfigError(f"{target} exists already; give another name, or remove it first")
-    if not target.parent.is_dir():
-        raise ConfigError(f"cannot write {target}: there is no folder {target.parent}")
+    check_output(target, "cp")
     shutil.copyfile(source, target)
     print(f"{target}  (run it: lt-finetune {target})")
     return 0
@@ -120,7 +127,9 @@ def _doctor(args: list[str]) -> int:
         if flag != "--save" or len(values) != 1:
             raise ConfigError(f"doctor takes --save FILE and nothing else, got {' '.join(args)}")
         [save] = values
-    print("Measuring this machine ...", file=sys.stderr, flush=True)
+    if save is not None:
+        check_output(save, "--save")
+    say("Measuring this machine ...")
     from lt_offload.cli.doctor import doctor
 
     doctor(save)

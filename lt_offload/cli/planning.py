@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lt_offload.cli.outputs import check_output
+from lt_offload.cli.progress import say
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.finetune.module import check_data
+from lt_offload.plan.explain import brief
 from lt_offload.plan.marginal import Solver, gains
 from lt_offload.plan.sweep import Question, SweepRange, parse_sweep, run_sweep
 from lt_offload.profile.hardware import load_hardware
@@ -37,6 +39,7 @@ def plan(
     save: str | None = None,
     report: str | None = None,
     trace: str | None = None,
+    explain: bool = False,
 ) -> int:
     """Plan without weights and without a GPU, and explain the plan.
 
@@ -50,7 +53,11 @@ def plan(
             the table as .csv or .json.
         report: HTML page to write; says what more memory or a faster link would buy, which takes a few plans more.
         trace: file to write the simulated iteration to, for ui.perfetto.dev and chrome://tracing.
+        explain: say what happens to every block, and why the plan was chosen.
     """
+    for flag, path in (("--save", save), ("--report", report), ("--trace", trace)):
+        if path is not None:
+            check_output(path, flag, make=True)
     if sweep is not None:
         return _sweep(app, parse_sweep(sweep), memory=memory, hardware=hardware, save=save, report=report, trace=trace)
     from lt_offload.plan import simulate
@@ -61,7 +68,7 @@ def plan(
     else:
         profile = estimate(app, hardware)
         made = _solver(app)(profile, _budget(app, memory, profile.hardware), _host_budget(app, profile.hardware))
-    print(made.explain())
+    print(made.explain() if explain else f"{brief(made)}\n--explain shows it block by block.")
     if save is not None:
         print(f"plan: {made.save(save)}")
     simulated = simulate(made, profile)
@@ -230,4 +237,4 @@ def _model_name(app: App) -> str:
 
 
 def _say(message: str) -> None:
-    print(f"  {message} ...", file=sys.stderr, flush=True)
+    say(f"  {message} ...")

@@ -15,7 +15,10 @@ from typing import Any
 import yaml
 
 from lt_offload.errors import ConfigError
+from lt_offload.paths import is_file, user_path
 from lt_offload.shipped import shipped_files, shipped_root
+
+VERBS = ("fit", "plan", "validate", "generate", "export", "check", "ls", "cp", "doctor", "help")
 
 
 def shipped() -> dict[str, Path]:
@@ -29,13 +32,16 @@ def find(recipe: str) -> Path:
     Raises:
         ConfigError: if there is none; names the closest ones.
     """
-    path = Path(recipe).expanduser()
-    if path.is_file():
+    path = user_path(recipe)
+    if is_file(path):
         return path
     known = shipped()
     name = recipe.removesuffix(".yaml").removeprefix("recipes/")
     if name in known:
         return known[name]
+    verbs = difflib.get_close_matches(name, VERBS, n=1, cutoff=0.7)
+    if verbs:
+        raise ConfigError(f"there is no verb or recipe {recipe!r}; did you mean {verbs[0]}?")
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}?" if close else "'lt-finetune ls' lists the recipes that come with it"
     raise ConfigError(f"there is no recipe {recipe!r}: no such file, and none of that name is shipped; {hint}")
@@ -68,7 +74,7 @@ def _expand(path: Path, above: tuple[Path, ...]) -> list[Path]:
 
 def _named(path: Path, key: str) -> list[Path]:
     """Return the files that ``path`` names under ``key``."""
-    value = _read(path).get(key) or []
+    value = read(path).get(key) or []
     names = [value] if isinstance(value, str) else value
     if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
         raise ConfigError(f"{key}: {value!r} in {path} is not a file or a list of files")
@@ -77,19 +83,42 @@ def _named(path: Path, key: str) -> list[Path]:
 
 def _locate(name: str, child: Path, key: str) -> Path:
     for folder in (child.parent, shipped_root()):
-        if (folder / name).is_file():
+        if is_file(folder / name):
             return folder / name
     raise ConfigError(f"{key}: {name!r} in {child} does not exist, neither beside it nor in {shipped_root()}")
 
 
-def _read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> dict[str, Any]:
+    """Return the settings in ``path`` as they are written there.
+
+    Raises:
+        ConfigError: if it is no mapping of settings in YAML, or contains itself.
+    """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2001-99-99, or a file that is no text
         raise ConfigError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"recipe {path} is nested too deeply to be read") from None
+    except OSError as error:
+        raise ConfigError(f"recipe {path} cannot be read: {error.strerror}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"recipe {path} is {'empty' if content is None else 'not a mapping of settings'}")
+    for key, group in content.items():
+        for name in (key, *(group if isinstance(group, dict) else ())):
+            if not isinstance(name, str) or not name:
+                raise ConfigError(f"recipe {path}: {name!r} is not the name of a setting")
+    _check_finite(content, path, (), ())
     return content
+
+
+def _check_finite(value: Any, path: Path, where: tuple[Any, ...], above: tuple[int, ...]) -> None:
+    """Raise ``ConfigError`` if a YAML alias makes ``value`` contain itself."""
+    if id(value) in above:
+        raise ConfigError(f"recipe {path}: {'.'.join(map(str, where))} contains itself")
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, one in items:
+        _check_finite(one, path, (*where, key), (*above, id(value)))
 
 
 def describe(recipe: Path) -> str:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import signal
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from lt_offload import checkpoint
+from lt_offload.cli.early import check_early
+from lt_offload.cli.outputs import make_folder
 from lt_offload.cli.planning import plan
 from lt_offload.errors import ConfigError
+from lt_offload.finetune import load
 from lt_offload.finetune.module import check_data
+from lt_offload.foreign import check_weights
 from lt_offload.resume import EXIT_CODES
 
 if TYPE_CHECKING:
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["check", "export", "fit", "generate", "plan", "validate"]
 
 
-def fit(app: App, *, ckpt_path: str | None = None, resume: bool = False) -> int:
+def fit(app: App, *, ckpt_path: str | None = None, resume: bool = False, explain: bool = False) -> int:
     """Fine-tune.
 
     Ctrl-C and SIGTERM end the iteration, write a checkpoint and leave with 130 and 143; the second one does not wait.
@@ -33,11 +35,16 @@ def fit(app: App, *, ckpt_path: str | None = None, resume: bool = False) -> int:
         ckpt_path: checkpoint to continue from, bit for bit as if there had been no interruption.
         resume: continue, in its folder, the last run of this recipe (or that of trainer.default_root_dir) from its
             newest complete checkpoint.
+        explain: say what the plan does with every block, not just a paragraph about it.
     """
     from lt_offload.finetune.summary import print_summary, run_gains, write_run_report
 
+    path = str(app.resumed) if app.resumed is not None else ckpt_path
+    check_early(app, path, resume=True)
+    make_folder(app.run_dir, "trainer.default_root_dir")
     trainer = app.trainer
-    path = str(app.resumed) if app.resumed is not None else _checkpoint(ckpt_path)
+    if hasattr(trainer.strategy, "explain"):
+        trainer.strategy.explain = explain
     try:
         trainer.fit(app.model, datamodule=app.datamodule, ckpt_path=path, weights_only=True)
     except SystemExit as left:
@@ -61,7 +68,8 @@ def validate(app: App, *, ckpt_path: str | None = None) -> int:
         app: the settings.
         ckpt_path: checkpoint to evaluate; the pretrained model if not given.
     """
-    app.trainer.validate(app.model, datamodule=app.datamodule, ckpt_path=_checkpoint(ckpt_path), weights_only=True)
+    check_early(app, ckpt_path)
+    app.trainer.validate(app.model, datamodule=app.datamodule, ckpt_path=ckpt_path, weights_only=True)
     return 0
 
 
@@ -77,10 +85,14 @@ def generate(app: App, *, prompt: str | None = None, max_new_tokens: int = 64, c
     text = prompt if prompt is not None else app.datamodule.sample_prompt
     if text is None:
         raise ConfigError("generate needs --prompt: the recipe has no data.sample_prompt")
-    path = _checkpoint(ckpt_path)
+    if not text.strip():
+        raise ConfigError(f"the prompt is empty: {text!r}; give some text with --prompt")
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens} is too small; it must be at least 1")
+    check_early(app, ckpt_path)
     request: Any = [app.datamodule.prompt(text, max_new_tokens=max_new_tokens)]
     loader: DataLoader[Any] = DataLoader(request, batch_size=None)
-    results: Any = app.trainer.predict(app.model, loader, ckpt_path=path, weights_only=True)
+    results: Any = app.trainer.predict(app.model, loader, ckpt_path=ckpt_path, weights_only=True)
     print(app.datamodule.tokenizer.decode(results[0], skip_special_tokens=True))
     return 0
 
@@ -97,19 +109,14 @@ def export(app: App, *, output: str, ckpt_path: str | None = None, merge: bool =
     from lt_offload.finetune.export import check_target
     from lt_offload.finetune.export import export as write
 
-    source = _checkpoint(ckpt_path)
     target = check_target(output)
+    check_early(app, ckpt_path)
     module = app.model
     module.configure_model()
-    if source is not None:
-        state = torch.load(source, map_location="cpu", weights_only=True, mmap=True)["state_dict"]
-        try:
-            module.load_state_dict(state)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"checkpoint {source} does not fit {app.recipe}: {str(error).splitlines()[1].strip()}; "
-                "use the config.yaml of its run folder as the recipe"
-            ) from error
+    if ckpt_path is not None:
+        state = checkpoint.load(ckpt_path, weights_only=True)["state_dict"]
+        check_weights(state, module.state_dict())
+        module.load_state_dict(state)
     print(write(module.model, app.datamodule.tokenizer, target, merge=merge))
     return 0
 
@@ -120,21 +127,9 @@ def check(app: App) -> int:
     Args:
         app: the settings.
     """
-    from lt_offload.finetune import load, sources
-
-    module, data = app.model, app.datamodule
-    if module.architecture is not None:
-        config = load.load_config(module.name, module.architecture)
-        check_data(config, max_length=data.max_length)
-    for setting in ("path", "validation_path"):
-        path = getattr(data, setting)
-        if path not in (None, sources.PYDOC):
-            sources.local_files(path, f"data.{setting}")
+    check_early(app)
+    if app.model.architecture is not None:
+        config = load.load_config(app.model.name, app.model.architecture)
+        check_data(config, max_length=app.datamodule.max_length)
     print(f"{app.recipe}: every setting is known and of the right type")
     return 0
-
-
-def _checkpoint(path: str | None) -> str | None:
-    if path is not None and not Path(path).is_file():
-        raise ConfigError(f"ckpt_path={path!r} does not exist")
-    return path

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Subset
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load, sources
-from lt_offload.finetune.formats import Example, Format, Row, columns, encode_prompt, encoder
+from lt_offload.finetune.formats import Example, Format, Row, columns, encode_prompt, encoder, optional_columns
 from lt_offload.finetune.packing import Pad, ResumableBatches, Sequences, pack, stack
 
 if TYPE_CHECKING:
@@ -68,6 +68,8 @@ class FineTuneData(LightningDataModule):
         batch_size: sequences per training step.
         seed: of the training order.
         sample_prompt: text (or instruction) that the model continues at the end of the training, to be looked at.
+        skip_bad_rows: leave out rows whose text is missing, null, a number or a list, and say how many; if false, they
+            are an error.
     """
 
     def __init__(
@@ -87,11 +89,14 @@ class FineTuneData(LightningDataModule):
         batch_size: int = 1,
         seed: int = 0,
         sample_prompt: str | None = None,
+        skip_bad_rows: bool = False,
     ) -> None:
         super().__init__()
         for setting, value, low in (("max_length", max_length, 2), ("batch_size", batch_size, 1)):
             if value < low:
                 raise ConfigError(f"data.{setting}={value} is too small; it must be at least {low}")
+        if not -(2**63) <= seed < 2**63:
+            raise ConfigError(f"data.seed={seed} is too large; choose one between 0 and {2**63 - 1}")
         if not 0 <= validation_share < 1:
             raise ConfigError(f"data.validation_share={validation_share} is not a share: 0 <= share < 1")
         self.model = model
@@ -107,7 +112,8 @@ class FineTuneData(LightningDataModule):
         self.batch_size = batch_size
         self.seed = seed
         self.sample_prompt = sample_prompt
-        self._tokenizer_name = tokenizer or model
+        self.skip_bad_rows = skip_bad_rows
+        self.tokenizer_name = tokenizer or model
         self._train: Items | None = None
         self._validation: Items | None = None
         self._order: ResumableBatches | None = None
@@ -134,7 +140,7 @@ class FineTuneData(LightningDataModule):
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
         """The tokenizer; loaded when first asked for."""
-        return load.load_tokenizer(self._tokenizer_name)
+        return load.load_tokenizer(self.tokenizer_name)
 
     def prompt(self, text: str, *, max_new_tokens: int = 64) -> dict[str, Any]:
         """Return a batch for ``predict_step`` that asks for a continuation of ``text``, formatted as in training.
@@ -155,9 +161,11 @@ class FineTuneData(LightningDataModule):
         """Return the training batches in their seeded order."""
         assert self._train is not None, "setup() comes first"
         if len(self._train) < self.batch_size:
+            held_out = len(self._validation or ())
+            keep = f", or data.validation_share, which holds out {held_out}" if held_out and not self._train else ""
             raise ConfigError(
                 f"data.path={self.path!r} gives {len(self._train)} training sequences of {self.max_length} tokens, "
-                f"fewer than data.batch_size={self.batch_size}; lower data.batch_size or data.max_length"
+                f"fewer than data.batch_size={self.batch_size}; lower data.batch_size or data.max_length{keep}"
             )
         self._order = ResumableBatches(len(self._train), self.batch_size, seed=self.seed)
         if self._resume_at is not None:
@@ -215,26 +223,34 @@ class FineTuneData(LightningDataModule):
         return training, validation
 
     def _load(self, path: str, setting: str) -> Any:
-        needed = columns(self.format, self.text_column)
-        return sources.load_rows(path, subset=self.subset, split=self.split, columns=needed, setting=f"data.{setting}")
+        return sources.load_rows(
+            path,
+            subset=self.subset,
+            split=self.split,
+            columns=columns(self.format, self.text_column),
+            optional=optional_columns(self.format),
+            setting=f"data.{setting}",
+            skip_bad=self.skip_bad_rows,
+        )
 
     def _sequences(self, rows: list[Row] | Any, setting: str) -> Sequences:
         encode = encoder(self.format, self.tokenizer, self.text_column)
         examples = [encode(row) for row in rows]
         if not self.pack:
             examples = self._cut(examples)
+        where = f"{setting}={self.path if setting == 'data.path' else self.validation_path}"
+        tokens = sum(len(example.ids) for example in examples)
         if not any(example.trainable for example in examples):
             raise ConfigError(
-                f"{setting} has no trainable tokens within data.max_length={self.max_length}; "
+                f"{where} has no trainable tokens within data.max_length={self.max_length}; "
                 "raise data.max_length, or check data.format and the columns"
             )
         if self.pack:
             examples = [packed for packed in pack(examples, self.max_length) if packed.trainable]
         sequences = Sequences(examples)
         if len(sequences) == 0:
-            tokens = sum(len(example.ids) for example in examples)
             raise ConfigError(
-                f"{setting} has {tokens} tokens, which do not fill one sequence of data.max_length={self.max_length}; "
+                f"{where} has {tokens} tokens, which do not fill one sequence of data.max_length={self.max_length}; "
                 "lower data.max_length, add text, or set data.pack=false"
             )
         return sequences

@@ -60,6 +60,11 @@ def columns(format: Format, text_column: str) -> tuple[str, ...]:
     return (text_column,) if format == "text" else ("instruction", "output")
 
 
+def optional_columns(format: Format) -> tuple[str, ...]:
+    """Return the columns that rows of ``format`` may have."""
+    return () if format == "text" else ("input",)
+
+
 def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Example:
     """Every token is learned; the end-of-text token closes the document if the tokenizer has one."""
     ids = _tokens(tokenizer, text) + _end(tokenizer)
@@ -82,7 +87,9 @@ def encode_alpaca(tokenizer: PreTrainedTokenizerBase, row: Row) -> Example:
     else:
         tail = _tokens(tokenizer, output) + _end(tokenizer)
     head = _tokens(tokenizer, prompt)
-    return Example(ids=head + tail, labels=[IGNORED] * len(head) + tail)
+    # An empty response would teach the model to say nothing.
+    learned = tail if output.strip() else [IGNORED] * len(tail)
+    return Example(ids=head + tail, labels=[IGNORED] * len(head) + learned)
 
 
 def encode_prompt(format: Format, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lt_offload.errors import ConfigError
+from lt_offload.paths import is_dir, is_file, user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -116,12 +117,12 @@ def locate(name: str, *, needs: str | None = "config.json") -> str:
     """
     if name == SMOLLM2:
         return str(converted_smollm2())
-    place = Path(name).expanduser()
-    if place.is_dir():
+    place = user_path(name)
+    if is_dir(place):
         if needs is not None and not (place / needs).is_file():
             raise ConfigError(f"model folder {name!r} has no {needs}; give the folder that save_pretrained() wrote")
         return str(place)
-    if place.is_file() or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+    if is_file(place) or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise ConfigError(f"model {name!r} is not a folder; give a model folder, a name on the hub, or {SMOLLM2!r}")
     return name
 

@@ -99,8 +99,8 @@ class FineTune(LightningModule):
         min_lr_ratio: float = 0.0,
     ) -> None:
         super().__init__()
-        if lr <= 0:
-            raise ConfigError(f"model.lr={lr} is not positive")
+        if not 0 < lr < math.inf:
+            raise ConfigError(f"model.lr={lr} is not positive and finite")
         if lora is not None and lora.r < 1:
             raise ConfigError(f"model.lora.r={lora.r} is too small; it must be at least 1")
         if master_weights:
@@ -140,12 +140,12 @@ class FineTune(LightningModule):
         if self.model is None:
             self.model = self.build()
 
-    def build(self) -> nn.Module:
-        """Return the model with its adapters and compiled blocks, in training mode."""
+    def build(self, *, init: load.Init | None = None) -> nn.Module:
+        """Return the model with its adapters and compiled blocks, in training mode; ``init`` instead of the setting."""
         model: nn.Module = load.load_model(
             self.name,
-            architecture=self.architecture,
-            init=self.init,
+            architecture=self.architecture if init in (None, self.init) else None,
+            init=init or self.init,
             dtype=self.model_dtype,
             attention=self.attention,
             dropout=self.dropout,

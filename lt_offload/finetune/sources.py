@@ -11,6 +11,8 @@ from typing import Any
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.formats import Row
+from lt_offload.finetune.rows import Places, read_json, usable
+from lt_offload.paths import is_dir, is_file, user_path
 
 PYDOC = "pydoc_topics"
 """Name of the source that every Python installation has: the language reference behind ``help()``."""
@@ -21,7 +23,16 @@ _BUILDERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", "
 _ENDINGS = ", ".join(_BUILDERS)
 
 
-def load_rows(path: str, *, subset: str | None, split: str, columns: Sequence[str], setting: str) -> Sequence[Row]:
+def load_rows(
+    path: str,
+    *,
+    subset: str | None,
+    split: str,
+    columns: Sequence[str],
+    setting: str,
+    optional: Sequence[str] = (),
+    skip_bad: bool = False,
+) -> Sequence[Row]:
     """Return the rows behind ``path``: a file, a folder of files of one kind, or the name of a data set on the hub.
 
     Args:
@@ -30,21 +41,26 @@ def load_rows(path: str, *, subset: str | None, split: str, columns: Sequence[st
         split: split of a hub data set.
         columns: columns that must be there.
         setting: name of the setting that ``path`` comes from, for errors.
+        optional: columns that may be there.
+        skip_bad: leave out rows without text, instead of refusing them.
 
     Raises:
-        ConfigError: if there is nothing there, the file cannot be read, has no rows or lacks a column.
+        ConfigError: if there is nothing there, the file cannot be read, has no rows or lacks a column, or if rows have
+            no text in it.
     """
     files = local_files(path, setting)
-    rows = _read_files(path, files, setting) if files else _read_hub(path, subset, split, setting)
+    places = Places(path, setting, files)
+    rows = _read_files(places, columns) if files else _read_hub(path, subset, split, setting)
     if len(rows) == 0:
-        raise ConfigError(f"{setting}={path!r} has no rows")
-    missing = [column for column in columns if column not in rows.column_names]
+        raise ConfigError(f"{setting}={path!r} has no rows; it needs at least one")
+    names = getattr(rows, "column_names", None) or list(dict.fromkeys(name for row in rows for name in row))
+    missing = [column for column in columns if column not in names]
     if missing:
         raise ConfigError(
-            f"{setting}={path!r} has no column {missing[0]!r}, it has {', '.join(map(repr, rows.column_names))}; "
+            f"{setting}={path!r} has no column {missing[0]!r}, it has {', '.join(map(repr, names)) or 'none'}; "
             "choose data.format and data.text_column to match"
         )
-    result: Sequence[Row] = rows
+    result: Sequence[Row] = usable(rows, needed=columns, optional=optional, places=places, skip=skip_bad)
     return result
 
 
@@ -54,15 +70,15 @@ def local_files(path: str, setting: str) -> list[Path]:
     Raises:
         ConfigError: if it is a path and there is nothing to read.
     """
-    place = Path(path).expanduser()
-    if place.is_dir():
+    place = user_path(path)
+    if is_dir(place):
         found = sorted(file for file in place.iterdir() if file.suffix.lower() in _BUILDERS)
         kinds = {_BUILDERS[file.suffix.lower()] for file in found}
         if len(kinds) != 1:
             have = "files of several kinds" if kinds else "no data files"
             raise ConfigError(f"{setting}={path!r} is a folder with {have}; it should hold one of {_ENDINGS}")
         return found
-    if place.is_file():
+    if is_file(place):
         if place.suffix.lower() not in _BUILDERS:
             raise ConfigError(f"{setting}={path!r} is of no known kind; it should end with one of {_ENDINGS}")
         return [place]
@@ -71,17 +87,24 @@ def local_files(path: str, setting: str) -> list[Path]:
     return []
 
 
-def _read_files(path: str, files: Sequence[Path], setting: str) -> Any:
+def _read_files(places: Places, columns: Sequence[str]) -> Any:
+    path, setting, files = places.path, places.setting, places.files
     empty = [file for file in files if file.stat().st_size == 0]
     if empty:
         raise ConfigError(f"{setting}={path!r}: {empty[0].name} is empty")
-    from datasets import Dataset, load_dataset
-
     builder = _BUILDERS[files[0].suffix.lower()]
+    if builder == "json":
+        of_files = [read_json([file], setting, columns) for file in files]
+        places.counts = [len(rows) for rows in of_files]
+        return [row for rows in of_files for row in rows]
+    from datasets import Dataset, concatenate_datasets, load_dataset
+
     if builder == "text":
         return Dataset.from_dict({"text": [text for file in files if (text := _read_text(file, setting)).strip()]})
     try:
-        return load_dataset(builder, data_files=[str(file) for file in files], split="train")
+        tables = [load_dataset(builder, data_files=[str(file)], split="train") for file in files]
+        places.counts = [len(table) for table in tables]
+        return concatenate_datasets(tables)
     except Exception as error:  # the readers raise whatever their libraries do, each with another base class
         raise ConfigError(f"{setting}={path!r} cannot be read as {builder}: {_root(error)}") from error
 

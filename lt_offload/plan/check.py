@@ -15,7 +15,7 @@ from lt_offload.plan.copies import state_room
 from lt_offload.plan.memory import backward_steps, computation_bytes, host_bytes, reruns
 from lt_offload.plan.replay import describe, replay
 from lt_offload.plan.schedule import ALIGNMENT, Op, Plan
-from lt_offload.profile.types import Profile
+from lt_offload.profile.types import Profile, TensorProfile
 from lt_offload.units import format_bytes
 
 _LANES = {"forward": "compute", "backward": "compute", "prefetch": "h2d", "offload": "d2h", "drop": "none"}
@@ -184,7 +184,7 @@ def _updates(plan: Plan, profile: Profile) -> Iterator[str]:
             for t in op.tensors:
                 if t in sent or plan.update_places[t] != "host":
                     yield f"{describe(op)}: gradient: {profile.tensors[t].name} sends it once, if the host updates it"
-                elif op.step != (complete := backward_steps(profile.tensors[t].blocks, profile)[-1]):
+                elif op.step != (complete := _complete(profile.tensors[t], profile)):
                     yield f"{describe(op)}: gradient: that of {profile.tensors[t].name} is complete in step {complete}"
                 sent.add(t)
         for t in op.tensors if op.kind == "update" else ():
@@ -202,11 +202,16 @@ def _updates(plan: Plan, profile: Profile) -> Iterator[str]:
         elif tensor.trainable and t not in seen:
             yield f"tensor {tensor.name}: update: no op updates it"
         elif tensor.trainable:
-            complete = backward_steps(tensor.blocks, profile)[-1]
+            complete = _complete(tensor, profile)
             if seen[t].step != complete:
                 yield f"{describe(seen[t])}: update: the gradient of {tensor.name} is complete in step {complete}"
             if place == "host" and t not in sent:
                 yield f"{describe(seen[t])}: update: no op sends the gradient of {tensor.name}"
+
+
+def _complete(tensor: TensorProfile, profile: Profile) -> int | None:
+    """Return the step in which the gradient of ``tensor`` is complete; None if no backward makes one."""
+    return max(backward_steps(tensor.blocks, profile), default=None)
 
 
 def _activations(plan: Plan, profile: Profile) -> Iterator[str]:

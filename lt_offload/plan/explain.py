@@ -8,13 +8,14 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
 
-from lt_offload.plan.schedule import Alternative, Op, Plan
+from lt_offload.plan.schedule import Alternative, Op, Plan, UpdatePlace
 from lt_offload.units import format_bytes, format_seconds
 
 WIDTH = 100
 _LABEL = 16
 _MOST_ALTERNATIVES = 6
 _BAR = 20
+_NOT_SIMULATED = "not simulated"
 _MOST_CHAINS = 12
 _LANES = {"compute": "compute", "h2d": "copies to device", "d2h": "copies to host", "host": "updates on host"}
 _MEANINGS = {
@@ -31,6 +32,11 @@ _MEANINGS = {
     "device": "updated on the device, where the optimizer states stay",
     "none": "frozen",
     "in, out": "bytes per block and iteration that are copied to the device and to the host; - if nothing is",
+}
+_PLACES: dict[UpdatePlace, str] = {
+    "device": "the device",
+    "paged": "the device (paged)",
+    "host": "the host",
 }
 _HEADERS = ("blocks", "activations", "weights in", "states in", "gradients out", "tensors updated on")
 _LIMITS = (7, 20, 17, 11, 17)
@@ -59,6 +65,30 @@ def explain(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
+def brief(plan: Plan) -> str:
+    """Return one short paragraph about ``plan``, in at most 100 columns: time, memory, copies, updates."""
+    found = plan.predicted
+    counts = Counter(plan.update_places)
+    updates = [f"{counts[place]} on {where}" for place, where in _PLACES.items() if counts[place]]
+    options = ", ".join(f"{count} {option}" for option, count in Counter(plan.options).most_common())
+    fields = dict([*_prediction(plan), *_traffic(plan)])
+    text = (
+        f"{_inputs(plan)}. {_sentence(fields['iteration'])}. "
+        f"Device memory: {format_bytes(found.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}; RAM: "
+        f"{format_bytes(found.host_peak_bytes)} of {format_bytes(plan.host_budget_bytes)}. "
+        f"Copied: {fields['copies']}. Activations of blocks: {options}. "
+        f"Tensors updated: {', '.join(updates) or 'none'}."
+    )
+    lines = textwrap.wrap(text, WIDTH, break_long_words=False)
+    if plan.batch_curve:
+        lines += ["", "Batch sizes:", *_fields(_batch_sizes(plan))]
+    return "\n".join(lines)
+
+
+def _sentence(iteration: str) -> str:
+    return "It was not simulated" if iteration == _NOT_SIMULATED else f"An iteration takes {iteration}"
+
+
 # -- totals ----------------------------------------------------------------------------------------------------------
 
 
@@ -71,7 +101,7 @@ def _inputs(plan: Plan) -> str:
 def _prediction(plan: Plan) -> Iterator[tuple[str, str]]:
     found = plan.predicted
     if not found.iteration_s:
-        yield "iteration", "not simulated"
+        yield "iteration", _NOT_SIMULATED
         return
     slower = found.iteration_s / found.no_offload_s if found.no_offload_s else 1.0
     about = "about " if plan.estimated else ""

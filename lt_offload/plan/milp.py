@@ -7,6 +7,8 @@ from typing import Literal
 import highspy
 import pulp
 
+from lt_offload.errors import PlanError
+
 SolverName = Literal["highs", "cbc"]
 Outcome = Literal["solved", "infeasible", "stopped"]
 """``stopped``: the time limit came before any usable solution."""
@@ -30,7 +32,13 @@ def _highs(problem: pulp.LpProblem, time_limit: float, gap: float | None) -> Out
     # The interior point method is several times faster than the simplex method on these staircase programs. The number
     # of threads is left to HiGHS: it has one scheduler per process and refuses to run when asked for another number.
     options = {"solver": "ipm"} if gap is None else {}
-    problem.solve(pulp.HiGHS(msg=False, mip=gap is not None, gapRel=gap, timeLimit=time_limit, **options))
+    try:
+        problem.solve(pulp.HiGHS(msg=False, mip=gap is not None, gapRel=gap, timeLimit=time_limit, **options))
+    except IndexError as error:  # HiGHS has refused the matrix, and PuLP looks for its rows
+        raise PlanError(
+            "no program can be solved for this profile: its sizes and times differ by more than numbers can hold; "
+            "measure or estimate it again"
+        ) from error
     status = problem.solverModel.getModelStatus()
     if status in (highspy.HighsModelStatus.kInfeasible, highspy.HighsModelStatus.kUnboundedOrInfeasible):
         return "infeasible"

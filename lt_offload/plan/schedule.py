@@ -230,7 +230,9 @@ class Plan:
     @classmethod
     def load(cls, path: str | Path) -> Plan:
         """Read JSON; raises ``PlanError`` if it is not a plan of this schema version."""
-        return load_json(cls, path, schema=PLAN_SCHEMA)
+        from lt_offload.plan.valid import problems
+
+        return load_json(cls, path, schema=PLAN_SCHEMA, problems=problems)
 
     def explain(self) -> str:
         """Return a table of what stays, travels, is recomputed and is updated where, and of the predictions."""

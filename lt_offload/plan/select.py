@@ -80,8 +80,8 @@ def solve(
     check_planner(planner)
     check_reserve(gradient_reserve)
     hardware = profile.hardware
-    budget = hardware.device_bytes if memory is None else parse_bytes(memory)
-    ram = hardware.host_bytes if host_memory is None else parse_bytes(host_memory, setting="host_memory")
+    budget = hardware.device_bytes if memory is None else parse_bytes(memory, least=1)
+    ram = hardware.host_bytes if host_memory is None else parse_bytes(host_memory, setting="host_memory", least=1)
     config = OffmateConfig(
         budget_bytes=budget,
         host_budget_bytes=ram,

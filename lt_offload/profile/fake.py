@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Adafactor, Adam, AdamW
 
 from lt_offload.errors import ConfigError
+from lt_offload.paths import is_dir, is_file
 from lt_offload.profile.blocks import find_blocks
 from lt_offload.profile.hardware import load_hardware
 from lt_offload.profile.measure import assemble, measure_blocks
@@ -112,8 +113,8 @@ def load_model_config(config: str | Path | PreTrainedConfig) -> PreTrainedConfig
         return config
     shipped = shipped_files("configs/models", ".json")
     path = shipped.get(str(config), Path(config))
-    path = path / "config.json" if path.is_dir() else path
-    if not path.is_file():
+    path = path / "config.json" if is_dir(path) else path
+    if not is_file(path):
         raise ConfigError(
             f"config={str(config)!r} is no file, no folder with a config.json and not known; known are "
             f"{', '.join(shipped)}"

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lt_offload.errors import ConfigError
+from lt_offload.paths import is_file
 from lt_offload.profile.types import HardwareProfile
+from lt_offload.profile.valid import problems_of_machine as problems
 from lt_offload.shipped import shipped_files
 from lt_offload.units import format_bytes, parse_bytes
 
@@ -48,7 +50,7 @@ def load_hardware(name: str | Path) -> HardwareProfile:
         ConfigError: if there is no such description, or it is not a valid one.
     """
     text = str(name)
-    base, *changes = [text] if Path(text).is_file() else text.split(",")
+    base, *changes = [text] if is_file(text) else text.split(",")
     path = _description(base, "hardware", _MACHINES)
     machine = _validated(path, {"name": path.stem} | _read(path))
     for change in changes:
@@ -103,9 +105,11 @@ def _read(path: Path) -> dict[str, Any]:
 
     try:
         values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: a date such as 2001-99-99, or no text
         raise ConfigError(f"cannot read hardware description {str(path)!r}: {' '.join(str(error).split())}") from None
-    if not isinstance(values, dict):
+    except RecursionError:
+        raise ConfigError(f"cannot read hardware description {str(path)!r}: it is nested too deeply") from None
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"cannot read hardware description {str(path)!r}: it is no mapping of names to numbers")
     return values
 
@@ -114,11 +118,15 @@ def _validated(path: Path, values: dict[str, Any]) -> HardwareProfile:
     from pydantic import TypeAdapter, ValidationError
 
     try:
-        return TypeAdapter(HardwareProfile).validate_python(values)
+        machine = TypeAdapter(HardwareProfile).validate_python(values)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(str(part) for part in first["loc"])
         raise ConfigError(f"hardware description {str(path)!r}: {where}: {first['msg']}") from None
+    problem = next(problems(machine), None)
+    if problem is not None:
+        raise ConfigError(f"hardware description {str(path)!r}: {problem}")
+    return machine
 
 
 def _description(name: str, setting: str, folder: str) -> Path:
@@ -127,7 +135,7 @@ def _description(name: str, setting: str, folder: str) -> Path:
     wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
     if wanted in shipped:
         return shipped[wanted]
-    if Path(name).is_file():
+    if is_file(name):
         return Path(name)
     # rtx-3060 is rtx-3060-12gb and not rtx-3060ti, should there be one
     for stem in (f"{wanted}-", wanted):
@@ -196,6 +204,13 @@ def available_host_bytes() -> int:
     import psutil  # type: ignore[import-untyped]
 
     return max(0, min(int(psutil.virtual_memory().available), *_cgroup_bytes(_CGROUP)))
+
+
+def total_host_bytes() -> int:
+    """Return the RAM of this machine."""
+    import psutil
+
+    return int(psutil.virtual_memory().total)
 
 
 def _cgroup_bytes(root: Path) -> list[int]:

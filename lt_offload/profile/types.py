@@ -233,4 +233,6 @@ class Profile:
     @classmethod
     def load(cls, path: str | Path) -> Profile:
         """Read JSON; raises ``PlanError`` if it is not a profile of this schema version."""
-        return load_json(cls, path, schema=PROFILE_SCHEMA)
+        from lt_offload.profile.valid import problems
+
+        return load_json(cls, path, schema=PROFILE_SCHEMA, problems=problems)

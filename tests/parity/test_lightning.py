@@ -81,6 +81,14 @@ def test_every_option_and_place_equals_stock(options: dict[str, Any], precision:
         assert ours.module.model.config.use_cache
 
 
+def test_the_public_class_trains_under_pytorch_lightning() -> None:
+    strategy = OffmateStrategy(memory=MEMORY)
+    ours = fit(strategy, L=pytorch_lightning, max_epochs=1)
+    assert isinstance(strategy, pytorch_lightning.strategies.Strategy)
+    assert strategy.plan is not None
+    assert differences(ours, fit("auto", L=pytorch_lightning, max_epochs=1)) == []
+
+
 @pytest.mark.parametrize("L", NAMESPACES, ids=lambda L: L.__name__)
 def test_by_name_in_both_namespaces(L: ModuleType) -> None:
     ours = fit("offmate", L=L)

@@ -41,6 +41,54 @@ CASES["both namespaces"] = [
     "import lt_offload",
     *(line for lightning in NAMESPACES.values() for line in (lightning, TRAINER, SHOW)),
 ]
+INSTANCE = "strategy=lt_offload.OffmateStrategy(memory='1GB')"
+GIVEN = [
+    TRAINER.replace("strategy='offmate'", INSTANCE),
+    SHOW,
+    "show(strategy.memory, trainer.precision_plugin is strategy.precision_plugin, strategy.root_device.type)",
+]
+CASES |= {
+    f"object, {order}, {namespace}": [code.format(lightning=lightning, namespace=namespace), *GIVEN]
+    for order, code in ORDERS.items()
+    for namespace, lightning in NAMESPACES.items()
+}
+CASES["object made before"] = [
+    f"import lt_offload; {INSTANCE}",
+    NAMESPACES["pytorch_lightning"],
+    *[line.replace(INSTANCE, "strategy=strategy") for line in GIVEN],
+]
+CASES["object, derived"] = [
+    "import lt_offload",
+    NAMESPACES["pytorch_lightning"],
+    "class Mine(lt_offload.OffmateStrategy): ...",
+    "try:",
+    "    L.Trainer(strategy=Mine(), accelerator='cpu')",
+    "except ValueError as error:",
+    "    show(str(error))",
+]
+COMMAND_LINES = [
+    ["--trainer.strategy=offmate"],
+    ["--trainer.strategy=OffmateStrategy"],
+    ["--trainer.strategy=offmate", "--trainer.strategy.memory=2GB"],
+    ["--trainer.strategy=OffmateStrategy", "--trainer.strategy.memory=2GB"],
+    ["--trainer.strategy=lt_offload.OffmateStrategy", "--trainer.strategy.memory=2GB"],
+    ['--trainer={"strategy": "offmate"}', "--trainer.strategy.memory=2GB"],
+    ['--trainer={"strategy": {"class_path": "offmate", "init_args": {"memory": "2GB"}}}'],
+    ['--trainer={"strategy": {"class_path": "lt_offload.OffmateStrategy", "init_args": {"memory": "2GB"}}}'],
+]
+CASES |= {
+    f"own command line, {namespace}": [
+        "import lt_offload",
+        f"from {namespace}.cli import LightningCLI",
+        f"from {namespace} import LightningModule",
+        "class Mine(LightningModule): ...",
+        f"for args in {COMMAND_LINES}:",
+        "    args.append('--trainer.accelerator=cpu')",
+        "    strategy = LightningCLI(Mine, args=args, run=False, save_config_callback=None).trainer.strategy",
+        "    show(type(strategy).__name__, strategy.namespace, strategy.memory)",
+    ]
+    for namespace in NAMESPACES
+}
 CASES["lightning itself"] = ["import lt_offload", "import lightning as L", TRAINER, "show(trainer.strategy.namespace)"]
 CASES["imported twice"] = [
     "import sys, lt_offload",
@@ -105,6 +153,33 @@ def answers() -> dict[str, list[list[object]]]:
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_import_order(answers: dict[str, list[list[object]]], order: str, namespace: str) -> None:
     assert answers[f"{order}, {namespace}"] == [["OffmateStrategy", namespace, True]]
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_trainer_takes_the_public_class(
+    answers: dict[str, list[list[object]]], order: str, namespace: str
+) -> None:
+    found = answers[f"object, {order}, {namespace}"]
+    assert found == [["OffmateStrategy", namespace, True], [10**9, True, "cpu"]]
+
+
+def test_an_object_older_than_the_namespace(answers: dict[str, list[list[object]]]) -> None:
+    found = answers["object made before"]
+    assert found == [["OffmateStrategy", "pytorch_lightning", True], [10**9, True, "cpu"]]
+
+
+def test_a_derived_class_is_told_where_to_derive_from(answers: dict[str, list[list[object]]]) -> None:
+    [[message]] = answers["object, derived"]
+    assert "Mine derives from lt_offload.OffmateStrategy" in str(message)
+    assert "strategy_class('pytorch_lightning')" in str(message)
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_a_command_line_of_ones_own(answers: dict[str, list[list[object]]], namespace: str) -> None:
+    found = answers[f"own command line, {namespace}"]
+    memory = [None, None] + [2 * 10**9] * (len(COMMAND_LINES) - 2)
+    assert found == [["OffmateStrategy", namespace, size] for size in memory]
 
 
 def test_both_namespaces_in_one_process(answers: dict[str, list[list[object]]]) -> None:

@@ -32,6 +32,30 @@ def test_parse_bytes_refuses(value: object) -> None:
 
 
 @pytest.mark.parametrize(
+    ("value", "hint"),
+    [
+        ("0.8", '0.8 bytes; did you mean "0.8GB"?'),
+        (0.8, 'did you mean "0.8GB"?'),
+        ("12", '12 bytes; did you mean "12GB"?'),
+        (24, 'did you mean "24GB"?'),
+        ("511", 'did you mean "511GB"?'),
+        ("80%", 'but a share; did you mean "12GB"?'),
+        ("12.5 %", "but a share"),
+        ("0.4B", "less than a byte"),
+        ("1,5GB", 'did you mean "1.5GB"?'),
+        ("1e400GB", "too large"),
+        ("9e30", "too large"),
+        ("12XB", 'write "10GB"'),
+    ],
+)
+def test_parse_bytes_says_what_was_meant(value: str | float, hint: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        parse_bytes(value)
+    assert str(refused.value).startswith(f"memory={value!r} is not a size")
+    assert hint in str(refused.value)
+
+
+@pytest.mark.parametrize(
     ("count", "expected"),
     [
         (0, "0 B"),

@@ -9,6 +9,7 @@ import pytest
 
 from lt_offload.cli import doctor
 from lt_offload.cli.main import main
+from lt_offload.plan.explain import brief
 from lt_offload.plan.schedule import Plan
 from lt_offload.plan.sweep import Sweep
 from lt_offload.profile.hardware import load_hardware
@@ -44,7 +45,10 @@ def test_a_plan_is_explained_saved_drawn_and_traced(recipe: str, capsys: pytest.
     captured = capsys.readouterr()
     plan = Plan.load("plan.json")
     assert plan.budget_bytes == 600_000_000
-    assert plan.explain() in captured.out
+    assert brief(plan) in captured.out
+    assert plan.explain() not in captured.out
+    assert main(["plan", recipe, *CARD, "--explain"]) == 0
+    assert plan.explain().partition("Not chosen:")[0] in capsys.readouterr().out
     written = [line.split(": ")[1] for line in captured.out.splitlines()[-3:]]
     assert written == ["plan.json", "plan.perfetto.json", "new/plan.html"]
     assert "What more would buy" in Path("new/plan.html").read_text()

@@ -11,6 +11,7 @@ from small import HUGE, changed, resident, small_profile, stays
 from lt_offload.plan import explain, solve
 from lt_offload.plan.build import build
 from lt_offload.plan.choices import BlockChoice, TensorChoice
+from lt_offload.plan.explain import brief
 from lt_offload.plan.schedule import Alternative, Plan, Prediction
 
 
@@ -54,6 +55,25 @@ def test_it_says_what_it_costs_and_why_it_was_chosen() -> None:
     assert "the backward runs the forward again" in text
     assert "paged" not in text, "only words that occur are explained"
     assert "estimated" not in text
+
+
+def test_in_short_it_is_one_paragraph() -> None:
+    lines = brief(hand_made()).splitlines()
+    assert len(lines) <= 7
+    assert max(map(len, lines)) <= 100
+    text = " ".join(lines)
+    assert text.startswith(
+        "small, 5 blocks, batch 2 x 8 tokens, planner test. An iteration takes 3 min 20 s, 25.0% above"
+    )
+    assert "Device memory: 19 kB of 20 kB; RAM: 16 kB of" in text
+    assert "Activations of blocks: 4 keep, 1 recompute. Tensors updated: 4 on the device, 1 on the host." in text
+
+
+def test_plans_that_were_not_simulated_say_so_in_short() -> None:
+    profile = small_profile(2)
+    plan = build(resident(profile), profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+    assert "An iteration takes not" not in brief(plan)
+    assert "not simulated" in brief(plan)
 
 
 def test_estimates_are_called_so() -> None:

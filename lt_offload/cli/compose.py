@@ -1,0 +1,90 @@
+"""Recipe files and flags become one list of arguments. Knows which settings add to each other instead of replacing.
+
+The parser lets every file replace what the ones before say. Two settings are meant otherwise: callbacks of one's own
+come beside the recipe's, and adapters come with the learning rate that adapters need.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from lt_offload.cli.recipes import read
+from lt_offload.paths import is_file
+from lt_offload.shipped import shipped_root
+
+_CALLBACKS = "--trainer.callbacks"
+_LORA = "--model.lora"
+
+
+def compose(files: Sequence[Path], args: Sequence[str]) -> list[str]:
+    """Return the arguments for the parser: ``files``, later ones first in rank, then the flags ``args``.
+
+    Raises:
+        ConfigError: if a file cannot be read.
+    """
+    chain = _with_lora(files, args)
+    merged = _callbacks(chain)
+    return [
+        *(part for file in chain for part in ("--config", str(file))),
+        *([] if merged is None else [f"{_CALLBACKS}={json.dumps(merged)}"]),
+        *_appending(args),
+    ]
+
+
+def _with_lora(files: Sequence[Path], args: Sequence[str]) -> list[Path]:
+    """Put the shipped piece for adapters before what switches them on; what comes later overrides it as usual."""
+    piece = shipped_root() / "configs" / "lora.yaml"
+    given = [*files]
+    for at, file in enumerate(given):
+        if _group(file, "model").get("lora") is not None:
+            return [*given] if file.resolve() == piece.resolve() else [*given[:at], piece, *given[at:]]
+    if any(_switches_on(arg, following) for arg, following in pairwise([*args, ""])):
+        return [*given, piece]
+    return given
+
+
+def _switches_on(arg: str, following: str) -> bool:
+    name, equals, value = arg.partition("=")
+    if name == "--config":
+        path = Path(value if equals else following)
+        return is_file(path) and _group(path, "model").get("lora") is not None
+    return name.startswith(f"{_LORA}.") or (name == _LORA and (value if equals else following) not in ("null", ""))
+
+
+def _callbacks(files: Sequence[Path]) -> list[Any] | None:
+    """Return the callbacks of all ``files`` in their order; None where the parser's own rule gives the same."""
+    merged: list[Any] = []
+    asked = 0
+    for file in files:
+        group = _group(file, "trainer")
+        if "callbacks" not in group:
+            continue
+        found = group["callbacks"]
+        if not isinstance(found, dict | list | str | None):
+            return None  # the parser says what is wrong with it
+        asked += 1
+        merged = [] if found is None else merged + [one for one in _listed(found) if one not in merged]
+    return merged if asked > 1 else None
+
+
+def _listed(found: Any) -> list[Any]:
+    return found if isinstance(found, list) else [found]
+
+
+def _appending(args: Sequence[str]) -> Iterator[str]:
+    """Yield ``args``; callbacks are added to the list, unless it is emptied by ``null``."""
+    for arg, following in pairwise([*args, ""]):
+        name, equals, value = arg.partition("=")
+        if name == _CALLBACKS and (value if equals else following) not in ("null", "[]", ""):
+            yield f"{_CALLBACKS}+{equals}{value}"
+        else:
+            yield arg
+
+
+def _group(file: Path, name: str) -> dict[str, Any]:
+    found = read(file).get(name)
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,52 @@
+"""What can be known to be wrong before anything slow: before data are read, models loaded, machines measured."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lt_offload import checkpoint
+from lt_offload.errors import ConfigError
+from lt_offload.finetune import load, sources
+from lt_offload.finetune.module import FineTune
+from lt_offload.foreign import check_checkpoint, check_weights
+from lt_offload.paths import is_dir, is_file, user_path
+
+if TYPE_CHECKING:
+    from lt_offload.cli.app import App
+
+
+def check_early(app: App, ckpt_path: str | None = None, *, resume: bool = False) -> None:
+    """Raise ``ConfigError`` for files and folders that are not what the settings say they are.
+
+    Args:
+        app: the settings.
+        ckpt_path: checkpoint that will be loaded.
+        resume: whether training goes on from it.
+    """
+    data = app.datamodule
+    for setting in ("path", "validation_path"):
+        path = getattr(data, setting)
+        if path not in (None, sources.PYDOC):
+            sources.local_files(path, f"data.{setting}")
+    if app.model.name != load.SMOLLM2:  # that one is made where it is missing
+        load.locate(app.model.name)
+    if is_dir(user_path(data.tokenizer_name)):
+        load.load_tokenizer(data.tokenizer_name)
+    if ckpt_path is not None:
+        _check_file(app.model, ckpt_path, resume=resume)
+
+
+def _check_file(module: FineTune, path: str, *, resume: bool) -> None:
+    if not (is_file(path) or is_dir(path)):
+        raise ConfigError(f"ckpt_path={path!r} does not exist")
+    content: Any = checkpoint.load(path, weights_only=True)
+    check_checkpoint(content, path)
+    if resume and "optimizer_states" not in content:
+        raise ConfigError(f"ckpt_path={path!r} has weights only, no optimizer states: training cannot go on from it")
+    # The model without memory for its weights: names and shapes are enough, and there within a second.
+    with torch.device("meta"):
+        skeleton = module.build(init="random")
+    names = {f"model.{name}": tensor for name, tensor in skeleton.state_dict().items()}
+    check_weights(content["state_dict"], names)

@@ -1,0 +1,49 @@
+"""Whether files and folders can be written where they are asked for, found out before anything slow."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from lt_offload.errors import ConfigError
+from lt_offload.paths import is_dir, user_path
+
+
+def check_output(path: str | Path, setting: str, *, make: bool = False) -> None:
+    """Raise ``ConfigError`` unless a file can be written at ``path``.
+
+    Args:
+        path: the file.
+        setting: what asked for it, for the error.
+        make: whether its folder will be made where there is none.
+    """
+    target = user_path(path)
+    if is_dir(target):
+        raise ConfigError(f"{setting}: cannot write {target}: it is a folder; add the name of a file")
+    folder = target.parent
+    if make:
+        folder = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
+    if not is_dir(folder):
+        why = "is a file" if os.path.exists(folder) else "does not exist"
+        raise ConfigError(f"{setting}: cannot write {target}: there is no folder {folder}, it {why}")
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise ConfigError(f"{setting}: cannot write {target}: the folder {folder} is read-only for you")
+
+
+def make_folder(path: str | Path, setting: str) -> Path:
+    """Make the folder ``path`` where there is none, and return it.
+
+    Raises:
+        ConfigError: if nothing can be written there.
+    """
+    target = user_path(path)
+    try:
+        target.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=target):
+            pass
+    except OSError as error:
+        raise ConfigError(
+            f"{setting}={str(path)!r} cannot be written: {error.strerror}; choose another folder"
+        ) from None
+    return target

@@ -1,0 +1,243 @@
+"""Bad input on the command line: one sentence with setting, value and way out, before anything slow."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lt_offload.cli import doctor, early
+from lt_offload.cli.main import main
+from lt_offload.errors import ConfigError
+from lt_offload.finetune import data
+from tests.commands import fails
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:Experiment logs directory.*"),
+    pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"),
+]
+
+RECIPE = """\
+base: configs/base.yaml
+trainer: {{accelerator: cpu, strategy: {{init_args: {{memory: 2MB}}}}, max_steps: 1}}
+model: {{name: {model}}}
+data: {{path: {folder}/text.txt, max_length: 32, batch_size: 2, sample_prompt: the quick}}
+"""
+
+
+@pytest.fixture
+def recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    Path("tiny.yaml").write_text(RECIPE.format(model=model, folder=tmp_path))
+    return "tiny.yaml"
+
+
+@pytest.fixture
+def nothing_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading data, loading weights and measuring are failures."""
+
+    def slow(*args: object, **kwargs: object) -> None:
+        raise AssertionError("too late: something slow has begun")
+
+    monkeypatch.setattr(data.sources, "load_rows", slow)
+    monkeypatch.setattr("transformers.LlamaForCausalLM.from_pretrained", slow)
+    monkeypatch.setattr("lt_offload.profile.measure.profile", slow)
+    monkeypatch.setattr(doctor, "measure_machine", slow)
+
+
+def test_options_and_verbs_that_are_nearly_right(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fails(capsys, "--versoin") == "error: unknown option '--versoin'; did you mean --version?"
+    assert "no verb or recipe 'pln'; did you mean plan?" in fails(capsys, "pln", "quickstart")
+
+
+@pytest.mark.usefixtures("nothing_slow")
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["--trainer.max_step", "2"], "unknown setting 'trainer.max_step'; did you mean trainer.max_steps?"),
+        (["--data.batch", "1"], "unknown setting 'data.batch'; did you mean data.batch_size?"),
+        (["--data.batch=1"], "unknown setting 'data.batch'; did you mean data.batch_size?"),
+        (["--ckpt", "x"], "unknown setting 'ckpt'; did you mean ckpt_path?"),
+        (["--trainer.strategy.memory", "0.8"], "memory='0.8' is not a size but 0.8 bytes; did you mean \"0.8GB\"?"),
+        (["--trainer.strategy.memory", "12"], 'did you mean "12GB"?'),
+        (["--trainer.strategy.memory", "80%"], "memory='80%' is not a size but a share; did you mean \"12GB\"?"),
+        (["--trainer.strategy.host_memory", "12"], "host_memory='12' is not a size but 12 bytes; did you mean"),
+        (["--trainer.strategy.memory", "900TB"], "memory=900 TB is more than there is: RAM, where the emulated"),
+        (["--trainer.accelerator", "gpu"], "trainer.accelerator='gpu' with trainer.devices=1 does not work here"),
+        (["--trainer.devices", "0"], "trainer.devices='0' does not work here"),
+        (["--trainer.default_root_dir", "text.txt/run"], "trainer.default_root_dir='text.txt/run' cannot be written"),
+        (["--model.name", "empty"], "model folder 'empty' has no config.json"),
+        (["--model.name", "text.txt"], "model 'text.txt' is not a folder"),
+        (["--data.tokenizer", "empty"], "model 'empty' cannot be loaded"),
+        (["--seed_everything", "-1"], "seed_everything=-1 is out of bounds; choose a number from 0 to 4294967295"),
+        (["--data.path", "none.json"], "data.path='none.json' does not exist"),
+        (["--model.lr", "inf"], "model.lr"),
+        (["--ckpt_path", "gone.ckpt"], "ckpt_path='gone.ckpt' does not exist"),
+        (["--ckpt_path", "text.txt"], "checkpoint 'text.txt' cannot be read"),
+        (["--ckpt_path", "empty"], "checkpoint 'empty' is a folder"),
+        (["--ckpt_path", "weights.ckpt"], "'weights.ckpt' holds a model's weights alone, not the state of a training"),
+        (["--ckpt_path", "other.ckpt"], "the checkpoint does not fit this model or its adapters: it has no model."),
+        (["--ckpt_path", "half.ckpt"], "ckpt_path='half.ckpt' has weights only"),
+        (["--trainer.strategy.plan", "gone.json"], "cannot read Plan file 'gone.json'"),
+        (["--trainer.strategy.plan", "text.txt"], "'text.txt' is not a valid Plan file"),
+        (["--trainer.strategy.plan", "old.json"], "'old.json' has schema 0"),
+    ],
+)
+def test_it_is_said_before_anything_slow(
+    recipe: str, capsys: pytest.CaptureFixture[str], args: list[str], message: str
+) -> None:
+    Path("empty").mkdir()
+    Path("old.json").write_text('{"schema": 0}')
+    torch.save({"a.weight": torch.ones(2)}, "weights.ckpt")
+    state = {"pytorch-lightning_version": "2.6.0", "state_dict": {"x": torch.ones(2)}, "optimizer_states": []}
+    torch.save(state, "other.ckpt")
+    torch.save({key: value for key, value in state.items() if key != "optimizer_states"}, "half.ckpt")
+    assert message in fails(capsys, recipe, *args)
+
+
+@pytest.mark.usefixtures("nothing_slow")
+def test_safetensors_are_no_checkpoint(recipe: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = fails(capsys, recipe, "--ckpt_path", str(model / "model.safetensors"))
+    assert "is a safetensors file, a model's weights alone" in line
+    assert "--model.name" in line
+
+
+@pytest.mark.usefixtures("nothing_slow")
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["doctor", "--save", "gone/machine.yaml"], "--save: cannot write gone/machine.yaml: there is no folder gone"),
+        (["doctor", "--save", "."], "it is a folder; add the name of a file"),
+        (["plan", "tiny.yaml", "--sweep", "banana="], "sweep='banana=' is not understood; write one of memory=6GB"),
+        (["plan", "tiny.yaml", "--save", "text.txt/plan.json"], "--save: cannot write text.txt/plan.json: there is no"),
+        (["plan", "tiny.yaml", "--memory", "12"], "memory='12' is not a size but 12 bytes; did you mean \"12GB\"?"),
+        (["generate", "tiny.yaml", "--prompt", ""], "the prompt is empty: ''; give some text with --prompt"),
+        (["generate", "tiny.yaml", "--max_new_tokens", "0"], "max_new_tokens=0 is too small"),
+        (["check", "tiny.yaml", "--model.name", "empty"], "model folder 'empty' has no config.json"),
+    ],
+)
+@pytest.mark.usefixtures("recipe")
+def test_other_verbs_say_it_early_too(capsys: pytest.CaptureFixture[str], args: list[str], message: str) -> None:
+    Path("empty").mkdir()
+    assert message in fails(capsys, *args, *(["--hardware", "v100"] if args[0] == "plan" else []))
+
+
+@pytest.mark.usefixtures("recipe")
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ("modle: {name: x}", "unknown setting 'modle.name'; did you mean model.name?"),
+        ("model: null", "model.name is missing"),
+        ("model: {lr: .nan}", "model.lr=nan is not positive"),
+        ("seed_everythin: 1", "unknown setting 'seed_everythin'; did you mean seed_everything?"),
+        ("bas: configs/base.yaml", "unknown setting 'bas'; did you mean base?"),
+        ("2001-01-01: 3", "is not the name of a setting"),
+        ("true: 3", "True is not the name of a setting"),
+        ("seed_everything: 2001-99-99", "is not valid YAML: month must be in 1..12"),
+        ("data: &a {path: *a}", "data.path contains itself"),
+        (f"data: {'[' * 3000}", "is nested too deeply"),
+        (
+            "trainer: {strategy: {init_args: {memory: 0.8}}}",
+            'memory=0.8 is not a size but 0.8 bytes; did you mean "0.8',
+        ),
+        ("trainer: {strategy: {init_args: {memory: 12}}}", 'did you mean "12GB"?'),
+    ],
+)
+def test_recipes_that_cannot_be_meant(capsys: pytest.CaptureFixture[str], change: str, message: str) -> None:
+    Path("child.yaml").write_text(f"base: tiny.yaml\n{change}\n")
+    assert message in fails(capsys, "check", "child.yaml")
+
+
+def test_a_checkpoint_of_the_run_is_taken(recipe: str, tmp_path: Path) -> None:
+    assert main([recipe, "--trainer.default_root_dir", "run", "--quiet"]) == 0
+    [checkpoint] = (tmp_path / "run" / "checkpoints").glob("step*.ckpt")
+    early.check_early(_App(recipe), str(checkpoint), resume=True)
+    with pytest.raises(ConfigError, match="does not fit this model or its adapters: it has no model.base_model"):
+        early.check_early(_App(recipe, "--model.lora.r", "2"), str(checkpoint))
+    cut = checkpoint.read_bytes()
+    Path("cut.ckpt").write_bytes(cut[: len(cut) // 2])
+    with pytest.raises(ConfigError, match="'cut.ckpt' cannot be read"):
+        early.check_early(_App(recipe), "cut.ckpt")
+
+
+def _App(recipe: str, *args: str) -> Any:
+    from lt_offload.cli import app, recipes, verbs
+
+    return app.App(verbs.fit, Path(recipe), recipes.chain(Path(recipe)), args)
+
+
+# -- what adds to a recipe --------------------------------------------------------------------------------------------
+
+
+def printed(capsys: pytest.CaptureFixture[str], *args: str) -> dict[str, Any]:
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as left:
+        main([*args, "--print_config"])
+    assert left.value.code == 0
+    settings: dict[str, Any] = yaml.safe_load(capsys.readouterr().out)
+    return settings
+
+
+@pytest.mark.usefixtures("recipe")
+@pytest.mark.parametrize(
+    ("text", "flags", "lr"),
+    [
+        ("model: {lr: 0.002}", ["--model.lora.r", "8"], 1e-4),
+        ("model: {lr: 0.002}", ["--model.lora.r=8"], 1e-4),
+        ("model: {lr: 0.002}", ["--model.lora.r", "8", "--model.lr", "0.3"], 0.3),
+        ("model: {lr: 0.002}", ["--model.lr", "0.3", "--model.lora", '{"r": 2}'], 0.3),
+        ("model: {lr: 0.002}", ["--model.lora", "null"], 0.002),
+        ("model: {lr: 0.002}", [], 0.002),
+        ("model: {lora: {r: 4}}", [], 1e-4),
+        ("model: {lora: {r: 4}, lr: 0.002}", ["--model.lora.r", "8"], 0.002),
+    ],
+)
+def test_adapters_bring_their_learning_rate(
+    capsys: pytest.CaptureFixture[str], text: str, flags: list[str], lr: float
+) -> None:
+    Path("child.yaml").write_text(f"base: tiny.yaml\n{text}\n")
+    assert printed(capsys, "child.yaml", *flags)["model"]["lr"] == lr
+
+
+def names(settings: dict[str, Any]) -> Iterator[str]:
+    for callback in settings["trainer"]["callbacks"]:
+        yield callback["class_path"].rpartition(".")[2]
+
+
+OURS = ["ModelCheckpoint", "ModelCheckpoint", "LearningRateMonitor", "TQDMProgressBar"]
+
+
+def test_callbacks_are_appended(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    stopping = "{class_path: EarlyStopping, init_args: {monitor: val_loss}}"
+    assert list(names(printed(capsys, recipe))) == OURS
+    assert list(names(printed(capsys, recipe, "--trainer.callbacks", stopping))) == [*OURS, "EarlyStopping"]
+    assert list(names(printed(capsys, recipe, f"--trainer.callbacks=[{stopping}]"))) == [*OURS, "EarlyStopping"]
+    Path("child.yaml").write_text(f"base: tiny.yaml\ntrainer: {{callbacks: [{stopping}]}}\n")
+    assert list(names(printed(capsys, "child.yaml"))) == [*OURS, "EarlyStopping"]
+    Path("grandchild.yaml").write_text("base: child.yaml\ntrainer: {callbacks: {class_path: RichModelSummary}}\n")
+    assert list(names(printed(capsys, "grandchild.yaml"))) == [*OURS, "EarlyStopping", "RichModelSummary"]
+    Path("none.yaml").write_text("base: child.yaml\ntrainer: {callbacks: null}\n")
+    assert not printed(capsys, "none.yaml")["trainer"]["callbacks"]
+
+
+def test_a_bar_of_ones_own_replaces_the_recipes(recipe: str) -> None:
+    app = _App(recipe, "--trainer.callbacks", "{class_path: TQDMProgressBar, init_args: {refresh_rate: 7}}")
+    bar = app.trainer.progress_bar_callback
+    assert bar.refresh_rate == 7
+
+
+def test_quiet_says_results_only(recipe: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main([recipe, "--quiet", "--trainer.default_root_dir", "run"]) == 0
+    captured = capfd.readouterr()
+    assert "run folder" in captured.out
+    for noise in ("starting PyTorch", "offmate:", "Epoch", "Seed set", "GPU available"):
+        assert noise not in captured.err + captured.out
+    assert main(["check", recipe, "--quiet", "--data.batch", "1"]) == 2
+    assert capfd.readouterr().err == "error: unknown setting 'data.batch'; did you mean data.batch_size?\n"
