@@ -97,6 +97,7 @@ class OffmateCore(_Base):
         """Some weights of the present iteration are updated and others are not."""
         self._undo = ExitStack()
         """What ``teardown`` puts back."""
+        self._watch = ExitStack()  # holds the budget between iterations, too
 
     @property
     def planning(self) -> dict[str, Any]:
@@ -228,6 +229,7 @@ class OffmateCore(_Base):
         self._device = open_device(budget, self.root_device.type, host_threads=threads or None)
         self.engine = Engine(self._module, optimizer, plan, self._device)
         self.engine.install()
+        self._watch.enter_context(self._device.between())
 
     def _folder(self, trainer: Any) -> Path | None:
         """Return the run folder, None if the run keeps nothing."""
@@ -239,7 +241,7 @@ class OffmateCore(_Base):
     # -- training and evaluation -------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Remember the shapes of the batch; the account of a shape that was counted before is not made again."""
+        """Remember the shapes of the batch."""
         self._signature = tuple((t.shape, t.dtype) for t in tree_leaves(batch) if isinstance(t, Tensor))
 
     def optimizer_step(
@@ -355,6 +357,7 @@ class OffmateCore(_Base):
         """Give the model back with complete host weights and release the device."""
         engine, device = self.engine, self._device
         self.engine = self._device = None
+        self._watch.close()
         try:
             if engine is not None:
                 engine.close()

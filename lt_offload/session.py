@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -67,15 +68,27 @@ def offloaded(
             raise PlanError(f"the plan cannot be carried out: {problems[0]}")
     device = open_device(plan.budget_bytes, accelerator, host_threads=threads or None)
     engine = Engine(model, optimizer, plan, device, structure=structure)
-    hook = optimizer.register_step_post_hook(lambda *_: engine.finish())
+    iteration = ExitStack()
+
+    def begin(*_: object) -> None:
+        if torch.is_grad_enabled():
+            iteration.close()
+            iteration.enter_context(device.accounting())
+
+    def finish(*_: object) -> None:
+        engine.finish()
+        iteration.close()
+
+    hooks = [model.register_forward_pre_hook(begin), optimizer.register_step_post_hook(finish)]
     try:
         engine.install()
-        with caches_off(model), device.accounting():
+        with caches_off(model), device.between(), iteration:
             yield engine
     except BaseException:
         engine.abort()
         raise
     finally:
-        hook.remove()
+        for hook in hooks:
+            hook.remove()
         engine.remove()
         device.close()
