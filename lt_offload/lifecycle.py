@@ -103,6 +103,7 @@ class OffmateCore(_Base):
         """Some weights of the present iteration are updated and others are not."""
         self._undo = ExitStack()
         """What ``teardown`` puts back."""
+        self._watch = ExitStack()  # holds the budget between iterations, too
 
     @property
     def planning(self) -> dict[str, Any]:
@@ -248,6 +249,7 @@ class OffmateCore(_Base):
         self._device = open_device(budget, str(self.root_device), host_threads=threads or None, context=context)
         self.engine = Engine(self._module, optimizer, plan, self._device)
         self.engine.install()
+        self._watch.enter_context(self._device.between())
 
     def _folder(self, trainer: Any) -> Path | None:
         """Return the run folder, None if the run keeps nothing."""
@@ -259,7 +261,7 @@ class OffmateCore(_Base):
     # -- training and evaluation -------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Remember the shapes of the batch; the account of a shape that was counted before is not made again."""
+        """Remember the shapes of the batch."""
         self._signature = tuple((t.shape, t.dtype) for t in tree_leaves(batch) if isinstance(t, Tensor))
 
     def optimizer_step(
@@ -379,6 +381,7 @@ class OffmateCore(_Base):
         """Give the model back with complete host weights and release the device."""
         engine, device = self.engine, self._device
         self.engine = self._device = None
+        self._watch.close()
         try:
             if engine is not None:
                 engine.close()

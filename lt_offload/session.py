@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import torch
 from torch import nn
 from torch.optim import Optimizer
 
@@ -71,15 +72,26 @@ def offloaded(
         plan.budget_bytes, str(place), host_threads=plan.host_threads or None, context=plan.context_bytes
     )
     engine = Engine(model, optimizer, plan, device, structure=structure)
+    iteration = ExitStack()
+
+    def begin(*_: object) -> None:
+        if torch.is_grad_enabled():
+            iteration.close()
+            iteration.enter_context(device.accounting())
+
+    hooks = [model.register_forward_pre_hook(begin)]
     try:
         with current(place), caches_off(model):
             engine.install()
             engine.follow(optimizer)
-            with device.accounting():
+            hooks.append(optimizer.register_step_post_hook(lambda *_: iteration.close()))
+            with device.between(), iteration:
                 yield engine
     except BaseException:
         engine.abort()
         raise
     finally:
+        for hook in hooks:
+            hook.remove()
         engine.remove()
         device.close()

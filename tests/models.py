@@ -28,7 +28,8 @@ def build(
 
     torch.manual_seed(seed)
     prefix = family.split("-")[0].capitalize()
-    config = getattr(transformers, f"{prefix}Config")(**_config(family, layers, dropout) | overrides)
+    text = "Text" if prefix == "Gemma3" else ""  # the other configuration is that of a model with images
+    config = getattr(transformers, f"{prefix}{text}Config")(**_config(family, layers, dropout) | overrides)
     model: nn.Module = getattr(transformers, f"{prefix}ForCausalLM")(config).to(dtype)
     if lora:
         from peft import LoraConfig, get_peft_model
@@ -54,7 +55,9 @@ def _config(family: str, layers: int, dropout: float) -> dict[str, Any]:
         return common | {"n_layer": layers, "n_head": 4, "hidden_dropout": dropout}
     common |= {"num_hidden_layers": layers, "num_attention_heads": 4, "intermediate_size": 48}
     common |= {"max_position_embeddings": 64, "attn_implementation": "sdpa"}
-    if family.startswith("llama") or family == "mistral":
+    if family == "gemma3":
+        common |= {"head_dim": 8, "sliding_window": 8}
+    if family.startswith("llama") or family in ("mistral", "gemma3"):
         return common | {"num_key_value_heads": 2}
     return common | {"resid_pdrop": dropout, "embd_pdrop": dropout}
 

@@ -223,6 +223,10 @@ class CudaDevice(Device):
     # -- memory outside the arena ------------------------------------------------------------------------------------
 
     @override
+    def limit_host(self, nbytes: int) -> None:
+        self._host.limit(nbytes)
+
+    @override
     def host_adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         with plain_torch():
             return self._host.adopt(tensor)

@@ -11,8 +11,9 @@ from torch import Tensor
 from lt_offload.execute.device import Cell, Device, Event
 from lt_offload.execute.params import Weight, carve, distinct
 from lt_offload.plan.schedule import Op
+from lt_offload.profile.types import GATHERED_BELOW
 
-SMALL_GRADIENT = 256 << 10
+SMALL_GRADIENT = GATHERED_BELOW
 """Gradients of fewer bytes are gathered on the device first. A copy takes some 5 to 10 microseconds to begin, in which
 a link moves this much; beside the gradients of a block the gathered ones hardly take memory."""
 

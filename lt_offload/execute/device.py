@@ -163,6 +163,10 @@ class Device(ABC):
     # -- memory outside the arena ------------------------------------------------------------------------------------
 
     @abstractmethod
+    def limit_host(self, nbytes: int) -> None:
+        """Hand out at most ``nbytes`` of host memory from now on, what is in use included; ``OverBudget`` beyond."""
+
+    @abstractmethod
     def host_adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return ``tensor``'s contents in a host tensor fit for asynchronous copies, if possible the same."""
 
@@ -216,10 +220,21 @@ class Device(ABC):
     def accounting(self, signature: object = None) -> AbstractContextManager[None]:
         """Within the context every device allocation of the calling thread is held against the budget.
 
-        On CUDA the allocator's own cap does that and this only turns its error into ``OverBudget``. The emulated device
-        counts storages; as that costs time, it may skip counting when ``signature`` (shapes of the batch) has been
-        counted under this arena before, and then uses that run's figures.
+        On CUDA the allocator's own cap does that and this only turns its error into ``OverBudget``; ``signature``
+        (shapes of the batch) tells it when to expect new kernels. The emulated device counts the storages that
+        operations make.
         """
+
+    def between(self) -> AbstractContextManager[None]:
+        """Enclose everything from the first iteration to the last, ``accounting`` within: the budget holds there, too.
+
+        Outside ``accounting`` the emulated device counts what operations make from device memory; what they make from
+        host memory or from nothing is host memory.
+        """
+        return self.accounting()
+
+    def stays(self, *tensors: torch.Tensor) -> None:  # noqa: B027
+        """Hold device tensors that no operation under account has made against the budget, as long as they live."""
 
     # -- random numbers ----------------------------------------------------------------------------------------------
 
@@ -259,11 +274,6 @@ class Device(ABC):
     def allocator_events(self) -> AllocatorEvents:
         """Return how often the framework's allocator has run short so far; never where it knows no limit."""
         return AllocatorEvents(0, 0, 0)
-
-    @property
-    def counting(self) -> bool:
-        """Whether ``memory`` and ``peak_memory`` see every allocation at present."""
-        return True
 
     @abstractmethod
     def memory(self) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast
 
 import torch
@@ -21,7 +21,7 @@ from lt_offload.execute.arena import Arena, ArenaBuffer, Freed
 from lt_offload.execute.budget import DeviceAccount
 from lt_offload.execute.checker import ORIGIN, Checker
 from lt_offload.execute.device import Buffer, Cell, Device, Event, Lane
-from lt_offload.execute.hostmem import HostMemory
+from lt_offload.execute.hostmem import HOST_MEMORY, HostMemory
 from lt_offload.execute.lanes import UNORDERED, CallerLanes, Lanes, Task, plain_torch
 from lt_offload.execute.links import Runner
 from lt_offload.execute.threads import ThreadLanes
@@ -29,7 +29,7 @@ from lt_offload.profile.accounting import Account
 from lt_offload.units import format_bytes
 
 Mode = Literal["lazy", "random", "thread"]
-Accounting = Literal["auto", "always", "off"]
+Accounting = Literal["always", "off"]
 
 POISON = 0xFF
 """Not a number in every floating-point format, -1 in every integer one."""
@@ -47,8 +47,8 @@ class EmulatedDevice(Device):
         h2d_bytes_per_s: speed of copies to the device, in ``thread`` mode; None: as fast as the RAM.
         d2h_bytes_per_s: the same for copies from the device. Both directions work at the same time.
         host_threads: threads that an update on the ``host`` lane may use; None: as many as the calling thread.
-        accounting: hold allocations outside the arena against the budget ``always``, only for batch shapes that were
-            not counted yet (``auto``), or never (``off``; figures are the arena's then).
+        accounting: hold allocations outside the arena against the budget ``always`` or never (``off``; figures are the
+            arena's then).
         poison: overwrite freed and fresh memory, so that it cannot be used unnoticed. None: except in ``thread`` mode.
         ignore: for tests of the engine. Called with the label of a task (or ``"compute"``, or ``"free LABEL"``) and the
             label of an event it is to be ordered after (a task's, ``"compute"``, or ``"release LABEL"`` for the release
@@ -67,7 +67,7 @@ class EmulatedDevice(Device):
         h2d_bytes_per_s: float | None = None,
         d2h_bytes_per_s: float | None = None,
         host_threads: int | None = None,
-        accounting: Accounting = "auto",
+        accounting: Accounting = "always",
         poison: bool | None = None,
         ignore: Callable[[str, str], bool] | None = None,
     ) -> None:
@@ -84,10 +84,8 @@ class EmulatedDevice(Device):
         self._ignore = ignore
         self._past = Task.past("compute", "compute")
         self._compute_label = "compute"
-        self._counting = False
-        self._counted: dict[tuple[int, object], int] = {}
-        self._peak = 0
-        self._host = Account()
+        self._entered = False
+        self._host = Account(what=HOST_MEMORY)
         self._slabs = HostMemory(_no_registration, _no_registration)
         self._closed = False
         # Neither lanes nor account refer to the device: it is collected, and its threads end, even if nobody closes it.
@@ -112,7 +110,6 @@ class EmulatedDevice(Device):
         except OverBudget:
             self._arena = self._new_arena(0)
             raise
-        self._peak = max(self._peak, self.memory())
 
     def _new_arena(self, nbytes: int) -> Arena:
         with plain_torch():
@@ -241,6 +238,10 @@ class EmulatedDevice(Device):
     # -- memory outside the arena ------------------------------------------------------------------------------------
 
     @override
+    def limit_host(self, nbytes: int) -> None:
+        self._host.limit = nbytes
+
+    @override
     def host_adopt(self, tensor: torch.Tensor) -> torch.Tensor:
         self._host.charge(tensor)
         return tensor
@@ -285,6 +286,8 @@ class EmulatedDevice(Device):
             tensor = torch.empty(tuple(shape), dtype=dtype)
         else:
             tensor = torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype)
+        if self._entered:
+            self._account.charge(tensor)
         if self._poison:
             with plain_torch():
                 _fill(_bytes(tensor))
@@ -293,24 +296,31 @@ class EmulatedDevice(Device):
     @contextmanager
     @override
     def accounting(self, signature: object = None) -> Iterator[None]:
-        key = None if signature is None else (self._arena.extent, signature)
-        if self._counting or self._accounting == "off":
+        with self._counting(everything=True):
             yield
-        elif self._accounting == "auto" and key in self._counted:
+
+    @contextmanager
+    @override
+    def between(self) -> Iterator[None]:
+        with self._counting(everything=False):
             yield
-            self._peak = max(self._peak, self._counted[key])
-        else:
-            self._peak = self.peak_memory()
-            self._account.reset_peak()
-            self._account.highest = 0
-            self._counting = True
-            try:
-                with self._account:
-                    yield
-            finally:
-                self._counting = False
-            if key is not None:
-                self._counted[key] = max(self._account.highest, self._account.peak)
+
+    @contextmanager
+    def _counting(self, *, everything: bool) -> Iterator[None]:
+        account = self._account
+        before, account.everything = account.everything, everything
+        outermost = self._accounting == "always" and not self._entered
+        self._entered = self._entered or outermost
+        try:
+            with account if outermost else nullcontext():
+                yield
+        finally:
+            account.everything = before
+            self._entered = self._entered and not outermost
+
+    @override
+    def stays(self, *tensors: torch.Tensor) -> None:
+        self._account.charge(*tensors)
 
     # -- random numbers ----------------------------------------------------------------------------------------------
 
@@ -352,24 +362,17 @@ class EmulatedDevice(Device):
         finished = self._runner.spans
         return [finished.popleft() for _ in range(len(finished))]
 
-    @property
-    @override
-    def counting(self) -> bool:
-        return self._counting
-
     @override
     def memory(self) -> int:
         return self._account.current
 
     @override
     def peak_memory(self) -> int:
-        return max(self._peak, self._account.peak)
+        return self._account.peak
 
     @override
     def reset_peak(self) -> None:
-        self._account.highest = max(self._account.highest, self._account.peak)
         self._account.reset_peak()
-        self._peak = 0
 
     @property
     @override

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
-from lt_offload.errors import UnsupportedError
+from lt_offload.errors import OverBudget, UnsupportedError
 from lt_offload.execute.consumed import OwnLoop, StandIns
 from lt_offload.execute.device import Device
 from lt_offload.execute.fixed import Backward, Fixed, check_hooks
@@ -27,7 +27,7 @@ from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.guard import Guard
 from lt_offload.execute.params import Weight
 from lt_offload.execute.parcels import Layout
-from lt_offload.execute.pools import HostPool
+from lt_offload.execute.pools import ROUNDING, HostPool
 from lt_offload.execute.presence import Presence, expose
 from lt_offload.execute.program import check_match, program
 from lt_offload.execute.record import Recorder
@@ -41,6 +41,7 @@ from lt_offload.plan.trace import Trace
 from lt_offload.profile.blocks import Structure, find_blocks
 from lt_offload.profile.compiled import called, intercept
 from lt_offload.profile.seams import check_arguments
+from lt_offload.units import format_bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,6 +122,9 @@ class Engine:
         self._blocks = [[self.weights[t] for t in block.tensors] for block in self.structure.blocks]
         layout = Layout(device, self.weights, self._blocks, plan)
         self._move_rest(device.torch_device)
+        if plan is not None:
+            device.limit_host(self._host_limit(plan))
+        device.stays(*(param.detach() for _, param in self.structure.rest), *self.model.buffers())
         device.reserve(plan.arena_bytes if plan is not None else room(self._blocks, device.budget))
         self.residency = Residency(device, layout, plan, self.updates)
         self.streaming = Streaming(device, self._blocks, layout)
@@ -289,6 +293,20 @@ class Engine:
             self.updates.order_states()
         self._guard.end()
         self.recorder.end()
+        if self.recorder.iterations == 1:  # by now there are optimizer states
+            self._check_host()
+
+    def _check_host(self) -> None:
+        assert self.plan is not None
+        used = self.host_bytes
+        if used > self._host_limit(self.plan):
+            raise OverBudget(
+                f"training takes {format_bytes(used)} ({used} bytes) of host memory, states of the optimizer included, "
+                f"more than host_memory={self.plan.host_budget_bytes}; set host_memory={used} or more and plan again"
+            )
+
+    def _host_limit(self, plan: Plan) -> int:
+        return plan.host_budget_bytes + ROUNDING * len(self._blocks)
 
     @property
     def stats(self) -> EngineStats:

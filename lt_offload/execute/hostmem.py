@@ -39,6 +39,10 @@ LARGE_BYTES = 8 << 20
 """Tensors of at least this size have a mapping of their own: hardly a page is wasted, and it goes when they go."""
 
 
+HOST_MEMORY = "host memory (setting host_memory)"
+"""What errors call it."""
+
+
 @dataclass(slots=True, eq=False)
 class _Slab:
     pages: Pages
@@ -80,12 +84,16 @@ class HostMemory:
         self._error = 0
         self._told = -1
         """Pageable bytes at the last message to the user; -1: there was none."""
-        self._account = Account()
+        self._account = Account(what=HOST_MEMORY)
 
     @property
     def nbytes(self) -> int:
         """Bytes of the tensors that were handed out and are in use."""
         return self._account.current
+
+    def limit(self, nbytes: int) -> None:
+        """Raise ``OverBudget`` for tensors beyond ``nbytes`` in all."""
+        self._account.limit = nbytes
 
     @property
     def mapped_bytes(self) -> int:

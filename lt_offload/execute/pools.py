@@ -11,6 +11,9 @@ from lt_offload.execute.device import Cell, Device, Event
 
 _STEP = 4096
 
+ROUNDING = 2 * _STEP
+"""Bytes per block by which its activations may take more than their size: whole pages, and aligned storages in them."""
+
 
 class HostBuffer(Cell):
     """Some host memory; ``used`` is the last task that touched it, to be awaited by the next."""

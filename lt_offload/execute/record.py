@@ -11,11 +11,7 @@ from lt_offload.plan.trace import Span, Trace
 
 
 class Recorder:
-    """Keeps spans and memory peaks of the last complete iteration.
-
-    An emulated device need not count the allocations of every iteration. Peaks per step are those of the last iteration
-    that was counted; batches of other shapes are always counted.
-    """
+    """Keeps spans and memory peaks of the last complete iteration."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -28,7 +24,6 @@ class Recorder:
         self._before = self.allocator
         self._steps: list[float] = []
         self._peaks: list[int] = []
-        self._counted: list[int] = []
         self._finished: tuple[float, float, list[tuple[float, int]]] = (0.0, 0.0, [])
         self._spans: list[tuple[int, str, str, float, float]] = []
 
@@ -46,19 +41,16 @@ class Recorder:
 
     def end_step(self) -> None:
         """Note the largest use of device memory in the step."""
-        if self.device.counting:
-            self._peaks.append(self.device.peak_memory())
-            self.device.reset_peak()
+        self._peaks.append(self.device.peak_memory())
+        self.device.reset_peak()
 
     def end(self) -> None:
         """End the iteration."""
         now = self.device.now()
         self.iterations += 1
         self.iteration_s = now - self._began
-        if len(self._peaks) == len(self._steps):
-            self._counted = self._peaks
-        self.device_peak = max(self._counted, default=self.device.peak_memory())
-        self._finished = (self._began, now, list(zip(self._steps, self._counted, strict=False)))
+        self.device_peak = max(self._peaks, default=self.device.peak_memory())
+        self._finished = (self._began, now, list(zip(self._steps, self._peaks, strict=True)))
         self._spans = [span for span in self._spans if span[4] > self._began] + self.device.take_spans()
         self.allocator = AllocatorEvents(*map(sub, self.device.allocator_events(), self._before))
         self.device.end_iteration()

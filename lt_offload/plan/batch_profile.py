@@ -70,6 +70,10 @@ class _Line:
     def size(self, low: int, high: int) -> int:
         return math.ceil(round(self.value(low, high), 3))
 
+    def inner(self, low: int | None, high: int | None) -> int | None:
+        """A peak of which a part does not grow is below the line between two of its values, but above it beyond."""
+        return None if low is None or high is None or self.at > 1 else self.size(low, high)
+
     def block(self, low: BlockProfile, high: BlockProfile) -> BlockProfile:
         others = {option.name: option for option in high.options}
         return replace(
@@ -89,6 +93,7 @@ class _Line:
             offload_bytes=self.size(low.offload_bytes, high.offload_bytes),
             forward_peak_bytes=self.size(low.forward_peak_bytes, high.forward_peak_bytes),
             backward_peak_bytes=self.size(low.backward_peak_bytes, high.backward_peak_bytes),
+            held_peak_bytes=self.inner(low.held_peak_bytes, high.held_peak_bytes),
         )
 
     def tensor(self, low: TensorProfile, high: TensorProfile) -> TensorProfile:
@@ -128,6 +133,7 @@ def _empty(profile: Profile) -> Profile:
                         offload_bytes=0,
                         forward_peak_bytes=0,
                         backward_peak_bytes=0,
+                        held_peak_bytes=None,
                     )
                     for option in block.options
                 ),

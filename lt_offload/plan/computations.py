@@ -111,6 +111,7 @@ def _rebuilding(block: BlockProfile) -> OptionProfile:
         keeps_input=True,
         forward_peak_bytes=keep.saved_bytes + keep.forward_peak_bytes,
         backward_peak_bytes=keep.saved_bytes + keep.backward_peak_bytes,
+        held_peak_bytes=None if keep.held_peak_bytes is None else keep.saved_bytes + keep.held_peak_bytes,
     )
 
 

@@ -105,4 +105,5 @@ def _scaled_option(option: OptionProfile, ratio: float) -> OptionProfile:
         offload_bytes=int(option.offload_bytes * ratio),
         forward_peak_bytes=int(option.forward_peak_bytes * ratio),
         backward_peak_bytes=int(option.backward_peak_bytes * ratio),
+        held_peak_bytes=None,  # gradients do not shrink
     )

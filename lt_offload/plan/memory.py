@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from lt_offload.plan.computations import SAVED, Computation, Rerun, computations
 from lt_offload.plan.schedule import Plan, UpdatePlace
-from lt_offload.profile.types import COLLECTED_BELOW, OptionName, Profile, TensorProfile
+from lt_offload.profile.types import COLLECTED_BELOW, GATHERED_BELOW, OptionName, Profile
 
 Bytes = NDArray[np.int64]
 
@@ -158,7 +158,20 @@ class _Time:
 
 
 def _framework_bytes(used: Usage, profile: Profile, time: _Time) -> Bytes:
-    return _activation_bytes(used, profile, time) + _gradient_bytes(used, profile, time)
+    """What lies there already, and the largest of what a computation comes to: in its middle, or at its end."""
+    grads = _gradients(used, profile, time)
+    total = _activation_bytes(used, profile, time) + grads.earlier
+    for block in range(len(profile.blocks)):
+        if not profile.blocks[block].has_backward:
+            continue
+        at = time.last[2 * len(profile.blocks) - 1 - block]
+        option = time.moments[at].option
+        working = option.backward_peak_bytes + grads.new[at] + grads.passing[at]
+        if option.held_peak_bytes is not None:
+            working = min(working, option.held_peak_bytes + grads.scratch[at])
+        gone = option.saved_bytes if block < len(profile.blocks) - 1 else 0  # the last one's may belong to the loss
+        total[at] += max(working, grads.new[at] + grads.ending[at] - gone)
+    return total
 
 
 def _activation_bytes(used: Usage, profile: Profile, time: _Time) -> Bytes:
@@ -179,9 +192,7 @@ def _activation_bytes(used: Usage, profile: Profile, time: _Time) -> Bytes:
         if option.keeps_input:
             total[forward + 1 : until] += block.input_bytes
         # the input, its gradient, and the gradient of the output
-        total[backward] += (
-            2 * block.input_bytes + block.output_bytes + time.moments[backward].option.backward_peak_bytes
-        )
+        total[backward] += 2 * block.input_bytes + block.output_bytes
         # the gradient of the output waits while others run again
         total[time.first[steps - 1 - index] : backward] += block.output_bytes
         if index in used.left:
@@ -209,36 +220,58 @@ def _run_again(total: Bytes, used: Usage, profile: Profile, time: _Time, index: 
         saved = save
 
 
-def _gradient_bytes(used: Usage, profile: Profile, time: _Time) -> Bytes:
-    """Gradients held (for the host, or until the last use of a tied tensor), and those that pass by in a backward."""
-    held, large, small = np.zeros((3, len(time)), dtype=np.int64)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Gradients:
+    """Bytes of gradients, and of what is made for their use, by computation."""
+
+    earlier: Bytes
+    """Of computations before, still there at its end."""
+    new: Bytes
+    """They come in a backward and stay to its end."""
+    passing: Bytes
+    """The most that comes in the middle of a backward and goes at once, with what its use takes."""
+    scratch: Bytes
+    """That part of ``passing`` which is no gradient."""
+    ending: Bytes
+    """What is made when the activations of a backward have gone, and all its gradients have come."""
+
+
+def _gradients(used: Usage, profile: Profile, time: _Time) -> _Gradients:
+    earlier, new, passing, scratch, updating, leaving = np.zeros((6, len(time)), dtype=np.int64)
+    small: dict[tuple[int, str], list[int]] = {}
+    """Gradients for the host that are gathered with others, by computation and dtype."""
     for index, (tensor, place) in enumerate(zip(profile.tensors, used.places, strict=True)):
-        uses = backward_steps(tensor.blocks, profile) if tensor.trainable else []
+        uses = [time.last[step] for step in backward_steps(tensor.blocks, profile)] if tensor.trainable else []
         if not uses:
             continue
-        first, last = time.last[uses[0]], time.last[uses[-1]]
-        if len(uses) > 1:
-            held[first : last + 1] += tensor.bytes
+        first, last, size = uses[0], uses[-1], tensor.bytes
+        tied, large = len(uses) > 1, size >= COLLECTED_BELOW
         waits = place == "host" and index not in used.grad_direct
+        ends = time.last[used.grad_until[index]] if waits and index in used.grad_until else last
+        if tied or waits or not large:
+            new[first] += size
+        if tied or waits:
+            earlier[first + 1 : ends + 1] += size
+        for at in uses[1:]:
+            passing[at] = max(passing[at], size)  # until it has been added to the first one
         if waits:
-            begin = last + 1 if len(uses) > 1 else last
-            held[begin : time.last[used.grad_until.get(index, uses[-1])] + 1] += tensor.bytes
-        ratio = 0.0 if place == "host" else profile.optimizer.scratch_ratio
-        for step in uses:
-            passing = _passing_bytes(tensor, ratio, waits=waits, first=step == uses[0], last=step == uses[-1])
-            at = time.last[step]
-            if tensor.bytes < COLLECTED_BELOW:
-                small[at] += passing
-            else:
-                large[at] = max(large[at], passing)
-    total: Bytes = held + small + large
-    return total
-
-
-def _passing_bytes(tensor: TensorProfile, scratch_ratio: float, *, waits: bool, first: bool, last: bool) -> int:
-    """Bytes that one backward takes for the tensor's gradient, beyond what is held over steps."""
-    tied = not (first and last)
-    new = tensor.bytes if (tied and not first) or (not tied and not waits) else 0
-    scratch = int(tensor.bytes * scratch_ratio) if last else 0
-    # The second gradient of a tied tensor is added to the first and gone before the update begins.
-    return max(new, scratch) if tied else new + scratch
+            if size < GATHERED_BELOW:
+                small.setdefault((last, tensor.dtype), []).append(size)
+            continue
+        beside = 0 if place == "host" else int(size * profile.optimizer.scratch_ratio)
+        if not large:
+            updating[last] += beside
+            continue
+        passing[last] = max(passing[last], beside + (0 if tied else size))
+        scratch[last] = max(scratch[last], beside)
+    for (at, _), sizes in small.items():
+        leaving[at] += sum(sizes) if len(sizes) > 1 else 0
+    # A large gradient is used at once, and those that were collected so far with it.
+    early = np.where(passing > 0, updating, 0)
+    return _Gradients(
+        earlier=earlier,
+        new=new,
+        passing=passing + early,
+        scratch=scratch + early,
+        ending=np.maximum(updating, leaving),
+    )

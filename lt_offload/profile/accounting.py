@@ -18,6 +18,9 @@ from lt_offload.errors import OverBudget
 from lt_offload.profile.compiled import show_buffers
 from lt_offload.units import format_bytes
 
+_MAKES: dict[Any, bool] = {}
+"""By operation, whether its results may have storages of their own."""
+
 
 class _Charge(weakref.ref[torch.UntypedStorage]):
     """A storage under account."""
@@ -38,11 +41,20 @@ class Account(TorchDispatchMode):
         limit: bytes that may be in use; a charge beyond raises ``OverBudget``.
         device_type: charge only tensors on this type of device, e.g. ``"cuda"``; None charges all.
         timeline: keep every charge and discharge for :meth:`peak_without`.
+        what: the memory's name in errors, with the setting to change.
     """
 
-    def __init__(self, *, limit: int | None = None, device_type: str | None = None, timeline: bool = False) -> None:
+    def __init__(
+        self,
+        *,
+        limit: int | None = None,
+        device_type: str | None = None,
+        timeline: bool = False,
+        what: str = "device memory",
+    ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.limit = limit
+        self._what = what
         self._device_type = device_type
         self._live: dict[int, _Charge] = {}
         self._dead: deque[_Charge] = deque()
@@ -80,7 +92,7 @@ class Account(TorchDispatchMode):
             OverBudget: if that would pass the limit.
         """
         for tensor in tensors:
-            self._charge(tensor.untyped_storage(), free=False, cause="charge")
+            self._charge(tensor.untyped_storage(), free=False, cause=f"a tensor of shape {tuple(tensor.shape)}")
 
     def exclude(self, *tensors: torch.Tensor) -> None:
         """Never charge the storages of these tensors: host copies, weights in an arena."""
@@ -98,13 +110,21 @@ class Account(TorchDispatchMode):
 
     def peak_without(self, serials: Iterable[int]) -> int:
         """Return the peak since ``reset_peak`` as it would be without the storages ``serials``."""
-        assert self._timeline is not None, "made without a timeline"
         left_out = frozenset(serials)
+        return self._peak_of(lambda serial, change: serial not in left_out)
+
+    def peak_holding(self, serials: Iterable[int]) -> int:
+        """Return the peak since ``reset_peak`` as it would be if the storages ``serials`` were never given back."""
+        staying = frozenset(serials)
+        return self._peak_of(lambda serial, change: change > 0 or serial not in staying)
+
+    def _peak_of(self, counts: Callable[[int, int], bool]) -> int:
+        assert self._timeline is not None, "made without a timeline"
         with self._lock:
             self._settle()
             current = peak = 0
             for serial, change in self._timeline:
-                if serial not in left_out:
+                if counts(serial, change):
                     current += change
                     peak = max(peak, current)
             return peak
@@ -126,12 +146,20 @@ class Account(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run the operation and charge its results."""
         out = func(*args, **kwargs) if kwargs else func(*args)
-        for tensor in tensors_in(out):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in self._live and self._device_type in (None, tensor.device.type):
-                known = any(storage._cdata == t.untyped_storage()._cdata for t in tensors_in((args, kwargs or ())))
-                self._charge(storage, free=known, cause=func)
+        makes = _MAKES.get(func)
+        if makes is None:
+            makes = _MAKES[func] = _makes_storages(func)
+        if makes:
+            for tensor in (out,) if type(out) is torch.Tensor else tensors_in(out):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._live and self._device_type in (None, tensor.device.type):
+                    self._meet(storage, func, list(tensors_in((args, kwargs or ()))))
         return out
+
+    def _meet(self, storage: torch.UntypedStorage, func: Any, given: list[torch.Tensor]) -> None:
+        """Charge a storage that an operation on the tensors ``given`` has returned, unless it is one of theirs."""
+        known = any(storage._cdata == tensor.untyped_storage()._cdata for tensor in given)
+        self._charge(storage, free=known, cause=func)
 
     def _charge(self, storage: torch.UntypedStorage, *, free: bool, cause: object) -> None:
         key = storage._cdata
@@ -142,7 +170,7 @@ class Account(TorchDispatchMode):
             nbytes = 0 if free else storage.nbytes()
             if self.limit is not None and self._current + nbytes > self.limit:
                 raise OverBudget(
-                    f"{cause} needs {format_bytes(nbytes)} ({nbytes} bytes) of device memory, but "
+                    f"{cause} needs {format_bytes(nbytes)} ({nbytes} bytes) of {self._what}, but "
                     f"{format_bytes(self._current)} of {format_bytes(self.limit)} ({self.limit} bytes) are in use"
                 )
             charge = _Charge(storage, self._discharge)
@@ -166,6 +194,11 @@ class Account(TorchDispatchMode):
             self._current -= charge.nbytes
             if self._timeline is not None and charge.nbytes:
                 self._timeline.append((charge.serial, -charge.nbytes))
+
+
+def _makes_storages(func: Any) -> bool:
+    """Return whether the operation may return anything but its arguments and views of them."""
+    return any(result.alias_info is None for result in func._schema.returns)
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

@@ -53,6 +53,8 @@ class Capture:
     """One per block; blocks that cost the same share one."""
     chained: tuple[bool, ...]
     """Per block: its activations are what the block before returned, untouched."""
+    lingering: tuple[int, ...]
+    """Per block: bytes that blocks before the last one returned and the model's own code still holds (a variable)."""
     between: int
     """Bytes that live outside the blocks until the backward: masks, tables, what operations between blocks save."""
     held: int
@@ -93,11 +95,14 @@ class _Recorder:
         self._meter = meter
         self._calls: list[Call] = []
         self._chained: list[bool] = []
+        self._lingering: list[int] = []
         self._handed = Handed(())
         self._by_signature: dict[object, Call] = {}
         self._shared: list[Tensor] = []  # what blocks are given lives until the backward, and so does
         self._graph: list[Any] = []  # what operations between blocks save
         self._interfaces: set[int | None] = set()
+        self._copies: set[int | None] = set()  # what calls hold
+        self._returned: set[int | None] = set()  # by the block before
         self._anchor = torch.zeros((), requires_grad=True)
         self._between = self._below = self._output_bytes = 0
         self._seams = Seams(structure)
@@ -112,12 +117,15 @@ class _Recorder:
             self._calls.append(call)
             last = index == len(self._blocks) - 1
             if last:
+                # The input is the block's: it is not the loss that gives it back.
+                self._shared += [leaf.detach() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
                 live = self.account.live()
                 self._between = sum(nbytes for serial, nbytes in live.items() if serial not in self._interfaces)
             with self._stage(block.module):
                 out = self._seams.run(index, call, original, args, kwargs)
             del args, kwargs
-            self._interfaces.update(self.account.serial(t) for t in tree_leaves(out) if isinstance(t, Tensor))
+            self._returned = {self.account.serial(t) for t in tree_leaves(out) if isinstance(t, Tensor)}
+            self._interfaces |= self._returned
             if last:
                 outputs = {self.account.serial(t): t.untyped_storage().nbytes() for t in _numbers(out)}
                 self._output_bytes = sum(outputs.values())
@@ -153,7 +161,12 @@ class _Recorder:
         else:
             self._seams.check_results(result)
         return Capture(
-            calls=tuple(self._calls), chained=tuple(self._chained), between=self._between, held=held, tail=tail
+            calls=tuple(self._calls),
+            chained=tuple(self._chained),
+            lingering=tuple(self._lingering),
+            between=self._between,
+            held=held,
+            tail=tail,
         )
 
     def _check_turn(self, index: int) -> None:
@@ -180,6 +193,9 @@ class _Recorder:
                 self._graph.append(leaf.grad_fn)
             else:
                 self._shared.append(leaf)
+        given = {self.account.serial(leaf) for _, leaf in tensors}
+        elsewhere = self._interfaces - given - self._returned - self._copies
+        self._lingering.append(sum(size for serial, size in self.account.live().items() if serial in elsewhere))
         parameters = list(block.module.parameters())
         signature = (
             repr(block.module),
@@ -194,7 +210,7 @@ class _Recorder:
         if key not in self._by_signature:
             self._by_signature[key] = Call(
                 module=block.module,
-                leaves=[leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves],
+                leaves=[self._own(leaf, copy=at in slots) for at, leaf in enumerate(leaves)],
                 spec=spec,
                 slots=slots,
                 needs_grad=needs_grad,
@@ -202,6 +218,18 @@ class _Recorder:
                 contexts=ambient(),
             )
         return self._by_signature[key]
+
+    def _own(self, leaf: Any, *, copy: bool) -> Any:
+        """Return an argument as a call keeps it: a copy of an activation, whose own end is to be seen."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        found = leaf.detach()
+        own = found.clone() if copy else found
+        if own is found or own.stride() != leaf.stride():
+            return found
+        self._copies.add(self.account.serial(own))
+        self._interfaces |= self._copies
+        return own
 
     def _connect(self, leaf: Any, index: int) -> Any:
         """Make an output of block ``index`` part of the outer graph."""

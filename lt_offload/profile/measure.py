@@ -227,12 +227,13 @@ def _block_costs(captured: Capture, device: torch.device, meter: Meter, say: Pro
 def _block_profiles(structure: Structure, captured: Capture, costs: list[BlockCost]) -> tuple[BlockProfile, ...]:
     profiles: list[BlockProfile] = []
     arrived = 0
+    tail = _without_held(captured)
     for index, (block, call, cost) in enumerate(zip(structure.blocks, captured.calls, costs, strict=True)):
         last = index == len(costs) - 1
         # What the block before handed on stays while a block runs that does not take it (a second embedding).
         waiting = arrived if not call.slots else 0
         grad = max((p.nbytes for p in block.module.parameters() if p.requires_grad), default=0)
-        options = [_with_tail(option, cost, captured.tail, grad) if last else option for option in cost.options]
+        options = [_with_tail(option, cost, tail, grad) if last else option for option in cost.options]
         chained = captured.chained[index]
         nothing = discard(cost) if chained and not last else None
         options += [nothing] if nothing else []
@@ -242,15 +243,23 @@ def _block_profiles(structure: Structure, captured: Capture, costs: list[BlockCo
                 kind=block.kind,
                 input_bytes=cost.input_bytes,
                 output_bytes=0 if last else cost.output_bytes,
-                launch_s=cost.launch_s
-                + (max(captured.tail.forward.launch_s, captured.tail.backward.launch_s) if last else 0.0),
-                options=tuple(_raised(option, waiting) for option in options),
+                launch_s=cost.launch_s + (max(tail.forward.launch_s, tail.backward.launch_s) if last else 0.0),
+                options=tuple(_raised(option, waiting, captured.lingering[index]) for option in options),
                 has_backward=call.has_backward,
                 chained=chained,
             )
         )
         arrived = cost.output_bytes
     return tuple(profiles)
+
+
+def _without_held(captured: Capture) -> Tail:
+    """Return the loss's figures from when on the caller has the new result: room for one is there all the time.
+
+    Until then it may hold that of the batch before as well, so that the forward needs room for two.
+    """
+    tail, held = captured.tail, captured.held
+    return replace(tail, saved=tail.saved - held, backward_peak=tail.backward_peak - held, left=tail.left - held)
 
 
 def _with_tail(option: OptionProfile, cost: BlockCost, tail: Tail, grad_bytes: int) -> OptionProfile:
@@ -261,6 +270,9 @@ def _with_tail(option: OptionProfile, cost: BlockCost, tail: Tail, grad_bytes: i
     """
     block_forward = option.forward_peak_bytes + cost.output_bytes
     block_backward = option.backward_peak_bytes + tail.left
+    held = None
+    if option.held_peak_bytes is not None:
+        held = max(option.held_peak_bytes + tail.left, tail.backward_peak, tail.saved) - tail.saved
     return replace(
         option,
         forward_s=option.forward_s + tail.forward.seconds,
@@ -268,14 +280,16 @@ def _with_tail(option: OptionProfile, cost: BlockCost, tail: Tail, grad_bytes: i
         saved_bytes=option.saved_bytes + tail.saved,
         forward_peak_bytes=max(block_forward, tail.forward_peak) - tail.saved,
         backward_peak_bytes=max(block_backward, tail.backward_peak - grad_bytes, tail.saved) - tail.saved,
+        held_peak_bytes=held,
     )
 
 
-def _raised(option: OptionProfile, by: int) -> OptionProfile:
+def _raised(option: OptionProfile, by: int, in_forward: int) -> OptionProfile:
     return replace(
         option,
-        forward_peak_bytes=option.forward_peak_bytes + by,
+        forward_peak_bytes=option.forward_peak_bytes + by + in_forward,
         backward_peak_bytes=option.backward_peak_bytes + by,
+        held_peak_bytes=None if option.held_peak_bytes is None else option.held_peak_bytes + by,
     )
 
 

@@ -44,6 +44,8 @@ class _Figures:
     """Bytes that the forward leaves, its input excluded."""
     forward_peak: int = 0
     backward_peak: int = 0
+    held_peak: int = 0
+    """``backward_peak`` with the gradients of parameters, if they stay."""
     travelling: int = 0
     """Bytes among ``live`` that may travel."""
     saves_input: bool = False
@@ -94,6 +96,7 @@ def _keep(keep: _Figures) -> OptionProfile:
         offload_bytes=0,
         forward_peak_bytes=keep.forward_peak,
         backward_peak_bytes=keep.backward_peak,
+        held_peak_bytes=keep.held_peak,
     )
 
 
@@ -107,6 +110,7 @@ def _recompute(keep: _Figures, recompute: _Figures) -> OptionProfile:
         offload_bytes=0,
         forward_peak_bytes=recompute.forward_peak,
         backward_peak_bytes=recompute.backward_peak,
+        held_peak_bytes=recompute.held_peak,
     )
 
 
@@ -135,6 +139,7 @@ def discard(cost: BlockCost) -> OptionProfile | None:
         keeps_input=False,
         forward_peak_bytes=options.get("recompute", keep).forward_peak_bytes,
         backward_peak_bytes=saved + keep.backward_peak_bytes,
+        held_peak_bytes=None if keep.held_peak_bytes is None else saved + keep.held_peak_bytes,
     )
 
 
@@ -149,6 +154,7 @@ def _offload(keep: _Figures, input_bytes: int) -> OptionProfile:
         offload_bytes=keep.travelling + (input_bytes if keep.input_travels else 0),
         forward_peak_bytes=keep.forward_peak + keep.travelling,
         backward_peak_bytes=keep.backward_peak + keep.travelling,
+        held_peak_bytes=keep.held_peak + keep.travelling,
     )
 
 
@@ -162,6 +168,7 @@ def _mixed(mixed: _Figures, input_bytes: int) -> OptionProfile:
         offload_bytes=mixed.travelling + input_bytes,
         forward_peak_bytes=mixed.forward_peak + mixed.travelling,
         backward_peak_bytes=mixed.backward_peak + mixed.travelling,
+        held_peak_bytes=mixed.held_peak + mixed.travelling,
     )
 
 
@@ -208,13 +215,14 @@ def _run(call: Call, option: Option, meter: Meter, figures: _Figures | None) -> 
         trial.backward(gradient)
     else:
         with watch:
-            # Compiled code makes all gradients before the first one is used, so that there they count.
-            trial.backward(gradient, None if call.compiled else watch.leave_out)
+            trial.backward(gradient, watch.leave_out)
     backward = meter.lap()
     if figures is not None and watch is not None:
         outgoing = sum(x.nbytes for x, need in zip(call.inputs, call.needs_grad, strict=True) if need)
-        passing = call.passing_bytes if call.compiled else 0
-        figures.backward_peak = max(0, watch.peak() - figures.live - outgoing - passing)
+        figures.held_peak = max(0, watch.held_peak() - figures.live - outgoing)
+        # Compiled code makes all gradients before the first one is used, so that there they count.
+        streamed = watch.whole_peak() - call.passing_bytes if call.compiled else watch.peak()
+        figures.backward_peak = max(0, streamed - figures.live - outgoing)
         figures.slack = watch.slack
     return forward, backward
 

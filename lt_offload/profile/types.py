@@ -16,10 +16,13 @@ from pydantic import ConfigDict
 
 from lt_offload.serialize import load_json, save_json
 
-PROFILE_SCHEMA = 1
+PROFILE_SCHEMA = 2
 
 COLLECTED_BELOW = 16 << 20
 """Gradients smaller than this are collected before an update on the device uses them up."""
+
+GATHERED_BELOW = 256 << 10
+"""Gradients smaller than this are gathered on the device before they leave for the host."""
 
 OptionName = Literal["keep", "recompute", "offload", "mixed", "reload", "discard"]
 """See :mod:`lt_offload.profile.options`."""
@@ -113,6 +116,9 @@ class OptionProfile:
     backward_peak_bytes: int
     """Peak above saved bytes, input, output and the gradient of the input while the backward runs, parameter gradients
     excluded; includes everything that is rebuilt or fetched back."""
+    held_peak_bytes: int | None = None
+    """The same with the gradients of all the block's parameters in it, from when each is complete to the end of the
+    backward: less than the sum of both, as activations go while gradients come. None: not known, take the sum."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -50,3 +50,11 @@ class Watch:
     def peak(self) -> int:
         """Return the peak of the last phase."""
         return self._account.peak_without(self._left_out) + self._beside
+
+    def whole_peak(self) -> int:
+        """Return the peak of the last phase, with what was to be left out."""
+        return self._account.peak + self._beside
+
+    def held_peak(self) -> int:
+        """Return the peak of the last phase as it would be if what was left out had stayed to its end."""
+        return self._account.peak_holding(self._left_out) + self._beside

@@ -54,10 +54,10 @@ def run(plan: Plan, family: str, batch: dict[str, torch.Tensor], steps: int = 3)
         losses = []
         for _ in range(steps):
             with engine.iteration():
-                loss = model(**batch).loss
-                loss.backward()
+                out = model(**batch)  # holds the logits until the next call, as the profile supposes
+                out.loss.backward()
                 optimizer.step()
-            losses.append(loss.detach().clone())
+            losses.append(out.loss.detach().clone())
         peak = engine.stats.device_peak_bytes
     finally:
         engine.remove()
@@ -73,10 +73,10 @@ def floor(profile: Profile) -> int:
     return error.value.needed_bytes
 
 
-@pytest.mark.parametrize("family", models.FAMILIES)
+@pytest.mark.parametrize("family", [*models.FAMILIES, "gemma3"])
 @pytest.mark.parametrize("share", [0.0, 0.3, 2.0], ids=["smallest", "tight", "ample"])
 def test_exact_within_a_hard_budget(family: str, share: float) -> None:
-    """At the planner's floor, somewhat above it, and where everything fits."""
+    """At the planner's floor, somewhat above it, and where everything fits; the plan says how much it will take."""
     profile, batch = profiled(family)
     smallest = floor(profile)
     state = sum(t.bytes * 2 + t.state_bytes for t in profile.tensors)
@@ -86,16 +86,12 @@ def test_exact_within_a_hard_budget(family: str, share: float) -> None:
     assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
     assert peak <= plan.budget_bytes
-    assert peak <= plan.predicted.device_peak_bytes
+    assert 0.95 * plan.predicted.device_peak_bytes <= peak <= plan.predicted.device_peak_bytes
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])
 def test_the_smallest_budget_is_what_the_planner_says(family: str) -> None:
-    """Bisect the budget at which the smallest plan still runs.
-
-    The planner adds a block's gradients to the peak of its activations, although the latter shrink while the former
-    grow: it may ask for that much more, and for nothing else.
-    """
+    """Bisect the budget at which the smallest plan still runs."""
     profile, batch = profiled(family)
     plan = lt_offload.solve(profile, memory=floor(profile))
     low, high = 1, plan.budget_bytes
@@ -117,8 +113,7 @@ def test_the_smallest_budget_is_what_the_planner_says(family: str) -> None:
         except OverBudget:
             low = middle
     print(f"runs within {high}, planned for {plan.budget_bytes}, predicted {plan.predicted.device_peak_bytes}")
-    gradients = max(sum(t.bytes for t in profile.tensors if i in t.blocks) for i in range(len(profile.blocks)))
-    assert 0.995 * high <= plan.predicted.device_peak_bytes <= 1.01 * high + gradients
+    assert 0.995 * high <= plan.predicted.device_peak_bytes <= 1.01 * high
 
 
 def test_plain_loop() -> None:

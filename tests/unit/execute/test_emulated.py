@@ -524,36 +524,51 @@ def test_a_full_device_waits_for_copies_that_are_leaving(opened):
         del out
 
 
-def test_auto_counts_each_signature_once_per_arena(opened):
+def test_every_iteration_counts(opened):
     device = opened(budget=1 << 20, arena=0)
-
-    def run(signature, nbytes):
+    for nbytes in (5000, 7000, 6000):
         device.reset_peak()
-        with device.accounting(signature):
+        with device.accounting("a"):
             torch.empty(nbytes, dtype=torch.uint8)
-        return device.peak_memory()
-
-    assert run("a", 5000) == 5000
-    assert run("a", 7000) == 5000  # not counted: the first run's figure
-    assert run("b", 7000) == 7000
-    assert run(None, 6000) == run(None, 6000) == 6000
-    with pytest.raises(ZeroDivisionError), device.accounting("c"):
-        raise ZeroDivisionError
-    assert run("c", 9000) == 9000  # an incomplete count does not count
-    device.reserve(KB)
-    assert run("a", 7000) == KB + 7000
+        assert device.peak_memory() == nbytes
+    with pytest.raises(OverBudget), device.accounting("a"):
+        torch.empty((1 << 20) + 1, dtype=torch.uint8)
 
 
-def test_a_peak_reset_in_the_middle_does_not_spoil_the_signature(opened):
-    device = opened(arena=0)
-    with device.accounting("a"):
-        torch.empty(5000, dtype=torch.uint8)
-        device.reset_peak()
-        torch.empty(100, dtype=torch.uint8)
-        assert device.peak_memory() == 100
-    with device.accounting("a"):
-        pass
-    assert device.peak_memory() == 5000
+def test_between_iterations_what_is_made_of_device_memory_counts(opened):
+    """A tensor does not say whose memory it is in; its origin does."""
+    device = opened(budget=100 * KB, arena=10 * KB)
+    host, buffer = torch.ones(KB), device.place(0, KB)
+    with device.between():
+        with device.accounting():
+            made = torch.zeros(KB)  # in an iteration everything counts
+        assert device.memory() == 14 * KB
+        copies = [host.clone(), torch.zeros(100 * KB), host + host, torch.cat([host, host]), host.view(2, -1)]
+        copies[0].mul_(0.9).add_(host, alpha=0.1)
+        assert device.memory() == 14 * KB
+        more = [made.clone(), made + host, torch.stack([made.detach(), made]), buffer.bytes.clone()]
+        assert device.memory() == 14 * KB + 4 * 4 * KB + KB
+        more.append(more[0] * 2)
+        assert device.memory() == 14 * KB + 5 * 4 * KB + KB
+        fetched = device.empty((KB,), None, torch.uint8)
+        assert device.memory() == 14 * KB + 5 * 4 * KB + 2 * KB
+        with pytest.raises(OverBudget):
+            made.repeat(100)
+        with device.accounting(), pytest.raises(OverBudget):
+            torch.zeros(100 * KB)
+    del made, copies, more, fetched
+    assert device.memory() == 10 * KB
+
+
+def test_what_stays_on_the_device_counts(opened):
+    device = opened(budget=100 * KB, arena=10 * KB)
+    table = torch.ones(KB)
+    device.stays(table)
+    assert device.memory() == 14 * KB
+    with pytest.raises(OverBudget):
+        device.stays(torch.ones(30 * KB))
+    del table
+    assert device.memory() == 10 * KB
 
 
 @pytest.mark.parametrize(("accounting", "second"), [("always", 7000), ("off", 0)])

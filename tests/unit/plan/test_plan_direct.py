@@ -117,7 +117,8 @@ def test_gradients_written_directly_are_held_no_longer_than_on_the_device() -> N
     on_device = computation_bytes(built(resident(scratch), scratch), scratch) - 4 * 3072
     written = built(changed(resident(scratch), 1, middle), scratch)
     gone = on_device - (computation_bytes(written, scratch) - written.arena_bytes)
-    assert gone.tolist() == [0] * 6 + [2000, 0], "the host updates without scratch on the device"
+    # The host updates without scratch on the device, which comes when the activations (307 bytes) have gone.
+    assert gone.tolist() == [0] * 6 + [2000 - 307, 0]
 
 
 # -- times -----------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from lt_offload.plan.memory import budget_for, computation_bytes, device_bytes, 
 from lt_offload.plan.schedule import Plan
 from lt_offload.plan.simulate import simulate
 from lt_offload.plan.squeeze import squeeze_framework
-from lt_offload.profile.types import Profile
+from lt_offload.profile.types import OptionProfile, Profile
 
 
 def built(choices: Choices, profile: Profile) -> Plan:
@@ -223,32 +223,57 @@ def reference(plan: Plan, profile: Profile) -> list[int]:
             total = sum(held.values())
             if block.has_backward:
                 name = {"all": "keep", "input": "recompute"}.get(again.get(op.block, ""), option.name)
-                total += 2 * block.input_bytes + block.output_bytes + block.option(name).backward_peak_bytes
-                total += gradients(plan, profile, op.step, held)
+                total += 2 * block.input_bytes + block.output_bytes
+                total += in_backward(plan, profile, op.step, held, block.option(name))
             found.append(total)
             held.pop(("saved", op.block), None)
     return found
 
 
-def gradients(plan: Plan, profile: Profile, step: int, held: dict[tuple[str, int], int]) -> int:
+def in_backward(
+    plan: Plan, profile: Profile, step: int, held: dict[tuple[str, int], int], option: OptionProfile
+) -> int:
     """Return what comes with a backward; sums of tied tensors are held from their first one to their last."""
-    total = 0
+    staying = passing = 0
+    gathered: list[int] = []
+    copied = {t for op in plan.ops if op.payload == "grad" and op.resource == "d2h" for t in op.tensors}
     for t, tensor in enumerate(profile.tensors):
         steps = sorted(plan.steps - 1 - block for block in tensor.blocks if profile.blocks[block].has_backward)
         if not tensor.trainable or step not in steps:
             continue
-        total += tensor.bytes
+        if step == steps[0]:
+            staying += tensor.bytes
+        else:
+            passing = max(passing, tensor.bytes)
+        if step == steps[-1] and t in copied:
+            gathered.append(tensor.bytes)
         if len(steps) > 1 and step == steps[0]:
             held["sum", t] = tensor.bytes
         elif len(steps) > 1 and step == steps[-1]:
             del held["sum", t]
-    return total
+    middle = option.backward_peak_bytes + staying + passing
+    if option.held_peak_bytes is not None:
+        middle = min(middle, option.held_peak_bytes)
+    last = step == len(profile.blocks)
+    copies = sum(gathered) if len(gathered) > 1 else 0
+    return max(middle, staying + copies - (0 if last else option.saved_bytes))
+
+
+def with_held_peaks(profile: Profile, rng: np.random.Generator) -> Profile:
+    """Return ``profile`` with gradients that come while activations go."""
+
+    def known(option: OptionProfile) -> OptionProfile:
+        return replace(option, held_peak_bytes=option.backward_peak_bytes + int(rng.integers(0, 300)))
+
+    blocks = [replace(block, options=tuple(known(option) for option in block.options)) for block in profile.blocks]
+    return replace(profile, blocks=tuple(blocks))
 
 
 @pytest.mark.parametrize("seed", range(60))
 def test_random_choices_are_valid_and_counted_to_the_byte(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_model(rng)
+    profile = with_held_peaks(profile, rng) if seed % 2 else profile
     choices = random_choices(rng, profile)
     plan = built(choices, profile)
     assert check(plan, profile) == []

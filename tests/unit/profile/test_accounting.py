@@ -128,6 +128,7 @@ def test_peak_without_some_storages() -> None:
     account.reset_peak()
     del c
     assert account.peak_without([]) == 1.5 * KB
+    assert account.peak_holding([]) == 1.5 * KB
     assert account.serial(torch.zeros(1)) is None
 
 

@@ -18,7 +18,10 @@ from lt_offload.profile.types import Profile
 from lt_offload.shipped import shipped_files
 from tests import models
 
-SIZES = ("saved_bytes", "keeps_input", "offload_bytes", "forward_peak_bytes", "backward_peak_bytes")
+SIZES = (
+    *("saved_bytes", "keeps_input", "offload_bytes"),
+    *("forward_peak_bytes", "backward_peak_bytes", "held_peak_bytes"),
+)
 PARAMETERS = {
     "bloom-3b": 3_002_557_440,
     "llama2-13b": 13_015_864_320,

@@ -156,6 +156,42 @@ def test_what_is_changed_between_blocks_has_to_be_saved() -> None:
     assert [block.chained for block in found.blocks] == [False, True, False, False]
 
 
+@pytest.mark.parametrize("holds", [False, True])
+def test_what_the_model_holds_on_to_is_there_while_later_blocks_run(holds: bool) -> None:
+    """A variable for what the first block has returned lives until the model's forward ends."""
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = first = self.layers[0](x)
+            if not holds:
+                del first
+            for layer in self.layers[1:]:
+                x = layer(x)
+            return x.sum()
+
+    activation = 5 * 8 * FLOAT
+    peaks = [block.option("keep").forward_peak_bytes for block in measured(Stack(), torch.ones(5, 8)).blocks[:3]]
+    assert peaks == [0, 0, activation if holds else 0]
+
+
+@pytest.mark.parametrize("family", ["llama", "phi", "bloom"])
+def test_gradients_come_while_activations_go(family: str) -> None:
+    """So that both together take less than the sum of their peaks."""
+    model = models.build(family)
+    for block in measured(model).blocks:
+        gradients = sum(p.nbytes for p in model.get_submodule(block.name).parameters())
+        for option in block.options:
+            assert option.held_peak_bytes is not None
+            assert option.backward_peak_bytes <= option.held_peak_bytes
+            assert gradients <= option.saved_bytes + option.held_peak_bytes
+            if block.kind == "layer":
+                assert option.held_peak_bytes < option.backward_peak_bytes + gradients
+
+
 def test_dropout_between_the_blocks_is_shared() -> None:
     plain, dropped = (measured(models.build("phi", embd_pdrop=p)).shared_bytes for p in (0.0, 0.1))
     assert dropped - plain == 2 * 12 * 32 * FLOAT
@@ -175,12 +211,16 @@ def test_the_loss_is_charged_to_the_last_block() -> None:
     with_logits, with_loss = measured(model, batch), measured(model, batch, run=lambda b: model(**b).loss)
     whole, loss_only = (found.blocks[-1].option("keep") for found in (with_logits, with_loss))
     assert with_logits.shared_bytes - with_loss.shared_bytes == logits  # the caller may hold the last batch's
-    assert whole.saved_bytes == pytest.approx(2 * logits, rel=0.02)  # logits, held by the caller, and log-probabilities
-    assert loss_only.saved_bytes == pytest.approx(logits, abs=256)  # and the shifted labels
+    for found in (whole, loss_only):  # log-probabilities and the shifted labels; the caller's logits are shared
+        assert found.saved_bytes == pytest.approx(logits, abs=256)
     gradient = models.VOCAB * 32 * FLOAT  # of the projection; there is none yet when the loss is differentiated
-    assert whole.backward_peak_bytes == pytest.approx(2 * logits - gradient, abs=256)  # gradients of both
+    for found in (whole, loss_only):
+        assert found.backward_peak_bytes == pytest.approx(2 * logits - gradient, abs=256)  # gradients of both
+    assert whole.forward_peak_bytes - loss_only.forward_peak_bytes == 0  # both logits are there while the loss runs
     no_loss = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    assert measured(model, no_loss).blocks[-1].option("keep").saved_bytes == logits
+    alone = measured(model, no_loss).blocks[-1].option("keep")
+    assert alone.saved_bytes == 0
+    assert alone.forward_peak_bytes == logits  # beside those of the batch before
 
 
 def test_tensors_and_states() -> None:
