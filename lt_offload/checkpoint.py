@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lt_offload.foreign import check_checkpoint, reading
+from lt_offload.foreign import reading
 
 if TYPE_CHECKING:
     from lightning.pytorch.plugins import TorchCheckpointIO as _Base
@@ -113,9 +113,7 @@ class AtomicCheckpointIO(_Base):
         local = _local(path)
         if local is None:
             return super().load_checkpoint(path, map_location, weights_only)
-        checkpoint = load(local, weights_only=weights_only)
-        check_checkpoint(checkpoint, local)
-        return checkpoint
+        return load(local, weights_only=weights_only)
 
 
 def _local(path: str | Path) -> Path | None:
