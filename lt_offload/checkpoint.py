@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lt_offload.errors import CheckpointError
-from lt_offload.foreign import check_checkpoint, reading
+from lt_offload.foreign import reading
 from lt_offload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -216,9 +216,7 @@ class AtomicCheckpointIO(_Base):
         found = local(path)
         if found is None:
             return super().load_checkpoint(path, map_location, weights_only)
-        checkpoint = load(found, weights_only=weights_only)
-        check_checkpoint(checkpoint, found)
-        return checkpoint
+        return load(found, weights_only=weights_only)
 
 
 def local(path: str | Path) -> Path | None:

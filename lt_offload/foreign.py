@@ -32,9 +32,10 @@ def reading(path: Path) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # the readers of zip archives and pickles raise whatever broken bytes lead them to
+        why = f"{type(error).__name__}: {' '.join(str(error).split('. ')[0].split())[:120]}"
         raise ConfigError(
-            f"{what} cannot be read ({type(error).__name__}): it is incomplete, or no checkpoint; give a .ckpt file "
-            "that a Trainer has written"
+            f"{what} cannot be read ({why}): it is incomplete, or no checkpoint; give a .ckpt file that a Trainer has "
+            "written"
         ) from error
 
 
@@ -50,7 +51,7 @@ def check_checkpoint(checkpoint: Any, path: str | Path) -> None:
     what = f"checkpoint {str(path)!r}"
     if not isinstance(checkpoint, Mapping):
         raise ConfigError(f"{what} holds a {type(checkpoint).__name__}; give one that a Trainer has written")
-    if "state_dict" not in checkpoint or "pytorch-lightning_version" not in checkpoint:
+    if "state_dict" not in checkpoint:
         tensors = sum(isinstance(value, Tensor) for value in checkpoint.values())
         kind = _SAFETENSORS if tensors else f"{', '.join(map(str, list(checkpoint)[:3])) or 'nothing'}"
         raise ConfigError(f"{what} holds {kind}, not the state of a training; give one that a Trainer has written")

@@ -26,7 +26,7 @@ from lt_offload.execute import open_device
 from lt_offload.execute.device import Device
 from lt_offload.execute.engine import Engine
 from lt_offload.finetune.callbacks import Metrics, logs_after
-from lt_offload.foreign import check_optimizer, check_weights, loading_state
+from lt_offload.foreign import check_checkpoint, check_optimizer, check_weights, loading_state
 from lt_offload.plan.batch import BatchChoice
 from lt_offload.plan.explain import brief
 from lt_offload.plan.perfetto import save_perfetto
@@ -349,6 +349,12 @@ class OffmateCore(_Base):
         if self.profile is not None:
             batching.record(checkpoint, self.profile.batch_size)
         super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read a checkpoint, which must be one of a Trainer."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        check_checkpoint(checkpoint, checkpoint_path)
+        return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         """Load weights into the host copies."""

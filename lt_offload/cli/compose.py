@@ -17,6 +17,7 @@ from lt_offload.paths import is_file
 from lt_offload.shipped import shipped_root
 
 _CALLBACKS = "--trainer.callbacks"
+_EXPLAIN = "--explain"
 _LORA = "--model.lora"
 
 
@@ -76,11 +77,13 @@ def _listed(found: Any) -> list[Any]:
 
 
 def _appending(args: Sequence[str]) -> Iterator[str]:
-    """Yield ``args``; callbacks are added to the list, unless it is emptied by ``null``."""
+    """Yield ``args``; callbacks are added to the list, unless it is emptied by ``null``; a switch gets its value."""
     for arg, following in pairwise([*args, ""]):
         name, equals, value = arg.partition("=")
         if name == _CALLBACKS and (value if equals else following) not in ("null", "[]", ""):
             yield f"{_CALLBACKS}+{equals}{value}"
+        elif arg == _EXPLAIN and following not in ("true", "false"):
+            yield f"{_EXPLAIN}=true"  # a switch: the parser's own take a value
         else:
             yield arg
 

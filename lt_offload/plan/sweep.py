@@ -131,7 +131,7 @@ def _nearest(text: str) -> str:
         return _EXAMPLES["host_memory"]
     if re.search(r"hard|card|gpu|rtx|[av]100|h200", first):
         return _EXAMPLES["hardware"]
-    sizes = re.findall(r"[0-9.]+\s*[kmgt]i?b", text, flags=re.IGNORECASE)
+    sizes = re.findall(r"[0-9][0-9.]* *[kmgt]i?b", text, flags=re.IGNORECASE)
     if len(sizes) >= 2:
         return f"memory={':'.join(sizes[:3])}"
     return _EXAMPLES["memory"] if "mem" in first else f"one of {', '.join(_EXAMPLES.values())}"
