@@ -34,7 +34,7 @@ from lt_offload.plan.schedule import Plan, PlannerName
 from lt_offload.plan.select import check_planner, check_reserve
 from lt_offload.plan.trace import Trace
 from lt_offload.profile.caches import caches_off
-from lt_offload.profile.hardware import free_memory
+from lt_offload.profile.hardware import check_memory, free_memory
 from lt_offload.profile.types import Profile
 from lt_offload.units import format_bytes, parse_bytes
 
@@ -164,7 +164,7 @@ class OffmateCore(_Base):
         """Refuse what the Trainer asks for and cannot have, before anything is downloaded or loaded."""
         trainer = self._trainer
         limits.check("trainer", limits.Run(trainer=trainer), training=_fitting(trainer))
-        prepare.check_memory(self.memory, self.root_device)
+        check_memory(self.memory, self.root_device)
         if self.plan_path is not None and _fitting(trainer):
             prepare.load_plan(self.plan_path, self.memory or free_memory(self.root_device))
         if self.batch_size is not None and _fitting(trainer):

@@ -13,7 +13,6 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -24,7 +23,6 @@ from lt_offload.errors import ConfigError, PlanError
 from lt_offload.execute.program import check_match
 from lt_offload.plan.schedule import Plan
 from lt_offload.profile.blocks import find_blocks
-from lt_offload.profile.hardware import total_host_bytes
 from lt_offload.profile.snapshot import untouched as kept
 from lt_offload.profile.types import HardwareProfile, Profile
 from lt_offload.units import format_bytes, format_seconds
@@ -165,21 +163,6 @@ def check_same_model(path: str | Path, module: nn.Module, optimizer: Optimizer) 
         check_match(find_blocks(module), optimizer, Plan.load(path))
     except PlanError as error:
         raise PlanError(f"plan={str(path)!r}: {error}") from None
-
-
-def check_memory(memory: int | None, device: torch.device) -> None:
-    """Raise ``ConfigError`` if ``device`` can never have ``memory`` bytes; the emulated one is in RAM."""
-    if memory is None:
-        return
-    if device.type == "cuda":
-        has, where = torch.cuda.get_device_properties(device).total_memory, "the GPU"
-    else:
-        has, where = total_host_bytes(), "RAM, where the emulated device is,"
-    if memory > has:
-        raise ConfigError(
-            f"memory={format_bytes(memory)} is more than there is: {where} has {format_bytes(has)}; lower memory, or "
-            "leave it out for all that is free"
-        )
 
 
 def replay(path: str | Path, profile: Profile, memory: int) -> Plan:

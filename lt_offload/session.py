@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
-from lt_offload.errors import PlanError
+from lt_offload.errors import ConfigError, PlanError
 from lt_offload.execute import find_device, open_device
 from lt_offload.execute.engine import Engine
 from lt_offload.plan import check, solve
@@ -19,8 +19,10 @@ from lt_offload.plan.schedule import Plan
 from lt_offload.profile.blocks import find_blocks
 from lt_offload.profile.caches import caches_off
 from lt_offload.profile.driver import current
-from lt_offload.profile.hardware import free_memory
+from lt_offload.profile.hardware import check_memory, free_memory
+from lt_offload.profile.measure import check_use
 from lt_offload.profile.measure import profile as measure
+from lt_offload.units import format_bytes, parse_bytes
 
 
 @contextmanager
@@ -62,12 +64,17 @@ def offloaded(
     limits.check("optimizer", run)
     structure = find_blocks(model)
     place = find_device(accelerator)
+    budget = None if memory is None else parse_bytes(memory, least=1)
+    check_memory(budget, place)
     if plan is None:
         profile = measure(model, sample_batch, optimizer=optimizer, device=place, structure=structure)
-        plan = solve(profile, memory=free_memory(place) if memory is None else memory, **switches)
+        plan = solve(profile, memory=budget or free_memory(place), **switches)
         problems = check(plan, profile)
         if problems:
             raise PlanError(f"the plan cannot be carried out: {problems[0]}")
+    else:
+        _check_replay(plan, budget, switches)
+        check_use(model, sample_batch, device=place, optimizer=optimizer, structure=structure)
     device = open_device(
         plan.budget_bytes, str(place), host_threads=plan.host_threads or None, context=plan.context_bytes
     )
@@ -95,3 +102,15 @@ def offloaded(
             hook.remove()
         engine.remove()
         device.close()
+
+
+def _check_replay(plan: Plan, memory: int | None, switches: dict[str, Any]) -> None:
+    """Raise for arguments that a plan leaves no room for."""
+    if memory is not None and plan.budget_bytes > memory:
+        raise PlanError(
+            f"the plan needs memory={format_bytes(plan.budget_bytes)}, memory={format_bytes(memory)} was given; raise "
+            "memory or plan again"
+        )
+    if switches:
+        name, value = next(iter(switches.items()))
+        raise ConfigError(f"{name}={value!r} is a setting of planning, and a plan was given; leave one of them out")

@@ -29,6 +29,9 @@ class Call:
     has_backward: bool
     contexts: Ambient
     """In which it was called."""
+    reached: set[int]
+    """Which of its outputs of numbers a loss has given gradients, as far as that is known; the first one goes on to the
+    next block."""
 
     @property
     def inputs(self) -> list[Tensor]:

@@ -7,9 +7,11 @@ block's graph by another way than its output is a use that cannot be trained exa
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -133,7 +135,8 @@ class _Recorder:
                 self.account.reset_peak()
                 self._meter.lap()
             if call.has_backward:
-                out = tree_map(lambda leaf: self._connect(leaf, index), out)
+                position = itertools.count()
+                out = tree_map(lambda leaf: self._connect(leaf, index, call, position), out)
             self._handed = Handed(out)
             return out
 
@@ -216,6 +219,7 @@ class _Recorder:
                 needs_grad=needs_grad,
                 has_backward=any(needs_grad) or any(p.requires_grad for p in parameters),
                 contexts=ambient(),
+                reached={0},
             )
         return self._by_signature[key]
 
@@ -231,12 +235,13 @@ class _Recorder:
         self._interfaces |= self._copies
         return own
 
-    def _connect(self, leaf: Any, index: int) -> Any:
+    def _connect(self, leaf: Any, index: int, call: Call, position: Iterator[int]) -> Any:
         """Make an output of block ``index`` part of the outer graph."""
         if isinstance(leaf, Tensor) and leaf.is_floating_point():
             box = [leaf]
             del leaf
-            return Interface.apply(self._anchor, box, index)  # type: ignore[no-untyped-call]
+            note = partial(call.reached.add, next(position))
+            return Interface.apply(self._anchor, box, index, note)  # type: ignore[no-untyped-call]
         return leaf
 
 

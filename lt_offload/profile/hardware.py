@@ -186,6 +186,21 @@ def measure_hardware(
     )
 
 
+def check_memory(memory: int | None, device: torch.device) -> None:
+    """Raise ``ConfigError`` if ``device`` can never have ``memory`` bytes; the emulated one is in RAM."""
+    if memory is None:
+        return
+    if device.type == "cuda":
+        has, where = torch.cuda.get_device_properties(device).total_memory, "the GPU"
+    else:
+        has, where = total_host_bytes(), "RAM, where the emulated device is,"
+    if memory > has:
+        raise ConfigError(
+            f"memory={format_bytes(memory)} is more than there is: {where} has {format_bytes(has)}; lower memory, or "
+            "leave it out for all that is free"
+        )
+
+
 def free_memory(device: torch.device) -> int:
     """Return the device memory that this process could occupy, its context included; the emulated device is in RAM.
 

@@ -6,8 +6,9 @@ The device needs room for one block, its activations and one batch; the model ma
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
@@ -91,11 +92,7 @@ def profile(
     with current(place):
         updates = measure_optimizer(optimizer, place)
     with ExitStack() as stack:
-        stack.enter_context(current(place))
-        devices = [place.index] if place.type == "cuda" else []
-        roots = {type(model).__name__: model, "sample_batch": sample_batch, "optimizer": optimizer, "run": run}
-        stack.enter_context(untouched(devices=devices, **roots))
-        batch = tree_map(lambda leaf: leaf.to(place) if isinstance(leaf, Tensor) else leaf, sample_batch)
+        batch = stack.enter_context(_trial(model, sample_batch, place, optimizer=optimizer, run=run))
         run = run or call_with_batch(model)
         if place.type == "cuda":
             warm_up(place)  # or the first block would be charged for the libraries' workspaces
@@ -107,6 +104,38 @@ def profile(
     return assemble(
         model, structure, batch, measured, optimizer=optimizer, updates=updates, hardware=machine, estimated=False
     )
+
+
+def check_use(
+    model: nn.Module, sample_batch: Any, *, device: torch.device, optimizer: Optimizer, structure: Structure
+) -> None:
+    """Run ``model`` once, as :func:`profile` does, to refuse what no plan could train exactly; measures nothing.
+
+    Raises:
+        UnsupportedError: naming the block or weight, see ``seams.py``.
+        ModelError: if the model calls its blocks in another order or more than once.
+    """
+    stay = [*(parameter for _, parameter in structure.rest), *model.buffers()]
+    with ExitStack() as stack:
+        batch = stack.enter_context(_trial(model, sample_batch, device, optimizer=optimizer))
+        for context in (caches_off(model), _gradients_kept(model), _staged(stay, device)):
+            stack.enter_context(context)
+        stage = partial(_stage, device)
+        capture(structure, call_with_batch(model), batch, device=device, stage=stage, meter=Stopwatch(device))
+
+
+@contextmanager
+def _trial(model: nn.Module, sample_batch: Any, device: torch.device, **others: Any) -> Iterator[Any]:
+    """Enclose runs of ``model`` that leave no trace; yields the batch on ``device``."""
+    devices = [device.index] if device.type == "cuda" else []
+    roots = {type(model).__name__: model, "sample_batch": sample_batch, **others}
+    with current(device), untouched(devices=devices, **roots):
+        yield tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, sample_batch)
+
+
+def _stage(device: torch.device, module: nn.Module) -> AbstractContextManager[None]:
+    """Have the parameters of ``module`` on ``device``."""
+    return _staged(module.parameters(), device)
 
 
 def _with_model(machine: HardwareProfile, model: nn.Module, optimizer: Optimizer) -> HardwareProfile:
@@ -145,9 +174,7 @@ def measure_blocks(
     with caches_off(model), _gradients_kept(model), _staged(stay, device):
         say("running the model once")
         with Readers(structure) as readers:
-            captured = capture(
-                structure, run, batch, device=device, stage=lambda m: _staged(m.parameters(), device), meter=meter
-            )
+            captured = capture(structure, run, batch, device=device, stage=partial(_stage, device), meter=meter)
         costs = _block_costs(captured, device, meter, say)
         if device.type == "cuda":
             readers.measure_on(device, meter, say)

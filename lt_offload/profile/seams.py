@@ -130,15 +130,16 @@ class Interface(torch.autograd.Function):
 
     @staticmethod
     @override
-    def forward(ctx: Any, anchor: Tensor, box: list[Tensor], index: int) -> Tensor:
-        ctx.box, ctx.index = box, index
+    def forward(ctx: Any, anchor: Tensor, box: list[Tensor], index: int, reached: Callable[[], None]) -> Tensor:
+        ctx.box, ctx.index, ctx.reached = box, index, reached
         return box.pop()
 
     @staticmethod
     @override
-    def backward(ctx: Any, *grads: Any) -> tuple[None, None, None]:
+    def backward(ctx: Any, *grads: Any) -> tuple[None, None, None, None]:
         ctx.box.append(grads[0])  # stays alive, as the gradient that the block's backward begins with
-        return None, None, None
+        ctx.reached()
+        return None, None, None, None
 
 
 def _edges(roots: Iterable[Any]) -> Iterator[tuple[Any, int]]:

@@ -209,13 +209,13 @@ def _run(call: Call, option: Option, meter: Meter, figures: _Figures | None) -> 
         figures.slack = watch.slack
     if not call.has_backward:
         return forward, Lap(seconds=0.0, launch_s=0.0)
-    gradient = trial.incoming_gradient()
+    gradients = trial.incoming_gradients()
     meter.lap()
     if watch is None:
-        trial.backward(gradient)
+        trial.backward(gradients)
     else:
         with watch:
-            trial.backward(gradient, watch.leave_out)
+            trial.backward(gradients, watch.leave_out)
     backward = meter.lap()
     if figures is not None and watch is not None:
         outgoing = sum(x.nbytes for x, need in zip(call.inputs, call.needs_grad, strict=True) if need)
@@ -239,8 +239,9 @@ class _Trial:
         self.option = option
         self.output_bytes = 0
         self._inputs: list[Tensor] = []
-        self._root: GradientEdge | None = None
-        self._output: tuple[torch.Size, torch.dtype, torch.device] | None = None
+        self._roots: dict[int, GradientEdge] = {}
+        """By output: what one needs stays until the backward, whether or not the loss uses it."""
+        self._outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._cache: list[Any] = []
         self._saved: dict[int, tuple[int, bool]] = {}
 
@@ -249,36 +250,37 @@ class _Trial:
         if self.option == "keep":
             self._inputs = self._enter()
             with torch.enable_grad(), saved_tensors_hooks(self._note, lambda tensor: tensor):
-                output = _interface(self.call.run(self._inputs))
+                outputs = _numbers(self.call.run(self._inputs))
         elif self.option == "mixed":
             with torch.no_grad(), _Collect(self._cache):
-                output = _interface(self.call.run(self.call.inputs))
+                outputs = _numbers(self.call.run(self.call.inputs))
             for tensor in tree_leaves(self._cache):
                 self._note(tensor)
         else:
             compiled = self.call.compiled  # without a graph it would be other code
             with torch.set_grad_enabled(compiled):
-                output = _interface(self.call.run(self._enter() if compiled else self.call.inputs)).detach()
-        self.output_bytes = output.untyped_storage().nbytes()
-        self._output = output.shape, output.dtype, output.device
-        self._root = get_gradient_edge(output) if output.requires_grad else None
+                outputs = _numbers(self.call.run(self._enter() if compiled else self.call.inputs))
+                outputs = [output.detach() for output in outputs]
+        self.output_bytes = outputs[0].untyped_storage().nbytes()
+        self._outputs = [(output.shape, output.dtype, output.device) for output in outputs]
+        self._roots = _edges(outputs)
 
-    def incoming_gradient(self) -> Tensor:
-        """Return a gradient for the output."""
-        assert self._output is not None
-        shape, dtype, device = self._output
-        return torch.zeros(shape, dtype=dtype, device=device)
+    def incoming_gradients(self) -> dict[int, Tensor]:
+        """Return gradients for the outputs that the loss reaches."""
+        found = {at: self._outputs[at] for at in sorted(self.call.reached) if at < len(self._outputs)}
+        return {at: torch.zeros(shape, dtype=dtype, device=device) for at, (shape, dtype, device) in found.items()}
 
-    def backward(self, gradient: Tensor, seen: Callable[[Tensor], None] | None = None) -> None:
+    def backward(self, gradients: dict[int, Tensor], seen: Callable[[Tensor], None] | None = None) -> None:
         """Run the backward; gradients of parameters are shown to ``seen`` and dropped as soon as they are complete."""
         with _dropping_gradients(self.call.module, seen):
-            root = self._root
+            roots, self._roots = self._roots, {}
             if self.option != "keep":
                 self._inputs = self._enter()
                 with torch.enable_grad(), _Replay(self._cache) if self._cache else nullcontext():
-                    root = get_gradient_edge(_interface(self.call.run(self._inputs)))
-            assert root is not None
-            torch.autograd.backward([root], [gradient])
+                    roots = _edges(_numbers(self.call.run(self._inputs)))
+            reached = [at for at in gradients if at in roots]
+            assert reached
+            torch.autograd.backward([roots[at] for at in reached], [gradients[at] for at in reached])
         self._inputs = []
 
     def travelling(self) -> tuple[int, bool, bool]:
@@ -331,9 +333,13 @@ class _Replay(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _interface(out: Any) -> Tensor:
-    """Return the tensor that goes on to the next block: the first one of numbers."""
-    return next(leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point())
+def _numbers(out: Any) -> list[Tensor]:
+    """Return the tensors of numbers in an output: the first one goes on to the next block."""
+    return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _edges(outputs: Sequence[Tensor]) -> dict[int, GradientEdge]:
+    return {at: get_gradient_edge(output) for at, output in enumerate(outputs) if output.requires_grad}
 
 
 @contextmanager

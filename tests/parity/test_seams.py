@@ -762,3 +762,35 @@ def test_autocast_around_the_backward_too(options: tuple[str, ...]) -> None:
         return Net(Attending)
 
     assert differences(plain(make, loop), ours(make, options, loop)) == []
+
+
+# -- a plan that is given ---------------------------------------------------------------------------------------------
+
+
+def saved_plan(model: nn.Module) -> Any:
+    optimizer = adamw(model)
+    return lt_offload.solve(lt_offload.profile(model, rows()[0], optimizer=optimizer), memory="10MB")
+
+
+def test_a_replayed_plan_is_no_way_around_the_refusals() -> None:
+    plan = saved_plan(Net())
+    model = Net(after=PENALTIES["all weights"])
+    context = lt_offload.offloaded(model, adamw(model), rows()[0], plan=plan, accelerator="cpu")
+    with pytest.raises(UnsupportedError, match="outside its block"), context:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"memory": "1MB"}, r"the plan needs memory=10 MB, memory=1 MB was given"),
+        ({"planner": "l2l"}, r"planner='l2l' is a setting of planning, and a plan was given"),
+        ({"memory": "900TB"}, r"memory=900 TB is more than there is"),
+    ],
+)
+def test_settings_that_a_replayed_plan_leaves_no_room_for(settings: dict[str, Any], message: str) -> None:
+    model = Net()
+    plan = saved_plan(model)
+    context = lt_offload.offloaded(model, adamw(model), rows()[0], plan=plan, accelerator="cpu", **settings)
+    with pytest.raises(lt_offload.ConfigError, match=message), context:
+        pass
