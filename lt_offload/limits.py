@@ -464,8 +464,9 @@ GRADIENTS = _while_running(
 )
 ONE_BACKWARD = _while_running(
     "several backwards per optimizer step, or none: accumulation, skipped steps, retain_graph",
-    why="every backward updates the weights",
-    instead="call forward, backward and optimizer.step() once each per iteration; use a larger batch to accumulate",
+    why="every backward updates the weights, also one that fails on its way",
+    instead="call forward, backward and optimizer.step() once each per iteration, with a larger batch instead of "
+    "accumulation; after an error in a backward go on from a checkpoint",
 )
 BACKWARD_OUTSIDE = _while_running(
     "a backward through the model outside the training step (in a callback or hook)",
@@ -481,6 +482,36 @@ PARAMETER_HOOKS = _while_running(
     "post-accumulate hooks on parameters, and tensor hooks on parameters that several blocks share",
     why="the engine collects gradients in that place, and a shared weight's gradient arrives once per block",
     instead="remove the hook",
+)
+CHANGED_OPTIONS = _while_running(
+    "options of the optimizer changed between the backward and optimizer.step()",
+    why="the updates of this iteration have used the options that were there during the backward",
+    instead="change them before the backward or after optimizer.step(), schedulers too",
+)
+EXCHANGED_MEMORY = _while_running(
+    "param.data = ... while a tensor of the old memory is kept (backup = param.data)",
+    why="weights stay where they are, so that the values are copied, and the kept tensor would change with them",
+    instead="keep a clone (backup = param.data.clone()), or write with param.data.copy_(...)",
+)
+OTHER_SECOND_RUN = _while_running(
+    "blocks whose second run differs: by grad mode, by state in globals and helper objects",
+    why="a block may run a second time for its backward, and its first run may be without gradients",
+    instead="draw from torch's generators, keep state in attributes or buffers, do not ask for the grad mode",
+)
+IN_PLACE_INPUT = _while_running(
+    "blocks that write to their input",
+    why="the block before has handed it on, and a block that runs again needs it",
+    instead="write out of place",
+)
+SUBSTITUTED = _while_running(
+    "torch.func.functional_call of the model in training",
+    why="the substituted weights are gone when a block runs again",
+    instead="write the values into the parameters, or call a deepcopy of the model",
+)
+OTHER_THREAD = _while_running(
+    "a training loop in another thread than the one that began",
+    why="what its lines read of weights in flight is not seen",
+    instead="enter lt_offload.offloaded, or call Trainer.fit, in the thread that trains",
 )
 CHANGED_PARAMETERS = _while_running(
     "requires_grad, shape, dtype or parameter groups changed during training",

@@ -114,11 +114,16 @@ def untouched(trainer: Any) -> Iterator[None]:
         loggers = trainer.loggers
         nowhere = import_module(f"{trainer.strategy.namespace}.loggers.logger").DummyLogger
         trainer.loggers = [nowhere() for _ in loggers]
-        vars(module).update(dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None))
+        silenced = dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None)
+        own = {name: vars(module)[name] for name in silenced if name in vars(module)}
+        vars(module).update(silenced)
         try:
             yield
         finally:
             trainer.loggers = loggers
+            for name in silenced:
+                del vars(module)[name]
+            vars(module).update(own)
 
 
 def _takes_part(data: Any) -> bool:

@@ -111,19 +111,26 @@ class OwnLoop:
         self._in_step = False
         """``optimizer.step(closure)`` runs: the backward is part of it."""
         self._ran_backward = False
-        self._handles = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
-        ]
+        self._optimizer = optimizer
+        self._options: list[dict[str, Any]] = []
+        """Of the groups, as the updates have used them."""
+        self._before = optimizer.register_step_pre_hook(self._before_step)
+        self._after = optimizer.register_step_post_hook(self._after_step)
 
     def remove(self) -> None:
         """End."""
-        for handle in self._handles:
-            handle.remove()
+        self._before.remove()
+        self._after.remove()
 
     def begin_backward(self) -> None:
         """A backward has begun; to be called from within it."""
         self._ran_backward = True
+        self._options = _options(self._optimizer)
+        # Users' hooks see gradients as other code between the backward and the step does, and weights as after it.
+        before: Any = self._optimizer._optimizer_step_pre_hooks
+        after: Any = self._optimizer._optimizer_step_post_hooks
+        before.move_to_end(self._before.id)
+        after.move_to_end(self._after.id, last=False)
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
@@ -136,9 +143,30 @@ class OwnLoop:
         else:
             self._gradients.check(present=self._ran_backward)
             self._gradients.drop()
+            self._check_options()
+
+    def _check_options(self) -> None:
+        if not self._ran_backward:
+            return
+        for at, (used, now) in enumerate(zip(self._options, _options(self._optimizer), strict=True)):
+            for name, value in now.items():
+                if name not in used or not _equal(used[name], value):
+                    change = f"from {used.get(name)} to {value}"
+                    raise limits.CHANGED_OPTIONS.error(f"{name} of parameter group {at} was changed {change}")
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ran, self._ran_backward, self._in_step = self._ran_backward, False, False
         self._finish()
         if ran:
             self._gradients.put()
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    groups = ({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
+    return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in groups]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)

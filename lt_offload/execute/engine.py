@@ -21,7 +21,7 @@ from lt_offload import limits
 from lt_offload.errors import OverBudget, UnsupportedError
 from lt_offload.execute.consumed import OwnLoop, StandIns
 from lt_offload.execute.device import Device
-from lt_offload.execute.fixed import Backward, Fixed, check_hooks
+from lt_offload.execute.fixed import Backward, Fixed, OwnParameters, check_hooks
 from lt_offload.execute.frames import Frames
 from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.guard import Guard
@@ -104,6 +104,7 @@ class Engine:
         self._guard: Guard
         self._fixed: Fixed
         self._consumed: StandIns
+        self._own: list[OwnParameters]
         self._backward = Backward(self._anchor)
         self.own_loop: OwnLoop | None = None
         """Follows a loop that is not ours; elsewhere :meth:`iteration` encloses every backward."""
@@ -153,6 +154,7 @@ class Engine:
         self._guard = Guard(self.weights, self.residency, self.updates, lambda: self._frames.open)
         self._fixed = Fixed(self.structure, self.weights, self.updates)
         self._consumed = StandIns(self.weights)
+        self._own = [OwnParameters(block.name, block.module) for block in self.structure.blocks]
         self._watch_optimizer()
         self._guard.install()
         self.installed = True
@@ -248,12 +250,14 @@ class Engine:
         assert self.gradients is not None, "training needs a plan"
         self.gradients.square_sums = [] if grad_norm else None
         self._within = True
-        self._consumed.drop()
+        with self._guard.suspended:
+            self._consumed.drop()
         try:
             with self.device.accounting(signature):
                 yield
-            self.finish()
-            self._consumed.put()
+            with self._guard.suspended:
+                self.finish()
+                self._consumed.put()
         except BaseException:
             self.abort()
             raise
@@ -369,6 +373,7 @@ class Engine:
                 "lt_offload needs every block to be called once per forward, in order"
             )
         check_arguments(self.structure.blocks[index].name, kwargs)
+        self._own[index].check()
         self._walk.begin(index)
         weights = self._blocks[index]
         op = self._steps[index].compute
@@ -449,6 +454,7 @@ class Engine:
             raise limits.ONE_BACKWARD.error("the model was called a second time after a backward and before the step")
         if self._walk.cursor != 0 or self._frames:
             self._restart()
+        self._guard.check_thread()
         self._fixed.check()
         self._guard.begin()
         if not self.residency.settled:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from lt_offload import limits
@@ -68,6 +68,30 @@ def _shared(structure: Structure) -> list[int]:
     """Return the tensors that several blocks use."""
     uses = [tensor for block in structure.blocks for tensor in block.tensors]
     return [index for index in range(len(structure.tensors)) if uses.count(index) > 1]
+
+
+class OwnParameters:
+    """The parameters of a block's modules, which a call in training must find in their places.
+
+    Args:
+        module: the block.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name = name
+        members = list(module.named_modules())
+        self._places = [(m._parameters, key, f"{path}.{key}") for path, m in members for key in m._parameters]
+
+    def check(self) -> None:
+        """Refuse tensors that stand for parameters during one call.
+
+        Raises:
+            UnsupportedError: naming one.
+        """
+        for parameters, key, path in self._places:
+            found = parameters.get(key)
+            if found is not None and not isinstance(found, nn.Parameter):
+                raise limits.SUBSTITUTED.error(f"block {self._name} was called with another tensor as {path}")
 
 
 class Backward:

@@ -85,6 +85,8 @@ class Guard:
         self._generation = -1
         self._views: dict[Owned, list[weakref.ref[Any]]] = {}
         """Views of memory that are no tensors."""
+        self._tensors: dict[Weight, list[weakref.ref[Tensor]]] = {}
+        """Tensors in the memory of a weight that were made since the last iteration began, or live."""
 
     # -- on and off --------------------------------------------------------------------------------------------------
 
@@ -104,6 +106,7 @@ class Guard:
         self._thread = 0
         self._operations.guard = self._calls.guard = None
         self._views.clear()
+        self._tensors.clear()
 
     # -- what users do -----------------------------------------------------------------------------------------------
 
@@ -155,6 +158,8 @@ class Guard:
             raise limits.CHANGED_PARAMETERS.error(
                 f"{weight.label} was given {_describe(data)} in place of {_describe(weight.host)}"
             )
+        if any(alias() is not None for alias in self._tensors.get(weight, ()) if alias() is not data):
+            raise limits.EXCHANGED_MEMORY.error(f"{weight.label} was given other memory")
         self.write([Owned(weight)])
         with torch.no_grad():
             weight.host.copy_(data)
@@ -163,7 +168,17 @@ class Guard:
         """Remember that somebody has a view of a host copy, through which it can be read and written unseen."""
         self._views.setdefault(owned, []).append(weakref.ref(view))
 
+    def made(self, owned: Owned, tensor: Tensor) -> None:
+        """Remember a tensor that shares a weight's memory."""
+        if owned.state is None:
+            self._tensors.setdefault(owned.weight, []).append(weakref.ref(tensor))
+
     # -- what the engine tells ---------------------------------------------------------------------------------------
+
+    def check_thread(self) -> None:
+        """Raise ``UnsupportedError`` in a thread whose operations are not seen."""
+        if threading.get_ident() != self._thread:
+            raise limits.OTHER_THREAD.error(f"a training forward ran in thread {threading.current_thread().name}")
 
     def begin(self) -> None:
         """An iteration begins: adopt what was assigned, and what may have been written through views.
@@ -191,7 +206,10 @@ class Guard:
             self._residency.bring_home(owned.parcels)
 
     def _forget_views(self) -> None:
-        """Forget the views that are gone."""
+        """Forget the views and tensors that are gone."""
+        if self._tensors:
+            held = {weight: [alias for alias in made if alias() is not None] for weight, made in self._tensors.items()}
+            self._tensors = {weight: made for weight, made in held.items() if made}
         if self._views:
             alive = {owned: [view for view in views if view() is not None] for owned, views in self._views.items()}
             self._views = {owned: views for owned, views in alive.items() if views}
@@ -256,7 +274,10 @@ class _Operations(TorchDispatchMode):
         guard.read(owned for owned, written in found.items() if not written)
         if any(found.values()):
             guard.write(owned for owned, written in found.items() if written)
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and (owned := guard.find(out)) is not None and not found[owned]:
+            guard.made(owned, out)
+        return out
 
 
 class _Calls(TorchFunctionMode):

@@ -41,10 +41,12 @@ class Effects:
         members = list(module.modules())
         for member in members:
             self._parts.append(_Attributes(member))
-            self._parts += [_Buffer(member, name) for name in member._buffers]
+            self._parts += [_Buffer(member._buffers, name) for name in member._buffers]
+            held = [name for name, value in vars(member).items() if isinstance(value, Tensor)]
+            self._parts += [_Buffer(vars(member), name) for name in held]
         self._generators: list[_Part] = [_Python(), _NumPy()]
-        held = (value for member in members for value in vars(member).values() if _is_generator(value))
-        self._generators += [_Generator(value) for value in held]
+        values = (value for member in members for value in vars(member).values())
+        self._generators += [_Generator(value) for value in values if _is_generator(value)]
         self._mode = _Mode(members)
         self._left = watched
         self._seen: set[_Part] = set()
@@ -84,6 +86,11 @@ class Snapshot:
             for part, now in today:
                 part.restore(now)
 
+    def undo(self) -> None:
+        """Make the state what it was, for good."""
+        for part, before in self.items:
+            part.undo(before)
+
 
 class _Part(ABC):
     """One piece of state."""
@@ -103,6 +110,10 @@ class _Part(ABC):
     @abstractmethod
     def restore(self, before: Any) -> None:
         """Make the state what it was."""
+
+    def undo(self, before: Any) -> None:
+        """Make the state what it was, in its own place."""
+        self.restore(before)
 
 
 class _Mode(_Part):
@@ -161,23 +172,24 @@ class _Attributes(_Part):
 
 
 class _Buffer(_Part):
-    """A buffer of a module. The second run has one of its own: the graph of the first may need the present one."""
+    """A tensor of a module. The second run has one of its own: the graph of the first may need the present one."""
 
-    def __init__(self, module: nn.Module, name: str) -> None:
-        self._module, self._name = module, name
+    def __init__(self, holder: dict[str, Any], name: str) -> None:
+        self._holder, self._name = holder, name
 
     @override
     def save(self) -> tuple[Tensor | None, int, Tensor | None]:
-        buffer = self._module._buffers[self._name]
+        buffer = self._holder.get(self._name)
         return (None, 0, None) if buffer is None else (buffer, _version(buffer), buffer.detach().clone())
 
     @override
     def now(self) -> tuple[Tensor | None, int, None]:
-        return self._module._buffers[self._name], 0, None
+        return self._holder.get(self._name), 0, None
 
     @override
     def differs(self, before: tuple[Tensor | None, int, Tensor | None], closely: bool) -> bool:
-        buffer, (known, version, content) = self._module._buffers.get(self._name), before
+        now, (known, version, content) = self._holder.get(self._name), before
+        buffer: Tensor | None = now
         if buffer is None or content is None or buffer is not known:
             return buffer is not known
         return _version(buffer) != version or (closely and not torch.equal(buffer, content))
@@ -185,7 +197,15 @@ class _Buffer(_Part):
     @override
     def restore(self, before: tuple[Tensor | None, int, Tensor | None]) -> None:
         buffer, _, content = before
-        self._module._buffers[self._name] = buffer if content is None else content.clone()
+        self._holder[self._name] = buffer if content is None else content.clone()
+
+    @override
+    def undo(self, before: tuple[Tensor | None, int, Tensor | None]) -> None:
+        buffer, _, content = before
+        self._holder[self._name] = buffer
+        if buffer is not None and content is not None:
+            with torch.no_grad():
+                buffer.copy_(content)
 
 
 class _Generator(_Part):
@@ -199,7 +219,9 @@ class _Generator(_Part):
         held = self._generator
         if isinstance(held, torch.Generator):
             return held.get_state()
-        return held.getstate() if isinstance(held, random.Random) else copy.deepcopy(held.bit_generator.state)
+        if isinstance(held, random.Random):
+            return held.getstate()
+        return copy.deepcopy(held.bit_generator.state if hasattr(held, "bit_generator") else held.get_state())
 
     @override
     def differs(self, before: Any, closely: bool) -> bool:
@@ -213,8 +235,10 @@ class _Generator(_Part):
             held.set_state(before)
         elif isinstance(held, random.Random):
             held.setstate(before)
-        else:
+        elif hasattr(held, "bit_generator"):
             held.bit_generator.state = before
+        else:
+            held.set_state(before)
 
 
 class _Python(_Part):
@@ -257,7 +281,9 @@ class _NumPy(_Part):
 def _is_generator(value: object) -> bool:
     numpy = sys.modules.get("numpy")
     kinds = (torch.Generator, random.Random)
-    return isinstance(value, kinds) or (numpy is not None and isinstance(value, numpy.random.Generator))
+    if isinstance(value, kinds):
+        return True
+    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
 
 
 def _same(value: Any, held: Any) -> bool:
@@ -281,14 +307,14 @@ def _refill(value: Any, held: Any) -> None:
         value.update(held)
 
 
-Ambient = tuple[tuple[tuple[str, bool, torch.dtype], ...], tuple[bool, ...]]
-"""The contexts around a call: autocast per kind of device, and which attention kernels may be used."""
+Ambient = tuple[tuple[tuple[str, bool, torch.dtype], ...], tuple[bool, ...], torch.dtype]
+"""The contexts around a call: autocast per kind of device, which attention kernels may be used, the default dtype."""
 
 
 def ambient() -> Ambient:
     """Return the contexts of this moment."""
     casts = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
-    return casts, _attention_kernels()
+    return casts, _attention_kernels(), torch.get_default_dtype()
 
 
 def autocasts(contexts: Ambient) -> bool:
@@ -311,6 +337,9 @@ def within(contexts: Ambient) -> Iterator[None]:
         if contexts[1] != present[1]:
             stack.callback(_choose_attention_kernels, present[1])
             _choose_attention_kernels(contexts[1])
+        if contexts[2] != present[2]:
+            stack.callback(torch.set_default_dtype, present[2])
+            torch.set_default_dtype(contexts[2])
         if autocasts(contexts):
             stack.callback(torch.clear_autocast_cache)
         yield

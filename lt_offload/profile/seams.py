@@ -21,7 +21,8 @@ from typing_extensions import override
 from lt_offload import limits
 from lt_offload.profile.blocks import Structure
 from lt_offload.profile.call import Call
-from lt_offload.profile.chain import tensors_of
+from lt_offload.profile.chain import tensors_of, version
+from lt_offload.profile.effects import Effects
 
 _CACHES = ("use_cache", "past_key_values", "past_key_value", "layer_past")
 _COLLECTORS = (*_CACHES, "output_attentions", "output_hidden_states")
@@ -68,11 +69,44 @@ class Seams:
             if need:
                 leaves[slot].register_hook(partial(_note, self._reached, index))
         args, kwargs = tree_unflatten(leaves, spec)
-        with torch.set_grad_enabled(call.has_backward):
-            out = forward(*args, **kwargs)
+        out = self._run_twice(index, call, partial(forward, *args, **kwargs))
         uses = _uses(entered, out)
         self._inputs += [(node, number, used) for (node, number), used in zip(origins, uses, strict=True)]
         return tree_map(_detached, out)
+
+    def _run_twice(self, index: int, call: Call, forward: Callable[[], Any]) -> Any:
+        """Run a block without a graph, and once more with one from the state that it had; return the second output.
+
+        Raises:
+            UnsupportedError: if the outputs differ by a bit, or the block writes to its input.
+        """
+        block = self._blocks[index]
+        if not call.has_backward or call.compiled or not _comparable(call):
+            return self._run_kept(index, call, forward)  # runs once, or always with a graph, or has no numbers
+        before_draws = _generators(call)
+        with Effects(block.module).first_run() as before, torch.no_grad():
+            first = forward()
+        _draw_from(call, before_draws)
+        before.undo()
+        out = self._run_kept(index, call, forward)
+        if not _equal(first, out):
+            raise limits.OTHER_SECOND_RUN.error(f"block {block.name} gave other numbers when it ran again")
+        return out
+
+    def _run_kept(self, index: int, call: Call, forward: Callable[[], Any]) -> Any:
+        """Run a block with a graph if it has a backward."""
+        refused = limits.IN_PLACE_INPUT.error(f"block {self._blocks[index].name} has written to its input")
+        versions = [version(leaf) for leaf in call.inputs]
+        try:
+            with torch.set_grad_enabled(call.has_backward):
+                out = forward()
+        except RuntimeError as error:
+            if "in-place operation" in str(error):
+                raise refused from error
+            raise
+        if [version(leaf) for leaf in call.inputs] != versions:
+            raise refused
+        return out
 
     def check_consumers(self, loss: Tensor) -> None:
         """Refuse a block's output that others use beside a block that uses it more than once.
@@ -161,6 +195,33 @@ def _uses(entered: Sequence[Tensor], out: Any) -> list[int]:
     """Return how often each input is used in the graph of a block's output."""
     ends = Counter(id(getattr(node, "variable", None)) for node, _ in _edges(t.grad_fn for t in tensors_of(out)))
     return [ends[id(tensor)] for tensor in entered]
+
+
+def _comparable(call: Call) -> bool:
+    """Return whether a block has numbers that are the same in every run: on a GPU that takes deterministic kernels."""
+    tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
+    if any(type(tensor) is not Tensor or tensor.is_meta for tensor in tensors):
+        return False
+    return all(tensor.device.type == "cpu" for tensor in tensors) or torch.are_deterministic_algorithms_enabled()
+
+
+def _equal(out: Any, again: Any) -> bool:
+    """Return whether two outputs are the same bit for bit, except that any two NaNs are the same."""
+    pairs = zip(tensors_of(out), tensors_of(again), strict=True)
+    return all(a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+
+
+def _generators(call: Call) -> list[Tensor]:
+    """Return the states of torch's global generators."""
+    cuda = {leaf.device for leaf in call.leaves if isinstance(leaf, Tensor) and leaf.is_cuda}
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in sorted(cuda, key=str))]
+
+
+def _draw_from(call: Call, states: list[Tensor]) -> None:
+    cuda = {leaf.device for leaf in call.leaves if isinstance(leaf, Tensor) and leaf.is_cuda}
+    torch.set_rng_state(states[0])
+    for device, state in zip(sorted(cuda, key=str), states[1:], strict=True):
+        torch.cuda.set_rng_state(state, device)
 
 
 def _note(reached: set[int], index: int, _gradient: Tensor) -> None:

@@ -113,6 +113,7 @@ def loop(late: Callable[[Any, torch.Tensor], None], *, inside: bool) -> int:
                 late(model, loss)
             loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
             if not inside and step >= LATE:
                 late(model, loss)
     return step
@@ -176,6 +177,7 @@ def test_host_memory_is_held(share: float, message: str) -> None:
                 loss = model(**batch).loss
                 loss.backward()
                 optimizer.step()
+                optimizer.zero_grad()
                 losses.append(loss.detach())
     assert len(losses) == 2
 
@@ -201,6 +203,7 @@ def train(memory, **sizes):
         for _ in range(3):
             model(**batch).loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
     return plan
 
 train(400_000)  # loads libraries and compiles what is compiled once

@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import pickle
 import random
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -794,3 +796,202 @@ def test_settings_that_a_replayed_plan_leaves_no_room_for(settings: dict[str, An
     context = lt_offload.offloaded(model, adamw(model), rows()[0], plan=plan, accelerator="cpu", **settings)
     with pytest.raises(lt_offload.ConfigError, match=message), context:
         pass
+
+
+# -- what other users found -------------------------------------------------------------------------------------------
+
+
+def with_option(value: Any) -> Loop:
+    def act(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0]["lr"] = value
+
+    return between(act)
+
+
+def clipping_hook(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    def clip(*_: Any) -> None:
+        nn.utils.clip_grad_norm_([p for p in model.parameters() if p.grad is not None], 1e-3)
+
+    optimizer.register_step_pre_hook(clip)
+    return ordinary(model, optimizer, batches)
+
+
+def exchanging(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    losses = ordinary(model, optimizer, batches[:2])
+    backup = {name: p.data for name, p in model.named_parameters()}
+    for p in model.parameters():
+        p.data = torch.zeros_like(p)
+    for name, p in model.named_parameters():
+        p.data = backup[name]
+    return losses + ordinary(model, optimizer, batches[2:])
+
+
+def substituting(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    halves = {name: p * 0.5 for name, p in model.named_parameters()}
+    torch.func.functional_call(model, halves, (), batches[0])["loss"].backward()
+    return []
+
+
+def elsewhere(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            ordinary(model, optimizer, batches)
+        except UnsupportedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    raise errors[0]
+
+
+FOUND: dict[str, tuple[Loop, str]] = {
+    "learning rate": (with_option(0.5), "lr of parameter group 0 was changed from 0.01 to 0.5"),
+    "clipping in a hook": (clipping_hook, "was used by"),
+    "exchanged memory": (exchanging, "was given other memory: "),
+    "functional_call": (substituting, "was called with another tensor as"),
+    "another thread": (elsewhere, "a training forward ran in thread"),
+}
+
+
+@pytest.mark.parametrize("options", [RUNS["recorded"], RUNS["run again"]], ids=["recorded", "run again"])
+@pytest.mark.parametrize("name", FOUND)
+def test_ways_around_the_engine_are_refused(name: str, options: tuple[str, ...]) -> None:
+    loop, message = FOUND[name]
+    assert message in fault(options, loop)
+
+
+def scheduling(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    """A schedule after the step, a hook of one's own that reads and clamps weights after it."""
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+
+    def clamp(*_: Any) -> None:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.clamp_(-0.1, 0.1)
+
+    optimizer.register_step_post_hook(clamp)
+    losses = []
+    for batch in batches:
+        losses += ordinary(model, optimizer, [batch])
+        schedule.step()
+    return losses
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_schedules_and_hooks_after_the_step(options: tuple[str, ...]) -> None:
+    assert differences(plain(Net, scheduling), ours(Net, options, scheduling)) == []
+
+
+class ByMode(Layer):
+    def inner(self, x: Tensor) -> Tensor:
+        return super().inner(x) * (2 if torch.is_grad_enabled() else 1)
+
+
+class Frozen(Layer):
+    """In evaluation mode torch's attention is another kernel without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.TransformerEncoderLayer(HIDDEN, 4, 2 * HIDDEN, batch_first=True).eval()
+
+    def train(self, mode: bool = True) -> Layer:
+        super().train(mode)
+        self.attention.eval()
+        return self
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.attention(super().inner(x))
+
+
+COUNTS = {"calls": 0}
+
+
+class OfGlobals(Layer):
+    def inner(self, x: Tensor) -> Tensor:
+        COUNTS["calls"] += 1
+        return super().inner(x) + 0.01 * COUNTS["calls"]
+
+
+class OfHelper(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = SimpleNamespace(calls=0)
+
+    def inner(self, x: Tensor) -> Tensor:
+        self.helper.calls += 1
+        return super().inner(x) + 0.01 * self.helper.calls
+
+
+class WritingItsInput(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.mul_(2))
+
+
+@pytest.mark.parametrize("layer", [ByMode, OfGlobals, OfHelper], ids=lambda c: c.__name__)
+def test_blocks_that_a_second_run_would_change_are_refused_before_training(layer: type[nn.Module]) -> None:
+    assert "gave other numbers when it ran again" in refusal(lambda: Net(layer))
+
+
+def test_an_attention_that_is_another_kernel_without_gradients_is_refused_before_training() -> None:
+    assert "gave other numbers when it ran again" in refusal(lambda: Net(Frozen).train())
+
+
+def test_blocks_that_write_to_their_input_are_refused_before_training() -> None:
+    assert "block layers.0" in refusal(lambda: Net(WritingItsInput))
+
+
+class OfTensor(Layer):
+    """State in a tensor that is a plain attribute, and a generator of NumPy's old kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average, self.noise = torch.zeros(HIDDEN), np.random.RandomState(3)  # noqa: NPY002
+
+    def inner(self, x: Tensor) -> Tensor:
+        self.average.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        return super().inner(x - self.average) + float(self.noise.rand())
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_state_in_plain_tensors_and_old_generators(options: tuple[str, ...]) -> None:
+    def make() -> Net:
+        return Net(OfTensor)
+
+    lt_offload.profile(make(), rows()[0], optimizer=adamw(make()))
+    assert differences(plain(make), ours(make, options)) == []
+
+
+@contextmanager
+def double_precision() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Making(Layer):
+    def inner(self, x: Tensor) -> Tensor:
+        return super().inner(x) * torch.full((1,), 1 / 3).float()
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_another_default_dtype_around_the_forward(options: tuple[str, ...]) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        losses = []
+        for batch in batches:
+            with double_precision():
+                loss = model(**batch)["loss"]
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().clone())
+        return losses
+
+    def make() -> Net:
+        return Net(Making)
+
+    assert differences(plain(make, loop), ours(make, options, loop)) == []
