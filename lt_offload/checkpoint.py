@@ -41,16 +41,19 @@ _LITTLE = 1 << 20
 
 
 def prepare(folder: Path) -> None:
-    """Make ``folder`` if there is none, and remove what killed runs have left there of checkpoints.
+    """Make sure that ``folder`` can be made and written to, and remove what killed runs have left of checkpoints there.
 
     Raises:
         CheckpointError: if no file can be written there.
     """
     probe = folder / f".{os.getpid()}{_SUFFIX}"
+    absent = [path for path in (folder, *folder.parents) if not path.exists()]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.touch()
         probe.unlink()
+        for path in absent:  # whoever saves something makes them
+            path.rmdir()
     except OSError as error:
         raise CheckpointError(_explained(folder / "*", error)) from error
     for leftover in folder.glob(f".*{_SUFFIX}"):

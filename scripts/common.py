@@ -113,6 +113,7 @@ def run_recipe(recipe: str, folder: Path, steps: int, settings: Sequence[str], *
             *("--trainer.enable_checkpointing", "false"),
             *("--trainer.enable_model_summary", "false"),
             *("--trainer.default_root_dir", str(folder)),
+            *("--trainer.callbacks", "null"),  # the recorder alone, not beside the recipe's
             *("--trainer.callbacks", json.dumps([recorder])),
             *settings,
         ]

@@ -45,6 +45,7 @@ def training(case: Case) -> Iterator[Training]:
             loss: Tensor = model(**case.to_place(batch)).loss
             loss.backward()
             optimizer.step()
+            optimizer.zero_grad()
             return loss.detach()
 
         def figures() -> dict[str, Any]:

@@ -110,13 +110,12 @@ def test_everything_travels(kind: str, place: str) -> None:
     plan = plans.streamed(find_blocks(model), optimizer, options=options, places=(place,))
     device = EmulatedDevice(BUDGET, mode="lazy", check=True)
     engine = Engine(model, optimizer, plan, device)
-    hook = optimizer.register_step_post_hook(lambda *_: engine.finish())
     try:
         engine.install()
+        engine.follow(optimizer)
         losses = loop(model, optimizer, batches(kind))
         engine.drain()
     finally:
-        hook.remove()
         engine.remove()
         device.close()
     assert differences(plain(kind), Result(losses, model, optimizer)) == []

@@ -211,7 +211,7 @@ def names(settings: dict[str, Any]) -> Iterator[str]:
         yield callback["class_path"].rpartition(".")[2]
 
 
-OURS = ["ModelCheckpoint", "ModelCheckpoint", "LearningRateMonitor", "TQDMProgressBar"]
+OURS = ["ModelCheckpoint", "ModelCheckpoint", "ExactResume", "LearningRateMonitor", "TQDMProgressBar"]
 
 
 def test_callbacks_are_appended(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,7 +167,7 @@ def test_measured_seconds_replace_the_model_and_bytes_stay_below_what_the_link_c
     assert all(parameter.data_ptr() == address for parameter, address in before)
     shapes = {(p.shape, p.dtype) for p in model.parameters()}
     assert len(shapes) <= len(viewed) <= len(shapes) + 3  # one of a kind
-    slow = load_hardware("h200,link=10")
+    slow = load_hardware("h200,link=10B")
     found = [readers.profile(index, slow) for index in range(len(structure.tensors))]
     (lookup,), (product,) = found[0].reads, found[1].reads
     assert lookup.forward_s == 2.0
