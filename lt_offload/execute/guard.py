@@ -275,7 +275,7 @@ class _Operations(TorchDispatchMode):
         if any(found.values()):
             guard.write(owned for owned, written in found.items() if written)
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and (owned := guard.find(out)) is not None and not found[owned]:
+        if isinstance(out, Tensor) and (owned := guard.find(out)) is not None and not found.get(owned):
             guard.made(owned, out)
         return out
 
