@@ -29,3 +29,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if not torch.cuda.is_available():
         pytest.exit(f"--device cuda: torch {torch.__version__} finds no GPU here", returncode=1)
+
+
+@pytest.fixture(autouse=True)
+def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let profiles be of one machine, which is measured once."""
+    from tests.machine import this_machine
+
+    monkeypatch.setattr("lt_offload.profile.measure.measure_hardware", lambda *args, **kwargs: this_machine())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from typing import Any
 
@@ -23,10 +24,28 @@ def build(
     seed: int = 0,
     **overrides: Any,
 ) -> nn.Module:
-    """Return a causal language model of ``family`` in training mode; ``overrides`` go to its config."""
+    """Return a causal language model of ``family`` in training mode; ``overrides`` go to its config.
+
+    Leaves the random numbers as they are when it is made anew.
+    """
+    torch.manual_seed(seed)
+    key = repr((family, layers, dropout, dtype, lora, seed, sorted(overrides.items())))
+    if key not in _built:
+        _built[key] = _build(family, layers, dropout, dtype, lora, overrides), torch.get_rng_state()
+    model, after = _built[key]
+    torch.set_rng_state(after)
+    return copy.deepcopy(model)
+
+
+_built: dict[str, tuple[nn.Module, torch.Tensor]] = {}
+"""Making a model, above all with LoRA, takes longer than many a test of it."""
+
+
+def _build(
+    family: str, layers: int, dropout: float, dtype: torch.dtype, lora: bool, overrides: dict[str, Any]
+) -> nn.Module:
     import transformers
 
-    torch.manual_seed(seed)
     prefix = family.split("-")[0].capitalize()
     text = "Text" if prefix == "Gemma3" else ""  # the other configuration is that of a model with images
     config = getattr(transformers, f"{prefix}{text}Config")(**_config(family, layers, dropout) | overrides)

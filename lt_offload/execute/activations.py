@@ -21,6 +21,7 @@ from lt_offload.execute.device import Cell, Device, Event
 from lt_offload.execute.params import Weight, round_up
 from lt_offload.execute.pools import HostBuffer, HostPool
 from lt_offload.profile.chain import version
+from lt_offload.profile.compiled import unseen_by_dynamo
 from lt_offload.profile.options import for_replay, is_costly, travels
 
 _HOST_ALIGNMENT = 64
@@ -275,6 +276,7 @@ def _alias(tensor: Tensor, ranges: _Ranges) -> WeightAlias:
     return WeightAlias(weight, tensor.dtype, (address - start) // tensor.element_size(), tensor.shape, tensor.stride())
 
 
+@unseen_by_dynamo
 class CacheCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs a forward and moves the results of its costly operations to the host (option ``mixed``)."""
 
@@ -296,6 +298,7 @@ class CacheCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.pager.take(tensor, watch=True) if travels(tensor) else tensor
 
 
+@unseen_by_dynamo
 class ReplayCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs the forward again, taking the results of its costly operations from the cache."""
 

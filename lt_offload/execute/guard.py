@@ -30,6 +30,7 @@ from lt_offload.execute.params import Weight
 from lt_offload.execute.parcels import Parcel
 from lt_offload.execute.residency import Residency
 from lt_offload.execute.updates import Updates
+from lt_offload.profile.compiled import unseen_by_dynamo
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +246,7 @@ def _describe(tensor: Tensor) -> str:
 # -- the modes --------------------------------------------------------------------------------------------------------
 
 
+@unseen_by_dynamo
 class _Operations(TorchDispatchMode):
     """Sees every operation of torch, those of ``state_dict``, ``deepcopy`` or ``numpy()`` among them."""
 

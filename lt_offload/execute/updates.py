@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lt_offload.errors import ConfigError
 from lt_offload.execute.functional import direct_update
 from lt_offload.execute.params import STATE_ALIGNMENT, States, Weight, round_up
+from lt_offload.profile.compiled import unseen_by_dynamo
 
 _FACTORIES = {
     torch.ops.aten.zeros_like.default: 0.0,
@@ -199,6 +200,7 @@ def _same(known: Sequence[Any], state: dict[str, Any]) -> bool:
     return len(tensors) == len(before) and all(map(is_, tensors, before))
 
 
+@unseen_by_dynamo
 class _StateNursery(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets the first update on the device create its states in the arena ranges that the plan has kept for them."""
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_offload.errors import OverBudget
-from lt_offload.profile.compiled import show_buffers
+from lt_offload.profile.compiled import show_buffers, unseen_by_dynamo
 from lt_offload.units import format_bytes
 
 _MAKES: dict[Any, bool] = {}
@@ -31,6 +31,7 @@ class _Charge(weakref.ref[torch.UntypedStorage]):
     serial: int
 
 
+@unseen_by_dynamo
 class Account(TorchDispatchMode):
     """Within the context, storages that operations create are charged; their death discharges them, even after it.
 

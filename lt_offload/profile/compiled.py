@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_offload.errors import ModelError
 from lt_offload.profile.blocks import find_blocks
@@ -19,6 +20,8 @@ from lt_offload.profile.blocks import find_blocks
 Forward = Callable[..., Any]
 
 _guards: Any = torch._C._dynamo.guards
+_eval_frame: Any = torch._C._dynamo.eval_frame
+_Mode = TypeVar("_Mode", bound=TorchDispatchMode)
 
 
 def is_compiled(module: nn.Module) -> bool:
@@ -96,6 +99,20 @@ class _StandIn:
 
 def _itself(value: Any) -> Any:
     return value
+
+
+def unseen_by_dynamo(mode: type[_Mode]) -> type[_Mode]:
+    """Keep ``torch.compile`` out of what a dispatch mode does at each operation, at no cost (a class decorator).
+
+    torch keeps it out by wrapping the handler in ``torch._dynamo.disable``, which takes as long as the dispatch itself.
+    Here the handler's code object is marked instead, as ``torch._dynamo`` marks its own.
+    """
+    handler = getattr(mode.__torch_dispatch__, "__wrapped__", None)
+    if handler is not None:
+        skip = _eval_frame._FrameAction.SKIP
+        _eval_frame.set_code_exec_strategy(handler.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+        mode.__torch_dispatch__ = handler  # type: ignore[method-assign]
+    return mode
 
 
 def _place(module: nn.Module) -> str:

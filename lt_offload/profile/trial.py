@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from lt_offload.profile.call import Call
+from lt_offload.profile.compiled import unseen_by_dynamo
 from lt_offload.profile.meters import Lap, Meter
 from lt_offload.profile.options import for_replay, is_costly, travels
 from lt_offload.profile.types import OptionProfile
@@ -305,6 +306,7 @@ class _Trial:
         return tensor
 
 
+@unseen_by_dynamo
 class _Collect(TorchDispatchMode):
     """Keeps the results of costly operations."""
 
@@ -320,6 +322,7 @@ class _Collect(TorchDispatchMode):
         return out
 
 
+@unseen_by_dynamo
 class _Replay(TorchDispatchMode):
     """Hands out the kept results in order, instead of running the operations again."""
 

@@ -11,8 +11,6 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lt_offload import lifecycle
 from lt_offload.execute.emulated import EmulatedDevice
-from lt_offload.profile import measure
-from tests.parity.conftest import hardware
 from tests.parity.lightning_harness import Forced, fit, seeded_module
 
 pytestmark = [
@@ -44,7 +42,6 @@ def test_weights_are_complete_when_an_exception_reaches_the_loggers(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(lifecycle, "open_device", lambda budget, *_, **__: EmulatedDevice(budget, "lazy", check=True))
-    monkeypatch.setattr(measure, "measure_hardware", lambda *args, **kwargs: hardware())
     logger, module = Uploader(tmp_path), seeded_module()
     logger.module = module
     with pytest.raises(RuntimeError, match="in a hook"):

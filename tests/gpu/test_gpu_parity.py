@@ -93,7 +93,6 @@ def test_whatever_is_late(seed: int, target: Target) -> None:
     assert differences(expected, actual) == []
 
 
-@pytest.mark.usefixtures("one_machine")
 @pytest.mark.parametrize(
     ("case", "how", "grad_direct"), test_direct.CASES, ids=lambda value: getattr(value, "__name__", str(value))
 )
@@ -105,7 +104,6 @@ def test_weights_read_in_host_memory(case: Case, how: test_direct.How, grad_dire
 
 
 @pytest.mark.quick
-@pytest.mark.usefixtures("one_machine")
 def test_plain_loop(target: Target) -> None:
     """A plan made here for half of the memory, in the loop that the README shows."""
     case = Case(options=("keep",), places=("paged",))
@@ -153,7 +151,6 @@ class OnDevice(lightning_harness.Forced):
 
 @pytest.mark.quick
 @pytest.mark.only("cuda", "cpu")
-@pytest.mark.usefixtures("one_machine")
 @pytest.mark.filterwarnings(
     "ignore:.*does not have many workers.*", "ignore:.*LeafSpec.*", "ignore:.*settings to control TF32.*"
 )

@@ -222,7 +222,6 @@ def test_7_pinned_memory_of_torch(found: Found) -> None:
     assert tensor.is_pinned()
 
 
-@pytest.mark.usefixtures("one_machine")
 def test_8_bytes_counted_and_bytes_of_the_allocator(target: Target, found: Found) -> None:
     """A block's activations as the CPU's account has them, and as the device's allocator does."""
     config = {"hidden_size": 256, "intermediate_size": 704, "layers": 2}

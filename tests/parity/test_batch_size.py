@@ -26,7 +26,6 @@ MEMORY = "200MB"
 ROWS = 2 * BATCHES
 
 pytestmark = [
-    pytest.mark.usefixtures("one_machine"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),

@@ -193,6 +193,7 @@ def status(name):
 
 def train(memory, **sizes):
     model = models.build("llama", **sizes)
+    models._built.clear()
     optimizer = make_optimizer(model, "adamw-fused")
     batch = models.batch(model, sequence_length=48)
     profile = lt_offload.profile(model, batch, optimizer=optimizer)

@@ -38,7 +38,7 @@ HOOKS = (
 )
 
 pytestmark = [
-    pytest.mark.usefixtures("one_machine", "_late"),
+    pytest.mark.usefixtures("_late"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
 ]
@@ -210,8 +210,8 @@ def reads(module: Any, optimizer: Any, turn: int) -> list[Any]:
 
 def trained(made: Any, act: Callable[..., Any], hook: str, **settings: Any) -> tuple[Run, list[Any]]:
     callback = Acting(hook, act)
-    epochs = 3 if "epoch" in hook or "validation" in hook else 2
-    return fit(made, seeded_module(**OPTIONS), callbacks=[callback], max_epochs=epochs, **settings), callback.seen
+    settings |= {"max_epochs": 3, "limit_train_batches": 2} if "epoch" in hook or "validation" in hook else {}
+    return fit(made, seeded_module(**OPTIONS), callbacks=[callback], **settings), callback.seen
 
 
 @functools.cache
@@ -283,6 +283,7 @@ WRITES: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
+@functools.cache
 def writes(name: str) -> Callable[[Any, Any, int], Any]:
     def act(module: Any, optimizer: Any, turn: int) -> None:
         if turn % 2 == 1:
@@ -296,7 +297,7 @@ def writes(name: str) -> Callable[[Any, Any, int], Any]:
 def test_writing_between_steps(name: str, budget: str) -> None:
     act = writes(name)
     hook = "on_train_batch_end" if budget in ("tight", "middle") else "on_train_batch_start"
-    plain, _ = trained("auto", act, hook)
+    plain, _ = stock(act, hook)
     ours, _ = trained(strategy(budget), act, hook)
     assert differences(plain, ours) == []
 
@@ -305,7 +306,7 @@ def test_writing_between_steps(name: str, budget: str) -> None:
 def test_writing_before_a_validation(budget: str) -> None:
     """Device copies of a streamed forward must not hide what was written, and training sees it afterwards."""
     act = writes("mul")
-    plain, _ = trained("auto", act, "on_validation_batch_end")
+    plain, _ = stock(act, "on_validation_batch_end")
     ours, _ = trained(strategy(budget), act, "on_validation_batch_end")
     assert differences(plain, ours) == []
 

@@ -44,7 +44,6 @@ MEMORY = "200MB"
 NAMESPACES = (lightning.pytorch, pytorch_lightning)
 
 pytestmark = [
-    pytest.mark.usefixtures("one_machine"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),

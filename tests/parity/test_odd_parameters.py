@@ -15,7 +15,6 @@ from lt_offload.profile.blocks import find_blocks
 from tests import plans
 from tests.parity.harness import BUDGET, Result, differences
 
-pytestmark = pytest.mark.usefixtures("one_machine")
 WIDTH = 32
 
 

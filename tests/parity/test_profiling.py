@@ -20,7 +20,6 @@ from lt_offload.errors import UnsupportedError
 from tests.parity.lightning_harness import Forced, Module, Tokens, differences, fit
 
 pytestmark = [
-    pytest.mark.usefixtures("one_machine"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:Experiment logs directory"),

@@ -21,7 +21,6 @@ from lt_offload.resume import FILE
 from tests.parity.lightning_harness import Forced, Run, fit, seeded_module, state_differences
 
 pytestmark = [
-    pytest.mark.usefixtures("one_machine"),
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),

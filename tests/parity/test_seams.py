@@ -25,8 +25,6 @@ from lt_offload.profile.blocks import find_blocks
 from tests import models, plans
 from tests.parity.harness import Result, differences
 
-pytestmark = pytest.mark.usefixtures("one_machine")
-
 RUNS = {
     "recorded": ("keep", "offload"),
     "run again": ("recompute", "mixed", "reload"),

@@ -22,9 +22,6 @@ from lt_offload.profile import snapshot
 from lt_offload.profile.blocks import find_blocks
 from lt_offload.profile.snapshot import untouched
 from tests import models
-from tests.parity.conftest import one_machine
-
-__all__ = ["one_machine"]
 
 COUNT = 1000
 SEEN: list[int] = []
@@ -265,7 +262,7 @@ def counting() -> Any:
     return model, layer.input_layernorm
 
 
-def test_profiling_a_model_leaves_no_trace(one_machine: None) -> None:
+def test_profiling_a_model_leaves_no_trace() -> None:
     model, counter = counting()
     optimizer = torch.optim.AdamW(model.parameters())
     before = counter.state(), generators()
@@ -273,7 +270,7 @@ def test_profiling_a_model_leaves_no_trace(one_machine: None) -> None:
     assert (counter.state(), generators()) == before
 
 
-def test_a_plain_loop_begins_as_without_offloading(one_machine: None) -> None:
+def test_a_plain_loop_begins_as_without_offloading() -> None:
     model, counter = counting()
     optimizer = torch.optim.AdamW(model.parameters())
     before = counter.state(), generators()
