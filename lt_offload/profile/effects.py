@@ -12,7 +12,7 @@ import copy
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -25,7 +25,10 @@ from lt_offload.profile.chain import version as _version
 _INTERNAL = frozenset({"_parameters", "_buffers", "_modules", "forward", "_compiled_call_impl"})
 """Attributes of ``nn.Module`` that a run of its forward does not count with, or that have a place of their own."""
 _CONTAINERS = (list, dict, set)
+_HOLDERS = (*_CONTAINERS, tuple)
 _MISSING = object()
+_Contents = tuple[tuple[Any, Any], ...]
+"""Containers, each with a copy of what it held."""
 
 
 class Effects:
@@ -42,11 +45,11 @@ class Effects:
         for member in members:
             self._parts.append(_Attributes(member))
             self._parts += [_Buffer(member._buffers, name) for name in member._buffers]
-            held = [name for name, value in vars(member).items() if isinstance(value, Tensor)]
-            self._parts += [_Buffer(vars(member), name) for name in held]
+            tensors = [name for name, value in vars(member).items() if isinstance(value, Tensor)]
+            self._parts += [_Buffer(vars(member), name) for name in tensors]
         self._generators: list[_Part] = [_Python(), _NumPy()]
-        values = (value for member in members for value in vars(member).values())
-        self._generators += [_Generator(value) for value in values if _is_generator(value)]
+        held = [value for member in members for value in vars(member).values()]
+        self._generators += [_Generator(value) for value in _below(held) if _is_generator(value)]
         self._mode = _Mode(members)
         self._left = watched
         self._seen: set[_Part] = set()
@@ -143,32 +146,32 @@ class _Attributes(_Part):
         self._module = module
 
     @override
-    def save(self) -> dict[str, tuple[Any, Any]]:
+    def save(self) -> dict[str, tuple[Any, _Contents]]:
         return {
-            name: (value, copy.copy(value) if isinstance(value, _CONTAINERS) else None)
+            name: (value, _contents(value) if isinstance(value, _HOLDERS) else ())
             for name, value in vars(self._module).items()
             if name not in _INTERNAL
         }
 
     @override
-    def differs(self, before: dict[str, tuple[Any, Any]], closely: bool) -> bool:
+    def differs(self, before: dict[str, tuple[Any, _Contents]], closely: bool) -> bool:
         now = vars(self._module)
         if sum(name not in _INTERNAL for name in now) != len(before):
             return True
         return any(
-            now.get(name, _MISSING) is not value or (held is not None and not _same(value, held))
+            now.get(name, _MISSING) is not value or (held and not all(_same(*pair) for pair in held))
             for name, (value, held) in before.items()
         )
 
     @override
-    def restore(self, before: dict[str, tuple[Any, Any]]) -> None:
+    def restore(self, before: dict[str, tuple[Any, _Contents]]) -> None:
         now = vars(self._module)
         for name in [name for name in now if name not in _INTERNAL and name not in before]:
             del now[name]
         for name, (value, held) in before.items():
             now[name] = value
-            if held is not None:
-                _refill(value, held)
+            for pair in held:
+                _refill(*pair)
 
 
 class _Buffer(_Part):
@@ -284,6 +287,35 @@ def _is_generator(value: object) -> bool:
     if isinstance(value, kinds):
         return True
     return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+
+
+def _items(value: Any) -> Any:
+    """Return what a container or tuple holds, other things nothing."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, _HOLDERS) else ()
+
+
+def _contents(value: Any) -> _Contents:
+    """Return the containers at and below ``value``, each with a copy of what it holds."""
+    if not value:
+        return ((value, ()),) if isinstance(value, _CONTAINERS) else ()
+    if not any(issubclass(kind, _HOLDERS) for kind in {*map(type, _items(value))}):
+        return ((value, copy.copy(value)),) if isinstance(value, _CONTAINERS) else ()
+    found = [holder for holder in _below([value]) if isinstance(holder, _CONTAINERS)]
+    return tuple((holder, copy.copy(holder)) for holder in found)
+
+
+def _below(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield ``values`` and what containers and tuples among them hold, at any depth."""
+    seen: dict[int, Any] = {}
+    waiting = [*values]
+    while waiting:
+        value = waiting.pop()
+        yield value
+        if isinstance(value, _HOLDERS) and id(value) not in seen:
+            seen[id(value)] = value
+            waiting += _items(value)
 
 
 def _same(value: Any, held: Any) -> bool:

@@ -174,7 +174,8 @@ def measure_blocks(
     with caches_off(model), _gradients_kept(model), _staged(stay, device):
         say("running the model once")
         with Readers(structure) as readers:
-            captured = capture(structure, run, batch, device=device, stage=partial(_stage, device), meter=meter)
+            stage = partial(_stage, device)
+            captured = capture(structure, run, batch, device=device, stage=stage, meter=meter, aside=readers.paused)
         costs = _block_costs(captured, device, meter, say)
         if device.type == "cuda":
             readers.measure_on(device, meter, say)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -42,10 +43,16 @@ def check_arguments(block: str, kwargs: Mapping[str, Any]) -> None:
 
 
 class Seams:
-    """One run of a model, seen from between its blocks."""
+    """One run of a model, seen from between its blocks.
 
-    def __init__(self, structure: Structure) -> None:
+    Args:
+        structure: the model's blocks.
+        aside: encloses every run of a block beyond the one that the model asked for.
+    """
+
+    def __init__(self, structure: Structure, aside: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self._blocks = structure.blocks
+        self._aside = aside
         self._reached: set[int] = set()
         """Blocks whose inside has had a gradient."""
         self._inputs: list[tuple[Any, int, int]] = []
@@ -84,7 +91,7 @@ class Seams:
         if not call.has_backward or call.compiled or not _comparable(call):
             return self._run_kept(index, call, forward)  # runs once, or always with a graph, or has no numbers
         before_draws = _generators(call)
-        with Effects(block.module).first_run() as before, torch.no_grad():
+        with Effects(block.module).first_run() as before, self._aside(), torch.no_grad():
             first = forward()
         _draw_from(call, before_draws)
         before.undo()

@@ -653,6 +653,20 @@ class OwnGenerators(Layer):
         return super().inner(x) * noise
 
 
+class Nested(Layer):
+    """Has generators in a tuple and a history in a dictionary of lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.Generator().manual_seed(1), [random.Random(2)]
+        self.seen: dict[str, list[float]] = {"means": [0.0]}
+
+    def inner(self, x: Tensor) -> Tensor:
+        generator, (python,) = self.own
+        self.seen["means"].append(self.seen["means"][-1] + python.random())
+        return super().inner(x) * torch.rand(x.shape, generator=generator) + self.seen["means"][-1]
+
+
 class Assigning(Layer):
     """Replaces a buffer instead of writing to it."""
 
@@ -678,7 +692,9 @@ class Late(Counting):
 
 @pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize(
-    "layer", [Normed, Spectral, Counting, Drawing, OwnGenerators, Assigning, Late], ids=lambda c: c.__name__
+    "layer",
+    [Normed, Spectral, Counting, Drawing, OwnGenerators, Nested, Assigning, Late],
+    ids=lambda c: c.__name__,
 )
 def test_state_that_a_block_changes(layer: type[nn.Module], options: tuple[str, ...]) -> None:
     def make() -> Net:
@@ -689,6 +705,7 @@ def test_state_that_a_block_changes(layer: type[nn.Module], options: tuple[str, 
     for left, right in zip(expected.model.layers, found.model.layers, strict=True):  # type: ignore[arg-type]
         assert vars(left).get("calls") == vars(right).get("calls")
         assert vars(left).get("history") == vars(right).get("history")
+        assert vars(left).get("seen") == vars(right).get("seen")
 
 
 @pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
