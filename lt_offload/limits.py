@@ -483,6 +483,11 @@ PARAMETER_HOOKS = _while_running(
     why="the engine collects gradients in that place, and a shared weight's gradient arrives once per block",
     instead="remove the hook",
 )
+MODULE_HOOKS = _while_running(
+    "forward hooks added to modules inside a block after planning, where the plan runs that block twice",
+    why="the block runs again for its backward, and would call them again",
+    instead="add hooks before training starts, so that the plan is made for them, or to the block itself",
+)
 CHANGED_OPTIONS = _while_running(
     "options of the optimizer changed between the backward and optimizer.step()",
     why="the updates of this iteration have used the options that were there during the backward",

@@ -83,7 +83,6 @@ class Engine:
         self.structure = structure or find_blocks(model)
         self.model, self.plan, self.device = model, plan, device
         check_match(self.structure, optimizer, plan)
-        check_hooks(self.structure)
         self.pool = HostPool(device)
         self.recorder = Recorder(device)
         self.weights: list[Weight] = []
@@ -96,6 +95,7 @@ class Engine:
         self._steps = program(plan) if plan is not None else []
         self._anchor = torch.zeros((), requires_grad=True)
         self._frames = Frames(device, self.pool, self.structure, plan)
+        check_hooks(self.structure, self._frames.repeated)
         self._walk: Walk
         self._blocks: list[list[Weight]] = []
         """The weights of each block."""
@@ -152,7 +152,7 @@ class Engine:
         for index, block in enumerate(self.structure.blocks):
             self._undo.append(intercept(block.module, self._wrapped(index, called(block.module))))
         self._guard = Guard(self.weights, self.residency, self.updates, lambda: self._frames.open)
-        self._fixed = Fixed(self.structure, self.weights, self.updates)
+        self._fixed = Fixed(self.structure, self.weights, self.updates, self._frames.repeated)
         self._consumed = StandIns(self.weights)
         self._own = [OwnParameters(block.name, block.module) for block in self.structure.blocks]
         self._watch_optimizer()
@@ -407,6 +407,7 @@ class Engine:
             return self._backward_of(frame, anchor, grads)
 
     def _begin_backward(self) -> None:
+        self._fixed.check_modules()
         if self.own_loop is not None:
             self.own_loop.begin_backward()
         elif not self._within:

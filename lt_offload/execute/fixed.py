@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -13,14 +13,21 @@ from lt_offload.execute.params import Weight
 from lt_offload.execute.units import Frame
 from lt_offload.execute.updates import Updates
 from lt_offload.profile.blocks import Structure
+from lt_offload.profile.hooked import InnerHooks
 
 
-def check_hooks(structure: Structure) -> None:
-    """Refuse hooks of users on parameters that would see other gradients than in plain PyTorch.
+def check_hooks(structure: Structure, repeated: Collection[int]) -> None:
+    """Refuse hooks of users on parameters that would see other gradients than in plain PyTorch, or see them twice.
+
+    Args:
+        structure: the model's blocks.
+        repeated: those that run a second time for their backward.
 
     Raises:
-        UnsupportedError: naming the parameter.
+        UnsupportedError: naming the parameter or the module.
     """
+    for inner in _inner_hooks(structure, repeated):
+        _check_inner(inner)
     for name, param in structure.tensors:
         if param._post_accumulate_grad_hooks:
             raise limits.PARAMETER_HOOKS.error(f"post-accumulate hook on weight {name}")
@@ -31,13 +38,32 @@ def check_hooks(structure: Structure) -> None:
 
 
 class Fixed:
-    """The trainable tensors, their hooks and the optimizer's groups, as they were when the engine was installed."""
+    """The trainable tensors, the hooks and the optimizer's groups, as they were when the engine was installed.
 
-    def __init__(self, structure: Structure, weights: Sequence[Weight], updates: Updates | None) -> None:
+    Args:
+        structure: the model's blocks.
+        weights: of the engine.
+        updates: knows the optimizer's groups; None without an optimizer.
+        repeated: blocks that run a second time for their backward.
+    """
+
+    def __init__(
+        self, structure: Structure, weights: Sequence[Weight], updates: Updates | None, repeated: Collection[int]
+    ) -> None:
         self._updates = updates
         self._members = updates.members if updates is not None else set()
         self._weights = [(w, w.param, w.param.requires_grad, _hooks(w)) for w in weights]
         self._shared = [weights[index] for index in _shared(structure)]
+        self._inner = _inner_hooks(structure, repeated)
+
+    def check_modules(self) -> None:
+        """Refuse hooks of users that a second run of their block would call again.
+
+        Raises:
+            UnsupportedError: naming one.
+        """
+        for inner in self._inner:
+            _check_inner(inner)
 
     def check(self) -> None:
         """Compare with what there is now.
@@ -45,6 +71,7 @@ class Fixed:
         Raises:
             UnsupportedError: naming what has changed.
         """
+        self.check_modules()
         for weight, param, trainable, hooks in self._weights:
             if param.requires_grad is not trainable:
                 change = f"from {trainable} to {param.requires_grad}"
@@ -58,6 +85,16 @@ class Fixed:
             self._updates.index_groups()
             if self._updates.members != self._members:
                 raise limits.CHANGED_PARAMETERS.error("parameters were added to the optimizer or removed from it")
+
+
+def _inner_hooks(structure: Structure, blocks: Collection[int]) -> list[InnerHooks]:
+    return [InnerHooks(block.name, block.module) for at, block in enumerate(structure.blocks) if at in blocks]
+
+
+def _check_inner(inner: InnerHooks) -> None:
+    hook = inner.find()
+    if hook is not None:
+        raise limits.MODULE_HOOKS.error(hook)
 
 
 def _hooks(weight: Weight) -> int:

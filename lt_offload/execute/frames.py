@@ -18,6 +18,7 @@ from lt_offload.profile.blocks import Structure
 from lt_offload.profile.chain import Handed
 from lt_offload.profile.compiled import is_compiled
 from lt_offload.profile.effects import Effects
+from lt_offload.profile.types import RECORDED
 
 
 class Frames:
@@ -31,6 +32,8 @@ class Frames:
         self._device, self._pool, self._structure = device, pool, structure
         self._options = plan.options if plan is not None else ()
         self._again = {op.block for op in plan.ops if op.save is not None} if plan is not None else set()
+        self.repeated = {at for at, option in enumerate(self._options) if option not in RECORDED} | self._again
+        """Blocks that run a second time for their backward."""
         self._steady = _steady(structure, plan) if plan is not None else set()
         self._effects = [Effects(block.module) for block in structure.blocks]
         self._frames: dict[int, weakref.ref[Frame]] = {}

@@ -30,10 +30,7 @@ from lt_offload.plan.schedule import Save
 from lt_offload.profile.chain import tensors_of, version
 from lt_offload.profile.effects import Effects, Snapshot, ambient, autocasts, within
 from lt_offload.profile.options import is_activation, travels
-from lt_offload.profile.types import OptionName
-
-_RECORDED = ("keep", "offload")
-"""Options whose forward builds the private graph."""
+from lt_offload.profile.types import RECORDED, OptionName
 
 
 class Frame:
@@ -122,7 +119,7 @@ class Frame:
 
     def run(self, anchor: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Run the forward. Return the output tensors, detached, and those among them that no gradient can reach."""
-        recorded = self.option in _RECORDED
+        recorded = self.option in RECORDED
         if recorded:
             out = self._record(anchor, inputs, self.pager, steady=self.steady)
         else:

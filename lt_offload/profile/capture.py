@@ -60,6 +60,8 @@ class Capture:
     """Per block: bytes that blocks before the last one returned and the model's own code still holds (a variable)."""
     between: int
     """Bytes that live outside the blocks until the backward: masks, tables, what operations between blocks save."""
+    once: tuple[bool, ...]
+    """Per block: it must not run a second time for its backward, nor without a graph."""
     held: int
     """Bytes of what the model returned, which its caller may hold until it has called the model again."""
     tail: Tail
@@ -179,6 +181,7 @@ class _Recorder:
             chained=tuple(self._chained),
             lingering=tuple(self._lingering),
             between=self._between,
+            once=tuple(index in self._seams.once for index in range(len(self._blocks))),
             held=held,
             tail=tail,
         )

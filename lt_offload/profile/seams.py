@@ -8,6 +8,7 @@ use.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +25,9 @@ from lt_offload.profile.blocks import Structure
 from lt_offload.profile.call import Call
 from lt_offload.profile.chain import tensors_of, version
 from lt_offload.profile.effects import Effects
+from lt_offload.profile.hooked import InnerHooks
+
+_log = logging.getLogger(__name__)
 
 _CACHES = ("use_cache", "past_key_values", "past_key_value", "layer_past")
 _COLLECTORS = (*_CACHES, "output_attentions", "output_hidden_states")
@@ -55,6 +59,8 @@ class Seams:
         self._aside = aside
         self._reached: set[int] = set()
         """Blocks whose inside has had a gradient."""
+        self.once: set[int] = set()
+        """Blocks that must not run a second time for their backward, nor without a graph."""
         self._inputs: list[tuple[Any, int, int]] = []
         """Per activation that a block was given: the node it comes from, which output of it, how often it is used."""
 
@@ -84,20 +90,36 @@ class Seams:
     def _run_twice(self, index: int, call: Call, forward: Callable[[], Any]) -> Any:
         """Run a block without a graph, and once more with one from the state that it had; return the second output.
 
+        One that has hooks of users inside, or that fails without a graph, has to run once.
+
         Raises:
             UnsupportedError: if the outputs differ by a bit, or the block writes to its input.
         """
         block = self._blocks[index]
         if not call.has_backward or call.compiled or not _comparable(call):
             return self._run_kept(index, call, forward)  # runs once, or always with a graph, or has no numbers
+        hook = InnerHooks(block.name, block.module).find()
+        if hook is not None:
+            return self._run_only_once(index, call, forward, hook)
         before_draws = _generators(call)
         with Effects(block.module).first_run() as before, self._aside(), torch.no_grad():
-            first = forward()
+            try:
+                first, failed = forward(), None
+            except Exception as error:  # whatever users' code raises where there is no graph
+                first, failed = None, error
         _draw_from(call, before_draws)
         before.undo()
+        if failed is not None:
+            return self._run_only_once(index, call, forward, f"without gradients it raises {failed!r}")
         out = self._run_kept(index, call, forward)
         if not _equal(first, out):
             raise limits.OTHER_SECOND_RUN.error(f"block {block.name} gave other numbers when it ran again")
+        return out
+
+    def _run_only_once(self, index: int, call: Call, forward: Callable[[], Any], why: str) -> Any:
+        out = self._run_kept(index, call, forward)  # raises what is not a matter of gradients
+        _log.info("block %s runs once per iteration, with a graph: %s", self._blocks[index].name, why)
+        self.once.add(index)
         return out
 
     def _run_kept(self, index: int, call: Call, forward: Callable[[], Any]) -> Any:
