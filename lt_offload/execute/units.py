@@ -21,9 +21,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from typing_extensions import override
 
+from lt_offload import limits
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.activations import CacheCostly, Moved, Pager, ReplayCostly, SavedTensors
 from lt_offload.execute.device import Device
+from lt_offload.execute.inner import InnerTensors
 from lt_offload.execute.params import Weight
 from lt_offload.execute.pools import HostPool
 from lt_offload.plan.schedule import Save
@@ -72,6 +74,8 @@ class Frame:
         self._ambient = ambient()
         self._before: Snapshot | None = None
         """State that the first run has changed, as it was before."""
+        self._inner: InnerTensors | None = None
+        self._in_backward = False
         self.sources: tuple[int, ...] | None = None
         """Which of the outputs of the block before its activation inputs are; None: they are something else."""
         self._leaves, self._spec = tree_flatten((args, kwargs))
@@ -131,6 +135,8 @@ class Frame:
                 versions = [version(x) for x in inputs]
                 out = self._run_unrecorded(anchor, inputs)
             self._save(inputs, versions)
+            if self._before is not None:
+                self._inner = InnerTensors(self.name, self._before, anchor)
         self._out, self._out_spec = tree_flatten(out)
         self._out_slots = [at for at, leaf in enumerate(self._out) if isinstance(leaf, Tensor)]
         tensors = [self._out[at] for at in self._out_slots]
@@ -177,11 +183,14 @@ class Frame:
             handed.clear()
         self.release()
         self._versions = [version(x) for x in inputs]
-        with self._as_first():
-            if save == "all":
+        graph = save == "all"
+        with self._as_first(graph=graph):
+            if graph:
                 out = self._record(anchor, inputs, None, steady=self.steady)
             else:
                 out = self._run_unrecorded(anchor, inputs)
+        if graph and self._inner is not None:
+            self._inner.ran_again()
         if save == "input" or self._is_first:
             self._inputs = [*inputs]
         return [t.detach() for t in tensors_of(out)]
@@ -203,7 +212,9 @@ class Frame:
         pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if root is not None and grad is not None]
         del roots
         if pairs:
+            self._in_backward = True
             torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
+            self._in_backward = False
         found, self._input_grads = self._input_grads, []
         self.close()
         return found
@@ -221,14 +232,22 @@ class Frame:
             self.pager.close()
 
     def catch(self, slot: int, grad: Tensor) -> None:
-        """Remember the gradient of an activation input."""
+        """Remember the gradient of an activation input.
+
+        Raises:
+            UnsupportedError: if it comes by another way than the block's outputs.
+        """
+        if not self._in_backward:
+            raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {self.name}")
         self._input_grads[slot] = grad
 
     def _rebuild(self, anchor: Tensor) -> None:
         inputs = self._take_saved()
         assert inputs is not None or not self._slots, f"block {self.name} has saved nothing to run its backward from"
-        with self._as_first():
+        with self._as_first(graph=True):
             self._record(anchor, inputs or [], None, steady=True)
+        if self._inner is not None:
+            self._inner.ran_again()
 
     def _record(self, anchor: Tensor, inputs: Sequence[Tensor], pager: Pager | None, *, steady: bool) -> Any:
         """Run the forward and keep its graph; what it saves travels with ``pager`` if there is one.
@@ -281,12 +300,12 @@ class Frame:
                 )
 
     @contextmanager
-    def _as_first(self) -> Iterator[None]:
+    def _as_first(self, *, graph: bool) -> Iterator[None]:
         """Let the block see and draw what it did in its first run, and leave nothing behind."""
         now = self.device.rng_state()
         self.device.set_rng_state(self._rng)
         try:
-            with self._before.again() if self._before is not None else nullcontext():
+            with self._before.again(graph=graph) if self._before is not None else nullcontext():
                 yield
         finally:
             self.device.set_rng_state(now)

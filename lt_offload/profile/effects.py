@@ -13,7 +13,8 @@ import random
 import sys
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +30,35 @@ _HOLDERS = (*_CONTAINERS, tuple)
 _MISSING = object()
 _Contents = tuple[tuple[Any, Any], ...]
 """Containers, each with a copy of what it held."""
+
+
+Owner = tuple[int, str]
+"""An attribute: the identity of the dictionary that it is in, and its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run has put a tensor of numbers, or a tuple with some."""
+
+    owner: Owner
+    holder: Any
+    """A dictionary or list."""
+    key: Any
+
+    @property
+    def value(self) -> Any:
+        """What is there."""
+        return self.holder[self.key]
+
+    def holds(self, value: object) -> bool:
+        """Return whether ``value`` is still there."""
+        with suppress(LookupError):
+            return self.holder[self.key] is value
+        return False
+
+    def put(self, value: Any) -> None:
+        """Put ``value`` there."""
+        self.holder[self.key] = value
 
 
 class Effects:
@@ -53,12 +83,13 @@ class Effects:
         self._mode = _Mode(members)
         self._left = watched
         self._seen: set[_Part] = set()
+        self._graded: dict[Owner, bool] = {}
 
     @contextmanager
     def first_run(self) -> Iterator[Snapshot]:
         """Enclose the first of a block's runs; the snapshot that it yields is complete afterwards."""
         parts = [*self._parts, *self._generators]
-        snapshot = Snapshot([(part, part.save()) for part in parts])
+        snapshot = Snapshot([(part, part.save()) for part in parts], self._graded)
         mode = self._mode.save()
         yield snapshot
         closely = self._left > 0
@@ -74,17 +105,29 @@ class Effects:
 class Snapshot:
     """What a block's first run has changed, as it was before."""
 
-    def __init__(self, items: list[tuple[_Part, Any]]) -> None:
+    def __init__(self, items: list[tuple[_Part, Any]], graded: dict[Owner, bool]) -> None:
         self.items = items
+        self.graded = graded
+        """Whether the tensors that were found in an attribute, or in containers there, after the last run with a graph
+        required grad."""
+
+    def places(self) -> list[Place]:
+        """Return where the last run has put tensors of numbers that were not there."""
+        return [place for part, before in self.items for place in part.places(before)]
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Enclose a run that shall see that state; afterwards the state is what it is now."""
+    def again(self, *, graph: bool = False) -> Iterator[None]:
+        """Enclose a run, perhaps with a graph, that shall see that state; afterwards the state is what it is now."""
         today = [(part, part.now()) for part, _ in self.items]
         for part, before in self.items:
             part.restore(before)
         try:
             yield
+            if graph:
+                found: dict[Owner, bool] = {}
+                for place in self.places():
+                    found[place.owner] = found.get(place.owner, False) or _requires_grad(place.value)
+                self.graded.update(found)
         finally:
             for part, now in today:
                 part.restore(now)
@@ -117,6 +160,10 @@ class _Part(ABC):
     def undo(self, before: Any) -> None:
         """Make the state what it was, in its own place."""
         self.restore(before)
+
+    def places(self, before: Any) -> Iterator[Place]:
+        """Yield where tensors of numbers are that were not there before."""
+        yield from ()
 
 
 class _Mode(_Part):
@@ -173,6 +220,23 @@ class _Attributes(_Part):
             for pair in held:
                 _refill(*pair)
 
+    @override
+    def places(self, before: dict[str, tuple[Any, _Contents]]) -> Iterator[Place]:
+        known = {id(value) for value, _ in before.values()}
+        known |= {id(item) for _, held in before.values() for _, copied in held for item in _items(copied)}
+        own = vars(self._module)
+        for name, value in own.items():
+            if name in _INTERNAL:
+                continue
+            if not isinstance(value, _CONTAINERS):
+                if id(value) not in known and _has_numbers(value):
+                    yield Place((id(own), name), own, name)
+                continue
+            for holder in _below([value]):
+                for key, item in _entries(holder):
+                    if id(item) not in known and _has_numbers(item):
+                        yield Place((id(own), name), holder, key)
+
 
 class _Buffer(_Part):
     """A tensor of a module. The second run has one of its own: the graph of the first may need the present one."""
@@ -201,6 +265,12 @@ class _Buffer(_Part):
     def restore(self, before: tuple[Tensor | None, int, Tensor | None]) -> None:
         buffer, _, content = before
         self._holder[self._name] = buffer if content is None else content.clone()
+
+    @override
+    def places(self, before: tuple[Tensor | None, int, Tensor | None]) -> Iterator[Place]:
+        value = self._holder.get(self._name)
+        if value is not before[0] and _has_numbers(value):
+            yield Place((id(self._holder), self._name), self._holder, self._name)
 
     @override
     def undo(self, before: tuple[Tensor | None, int, Tensor | None]) -> None:
@@ -287,6 +357,24 @@ def _is_generator(value: object) -> bool:
     if isinstance(value, kinds):
         return True
     return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+
+
+def _has_numbers(value: Any) -> bool:
+    """Return whether ``value`` is a tensor that can require grad, or a plain tuple with one."""
+    if isinstance(value, Tensor):
+        return value.is_floating_point()
+    return type(value) is tuple and any(isinstance(item, Tensor) and item.is_floating_point() for item in value)
+
+
+def _requires_grad(value: Any) -> bool:
+    return any(isinstance(item, Tensor) and item.requires_grad for item in (value if type(value) is tuple else [value]))
+
+
+def _entries(holder: Any) -> Iterable[tuple[Any, Any]]:
+    """Return keys and items of a list or dictionary."""
+    if isinstance(holder, dict):
+        return holder.items()
+    return enumerate(holder) if isinstance(holder, list) else ()
 
 
 def _items(value: Any) -> Any:

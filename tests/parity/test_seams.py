@@ -278,6 +278,94 @@ def test_a_loss_of_inner_tensors_is_refused_before_training(make: Callable[[], n
     assert "from inside block layers." in refusal(make)
 
 
+class Keeping(Layer):
+    """Keeps inner tensors in attributes of several kinds, some from the beginning and others later."""
+
+    kinds: tuple[str, ...] = ("plain", "detached", "listed", "paired", "buffer")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.late = 0, 2
+        self.listed: list[Tensor] = []
+        self.register_buffer("buffer", None)
+
+    def inner(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        kept = self.linear(x).square().mean()
+        self.plain, self.detached, self.last = kept, kept.detach(), x.detach().mean()
+        self.listed[:] = [kept * 1]
+        self.paired, self.buffer = (self.calls, kept * 1), kept * 1
+        self.average = 0.9 * getattr(self, "average", 0.0) + 0.1 * self.detached
+        if self.calls > self.late:
+            self.fresh, self.loose = kept * 1, kept.detach()
+        return super().inner(x) + self.average
+
+
+def with_auxiliary(pick: Callable[[Any], Tensor], late: int = 2) -> Callable[[], Net]:
+    """A net whose loss uses something of a layer from its third iteration on."""
+
+    def make() -> Net:
+        calls = iter(range(100))
+
+        def after(net: Net, loss: Tensor, hidden: list[Tensor]) -> Tensor:
+            return loss + 0.1 * pick(net.layers[1]) if next(calls) >= late else loss
+
+        return Net(Keeping, after=after)
+
+    return make
+
+
+LATE_TENSORS: dict[str, Callable[[Any], Tensor]] = {
+    "plain": lambda layer: layer.plain,
+    "listed": lambda layer: layer.listed[0],
+    "paired": lambda layer: layer.paired[1],
+    "buffer": lambda layer: layer.buffer,
+    "fresh": lambda layer: layer.fresh,
+}
+LOGGED: dict[str, Callable[[Any], Tensor]] = {
+    "detached by us": lambda layer: layer.plain.detach() + layer.fresh.detach(),
+    "detached": lambda layer: layer.detached,
+    "average": lambda layer: layer.average + float(layer.last.numpy()),
+    "late": lambda layer: layer.loose + layer.listed[0].item(),
+}
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("name", LATE_TENSORS)
+def test_a_loss_that_uses_inner_tensors_later_on_is_refused(name: str, options: tuple[str, ...]) -> None:
+    assert "the loss uses" in fault(options, ordinary, with_auxiliary(LATE_TENSORS[name]))
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("name", LOGGED)
+def test_inner_tensors_without_gradients_may_be_used(name: str, options: tuple[str, ...]) -> None:
+    make = with_auxiliary(LOGGED[name])
+    expected, found = plain(make), ours(make, options)
+    assert differences(expected, found) == []
+    for left, right in zip(expected.model.layers, found.model.layers, strict=True):  # type: ignore[arg-type]
+        for kept in ("plain", "detached", "fresh", "loose", "average"):
+            assert torch.equal(getattr(left, kept), getattr(right, kept))
+            assert getattr(left, kept).requires_grad == getattr(right, kept).requires_grad
+
+
+class OfInput(Layer):
+    def inner(self, x: Tensor) -> Tensor:
+        return super().inner(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux = x.square().mean()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_a_loss_of_a_block_input_that_is_kept_is_refused(options: tuple[str, ...]) -> None:
+    def make() -> Net:
+        calls = iter(range(100))
+        return Net(OfInput, after=lambda net, loss, h: loss + net.layers[1].aux if next(calls) > 1 else loss)
+
+    assert "from inside block layers.1" in fault(options, ordinary, make)
+
+
 @pytest.mark.parametrize("budget", ["tight", "middle", "resident"])
 def test_what_a_block_returns_may_be_part_of_the_loss(budget: str) -> None:
     def make() -> Net:
@@ -1032,6 +1120,33 @@ def test_an_attention_that_is_another_kernel_without_gradients_is_refused_before
 
 def test_blocks_that_write_to_their_input_are_refused_before_training() -> None:
     assert "block layers.0" in refusal(lambda: Net(WritingItsInput))
+
+
+class Swaying(Layer):
+    """Computes more, less or something else in the second run of its second iteration."""
+
+    how = ""
+
+    def inner(self, x: Tensor) -> Tensor:
+        COUNTS["calls"] += bool(self.how)
+        if not self.how or COUNTS["calls"] <= 3:
+            return super().inner(x)
+        return {
+            "more": lambda: super(Swaying, self).inner(self.linear(x)),
+            "less": lambda: x,
+            "other": lambda: torch.bmm(x, self.linear.weight.expand(2, -1, -1)),
+        }[self.how]()
+
+
+@pytest.mark.parametrize("how", ["more", "less", "other"])
+def test_a_second_run_that_computes_something_else_is_refused(how: str) -> None:
+    def make() -> Net:
+        net = Net(Swaying)
+        net.layers[1].how = how  # type: ignore[assignment]
+        COUNTS["calls"] = 0
+        return net
+
+    assert "a block" in fault(("mixed",), ordinary, make)
 
 
 class OfTensor(Layer):
