@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.errors import OverBudget, UnsupportedError
 from lt_offload.execute.consumed import OwnLoop, StandIns
+from lt_offload.execute.consumers import Consumers
 from lt_offload.execute.device import Device
 from lt_offload.execute.fixed import Backward, Fixed, OwnParameters, check_hooks
 from lt_offload.execute.frames import Frames
@@ -106,6 +107,7 @@ class Engine:
         self._consumed: StandIns
         self._own: list[OwnParameters]
         self._backward = Backward(self._anchor)
+        self._consumers = Consumers(lambda index: self.structure.blocks[index].name, self._frames.uses)
         self.own_loop: OwnLoop | None = None
         """Follows a loop that is not ours; elsewhere :meth:`iteration` encloses every backward."""
         self._within = False
@@ -392,6 +394,7 @@ class Engine:
             for weight in weights:
                 weight.uses += weight.param.requires_grad
             inputs = frame.take_inputs()
+            self._consumers.watch(index, inputs)
             out = BlockFunction.apply(frame, self._anchor, self._run_backward, *inputs)  # type: ignore[no-untyped-call]
             out = frame.unflatten(out)
         else:
@@ -428,6 +431,7 @@ class Engine:
         with self._presence[op.id]:
             self.gradients.begin_block(self._blocks[index])
             found = frame.backward(anchor, grads)
+            self._consumers.given(index, found)
             self.gradients.end_block(self._blocks[index])
         self._send_gradients(step)
         self._walk.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,6 +35,8 @@ class Frames:
         self._again = {op.block for op in plan.ops if op.save is not None} if plan is not None else set()
         self.repeated = {at for at, option in enumerate(self._options) if option not in RECORDED} | self._again
         """Blocks that run a second time for their backward."""
+        self.uses: dict[int, Counter[int]] = {}
+        """How often a block uses each of its inputs, by its index; counted in its first backward."""
         self._steady = _steady(structure, plan) if plan is not None else set()
         self._effects = [Effects(block.module) for block in structure.blocks]
         self._frames: dict[int, weakref.ref[Frame]] = {}
@@ -77,6 +80,7 @@ class Frames:
             steady=index in self._steady,
             compiled=is_compiled(self._structure.blocks[index].module),
             effects=self._effects[index],
+            uses=self.uses,
         )
         if self._handed is not None:
             frame.sources = self._handed.sources(frame.inputs)

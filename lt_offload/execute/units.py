@@ -11,6 +11,7 @@ outer graph holds neither inputs nor outputs of a block, so what a frame lets go
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -32,6 +33,7 @@ from lt_offload.plan.schedule import Save
 from lt_offload.profile.chain import tensors_of, version
 from lt_offload.profile.effects import Effects, Snapshot, ambient, autocasts, within
 from lt_offload.profile.options import is_activation, travels
+from lt_offload.profile.seams import edges
 from lt_offload.profile.types import RECORDED, OptionName
 
 
@@ -55,6 +57,7 @@ class Frame:
         steady: bool = False,
         compiled: bool = False,
         effects: Effects | None = None,
+        uses: dict[int, Counter[int]] | None = None,
     ) -> None:
         self.device = device
         self.index = index
@@ -71,6 +74,8 @@ class Frame:
         self.compiled = compiled
         """Its forward is compiled code: what it gives without a graph may differ, so that it always runs with one."""
         self._effects = effects
+        self._uses = uses
+        """By block, counted in its first backward."""
         self._ambient = ambient()
         self._before: Snapshot | None = None
         """State that the first run has changed, as it was before."""
@@ -209,6 +214,8 @@ class Frame:
         if self._roots is None:
             self._rebuild(anchor)
         roots, self._roots, self._inputs = self._roots or [], None, None
+        if self._uses is not None and self.index not in self._uses:
+            self._uses[self.index] = _count_uses([root.node for root in roots if root is not None])
         pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if root is not None and grad is not None]
         del roots
         if pairs:
@@ -325,6 +332,12 @@ class Frame:
             return self.forward(*args, **kwargs)
         with within(self._ambient):
             return self.forward(*args, **kwargs)
+
+
+def _count_uses(roots: Sequence[Any]) -> Counter[int]:
+    """Return how often each activation input is used in the private graph below ``roots``, by its slot."""
+    ends = [*roots, *(node for node, _ in edges(roots))]
+    return Counter(node.slot for node in ends if isinstance(node, _Entry._backward_cls))  # type: ignore[attr-defined]
 
 
 def _positional(spec: TreeSpec) -> int:

@@ -147,7 +147,7 @@ class Seams:
             UnsupportedError: naming the block.
         """
         roots = [loss.grad_fn, *(node for node, _, _ in self._inputs)]
-        consumers = Counter((id(node), number) for node, number in _edges(roots))
+        consumers = Counter((id(node), number) for node, number in edges(roots))
         consumers.update((id(node), number) for node, number, _ in self._inputs)
         for node, number, used in self._inputs:
             if used > 1 and consumers[id(node), number] > 1:
@@ -175,7 +175,7 @@ class Seams:
         """
         names = {id(parameter): name for name, parameter in self._parameters()}
         roots = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        for node, _ in _edges(roots):
+        for node, _ in edges(roots):
             name = names.get(id(getattr(node, "variable", None)))
             if name is not None:
                 raise limits.INNER_TENSOR.error(
@@ -205,7 +205,7 @@ class Interface(torch.autograd.Function):
         return None, None, None, None
 
 
-def _edges(roots: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+def edges(roots: Iterable[Any]) -> Iterator[tuple[Any, int]]:
     """Yield every edge of the graph below the nodes ``roots``: where it leads, and to which output of that node."""
     seen: dict[int, Any] = {}  # with the nodes: the identity of one that is gone may be another's
     waiting = [node for node in roots if node is not None]
@@ -222,7 +222,7 @@ def _edges(roots: Iterable[Any]) -> Iterator[tuple[Any, int]]:
 
 def _uses(entered: Sequence[Tensor], out: Any) -> list[int]:
     """Return how often each input is used in the graph of a block's output."""
-    ends = Counter(id(getattr(node, "variable", None)) for node, _ in _edges(t.grad_fn for t in tensors_of(out)))
+    ends = Counter(id(getattr(node, "variable", None)) for node, _ in edges(t.grad_fn for t in tensors_of(out)))
     return [ends[id(tensor)] for tensor in entered]
 
 

@@ -521,6 +521,67 @@ def test_several_consumers_of_a_block_that_uses_its_input_once(
     assert differences(plain(make), ours(make, options)) == []
 
 
+def supervised_late(layer: Callable[[], nn.Module] = Layer, late: int = 2) -> Callable[[], Net]:
+    """A net whose loss uses the outputs of all layers from its third iteration on."""
+
+    def make() -> Net:
+        net = Net(layer, after=deep_supervision)
+        calls = iter(range(100))
+
+        def later(module: nn.Module, args: Any, kwargs: Any) -> None:
+            net.after = deep_supervision if next(calls) >= late else plainly
+
+        net.register_forward_pre_hook(later, with_kwargs=True)
+        return net
+
+    return make
+
+
+def plainly(net: Net, loss: Tensor, hidden: list[Tensor]) -> Tensor:
+    return loss
+
+
+class SkippingLate(Skips):
+    """Adds a skip from its third iteration on."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.__dict__["calls"] = vars(self).get("calls", 0) + 1
+        return super().forward(ids, labels) if self.calls > 2 else Net.forward(self, ids, labels)
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("make", [supervised_late(), SkippingLate], ids=["supervision", "skip"])
+def test_several_consumers_that_come_later_are_refused(make: Callable[[], nn.Module], options: tuple[str, ...]) -> None:
+    assert "is used in several places" in fault(options, ordinary, make)
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_outputs_of_blocks_may_be_watched(options: tuple[str, ...]) -> None:
+    """Logged with a graph, with hooks and gradients of their own, and used by the loss later where that is exact."""
+
+    def watching(net: Net, loss: Tensor, hidden: list[Tensor]) -> Tensor:
+        net.__dict__.setdefault("norms", []).extend(float(h.norm().detach()) for h in net.outputs)
+        return loss
+
+    def make(layer: Callable[[], nn.Module] = Layer) -> Net:
+        net = Net(layer, after=watching)
+
+        def keep(module: nn.Module, args: Any, out: Tensor) -> None:
+            out.register_hook(lambda gradient: gradient * 0.9)
+            out.retain_grad()
+            net.__dict__["outputs"] = [out]
+
+        net.layers[1].register_forward_hook(keep)
+        return net
+
+    expected, found = plain(make), ours(make, options)
+    assert differences(expected, found) == []
+    assert torch.equal(expected.model.outputs[0].grad, found.model.outputs[0].grad)  # type: ignore[union-attr, index]
+    assert expected.model.norms == found.model.norms
+    make = supervised_late(Sequential)
+    assert differences(plain(make), ours(make, options)) == []
+
+
 # -- gradients in a loop of one's own ---------------------------------------------------------------------------------
 
 
