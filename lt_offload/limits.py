@@ -479,8 +479,8 @@ PARTIAL_BACKWARD = _while_running(
     instead="call loss.backward(), or differentiate a deepcopy of the model",
 )
 PARAMETER_HOOKS = _while_running(
-    "post-accumulate hooks on parameters, and tensor hooks on parameters that several blocks share",
-    why="the engine collects gradients in that place, and a shared weight's gradient arrives once per block",
+    "post-accumulate hooks and register_multi_grad_hook on parameters, tensor hooks on those that several blocks share",
+    why="the engine collects gradients in that place, block by block, and a shared weight's arrives once per block",
     instead="remove the hook",
 )
 MODULE_HOOKS = _while_running(

@@ -410,7 +410,7 @@ class Engine:
             return self._backward_of(frame, anchor, grads)
 
     def _begin_backward(self) -> None:
-        self._fixed.check_modules()
+        self._fixed.check_hooks()
         if self.own_loop is not None:
             self.own_loop.begin_backward()
         elif not self._within:

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import graph
 from torch.autograd.graph import get_gradient_edge
 
 from lt_offload import limits
@@ -31,6 +32,8 @@ def check_hooks(structure: Structure, repeated: Collection[int]) -> None:
     for name, param in structure.tensors:
         if param._post_accumulate_grad_hooks:
             raise limits.PARAMETER_HOOKS.error(f"post-accumulate hook on weight {name}")
+        if _has_joint_hook(param):
+            raise limits.PARAMETER_HOOKS.error(f"register_multi_grad_hook on weight {name}")
     for index in _shared(structure):
         name, param = structure.tensors[index]
         if param._backward_hooks:
@@ -56,14 +59,22 @@ class Fixed:
         self._shared = [weights[index] for index in _shared(structure)]
         self._inner = _inner_hooks(structure, repeated)
 
-    def check_modules(self) -> None:
-        """Refuse hooks of users that a second run of their block would call again.
+    def check_hooks(self) -> None:
+        """Refuse hooks that were not there when the engine was installed and that it cannot call as plain PyTorch does.
 
         Raises:
-            UnsupportedError: naming one.
+            UnsupportedError: naming the module or the weight.
         """
         for inner in self._inner:
             _check_inner(inner)
+        for weight, param, _, hooks in self._weights:
+            if _hooks(weight) != hooks:
+                raise limits.PARAMETER_HOOKS.error(f"post-accumulate hook on {weight.label}")
+            if _has_joint_hook(param):
+                raise limits.PARAMETER_HOOKS.error(f"register_multi_grad_hook on {weight.label}")
+        for weight in self._shared:
+            if weight.param._backward_hooks:
+                raise limits.PARAMETER_HOOKS.error(f"tensor hook on {weight.label}, which several blocks share")
 
     def check(self) -> None:
         """Compare with what there is now.
@@ -71,16 +82,11 @@ class Fixed:
         Raises:
             UnsupportedError: naming what has changed.
         """
-        self.check_modules()
-        for weight, param, trainable, hooks in self._weights:
+        self.check_hooks()
+        for weight, param, trainable, _ in self._weights:
             if param.requires_grad is not trainable:
                 change = f"from {trainable} to {param.requires_grad}"
                 raise limits.CHANGED_PARAMETERS.error(f"requires_grad of {weight.label} was changed {change}")
-            if _hooks(weight) != hooks:
-                raise limits.PARAMETER_HOOKS.error(f"post-accumulate hook on {weight.label}")
-        for weight in self._shared:
-            if weight.param._backward_hooks:
-                raise limits.PARAMETER_HOOKS.error(f"tensor hook on {weight.label}, which several blocks share")
         if self._updates is not None:
             self._updates.index_groups()
             if self._updates.members != self._members:
@@ -99,6 +105,12 @@ def _check_inner(inner: InnerHooks) -> None:
 
 def _hooks(weight: Weight) -> int:
     return len(weight.param._post_accumulate_grad_hooks or ())
+
+
+def _has_joint_hook(param: Tensor) -> bool:
+    """Return whether ``param`` has a hook that waits for the gradients of several tensors in one backward."""
+    hooks = param._backward_hooks
+    return bool(hooks) and any(getattr(hook, "__globals__", {}) is vars(graph) for hook in hooks.values())  # type: ignore[union-attr]
 
 
 def _shared(structure: Structure) -> list[int]:

@@ -800,6 +800,14 @@ CHANGES: dict[str, tuple[Callable[[Any, torch.optim.Optimizer], Any], str]] = {
         "post-accumulate hook on weight embed.weight",
     ),
     "shared hook": (lambda m, o: m.head.weight.register_hook(lambda g: g * 2), "tensor hook on weight embed.weight"),
+    "joint hook": (
+        lambda m, o: torch.autograd.graph.register_multi_grad_hook(list(m.parameters()), lambda grads: None),
+        "register_multi_grad_hook on weight embed.weight",
+    ),
+    "joint hook, any": (
+        lambda m, o: torch.autograd.graph.register_multi_grad_hook([m.layers[1].norm.bias], print, mode="any"),
+        "register_multi_grad_hook on weight layers.1.norm.bias",
+    ),
     "shape": (lambda m, o: setattr(m.head.bias, "data", torch.zeros(2)), "was given float32[2]"),
     "dtype": (lambda m, o: m.to(torch.bfloat16), "was given bfloat16"),
 }
@@ -811,12 +819,12 @@ def test_changes_that_no_plan_is_made_for_are_refused(name: str) -> None:
     assert message in fault(RUNS["both"], changing(act), Shared)
 
 
-@pytest.mark.parametrize("name", ["hook", "shared hook"])
+@pytest.mark.parametrize("name", ["hook", "shared hook", "joint hook"])
 def test_hooks_that_are_there_already_are_refused_before_training(name: str) -> None:
     model = Shared()
     optimizer = adamw(model)
     CHANGES[name][0](model, optimizer)
-    with pytest.raises(UnsupportedError, match="hook on"), lt_offload.offloaded(model, optimizer, rows()[0]):
+    with pytest.raises(UnsupportedError, match=r"hook on weight"), lt_offload.offloaded(model, optimizer, rows()[0]):
         pass
 
 
@@ -829,6 +837,23 @@ def halve(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def test_tensor_hooks_on_weights_of_one_block(options: tuple[str, ...]) -> None:
     loop = changing(halve)
     assert differences(plain(Net, loop), ours(Net, options, loop)) == []
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_hooks_where_gradients_are_accumulated(options: tuple[str, ...]) -> None:
+    kept: dict[str, list[Any]] = {}
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in model.parameters()]
+        norms: list[Any] = kept.setdefault(str(len(kept)), [])
+        for at, node in enumerate(nodes):
+            node.register_prehook(lambda grads, at=at: norms.append((at, float(grads[0].norm()))))
+            node.register_hook(lambda inputs, grads, at=at: norms.append((at, float(grads[0].norm()))))
+        return ordinary(model, optimizer, batches)
+
+    assert differences(plain(Net, loop), ours(Net, options, loop)) == []
+    expected, found = kept.values()
+    assert sorted(expected) == sorted(found)
 
 
 # -- blocks that run twice --------------------------------------------------------------------------------------------
