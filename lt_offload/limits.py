@@ -494,9 +494,9 @@ CHANGED_OPTIONS = _while_running(
     instead="change them before the backward or after optimizer.step(), schedulers too",
 )
 EXCHANGED_MEMORY = _while_running(
-    "param.data = ... while a tensor of the old memory is kept (backup = param.data)",
+    "param.data = ... while a tensor of the old memory is kept (backup = param.data), share_memory_() during training",
     why="weights stay where they are, so that the values are copied, and the kept tensor would change with them",
-    instead="keep a clone (backup = param.data.clone()), or write with param.data.copy_(...)",
+    instead="keep a clone (backup = param.data.clone()), write with param.data.copy_(...), share before training",
 )
 OTHER_SECOND_RUN = _while_running(
     "blocks whose second run differs: by grad mode, by state in globals and helper objects",
@@ -519,7 +519,7 @@ OTHER_THREAD = _while_running(
     instead="enter lt_offload.offloaded, or call Trainer.fit, in the thread that trains",
 )
 CHANGED_PARAMETERS = _while_running(
-    "requires_grad, shape, dtype or parameter groups changed during training",
+    "requires_grad, shape, dtype or parameter groups changed during training, torch.utils.swap_tensors",
     why="the plan is made for fixed trainable tensors and one optimizer",
     instead="make the change before training starts and train again from there",
 )

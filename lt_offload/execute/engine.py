@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from lt_offload import limits
 from lt_offload.errors import OverBudget, UnsupportedError
+from lt_offload.execute.aliases import Aliases, find_aliases
 from lt_offload.execute.consumed import OwnLoop, StandIns
 from lt_offload.execute.consumers import Consumers
 from lt_offload.execute.device import Device
@@ -121,9 +122,10 @@ class Engine:
         """Take the model over: wrap the blocks' forwards, attach gradient hooks, make the arena."""
         assert not self.installed
         device, plan = self.device, self.plan
+        aliases = self._find_aliases()
         self.weights = [Weight(i, name, param) for i, (name, param) in enumerate(self.structure.tensors)]
         self._blocks = [[self.weights[t] for t in block.tensors] for block in self.structure.blocks]
-        layout = Layout(device, self.weights, self._blocks, plan)
+        layout = Layout(device, self.weights, self._blocks, plan, aliases.held)
         self._move_rest(device.torch_device)
         if plan is not None:
             device.limit_host(self._host_limit(plan))
@@ -153,13 +155,24 @@ class Engine:
             )
         for index, block in enumerate(self.structure.blocks):
             self._undo.append(intercept(block.module, self._wrapped(index, called(block.module))))
-        self._guard = Guard(self.weights, self.residency, self.updates, lambda: self._frames.open)
+        unseen = [self.weights[index] for index in aliases.unseen]
+        self._guard = Guard(self.weights, self.residency, self.updates, lambda: self._frames.open, unseen)
         self._fixed = Fixed(self.structure, self.weights, self.updates, self._frames.repeated)
         self._consumed = StandIns(self.weights)
         self._own = [OwnParameters(block.name, block.module) for block in self.structure.blocks]
         self._watch_optimizer()
         self._guard.install()
         self.installed = True
+
+    def _find_aliases(self) -> Aliases:
+        """Find the weights that a kept state dict or array shows as they are trained, as it does in plain PyTorch.
+
+        On a GPU it does not: there the weights move to the device, and what is kept stays as it was. So it does here.
+        """
+        if self.device.torch_device.type != "cpu":
+            return Aliases()
+        rest = (param for _, param in self.structure.rest)
+        return find_aliases([param for _, param in self.structure.tensors], [*rest, *self.model.buffers()])
 
     def follow(self, optimizer: Optimizer) -> None:
         """Follow a loop that is not ours: ``optimizer.step()`` ends an iteration."""

@@ -56,6 +56,8 @@ class Fixed:
         self._updates = updates
         self._members = updates.members if updates is not None else set()
         self._weights = [(w, w.param, w.param.requires_grad, _hooks(w)) for w in weights]
+        self._inside = [param._cdata for _, param, _, _ in self._weights]
+        """What hooks of gradients are attached to: other tensors may be put into the same parameters."""
         self._shared = [weights[index] for index in _shared(structure)]
         self._inner = _inner_hooks(structure, repeated)
 
@@ -87,6 +89,9 @@ class Fixed:
             if param.requires_grad is not trainable:
                 change = f"from {trainable} to {param.requires_grad}"
                 raise limits.CHANGED_PARAMETERS.error(f"requires_grad of {weight.label} was changed {change}")
+        for (weight, *_), inside in zip(self._weights, self._inside, strict=True):
+            if weight.param._cdata != inside:
+                raise limits.CHANGED_PARAMETERS.error(f"another tensor was swapped into {weight.label}")
         if self._updates is not None:
             self._updates.index_groups()
             if self._updates.members != self._members:

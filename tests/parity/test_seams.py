@@ -808,6 +808,11 @@ CHANGES: dict[str, tuple[Callable[[Any, torch.optim.Optimizer], Any], str]] = {
         lambda m, o: torch.autograd.graph.register_multi_grad_hook([m.layers[1].norm.bias], print, mode="any"),
         "register_multi_grad_hook on weight layers.1.norm.bias",
     ),
+    "swapped": (
+        lambda m, o: torch.utils.swap_tensors(m.head.bias, nn.Parameter(m.head.bias.detach() * 0.5)),
+        "another tensor was swapped into weight head.bias",
+    ),
+    "shared memory": (lambda m, o: m.share_memory(), "was moved to shared memory"),
     "shape": (lambda m, o: setattr(m.head.bias, "data", torch.zeros(2)), "was given float32[2]"),
     "dtype": (lambda m, o: m.to(torch.bfloat16), "was given bfloat16"),
 }
@@ -854,6 +859,45 @@ def test_hooks_where_gradients_are_accumulated(options: tuple[str, ...]) -> None
     assert differences(plain(Net, loop), ours(Net, options, loop)) == []
     expected, found = kept.values()
     assert sorted(expected) == sorted(found)
+
+
+def holding(hold: Callable[[nn.Module], list[Any]]) -> tuple[Callable[[], Net], Loop]:
+    """A net whose memory somebody else holds before training, and a loop that reads and writes through that."""
+
+    def make() -> Net:
+        net = Net()
+        net.__dict__["kept"] = hold(net)
+        return net
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        found = []
+        for batch in batches:
+            found += ordinary(model, optimizer, [batch])
+            found += [torch.tensor(np.asarray(kept)) for kept in model.kept]
+            for kept in model.kept[::3]:
+                kept *= 0.9
+        return found
+
+    return make, loop
+
+
+HOLDERS: dict[str, Callable[[nn.Module], list[Any]]] = {
+    "state dict": lambda net: list(net.state_dict().values()),
+    "arrays": lambda net: [p.detach().numpy() for p in net.parameters()],
+    "a view": lambda net: [net.layers[1].linear.weight.detach()[3]],  # type: ignore[union-attr, index]
+    "dlpack": lambda net: [torch.from_dlpack(p.detach()) for p in net.parameters()],
+    "shared memory": lambda net: [p.detach() for p in net.share_memory().parameters()],
+}
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("name", HOLDERS)
+def test_memory_that_somebody_holds_before_training(name: str, options: tuple[str, ...]) -> None:
+    make, loop = holding(HOLDERS[name])
+    expected, found = plain(make, loop), ours(make, options, loop)
+    assert differences(expected, found) == []
+    for left, right in zip(expected.model.kept, found.model.kept, strict=True):
+        assert np.array_equal(np.asarray(left), np.asarray(right))
 
 
 # -- blocks that run twice --------------------------------------------------------------------------------------------
