@@ -56,6 +56,7 @@ def _not_in_python(extra: dict[int, int], own: Counter[int]) -> set[int]:
     referred = set(map(id, gc.get_referents(*objects)))
     with torch._C.DisableTorchFunctionSubclass():
         tensors = [t for t in objects if issubclass(type(t), Tensor) and id(t) in referred]
+        tensors = [*{id(t): t for t in (*tensors, *(t._base for t in tensors if t._base is not None))}.values()]
         stored = [t for t in tensors if torch._C._has_storage(t) and t.device.type == "cpu"]
         seen = Counter(tensor.untyped_storage()._cdata for tensor in stored)
     return {key for key, count in extra.items() if count + own[key] > seen[key]}

@@ -19,7 +19,7 @@ HOLDERS: dict[str, tuple[Callable[[nn.Parameter], Any], bool, bool]] = {
     "an array": (lambda p: [p.detach().numpy()], True, True),
     "a capsule": (lambda p: [p.detach().__dlpack__()], True, True),
     "a tensor of a capsule": (lambda p: [torch.from_dlpack(p.detach())], True, True),
-    "another process": (lambda p: p.share_memory_() and None, True, True),
+    "another process": (lambda p: p.share_memory_().shape, True, True),
 }
 
 
@@ -37,7 +37,7 @@ def test_who_holds_a_weight(name: str) -> None:
 def test_weights_in_one_storage_do_not_hold_each_other() -> None:
     whole = torch.zeros(8)
     parts = [nn.Parameter(whole[:4]), nn.Parameter(whole[4:6])]
-    buffer = whole[6:]
+    buffer = nn.Parameter(whole[6:])
     del whole
     assert find_aliases(parts, [buffer]).held == frozenset()
     assert find_aliases(parts, []).held == {0, 1}
