@@ -306,7 +306,8 @@ class Engine:
         self._grad_norm = torch.stack(sums).sum().sqrt() if sums else None
         self._frames.clear()
         self._walk.cursor, self._ran_backward = 0, False
-        if self.updates.states_move:  # whoever looks for a state that is not there yet asks no tensor
+        if self.updates.states_move or self.updates.counts:
+            # Whoever looks for a state that is not there yet, or for a number, asks no tensor.
             self.updates.states_move = False
             self.device.drain()
             self.updates.order_states()

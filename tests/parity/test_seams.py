@@ -734,6 +734,38 @@ def test_reading_saving_and_copying_between_steps(options: tuple[str, ...]) -> N
     assert differences(plain(Net, evaluating), ours(Net, options, evaluating)) == []
 
 
+class Numbered(torch.optim.Optimizer):
+    """Signed descent whose states are a Python counter and the size of the last gradient."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["steps"] = state.get("steps", 0) + 1
+                    state["size"] = float(p.grad.abs().max())
+                    p.add_(p.grad.sign(), alpha=-group["lr"] / state["steps"])
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_states_that_are_numbers(options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "adamw", lambda model: Numbered(model.parameters()))
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        found = []
+        for batch in batches:
+            found += ordinary(model, optimizer, [batch])
+            states = [optimizer.state[p] for p in model.parameters()]
+            found += [torch.tensor([state["steps"], state["size"]]) for state in states]
+        return found
+
+    assert differences(plain(Net, loop), ours(Net, options, loop)) == []
+
+
 # -- other backwards --------------------------------------------------------------------------------------------------
 
 
