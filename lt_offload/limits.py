@@ -513,6 +513,11 @@ SUBSTITUTED = _while_running(
     why="the substituted weights are gone when a block runs again",
     instead="write the values into the parameters, or call a deepcopy of the model",
 )
+TRANSFORMED = _while_running(
+    "torch.func transforms (grad, vmap, jvp) around the model",
+    why="weights are copied to and from the device while the model runs, which a transform cannot follow",
+    instead="call loss.backward(), or transform a deepcopy of the model",
+)
 OTHER_THREAD = _while_running(
     "a training loop in another thread than the one that began",
     why="what its lines read of weights in flight is not seen",

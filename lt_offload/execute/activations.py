@@ -93,6 +93,8 @@ class MovedStorage:
 
     def use(self) -> Tensor:
         """Return the fetched bytes for one of its users; the last one takes them along."""
+        if self.device is not None and self.owner.at_home:  # a gradient within the forward
+            return self.device
         self.owner.arrived()
         assert self.device is not None and self.users > 0
         data = self.device
@@ -123,6 +125,11 @@ class Pager:
         """The device memory of all storages, for the checker."""
         self._leaving: tuple[Cell, list[Tensor]] | None = None
         """What is being copied to the host: a plan may fetch it again before it is released."""
+
+    @property
+    def at_home(self) -> bool:
+        """Whether nothing has left yet."""
+        return self._left is None and self._fetched is None
 
     def take(self, tensor: Tensor, *, watch: bool = False) -> Moved:
         """Register ``tensor``; its storage will travel. ``watch``: nobody may write to it before it has left."""

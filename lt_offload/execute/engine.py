@@ -359,6 +359,8 @@ class Engine:
 
     def _wrapped(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                raise limits.TRANSFORMED.error(f"block {self.structure.blocks[index].name} was called in a transform")
             with self._guard.suspended:
                 if torch.is_grad_enabled():
                     return self._train_forward(index, forward, args, kwargs)

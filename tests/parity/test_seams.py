@@ -1173,6 +1173,17 @@ def substituting(model: nn.Module, optimizer: torch.optim.Optimizer, batches: li
     return []
 
 
+def transformed(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    torch.func.grad(lambda scale: model(**batches[0])["loss"] * scale)(torch.ones(()))
+    return []
+
+
+def mapped(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    with torch.no_grad():
+        torch.vmap(lambda ids: model(ids[None], ids[None])["loss"])(batches[0]["ids"])
+    return []
+
+
 def elsewhere(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
     errors: list[BaseException] = []
 
@@ -1193,6 +1204,8 @@ FOUND: dict[str, tuple[Loop, str]] = {
     "clipping in a hook": (clipping_hook, "was used by"),
     "exchanged memory": (exchanging, "was given other memory: "),
     "functional_call": (substituting, "was called with another tensor as"),
+    "torch.func.grad": (transformed, "was called in a transform"),
+    "torch.vmap": (mapped, "was called in a transform"),
     "another thread": (elsewhere, "a training forward ran in thread"),
 }
 
@@ -1309,6 +1322,33 @@ def test_a_second_run_that_computes_something_else_is_refused(how: str) -> None:
         return net
 
     assert "a block" in fault(("mixed",), ordinary, make)
+
+
+class Hooking(Layer):
+    """Cannot do without a graph: a tensor hook, and a gradient that is kept."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        out = super().inner(x)
+        out.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        out.retain_grad()
+        return out
+
+
+class Differentiating(Layer):
+    """Uses a gradient as an activation."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        energy = super().inner(x).square().sum()
+        return super().inner(x) + torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("budget", ["tight", "middle", "resident"])
+@pytest.mark.parametrize("layer", [Hooking, Differentiating], ids=lambda c: c.__name__)
+def test_blocks_that_need_a_graph(layer: type[nn.Module], budget: str) -> None:
+    def make() -> Net:
+        return Net(layer)
+
+    assert differences(plain(make), by_budget(make, budget)) == []
 
 
 class OfTensor(Layer):
