@@ -9,7 +9,7 @@ for an event only where its computation reads what a copy brings.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -112,6 +112,10 @@ class Engine:
         self.own_loop: OwnLoop | None = None
         """Follows a loop that is not ours; elsewhere :meth:`iteration` encloses every backward."""
         self._within = False
+        """Inside :meth:`iteration`, and not at its end yet."""
+        self._accounting = ExitStack()
+        """Of the memory that the iteration takes."""
+        self._step_hook: Any = None
         self._ran_backward = False
         self._grad_norm: Tensor | None = None
         """On the device: nobody waits for it before somebody asks."""
@@ -189,6 +193,8 @@ class Engine:
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._replace_states()),
         ):
             self._undo.append(handle.remove)
+        self._step_hook = optimizer.register_step_post_hook(self._after_step)
+        self._undo.append(self._step_hook.remove)
 
     def _show_states(self) -> None:
         if self._guard.halfway:
@@ -268,16 +274,28 @@ class Engine:
         with self._guard.suspended:
             self._consumed.drop()
         try:
-            with self.device.accounting(signature):
+            with self._accounting:
+                self._accounting.enter_context(self.device.accounting(signature))
                 yield
-            with self._guard.suspended:
-                self.finish()
-                self._consumed.put()
+            if self._within:
+                self._end_step()
         except BaseException:
             self.abort()
             raise
         finally:
             self._within = False
+
+    def _end_step(self) -> None:
+        self._within = False
+        self._accounting.close()
+        with self._guard.suspended:
+            self._finish()
+            self._consumed.put()
+
+    def _after_step(self, *_: object) -> None:
+        """End the iteration before other hooks of ``optimizer.step()`` are called, which see weights as after it."""
+        if self._within and self._ran_backward:
+            self._end_step()
 
     @contextmanager
     def inference(self) -> Iterator[None]:
@@ -431,6 +449,10 @@ class Engine:
             self.own_loop.begin_backward()
         elif not self._within:
             raise limits.BACKWARD_OUTSIDE.error("a backward ran through the model outside the training step")
+        else:
+            assert self.updates is not None
+            after: Any = self.updates.optimizer._optimizer_step_post_hooks
+            after.move_to_end(self._step_hook.id, last=False)
         self._ran_backward = self._guard.halfway = True
 
     def _backward_of(self, frame: Frame, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
