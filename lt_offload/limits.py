@@ -479,9 +479,14 @@ PARTIAL_BACKWARD = _while_running(
     instead="call loss.backward(), or differentiate a deepcopy of the model",
 )
 PARAMETER_HOOKS = _while_running(
-    "post-accumulate hooks on parameters, and tensor hooks on parameters that several blocks share",
-    why="the engine collects gradients in that place, and a shared weight's gradient arrives once per block",
+    "post-accumulate hooks and register_multi_grad_hook on parameters, tensor hooks on those that several blocks share",
+    why="the engine collects gradients in that place, block by block, and a shared weight's arrives once per block",
     instead="remove the hook",
+)
+MODULE_HOOKS = _while_running(
+    "forward hooks added to modules inside a block after planning, where the plan runs that block twice",
+    why="the block runs again for its backward, and would call them again",
+    instead="add hooks before training starts, so that the plan is made for them, or to the block itself",
 )
 CHANGED_OPTIONS = _while_running(
     "options of the optimizer changed between the backward and optimizer.step()",
@@ -489,9 +494,9 @@ CHANGED_OPTIONS = _while_running(
     instead="change them before the backward or after optimizer.step(), schedulers too",
 )
 EXCHANGED_MEMORY = _while_running(
-    "param.data = ... while a tensor of the old memory is kept (backup = param.data)",
+    "param.data = ... while a tensor of the old memory is kept (backup = param.data), share_memory_() during training",
     why="weights stay where they are, so that the values are copied, and the kept tensor would change with them",
-    instead="keep a clone (backup = param.data.clone()), or write with param.data.copy_(...)",
+    instead="keep a clone (backup = param.data.clone()), write with param.data.copy_(...), share before training",
 )
 OTHER_SECOND_RUN = _while_running(
     "blocks whose second run differs: by grad mode, by state in globals and helper objects",
@@ -508,13 +513,18 @@ SUBSTITUTED = _while_running(
     why="the substituted weights are gone when a block runs again",
     instead="write the values into the parameters, or call a deepcopy of the model",
 )
+TRANSFORMED = _while_running(
+    "torch.func transforms (grad, vmap, jvp) around the model",
+    why="weights are copied to and from the device while the model runs, which a transform cannot follow",
+    instead="call loss.backward(), or transform a deepcopy of the model",
+)
 OTHER_THREAD = _while_running(
     "a training loop in another thread than the one that began",
     why="what its lines read of weights in flight is not seen",
     instead="enter lt_offload.offloaded, or call Trainer.fit, in the thread that trains",
 )
 CHANGED_PARAMETERS = _while_running(
-    "requires_grad, shape, dtype or parameter groups changed during training",
+    "requires_grad, shape, dtype or parameter groups changed during training, torch.utils.swap_tensors",
     why="the plan is made for fixed trainable tensors and one optimizer",
     instead="make the change before training starts and train again from there",
 )

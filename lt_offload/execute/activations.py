@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
 
+from lt_offload import limits
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.device import Cell, Device, Event
 from lt_offload.execute.params import Weight, round_up
@@ -39,10 +41,14 @@ class WeightAlias:
     stride: tuple[int, ...]
 
     def restore(self) -> Tensor:
-        """Return the view on what the running computation sees of the weight."""
+        """Return the view on what the running computation sees of the weight.
+
+        Raises:
+            UnsupportedError: outside the backward of a block that owns it.
+        """
         view = self.weight.present
         if view is None:
-            raise RuntimeError(f"{self.weight.label} is needed in the backward but is not on the device")
+            raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside the block of {self.weight.label}")
         return view.as_strided(self.shape, self.stride, view.storage_offset() + self.offset)
 
 
@@ -88,6 +94,8 @@ class MovedStorage:
 
     def use(self) -> Tensor:
         """Return the fetched bytes for one of its users; the last one takes them along."""
+        if self.device is not None and self.owner.at_home:  # a gradient within the forward
+            return self.device
         self.owner.arrived()
         assert self.device is not None and self.users > 0
         data = self.device
@@ -118,6 +126,11 @@ class Pager:
         """The device memory of all storages, for the checker."""
         self._leaving: tuple[Cell, list[Tensor]] | None = None
         """What is being copied to the host: a plan may fetch it again before it is released."""
+
+    @property
+    def at_home(self) -> bool:
+        """Whether nothing has left yet."""
+        return self._left is None and self._fetched is None
 
     def take(self, tensor: Tensor, *, watch: bool = False) -> Moved:
         """Register ``tensor``; its storage will travel. ``watch``: nobody may write to it before it has left."""
@@ -203,7 +216,8 @@ class Pager:
     def arrived(self) -> None:
         """Order the compute lane after the copies back."""
         if not self._arrived:
-            assert self._fetched is not None, f"activations of {self.label} were not fetched"
+            if self._fetched is None:
+                raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {self.label}")
             self.device.wait(self._fetched, reads=[self._memory])
             self._arrived = True
 
@@ -306,13 +320,22 @@ class ReplayCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._results = iter(cache.results)
 
+    @override
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
+        left, _ = next(self._results, (None, None))
+        if kind is None and left is not None:
+            raise limits.OTHER_SECOND_RUN.error(f"a block that ran again did not call {left}, as its first run had")
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if not is_costly(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
-        cached, out = next(self._results)
-        assert cached is func, f"the second run of a block called {func} where the first called {cached}"
+        cached, out = next(self._results, (None, None))
+        if cached is not func:
+            called = f"where the first had called {cached}" if cached is not None else "which the first had not"
+            raise limits.OTHER_SECOND_RUN.error(f"the second run of a block called {func}, {called}")
         return _map_tensors(out, lambda item: item.restore() if isinstance(item, Moved) else item)
 
 

@@ -9,7 +9,7 @@ for an event only where its computation reads what a copy brings.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,9 @@ from torch.optim import Optimizer
 
 from lt_offload import limits
 from lt_offload.errors import OverBudget, UnsupportedError
+from lt_offload.execute.aliases import Aliases, find_aliases
 from lt_offload.execute.consumed import OwnLoop, StandIns
+from lt_offload.execute.consumers import Consumers
 from lt_offload.execute.device import Device
 from lt_offload.execute.fixed import Backward, Fixed, OwnParameters, check_hooks
 from lt_offload.execute.frames import Frames
@@ -83,7 +85,6 @@ class Engine:
         self.structure = structure or find_blocks(model)
         self.model, self.plan, self.device = model, plan, device
         check_match(self.structure, optimizer, plan)
-        check_hooks(self.structure)
         self.pool = HostPool(device)
         self.recorder = Recorder(device)
         self.weights: list[Weight] = []
@@ -96,6 +97,7 @@ class Engine:
         self._steps = program(plan) if plan is not None else []
         self._anchor = torch.zeros((), requires_grad=True)
         self._frames = Frames(device, self.pool, self.structure, plan)
+        check_hooks(self.structure, self._frames.repeated)
         self._walk: Walk
         self._blocks: list[list[Weight]] = []
         """The weights of each block."""
@@ -106,9 +108,14 @@ class Engine:
         self._consumed: StandIns
         self._own: list[OwnParameters]
         self._backward = Backward(self._anchor)
+        self._consumers = Consumers(lambda index: self.structure.blocks[index].name, self._frames.uses)
         self.own_loop: OwnLoop | None = None
         """Follows a loop that is not ours; elsewhere :meth:`iteration` encloses every backward."""
         self._within = False
+        """Inside :meth:`iteration`, and not at its end yet."""
+        self._accounting = ExitStack()
+        """Of the memory that the iteration takes."""
+        self._step_hook: Any = None
         self._ran_backward = False
         self._grad_norm: Tensor | None = None
         """On the device: nobody waits for it before somebody asks."""
@@ -119,9 +126,10 @@ class Engine:
         """Take the model over: wrap the blocks' forwards, attach gradient hooks, make the arena."""
         assert not self.installed
         device, plan = self.device, self.plan
+        aliases = self._find_aliases()
         self.weights = [Weight(i, name, param) for i, (name, param) in enumerate(self.structure.tensors)]
         self._blocks = [[self.weights[t] for t in block.tensors] for block in self.structure.blocks]
-        layout = Layout(device, self.weights, self._blocks, plan)
+        layout = Layout(device, self.weights, self._blocks, plan, aliases.held)
         self._move_rest(device.torch_device)
         if plan is not None:
             device.limit_host(self._host_limit(plan))
@@ -151,13 +159,24 @@ class Engine:
             )
         for index, block in enumerate(self.structure.blocks):
             self._undo.append(intercept(block.module, self._wrapped(index, called(block.module))))
-        self._guard = Guard(self.weights, self.residency, self.updates, lambda: self._frames.open)
-        self._fixed = Fixed(self.structure, self.weights, self.updates)
+        unseen = [self.weights[index] for index in aliases.unseen]
+        self._guard = Guard(self.weights, self.residency, self.updates, lambda: self._frames.open, unseen)
+        self._fixed = Fixed(self.structure, self.weights, self.updates, self._frames.repeated)
         self._consumed = StandIns(self.weights)
         self._own = [OwnParameters(block.name, block.module) for block in self.structure.blocks]
         self._watch_optimizer()
         self._guard.install()
         self.installed = True
+
+    def _find_aliases(self) -> Aliases:
+        """Find the weights that a kept state dict or array shows as they are trained, as it does in plain PyTorch.
+
+        On a GPU it does not: there the weights move to the device, and what is kept stays as it was. So it does here.
+        """
+        if self.device.torch_device.type != "cpu":
+            return Aliases()
+        rest = (param for _, param in self.structure.rest)
+        return find_aliases([param for _, param in self.structure.tensors], [*rest, *self.model.buffers()])
 
     def follow(self, optimizer: Optimizer) -> None:
         """Follow a loop that is not ours: ``optimizer.step()`` ends an iteration."""
@@ -174,6 +193,8 @@ class Engine:
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._replace_states()),
         ):
             self._undo.append(handle.remove)
+        self._step_hook = optimizer.register_step_post_hook(self._after_step)
+        self._undo.append(self._step_hook.remove)
 
     def _show_states(self) -> None:
         if self._guard.halfway:
@@ -253,16 +274,28 @@ class Engine:
         with self._guard.suspended:
             self._consumed.drop()
         try:
-            with self.device.accounting(signature):
+            with self._accounting:
+                self._accounting.enter_context(self.device.accounting(signature))
                 yield
-            with self._guard.suspended:
-                self.finish()
-                self._consumed.put()
+            if self._within:
+                self._end_step()
         except BaseException:
             self.abort()
             raise
         finally:
             self._within = False
+
+    def _end_step(self) -> None:
+        self._within = False
+        self._accounting.close()
+        with self._guard.suspended:
+            self._finish()
+            self._consumed.put()
+
+    def _after_step(self, *_: object) -> None:
+        """End the iteration before other hooks of ``optimizer.step()`` are called, which see weights as after it."""
+        if self._within and self._ran_backward:
+            self._end_step()
 
     @contextmanager
     def inference(self) -> Iterator[None]:
@@ -291,7 +324,8 @@ class Engine:
         self._grad_norm = torch.stack(sums).sum().sqrt() if sums else None
         self._frames.clear()
         self._walk.cursor, self._ran_backward = 0, False
-        if self.updates.states_move:  # whoever looks for a state that is not there yet asks no tensor
+        if self.updates.states_move or self.updates.counts:
+            # Whoever looks for a state that is not there yet, or for a number, asks no tensor.
             self.updates.states_move = False
             self.device.drain()
             self.updates.order_states()
@@ -343,6 +377,8 @@ class Engine:
 
     def _wrapped(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if torch._C._functorch.peek_interpreter_stack() is not None:
+                raise limits.TRANSFORMED.error(f"block {self.structure.blocks[index].name} was called in a transform")
             with self._guard.suspended:
                 if torch.is_grad_enabled():
                     return self._train_forward(index, forward, args, kwargs)
@@ -392,6 +428,7 @@ class Engine:
             for weight in weights:
                 weight.uses += weight.param.requires_grad
             inputs = frame.take_inputs()
+            self._consumers.watch(index, inputs)
             out = BlockFunction.apply(frame, self._anchor, self._run_backward, *inputs)  # type: ignore[no-untyped-call]
             out = frame.unflatten(out)
         else:
@@ -407,10 +444,15 @@ class Engine:
             return self._backward_of(frame, anchor, grads)
 
     def _begin_backward(self) -> None:
+        self._fixed.check_hooks()
         if self.own_loop is not None:
             self.own_loop.begin_backward()
         elif not self._within:
             raise limits.BACKWARD_OUTSIDE.error("a backward ran through the model outside the training step")
+        else:
+            assert self.updates is not None
+            after: Any = self.updates.optimizer._optimizer_step_post_hooks
+            after.move_to_end(self._step_hook.id, last=False)
         self._ran_backward = self._guard.halfway = True
 
     def _backward_of(self, frame: Frame, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -427,6 +469,7 @@ class Engine:
         with self._presence[op.id]:
             self.gradients.begin_block(self._blocks[index])
             found = frame.backward(anchor, grads)
+            self._consumers.given(index, found)
             self.gradients.end_block(self._blocks[index])
         self._send_gradients(step)
         self._walk.end()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import graph
 from torch.autograd.graph import get_gradient_edge
 
 from lt_offload import limits
@@ -13,17 +14,26 @@ from lt_offload.execute.params import Weight
 from lt_offload.execute.units import Frame
 from lt_offload.execute.updates import Updates
 from lt_offload.profile.blocks import Structure
+from lt_offload.profile.hooked import InnerHooks
 
 
-def check_hooks(structure: Structure) -> None:
-    """Refuse hooks of users on parameters that would see other gradients than in plain PyTorch.
+def check_hooks(structure: Structure, repeated: Collection[int]) -> None:
+    """Refuse hooks of users on parameters that would see other gradients than in plain PyTorch, or see them twice.
+
+    Args:
+        structure: the model's blocks.
+        repeated: those that run a second time for their backward.
 
     Raises:
-        UnsupportedError: naming the parameter.
+        UnsupportedError: naming the parameter or the module.
     """
+    for inner in _inner_hooks(structure, repeated):
+        _check_inner(inner)
     for name, param in structure.tensors:
         if param._post_accumulate_grad_hooks:
             raise limits.PARAMETER_HOOKS.error(f"post-accumulate hook on weight {name}")
+        if _has_joint_hook(param):
+            raise limits.PARAMETER_HOOKS.error(f"register_multi_grad_hook on weight {name}")
     for index in _shared(structure):
         name, param = structure.tensors[index]
         if param._backward_hooks:
@@ -31,13 +41,42 @@ def check_hooks(structure: Structure) -> None:
 
 
 class Fixed:
-    """The trainable tensors, their hooks and the optimizer's groups, as they were when the engine was installed."""
+    """The trainable tensors, the hooks and the optimizer's groups, as they were when the engine was installed.
 
-    def __init__(self, structure: Structure, weights: Sequence[Weight], updates: Updates | None) -> None:
+    Args:
+        structure: the model's blocks.
+        weights: of the engine.
+        updates: knows the optimizer's groups; None without an optimizer.
+        repeated: blocks that run a second time for their backward.
+    """
+
+    def __init__(
+        self, structure: Structure, weights: Sequence[Weight], updates: Updates | None, repeated: Collection[int]
+    ) -> None:
         self._updates = updates
         self._members = updates.members if updates is not None else set()
         self._weights = [(w, w.param, w.param.requires_grad, _hooks(w)) for w in weights]
+        self._inside = [param._cdata for _, param, _, _ in self._weights]
+        """What hooks of gradients are attached to: other tensors may be put into the same parameters."""
         self._shared = [weights[index] for index in _shared(structure)]
+        self._inner = _inner_hooks(structure, repeated)
+
+    def check_hooks(self) -> None:
+        """Refuse hooks that were not there when the engine was installed and that it cannot call as plain PyTorch does.
+
+        Raises:
+            UnsupportedError: naming the module or the weight.
+        """
+        for inner in self._inner:
+            _check_inner(inner)
+        for weight, param, _, hooks in self._weights:
+            if _hooks(weight) != hooks:
+                raise limits.PARAMETER_HOOKS.error(f"post-accumulate hook on {weight.label}")
+            if _has_joint_hook(param):
+                raise limits.PARAMETER_HOOKS.error(f"register_multi_grad_hook on {weight.label}")
+        for weight in self._shared:
+            if weight.param._backward_hooks:
+                raise limits.PARAMETER_HOOKS.error(f"tensor hook on {weight.label}, which several blocks share")
 
     def check(self) -> None:
         """Compare with what there is now.
@@ -45,23 +84,38 @@ class Fixed:
         Raises:
             UnsupportedError: naming what has changed.
         """
-        for weight, param, trainable, hooks in self._weights:
+        self.check_hooks()
+        for weight, param, trainable, _ in self._weights:
             if param.requires_grad is not trainable:
                 change = f"from {trainable} to {param.requires_grad}"
                 raise limits.CHANGED_PARAMETERS.error(f"requires_grad of {weight.label} was changed {change}")
-            if _hooks(weight) != hooks:
-                raise limits.PARAMETER_HOOKS.error(f"post-accumulate hook on {weight.label}")
-        for weight in self._shared:
-            if weight.param._backward_hooks:
-                raise limits.PARAMETER_HOOKS.error(f"tensor hook on {weight.label}, which several blocks share")
+        for (weight, *_), inside in zip(self._weights, self._inside, strict=True):
+            if weight.param._cdata != inside:
+                raise limits.CHANGED_PARAMETERS.error(f"another tensor was swapped into {weight.label}")
         if self._updates is not None:
             self._updates.index_groups()
             if self._updates.members != self._members:
                 raise limits.CHANGED_PARAMETERS.error("parameters were added to the optimizer or removed from it")
 
 
+def _inner_hooks(structure: Structure, blocks: Collection[int]) -> list[InnerHooks]:
+    return [InnerHooks(block.name, block.module) for at, block in enumerate(structure.blocks) if at in blocks]
+
+
+def _check_inner(inner: InnerHooks) -> None:
+    hook = inner.find()
+    if hook is not None:
+        raise limits.MODULE_HOOKS.error(hook)
+
+
 def _hooks(weight: Weight) -> int:
     return len(weight.param._post_accumulate_grad_hooks or ())
+
+
+def _has_joint_hook(param: Tensor) -> bool:
+    """Return whether ``param`` has a hook that waits for the gradients of several tensors in one backward."""
+    hooks = param._backward_hooks
+    return bool(hooks) and any(getattr(hook, "__globals__", {}) is vars(graph) for hook in hooks.values())  # type: ignore[union-attr]
 
 
 def _shared(structure: Structure) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from lt_offload.profile.blocks import Structure
 from lt_offload.profile.chain import Handed
 from lt_offload.profile.compiled import is_compiled
 from lt_offload.profile.effects import Effects
+from lt_offload.profile.types import RECORDED
 
 
 class Frames:
@@ -31,6 +33,10 @@ class Frames:
         self._device, self._pool, self._structure = device, pool, structure
         self._options = plan.options if plan is not None else ()
         self._again = {op.block for op in plan.ops if op.save is not None} if plan is not None else set()
+        self.repeated = {at for at, option in enumerate(self._options) if option not in RECORDED} | self._again
+        """Blocks that run a second time for their backward."""
+        self.uses: dict[int, Counter[int]] = {}
+        """How often a block uses each of its inputs, by its index; counted in its first backward."""
         self._steady = _steady(structure, plan) if plan is not None else set()
         self._effects = [Effects(block.module) for block in structure.blocks]
         self._frames: dict[int, weakref.ref[Frame]] = {}
@@ -74,6 +80,7 @@ class Frames:
             steady=index in self._steady,
             compiled=is_compiled(self._structure.blocks[index].module),
             effects=self._effects[index],
+            uses=self.uses,
         )
         if self._handed is not None:
             frame.sources = self._handed.sources(frame.inputs)

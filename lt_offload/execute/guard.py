@@ -9,6 +9,9 @@ The modes belong to the thread that installed the engine. Two ways around them r
 is no tensor (NumPy's) may be read and written unseen: while there is one, the host copy is complete whenever an
 iteration has ended, and taken for written when the next begins. And ``param.data_ptr()`` shows whether a parameter was
 given other memory.
+
+Not seen is what other threads do while training runs: what they read of weights in flight may be of this step, of the
+last one, or in between, and what they write may be lost. Plain PyTorch does not order them with the optimizer either.
 """
 
 from __future__ import annotations
@@ -61,6 +64,7 @@ class Guard:
         residency: brings them home.
         updates: knows the optimizer's states; None without an optimizer.
         open_forward: tells whether a forward waits for its backward.
+        unseen: weights whose memory somebody else reads and writes without operations on tensors, all the time.
     """
 
     def __init__(
@@ -69,6 +73,7 @@ class Guard:
         residency: Residency,
         updates: Updates | None,
         open_forward: Callable[[], bool],
+        unseen: Iterable[Weight] = (),
     ) -> None:
         self._weights, self._residency, self._updates = weights, residency, updates
         self._open_forward = open_forward
@@ -86,6 +91,8 @@ class Guard:
         self._generation = -1
         self._views: dict[Owned, list[weakref.ref[Any]]] = {}
         """Views of memory that are no tensors."""
+        self._unseen = [Owned(weight) for weight in unseen]
+        self._addresses = [weight.host.data_ptr() for weight in weights]
         self._tensors: dict[Weight, list[weakref.ref[Tensor]]] = {}
         """Tensors in the memory of a weight that were made since the last iteration began, or live."""
 
@@ -187,12 +194,14 @@ class Guard:
         Raises:
             UnsupportedError: if a parameter was given other values than it can have.
         """
-        for weight in self._weights:
-            if weight.param.data_ptr() != weight.host.data_ptr():
+        for weight, address in zip(self._weights, self._addresses, strict=True):
+            if weight.host.data_ptr() != address:
+                raise limits.EXCHANGED_MEMORY.error(f"{weight.label} was moved to shared memory")
+            if weight.param.data_ptr() != address:
                 assigned, weight.param.data = weight.param.data, weight.host
                 self.replace(weight, assigned)
         # A view that is gone by now may have been written to.
-        stale = dict.fromkeys(parcel for owned in self._views for parcel in owned.parcels)
+        stale = dict.fromkeys(parcel for owned in (*self._views, *self._unseen) for parcel in owned.parcels)
         stale |= dict.fromkeys(self._replaced_states())
         self._forget_views()
         if stale:
@@ -203,7 +212,7 @@ class Guard:
         """An iteration has ended: complete what can be read unseen."""
         self.halfway = False
         self._forget_views()
-        for owned in self._views:
+        for owned in (*self._views, *self._unseen):
             self._residency.bring_home(owned.parcels)
 
     def _forget_views(self) -> None:

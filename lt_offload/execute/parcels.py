@@ -8,7 +8,7 @@ there is one buffer, one set of events and one copy for all of them.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -105,11 +105,18 @@ class Layout:
         weights: all of the model; their host copies move here.
         blocks: the weights of each block.
         plan: without one, what a block uses first is one parcel.
+        staying: weights whose host copies stay where they are, as far as the device allows it; each is a parcel.
     """
 
     def __init__(
-        self, device: Device, weights: Sequence[Weight], blocks: Sequence[Sequence[Weight]], plan: Plan | None
+        self,
+        device: Device,
+        weights: Sequence[Weight],
+        blocks: Sequence[Sequence[Weight]],
+        plan: Plan | None,
+        staying: Collection[int] = (),
     ) -> None:
+        self._staying = staying
         self._device = device
         self._owner = {weight.index: at for at in reversed(range(len(blocks))) for weight in blocks[at]}
         self._offsets, self._uses = _offsets(plan), _uses(plan)
@@ -128,7 +135,8 @@ class Layout:
         together: defaultdict[tuple[object, ...], list[Member]] = defaultdict(list)
         for member in members:
             first = next(iter(self._offsets.get(_key(member), {})), None)
-            together[first, self._owner.get(member.index)].append(member)
+            alone = isinstance(member, Weight) and member.index in self._staying
+            together[first, self._owner.get(member.index), member.index if alone else None].append(member)
         for group in together.values():
             group.sort(key=self._place)
             parcels = [Parcel(part, self._device) for part in self._parts(group)]  # type: ignore[arg-type]

@@ -11,6 +11,7 @@ outer graph holds neither inputs nor outputs of a block, so what a frame lets go
 from __future__ import annotations
 
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -21,19 +22,19 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from typing_extensions import override
 
+from lt_offload import limits
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.activations import CacheCostly, Moved, Pager, ReplayCostly, SavedTensors
 from lt_offload.execute.device import Device
+from lt_offload.execute.inner import InnerTensors
 from lt_offload.execute.params import Weight
 from lt_offload.execute.pools import HostPool
 from lt_offload.plan.schedule import Save
 from lt_offload.profile.chain import tensors_of, version
 from lt_offload.profile.effects import Effects, Snapshot, ambient, autocasts, within
 from lt_offload.profile.options import is_activation, travels
-from lt_offload.profile.types import OptionName
-
-_RECORDED = ("keep", "offload")
-"""Options whose forward builds the private graph."""
+from lt_offload.profile.seams import edges
+from lt_offload.profile.types import RECORDED, OptionName
 
 
 class Frame:
@@ -56,6 +57,7 @@ class Frame:
         steady: bool = False,
         compiled: bool = False,
         effects: Effects | None = None,
+        uses: dict[int, Counter[int]] | None = None,
     ) -> None:
         self.device = device
         self.index = index
@@ -72,9 +74,13 @@ class Frame:
         self.compiled = compiled
         """Its forward is compiled code: what it gives without a graph may differ, so that it always runs with one."""
         self._effects = effects
+        self._uses = uses
+        """By block, counted in its first backward."""
         self._ambient = ambient()
         self._before: Snapshot | None = None
         """State that the first run has changed, as it was before."""
+        self._inner: InnerTensors | None = None
+        self._in_backward = False
         self.sources: tuple[int, ...] | None = None
         """Which of the outputs of the block before its activation inputs are; None: they are something else."""
         self._leaves, self._spec = tree_flatten((args, kwargs))
@@ -122,7 +128,7 @@ class Frame:
 
     def run(self, anchor: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Run the forward. Return the output tensors, detached, and those among them that no gradient can reach."""
-        recorded = self.option in _RECORDED
+        recorded = self.option in RECORDED
         if recorded:
             out = self._record(anchor, inputs, self.pager, steady=self.steady)
         else:
@@ -134,6 +140,8 @@ class Frame:
                 versions = [version(x) for x in inputs]
                 out = self._run_unrecorded(anchor, inputs)
             self._save(inputs, versions)
+            if self._before is not None:
+                self._inner = InnerTensors(self.name, self._before, anchor)
         self._out, self._out_spec = tree_flatten(out)
         self._out_slots = [at for at, leaf in enumerate(self._out) if isinstance(leaf, Tensor)]
         tensors = [self._out[at] for at in self._out_slots]
@@ -180,11 +188,14 @@ class Frame:
             handed.clear()
         self.release()
         self._versions = [version(x) for x in inputs]
-        with self._as_first():
-            if save == "all":
+        graph = save == "all"
+        with self._as_first(graph=graph):
+            if graph:
                 out = self._record(anchor, inputs, None, steady=self.steady)
             else:
                 out = self._run_unrecorded(anchor, inputs)
+        if graph and self._inner is not None:
+            self._inner.ran_again()
         if save == "input" or self._is_first:
             self._inputs = [*inputs]
         return [t.detach() for t in tensors_of(out)]
@@ -203,10 +214,14 @@ class Frame:
         if self._roots is None:
             self._rebuild(anchor)
         roots, self._roots, self._inputs = self._roots or [], None, None
+        if self._uses is not None and self.index not in self._uses:
+            self._uses[self.index] = _count_uses([root.node for root in roots if root is not None])
         pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if root is not None and grad is not None]
         del roots
         if pairs:
+            self._in_backward = True
             torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
+            self._in_backward = False
         found, self._input_grads = self._input_grads, []
         self.close()
         return found
@@ -224,14 +239,22 @@ class Frame:
             self.pager.close()
 
     def catch(self, slot: int, grad: Tensor) -> None:
-        """Remember the gradient of an activation input."""
+        """Remember the gradient of an activation input.
+
+        Raises:
+            UnsupportedError: if it comes by another way than the block's outputs.
+        """
+        if not self._in_backward:
+            raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {self.name}")
         self._input_grads[slot] = grad
 
     def _rebuild(self, anchor: Tensor) -> None:
         inputs = self._take_saved()
         assert inputs is not None or not self._slots, f"block {self.name} has saved nothing to run its backward from"
-        with self._as_first():
+        with self._as_first(graph=True):
             self._record(anchor, inputs or [], None, steady=True)
+        if self._inner is not None:
+            self._inner.ran_again()
 
     def _record(self, anchor: Tensor, inputs: Sequence[Tensor], pager: Pager | None, *, steady: bool) -> Any:
         """Run the forward and keep its graph; what it saves travels with ``pager`` if there is one.
@@ -284,12 +307,12 @@ class Frame:
                 )
 
     @contextmanager
-    def _as_first(self) -> Iterator[None]:
+    def _as_first(self, *, graph: bool) -> Iterator[None]:
         """Let the block see and draw what it did in its first run, and leave nothing behind."""
         now = self.device.rng_state()
         self.device.set_rng_state(self._rng)
         try:
-            with self._before.again() if self._before is not None else nullcontext():
+            with self._before.again(graph=graph) if self._before is not None else nullcontext():
                 yield
         finally:
             self.device.set_rng_state(now)
@@ -309,6 +332,12 @@ class Frame:
             return self.forward(*args, **kwargs)
         with within(self._ambient):
             return self.forward(*args, **kwargs)
+
+
+def _count_uses(roots: Sequence[Any]) -> Counter[int]:
+    """Return how often each activation input is used in the private graph below ``roots``, by its slot."""
+    ends = [*roots, *(node for node, _ in edges(roots))]
+    return Counter(node.slot for node in ends if isinstance(node, _Entry._backward_cls))  # type: ignore[attr-defined]
 
 
 def _positional(spec: TreeSpec) -> int:

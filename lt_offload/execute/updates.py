@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Sequence
 from operator import is_
+from types import NoneType
 from typing import Any
 
 import torch
@@ -42,6 +43,8 @@ class Updates:
         """Changes when tensors of the optimizer's state are made or replaced."""
         self.states_move = False
         """Whether an update that is queued may do so: who looks at the states has to wait for it."""
+        self.counts = False
+        """Some states hold numbers that are no tensors, so that nothing shows when they are read."""
         self._replaces = False
         """The optimizer puts new tensors into a state that exists."""
         self._known: set[Weight] = set()
@@ -115,6 +118,8 @@ class Updates:
             groups[index]["params"].append(shadow)
             state[shadow] = self.state(weight)
         sub = self._sub(tuple(weight.index for weight in weights))
+        held = (value for found in state.values() for value in found.values())
+        self.counts = self.counts or any(not isinstance(value, (Tensor, NoneType)) for value in held)
         if self._replaces or not all(state.values()) or not self._known.issuperset(weights):
             self.states_move = True
             self._known.update(weight for weight, found in zip(weights, state.values(), strict=True) if found)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -31,6 +31,7 @@ from lt_offload.profile.seams import Interface, Seams
 
 Run = Callable[[Any], Any]
 Stage = Callable[[nn.Module], AbstractContextManager[None]]
+Aside = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -59,12 +60,23 @@ class Capture:
     """Per block: bytes that blocks before the last one returned and the model's own code still holds (a variable)."""
     between: int
     """Bytes that live outside the blocks until the backward: masks, tables, what operations between blocks save."""
+    once: tuple[bool, ...]
+    """Per block: it must not run a second time for its backward, nor without a graph."""
     held: int
     """Bytes of what the model returned, which its caller may hold until it has called the model again."""
     tail: Tail
 
 
-def capture(structure: Structure, run: Run, batch: Any, *, device: torch.device, stage: Stage, meter: Meter) -> Capture:
+def capture(
+    structure: Structure,
+    run: Run,
+    batch: Any,
+    *,
+    device: torch.device,
+    stage: Stage,
+    meter: Meter,
+    aside: Aside = nullcontext,
+) -> Capture:
     """Run the model on ``batch`` and return what its blocks were called with.
 
     Args:
@@ -74,12 +86,13 @@ def capture(structure: Structure, run: Run, batch: Any, *, device: torch.device,
         device: where blocks run.
         stage: context in which a block's parameters are on the device.
         meter: tells the time of the tail.
+        aside: encloses every run of a block beyond the one that the model asked for.
 
     Raises:
         ModelError: if a block is not called exactly once, in its place.
     """
     with ExitStack() as stack:
-        recorder = _Recorder(structure, device, stage, meter)
+        recorder = _Recorder(structure, device, stage, meter, aside)
         for index, block in enumerate(structure.blocks):
             stack.callback(intercept(block.module, recorder.wrap(index, block)))
         with recorder.account, torch.enable_grad():
@@ -90,7 +103,7 @@ def capture(structure: Structure, run: Run, batch: Any, *, device: torch.device,
 class _Recorder:
     """Stands between the model and its blocks."""
 
-    def __init__(self, structure: Structure, device: torch.device, stage: Stage, meter: Meter) -> None:
+    def __init__(self, structure: Structure, device: torch.device, stage: Stage, meter: Meter, aside: Aside) -> None:
         self.account = Account(device_type=device.type)
         self._blocks = structure.blocks
         self._stage = stage
@@ -107,7 +120,7 @@ class _Recorder:
         self._returned: set[int | None] = set()  # by the block before
         self._anchor = torch.zeros((), requires_grad=True)
         self._between = self._below = self._output_bytes = 0
-        self._seams = Seams(structure)
+        self._seams = Seams(structure, aside)
 
     def wrap(self, index: int, block: Block) -> Forward:
         """Return what is called instead of the block."""
@@ -168,6 +181,7 @@ class _Recorder:
             chained=tuple(self._chained),
             lingering=tuple(self._lingering),
             between=self._between,
+            once=tuple(index in self._seams.once for index in range(len(self._blocks))),
             held=held,
             tail=tail,
         )

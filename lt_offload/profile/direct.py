@@ -21,7 +21,7 @@ import logging
 import math
 import statistics
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -85,6 +85,7 @@ class Readers:
         self._write_rate = math.inf
         """Bytes per second of gradients that the device writes to host memory, where it has been measured."""
         self._hooks: list[Any] = []
+        self._counts = True
 
     def __enter__(self) -> Self:
         owners = [module for module in self._blocks if next(module.parameters(recurse=False), None) is not None]
@@ -95,8 +96,17 @@ class Readers:
         for hook in self._hooks:
             hook.remove()
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Enclose a run of a block that is one too many: its reads do not count."""
+        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = True
+
     def _called(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
-        for read in reads(module, args, out):
+        for read in reads(module, args, out) if self._counts else ():
             self._reads.setdefault((self._index[read.tensor], self._blocks[module]), []).append(read)
 
     def measure_on(self, device: torch.device, meter: Meter, say: Callable[[str], None]) -> None:

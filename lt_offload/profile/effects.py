@@ -12,8 +12,9 @@ import copy
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +26,39 @@ from lt_offload.profile.chain import version as _version
 _INTERNAL = frozenset({"_parameters", "_buffers", "_modules", "forward", "_compiled_call_impl"})
 """Attributes of ``nn.Module`` that a run of its forward does not count with, or that have a place of their own."""
 _CONTAINERS = (list, dict, set)
+_HOLDERS = (*_CONTAINERS, tuple)
 _MISSING = object()
+_Contents = tuple[tuple[Any, Any], ...]
+"""Containers, each with a copy of what it held."""
+
+
+Owner = tuple[int, str]
+"""An attribute: the identity of the dictionary that it is in, and its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run has put a tensor of numbers, or a tuple with some."""
+
+    owner: Owner
+    holder: Any
+    """A dictionary or list."""
+    key: Any
+
+    @property
+    def value(self) -> Any:
+        """What is there."""
+        return self.holder[self.key]
+
+    def holds(self, value: object) -> bool:
+        """Return whether ``value`` is still there."""
+        with suppress(LookupError):
+            return self.holder[self.key] is value
+        return False
+
+    def put(self, value: Any) -> None:
+        """Put ``value`` there."""
+        self.holder[self.key] = value
 
 
 class Effects:
@@ -42,20 +75,21 @@ class Effects:
         for member in members:
             self._parts.append(_Attributes(member))
             self._parts += [_Buffer(member._buffers, name) for name in member._buffers]
-            held = [name for name, value in vars(member).items() if isinstance(value, Tensor)]
-            self._parts += [_Buffer(vars(member), name) for name in held]
+            tensors = [name for name, value in vars(member).items() if isinstance(value, Tensor)]
+            self._parts += [_Buffer(vars(member), name) for name in tensors]
         self._generators: list[_Part] = [_Python(), _NumPy()]
-        values = (value for member in members for value in vars(member).values())
-        self._generators += [_Generator(value) for value in values if _is_generator(value)]
+        held = [value for member in members for value in vars(member).values()]
+        self._generators += [_Generator(value) for value in _below(held) if _is_generator(value)]
         self._mode = _Mode(members)
         self._left = watched
         self._seen: set[_Part] = set()
+        self._graded: dict[Owner, bool] = {}
 
     @contextmanager
     def first_run(self) -> Iterator[Snapshot]:
         """Enclose the first of a block's runs; the snapshot that it yields is complete afterwards."""
         parts = [*self._parts, *self._generators]
-        snapshot = Snapshot([(part, part.save()) for part in parts])
+        snapshot = Snapshot([(part, part.save()) for part in parts], self._graded)
         mode = self._mode.save()
         yield snapshot
         closely = self._left > 0
@@ -71,17 +105,29 @@ class Effects:
 class Snapshot:
     """What a block's first run has changed, as it was before."""
 
-    def __init__(self, items: list[tuple[_Part, Any]]) -> None:
+    def __init__(self, items: list[tuple[_Part, Any]], graded: dict[Owner, bool]) -> None:
         self.items = items
+        self.graded = graded
+        """Whether the tensors that were found in an attribute, or in containers there, after the last run with a graph
+        required grad."""
+
+    def places(self) -> list[Place]:
+        """Return where the last run has put tensors of numbers that were not there."""
+        return [place for part, before in self.items for place in part.places(before)]
 
     @contextmanager
-    def again(self) -> Iterator[None]:
-        """Enclose a run that shall see that state; afterwards the state is what it is now."""
+    def again(self, *, graph: bool = False) -> Iterator[None]:
+        """Enclose a run, perhaps with a graph, that shall see that state; afterwards the state is what it is now."""
         today = [(part, part.now()) for part, _ in self.items]
         for part, before in self.items:
             part.restore(before)
         try:
             yield
+            if graph:
+                found: dict[Owner, bool] = {}
+                for place in self.places():
+                    found[place.owner] = found.get(place.owner, False) or _requires_grad(place.value)
+                self.graded.update(found)
         finally:
             for part, now in today:
                 part.restore(now)
@@ -115,6 +161,10 @@ class _Part(ABC):
         """Make the state what it was, in its own place."""
         self.restore(before)
 
+    def places(self, before: Any) -> Iterator[Place]:
+        """Yield where tensors of numbers are that were not there before."""
+        yield from ()
+
 
 class _Mode(_Part):
     """Whether each module is in training mode: users may change it before the backward."""
@@ -143,32 +193,49 @@ class _Attributes(_Part):
         self._module = module
 
     @override
-    def save(self) -> dict[str, tuple[Any, Any]]:
+    def save(self) -> dict[str, tuple[Any, _Contents]]:
         return {
-            name: (value, copy.copy(value) if isinstance(value, _CONTAINERS) else None)
+            name: (value, _contents(value) if isinstance(value, _HOLDERS) else ())
             for name, value in vars(self._module).items()
             if name not in _INTERNAL
         }
 
     @override
-    def differs(self, before: dict[str, tuple[Any, Any]], closely: bool) -> bool:
+    def differs(self, before: dict[str, tuple[Any, _Contents]], closely: bool) -> bool:
         now = vars(self._module)
         if sum(name not in _INTERNAL for name in now) != len(before):
             return True
         return any(
-            now.get(name, _MISSING) is not value or (held is not None and not _same(value, held))
+            now.get(name, _MISSING) is not value or (held and not all(_same(*pair) for pair in held))
             for name, (value, held) in before.items()
         )
 
     @override
-    def restore(self, before: dict[str, tuple[Any, Any]]) -> None:
+    def restore(self, before: dict[str, tuple[Any, _Contents]]) -> None:
         now = vars(self._module)
         for name in [name for name in now if name not in _INTERNAL and name not in before]:
             del now[name]
         for name, (value, held) in before.items():
             now[name] = value
-            if held is not None:
-                _refill(value, held)
+            for pair in held:
+                _refill(*pair)
+
+    @override
+    def places(self, before: dict[str, tuple[Any, _Contents]]) -> Iterator[Place]:
+        known = {id(value) for value, _ in before.values()}
+        known |= {id(item) for _, held in before.values() for _, copied in held for item in _items(copied)}
+        own = vars(self._module)
+        for name, value in own.items():
+            if name in _INTERNAL:
+                continue
+            if not isinstance(value, _CONTAINERS):
+                if id(value) not in known and _has_numbers(value):
+                    yield Place((id(own), name), own, name)
+                continue
+            for holder in _below([value]):
+                for key, item in _entries(holder):
+                    if id(item) not in known and _has_numbers(item):
+                        yield Place((id(own), name), holder, key)
 
 
 class _Buffer(_Part):
@@ -198,6 +265,12 @@ class _Buffer(_Part):
     def restore(self, before: tuple[Tensor | None, int, Tensor | None]) -> None:
         buffer, _, content = before
         self._holder[self._name] = buffer if content is None else content.clone()
+
+    @override
+    def places(self, before: tuple[Tensor | None, int, Tensor | None]) -> Iterator[Place]:
+        value = self._holder.get(self._name)
+        if value is not before[0] and _has_numbers(value):
+            yield Place((id(self._holder), self._name), self._holder, self._name)
 
     @override
     def undo(self, before: tuple[Tensor | None, int, Tensor | None]) -> None:
@@ -284,6 +357,53 @@ def _is_generator(value: object) -> bool:
     if isinstance(value, kinds):
         return True
     return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+
+
+def _has_numbers(value: Any) -> bool:
+    """Return whether ``value`` is a tensor that can require grad, or a plain tuple with one."""
+    if isinstance(value, Tensor):
+        return value.is_floating_point()
+    return type(value) is tuple and any(isinstance(item, Tensor) and item.is_floating_point() for item in value)
+
+
+def _requires_grad(value: Any) -> bool:
+    return any(isinstance(item, Tensor) and item.requires_grad for item in (value if type(value) is tuple else [value]))
+
+
+def _entries(holder: Any) -> Iterable[tuple[Any, Any]]:
+    """Return keys and items of a list or dictionary."""
+    if isinstance(holder, dict):
+        return holder.items()
+    return enumerate(holder) if isinstance(holder, list) else ()
+
+
+def _items(value: Any) -> Any:
+    """Return what a container or tuple holds, other things nothing."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, _HOLDERS) else ()
+
+
+def _contents(value: Any) -> _Contents:
+    """Return the containers at and below ``value``, each with a copy of what it holds."""
+    if not value:
+        return ((value, ()),) if isinstance(value, _CONTAINERS) else ()
+    if not any(issubclass(kind, _HOLDERS) for kind in {*map(type, _items(value))}):
+        return ((value, copy.copy(value)),) if isinstance(value, _CONTAINERS) else ()
+    found = [holder for holder in _below([value]) if isinstance(holder, _CONTAINERS)]
+    return tuple((holder, copy.copy(holder)) for holder in found)
+
+
+def _below(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield ``values`` and what containers and tuples among them hold, at any depth."""
+    seen: dict[int, Any] = {}
+    waiting = [*values]
+    while waiting:
+        value = waiting.pop()
+        yield value
+        if isinstance(value, _HOLDERS) and id(value) not in seen:
+            seen[id(value)] = value
+            waiting += _items(value)
 
 
 def _same(value: Any, held: Any) -> bool:

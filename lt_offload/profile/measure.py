@@ -36,6 +36,7 @@ from lt_offload.profile.optimizer import OptimizerFactory, StateSizes, build_opt
 from lt_offload.profile.snapshot import untouched
 from lt_offload.profile.trial import BlockCost, discard, measure_block, storage_bytes
 from lt_offload.profile.types import (
+    RECORDED,
     BlockProfile,
     HardwareProfile,
     OptimizerProfile,
@@ -174,7 +175,8 @@ def measure_blocks(
     with caches_off(model), _gradients_kept(model), _staged(stay, device):
         say("running the model once")
         with Readers(structure) as readers:
-            captured = capture(structure, run, batch, device=device, stage=partial(_stage, device), meter=meter)
+            stage = partial(_stage, device)
+            captured = capture(structure, run, batch, device=device, stage=stage, meter=meter, aside=readers.paused)
         costs = _block_costs(captured, device, meter, say)
         if device.type == "cuda":
             readers.measure_on(device, meter, say)
@@ -243,11 +245,12 @@ def _block_costs(captured: Capture, device: torch.device, meter: Meter, say: Pro
     """Measure every distinct call once; return one cost per block."""
     known: dict[int, BlockCost] = {}
     distinct = len({id(call) for call in captured.calls})
+    again = {id(call) for call, once in zip(captured.calls, captured.once, strict=True) if not once}
     for call in captured.calls:
         if id(call) not in known:
             say(f"measuring {type(call.module).__name__} ({len(known) + 1} of {distinct} kinds of blocks)")
             with _staged(call.module.parameters(), device):
-                known[id(call)] = measure_block(call, meter)
+                known[id(call)] = measure_block(call, meter, once=id(call) not in again)
     return [known[id(call)] for call in captured.calls]
 
 
@@ -264,6 +267,7 @@ def _block_profiles(structure: Structure, captured: Capture, costs: list[BlockCo
         chained = captured.chained[index]
         nothing = discard(cost) if chained and not last else None
         options += [nothing] if nothing else []
+        options = [option for option in options if option.name in RECORDED or not captured.once[index]]
         profiles.append(
             BlockProfile(
                 name=block.name,

@@ -8,8 +8,10 @@ use.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -23,6 +25,9 @@ from lt_offload.profile.blocks import Structure
 from lt_offload.profile.call import Call
 from lt_offload.profile.chain import tensors_of, version
 from lt_offload.profile.effects import Effects
+from lt_offload.profile.hooked import InnerHooks
+
+_log = logging.getLogger(__name__)
 
 _CACHES = ("use_cache", "past_key_values", "past_key_value", "layer_past")
 _COLLECTORS = (*_CACHES, "output_attentions", "output_hidden_states")
@@ -42,12 +47,20 @@ def check_arguments(block: str, kwargs: Mapping[str, Any]) -> None:
 
 
 class Seams:
-    """One run of a model, seen from between its blocks."""
+    """One run of a model, seen from between its blocks.
 
-    def __init__(self, structure: Structure) -> None:
+    Args:
+        structure: the model's blocks.
+        aside: encloses every run of a block beyond the one that the model asked for.
+    """
+
+    def __init__(self, structure: Structure, aside: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         self._blocks = structure.blocks
+        self._aside = aside
         self._reached: set[int] = set()
         """Blocks whose inside has had a gradient."""
+        self.once: set[int] = set()
+        """Blocks that must not run a second time for their backward, nor without a graph."""
         self._inputs: list[tuple[Any, int, int]] = []
         """Per activation that a block was given: the node it comes from, which output of it, how often it is used."""
 
@@ -77,20 +90,36 @@ class Seams:
     def _run_twice(self, index: int, call: Call, forward: Callable[[], Any]) -> Any:
         """Run a block without a graph, and once more with one from the state that it had; return the second output.
 
+        One that has hooks of users inside, or that fails without a graph, has to run once.
+
         Raises:
             UnsupportedError: if the outputs differ by a bit, or the block writes to its input.
         """
         block = self._blocks[index]
         if not call.has_backward or call.compiled or not _comparable(call):
             return self._run_kept(index, call, forward)  # runs once, or always with a graph, or has no numbers
+        hook = InnerHooks(block.name, block.module).find()
+        if hook is not None:
+            return self._run_only_once(index, call, forward, hook)
         before_draws = _generators(call)
-        with Effects(block.module).first_run() as before, torch.no_grad():
-            first = forward()
+        with Effects(block.module).first_run() as before, self._aside(), torch.no_grad():
+            try:
+                first, failed = forward(), None
+            except Exception as error:  # whatever users' code raises where there is no graph
+                first, failed = None, error
         _draw_from(call, before_draws)
         before.undo()
+        if failed is not None:
+            return self._run_only_once(index, call, forward, f"without gradients it raises {failed!r}")
         out = self._run_kept(index, call, forward)
         if not _equal(first, out):
             raise limits.OTHER_SECOND_RUN.error(f"block {block.name} gave other numbers when it ran again")
+        return out
+
+    def _run_only_once(self, index: int, call: Call, forward: Callable[[], Any], why: str) -> Any:
+        out = self._run_kept(index, call, forward)  # raises what is not a matter of gradients
+        _log.info("block %s runs once per iteration, with a graph: %s", self._blocks[index].name, why)
+        self.once.add(index)
         return out
 
     def _run_kept(self, index: int, call: Call, forward: Callable[[], Any]) -> Any:
@@ -118,7 +147,7 @@ class Seams:
             UnsupportedError: naming the block.
         """
         roots = [loss.grad_fn, *(node for node, _, _ in self._inputs)]
-        consumers = Counter((id(node), number) for node, number in _edges(roots))
+        consumers = Counter((id(node), number) for node, number in edges(roots))
         consumers.update((id(node), number) for node, number, _ in self._inputs)
         for node, number, used in self._inputs:
             if used > 1 and consumers[id(node), number] > 1:
@@ -146,7 +175,7 @@ class Seams:
         """
         names = {id(parameter): name for name, parameter in self._parameters()}
         roots = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-        for node, _ in _edges(roots):
+        for node, _ in edges(roots):
             name = names.get(id(getattr(node, "variable", None)))
             if name is not None:
                 raise limits.INNER_TENSOR.error(
@@ -176,7 +205,7 @@ class Interface(torch.autograd.Function):
         return None, None, None, None
 
 
-def _edges(roots: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+def edges(roots: Iterable[Any]) -> Iterator[tuple[Any, int]]:
     """Yield every edge of the graph below the nodes ``roots``: where it leads, and to which output of that node."""
     seen: dict[int, Any] = {}  # with the nodes: the identity of one that is gone may be another's
     waiting = [node for node in roots if node is not None]
@@ -193,7 +222,7 @@ def _edges(roots: Iterable[Any]) -> Iterator[tuple[Any, int]]:
 
 def _uses(entered: Sequence[Tensor], out: Any) -> list[int]:
     """Return how often each input is used in the graph of a block's output."""
-    ends = Counter(id(getattr(node, "variable", None)) for node, _ in _edges(t.grad_fn for t in tensors_of(out)))
+    ends = Counter(id(getattr(node, "variable", None)) for node, _ in edges(t.grad_fn for t in tensors_of(out)))
     return [ends[id(tensor)] for tensor in entered]
 
 

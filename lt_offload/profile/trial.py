@@ -58,19 +58,21 @@ class _Figures:
     backward: Lap = Lap(seconds=0.0, launch_s=0.0)
 
 
-def measure_block(call: Call, meter: Meter) -> BlockCost:
-    """Run ``call`` under every option that can pay and return what it costs."""
+def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
+    """Run ``call`` under every option that can pay and return what it costs; ``once``: those that run it once."""
     keep = _measure(call, "keep", meter, timed=True)
     measured = [keep]
     input_bytes = storage_bytes(call.inputs)
     profiles = [_keep(keep)]
-    if call.has_backward and keep.live:
+    if call.has_backward and keep.live and not once:
         measured.append(_measure(call, "recompute", meter, timed=False))
         recompute = _recompute(keep, measured[-1])
         profiles += [recompute, *_reload(recompute, call.inputs)]
     if call.has_backward and (keep.travelling or keep.input_travels):
         profiles.append(_offload(keep, input_bytes))
-    if call.has_backward and keep.live and not call.compiled:  # no operation of compiled code can be left out
+    if (
+        call.has_backward and keep.live and not call.compiled and not once
+    ):  # no operation of compiled code can be left out
         measured.append(_measure(call, "mixed", meter, timed=True))
         profiles.append(_mixed(measured[-1], input_bytes))
     return BlockCost(

@@ -26,6 +26,8 @@ GATHERED_BELOW = 256 << 10
 
 OptionName = Literal["keep", "recompute", "offload", "mixed", "reload", "discard"]
 """See :mod:`lt_offload.profile.options`."""
+RECORDED: tuple[OptionName, ...] = ("keep", "offload")
+"""Options with which a block runs once, with a graph."""
 BlockKind = Literal["embedding", "layer", "head", "other"]
 
 

@@ -349,6 +349,33 @@ def test_a_view_that_is_gone_costs_nothing_any_more() -> None:
     assert watched[4] == 0
 
 
+def after_steps(module: Any, optimizer: Any, turn: int) -> None:
+    """Read and write weights and states in a hook of ``optimizer.step()``."""
+    found = module.__dict__["after_steps"] = []
+
+    def after(*_: Any) -> None:
+        found.append(reads(module, optimizer, len(found)))
+        changes(module, optimizer, len(found))
+
+    def changes(module: Any, optimizer: Any, turn: int) -> None:
+        with torch.no_grad():
+            for parameter in [p for p in module.parameters() if p.requires_grad][turn % 2 :: 3]:
+                parameter.clamp_(-0.05, 0.05)
+                optimizer.state[parameter]["exp_avg"].mul_(0.5)
+
+    optimizer.register_step_post_hook(after)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_hooks_after_the_optimizer_step(budget: str) -> None:
+    plain, _ = stock(after_steps, "on_train_start")
+    ours, _ = trained(strategy(budget), after_steps, "on_train_start")
+    expected, found = plain.module.after_steps, ours.module.after_steps
+    assert len(expected) == len(found) > 2
+    assert all(map(same, expected, found))
+    assert differences(plain, ours) == []
+
+
 # -- other backwards and gradients ------------------------------------------------------------------------------------
 
 

@@ -360,7 +360,7 @@ def test_random_schedules_have_everything() -> None:
 
 def test_without_the_as_first_it_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     found = profiled("llama")
-    monkeypatch.setattr(Frame, "_as_first", lambda self: nullcontext())
+    monkeypatch.setattr(Frame, "_as_first", lambda self, graph: nullcontext())
     plan = planned(found, *nested(found))
     seen = differences(plainly("llama"), by_plan(plan, "llama"))
     assert "random numbers after iteration 0" in seen

@@ -276,6 +276,94 @@ def test_a_loss_of_inner_tensors_is_refused_before_training(make: Callable[[], n
     assert "from inside block layers." in refusal(make)
 
 
+class Keeping(Layer):
+    """Keeps inner tensors in attributes of several kinds, some from the beginning and others later."""
+
+    kinds: tuple[str, ...] = ("plain", "detached", "listed", "paired", "buffer")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.late = 0, 2
+        self.listed: list[Tensor] = []
+        self.register_buffer("buffer", None)
+
+    def inner(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        kept = self.linear(x).square().mean()
+        self.plain, self.detached, self.last = kept, kept.detach(), x.detach().mean()
+        self.listed[:] = [kept * 1]
+        self.paired, self.buffer = (self.calls, kept * 1), kept * 1
+        self.average = 0.9 * getattr(self, "average", 0.0) + 0.1 * self.detached
+        if self.calls > self.late:
+            self.fresh, self.loose = kept * 1, kept.detach()
+        return super().inner(x) + self.average
+
+
+def with_auxiliary(pick: Callable[[Any], Tensor], late: int = 2) -> Callable[[], Net]:
+    """A net whose loss uses something of a layer from its third iteration on."""
+
+    def make() -> Net:
+        calls = iter(range(100))
+
+        def after(net: Net, loss: Tensor, hidden: list[Tensor]) -> Tensor:
+            return loss + 0.1 * pick(net.layers[1]) if next(calls) >= late else loss
+
+        return Net(Keeping, after=after)
+
+    return make
+
+
+LATE_TENSORS: dict[str, Callable[[Any], Tensor]] = {
+    "plain": lambda layer: layer.plain,
+    "listed": lambda layer: layer.listed[0],
+    "paired": lambda layer: layer.paired[1],
+    "buffer": lambda layer: layer.buffer,
+    "fresh": lambda layer: layer.fresh,
+}
+LOGGED: dict[str, Callable[[Any], Tensor]] = {
+    "detached by us": lambda layer: layer.plain.detach() + layer.fresh.detach(),
+    "detached": lambda layer: layer.detached,
+    "average": lambda layer: layer.average + float(layer.last.numpy()),
+    "late": lambda layer: layer.loose + layer.listed[0].item(),
+}
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("name", LATE_TENSORS)
+def test_a_loss_that_uses_inner_tensors_later_on_is_refused(name: str, options: tuple[str, ...]) -> None:
+    assert "the loss uses" in fault(options, ordinary, with_auxiliary(LATE_TENSORS[name]))
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("name", LOGGED)
+def test_inner_tensors_without_gradients_may_be_used(name: str, options: tuple[str, ...]) -> None:
+    make = with_auxiliary(LOGGED[name])
+    expected, found = plain(make), ours(make, options)
+    assert differences(expected, found) == []
+    for left, right in zip(expected.model.layers, found.model.layers, strict=True):  # type: ignore[arg-type]
+        for kept in ("plain", "detached", "fresh", "loose", "average"):
+            assert torch.equal(getattr(left, kept), getattr(right, kept))
+            assert getattr(left, kept).requires_grad == getattr(right, kept).requires_grad
+
+
+class OfInput(Layer):
+    def inner(self, x: Tensor) -> Tensor:
+        return super().inner(x)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.aux = x.square().mean()
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_a_loss_of_a_block_input_that_is_kept_is_refused(options: tuple[str, ...]) -> None:
+    def make() -> Net:
+        calls = iter(range(100))
+        return Net(OfInput, after=lambda net, loss, h: loss + net.layers[1].aux if next(calls) > 1 else loss)
+
+    assert "from inside block layers.1" in fault(options, ordinary, make)
+
+
 @pytest.mark.parametrize("budget", ["tight", "middle", "resident"])
 def test_what_a_block_returns_may_be_part_of_the_loss(budget: str) -> None:
     def make() -> Net:
@@ -313,6 +401,80 @@ def test_a_cache_that_comes_later_is_refused(options: tuple[str, ...]) -> None:
         optimizer.step()
         with pytest.raises(UnsupportedError, match=r"block .* was called with (past_key_values|use_cache)="):
             model(**batch, use_cache=True)
+
+
+def spied(net: Net | None = None) -> Net:
+    """Its hooks count calls and keep sums of what they see."""
+    net = net or Net()
+    net.__dict__["sums"] = sums = []
+    net.layers[1].linear.register_forward_hook(lambda module, args, out: sums.append(float(out.detach().sum())))
+    net.layers[2].norm.register_forward_pre_hook(lambda module, args: sums.append(float(args[0].detach().sum())))
+    return net
+
+
+def seen_by(net: Any) -> list[float]:
+    return list(net.sums)
+
+
+@pytest.mark.parametrize("budget", ["tight", "middle", "resident"])
+def test_forward_hooks_inside_blocks_are_called_once(budget: str) -> None:
+    expected, found = plain(spied), by_budget(spied, budget)
+    assert differences(expected, found) == []
+    assert seen_by(expected.model) == seen_by(found.model)
+    assert len(seen_by(found.model)) == 2 * len(rows())
+
+
+def test_profiling_leaves_what_forward_hooks_collect_as_it_was() -> None:
+    net = spied()
+    profile = lt_offload.profile(net, rows()[0], optimizer=adamw(net))
+    assert seen_by(net) == []
+    offered = [{option.name for option in block.options} - {"keep", "offload"} for block in profile.blocks]
+    assert [bool(names) for names in offered] == [False, True, False, False, True, False]
+
+
+LATE_HOOKS: dict[str, Callable[[Any], Any]] = {
+    "hook": lambda net: net.layers[2].linear.register_forward_hook(lambda *_: None),
+    "pre-hook": lambda net: net.layers[2].linear.register_forward_pre_hook(lambda *_: None),
+    "global": lambda net: nn.modules.module.register_module_forward_hook(lambda *_: None),
+}
+
+
+@pytest.mark.parametrize("name", LATE_HOOKS)
+def test_forward_hooks_that_come_later_are_refused_where_a_block_runs_again(name: str) -> None:
+    handles: list[Any] = []
+    loop = changing(lambda net, optimizer: handles.append(LATE_HOOKS[name](net)))
+    try:
+        assert "block layers." in fault(RUNS["run again"], loop)
+        found = ours(Net, RUNS["recorded"], loop)
+    finally:
+        for handle in handles:
+            handle.remove()
+    assert differences(plain(Net), found) == []
+
+
+@pytest.mark.parametrize("when", ["before", "after the forward"])
+def test_forward_hooks_that_no_plan_was_made_for_are_refused(when: str) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        loss = model(**batches[0])["loss"]
+        spied(model)  # type: ignore[arg-type]
+        loss.backward()
+        return []
+
+    message = fault(RUNS["run again"], loop, spied if when == "before" else Net)
+    assert "forward hook" in message
+    assert "in block layers.1" in message
+
+
+def old_norms() -> Net:
+    """Reparametrised in torch's old way, by hooks."""
+    net = Net()
+    nn.utils.spectral_norm(net.layers[1].linear)
+    return net
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_hooks_of_libraries_may_run_again(options: tuple[str, ...]) -> None:
+    assert differences(plain(old_norms), ours(old_norms, options)) == []
 
 
 # -- several consumers ------------------------------------------------------------------------------------------------
@@ -354,6 +516,67 @@ def test_several_consumers_of_a_block_that_uses_its_input_once(
 ) -> None:
     model = make()
     lt_offload.profile(model, rows()[0], optimizer=adamw(model))
+    assert differences(plain(make), ours(make, options)) == []
+
+
+def supervised_late(layer: Callable[[], nn.Module] = Layer, late: int = 2) -> Callable[[], Net]:
+    """A net whose loss uses the outputs of all layers from its third iteration on."""
+
+    def make() -> Net:
+        net = Net(layer, after=deep_supervision)
+        calls = iter(range(100))
+
+        def later(module: nn.Module, args: Any, kwargs: Any) -> None:
+            net.after = deep_supervision if next(calls) >= late else plainly
+
+        net.register_forward_pre_hook(later, with_kwargs=True)
+        return net
+
+    return make
+
+
+def plainly(net: Net, loss: Tensor, hidden: list[Tensor]) -> Tensor:
+    return loss
+
+
+class SkippingLate(Skips):
+    """Adds a skip from its third iteration on."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.__dict__["calls"] = vars(self).get("calls", 0) + 1
+        return super().forward(ids, labels) if self.calls > 2 else Net.forward(self, ids, labels)
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("make", [supervised_late(), SkippingLate], ids=["supervision", "skip"])
+def test_several_consumers_that_come_later_are_refused(make: Callable[[], nn.Module], options: tuple[str, ...]) -> None:
+    assert "is used in several places" in fault(options, ordinary, make)
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_outputs_of_blocks_may_be_watched(options: tuple[str, ...]) -> None:
+    """Logged with a graph, with hooks and gradients of their own, and used by the loss later where that is exact."""
+
+    def watching(net: Net, loss: Tensor, hidden: list[Tensor]) -> Tensor:
+        net.__dict__.setdefault("norms", []).extend(float(h.norm().detach()) for h in net.outputs)
+        return loss
+
+    def make(layer: Callable[[], nn.Module] = Layer) -> Net:
+        net = Net(layer, after=watching)
+
+        def keep(module: nn.Module, args: Any, out: Tensor) -> None:
+            out.register_hook(lambda gradient: gradient * 0.9)
+            out.retain_grad()
+            net.__dict__["outputs"] = [out]
+
+        net.layers[1].register_forward_hook(keep)
+        return net
+
+    expected, found = plain(make), ours(make, options)
+    assert differences(expected, found) == []
+    assert torch.equal(expected.model.outputs[0].grad, found.model.outputs[0].grad)  # type: ignore[union-attr, index]
+    assert expected.model.norms == found.model.norms
+    make = supervised_late(Sequential)
     assert differences(plain(make), ours(make, options)) == []
 
 
@@ -509,6 +732,38 @@ def test_reading_saving_and_copying_between_steps(options: tuple[str, ...]) -> N
     assert differences(plain(Net, evaluating), ours(Net, options, evaluating)) == []
 
 
+class Numbered(torch.optim.Optimizer):
+    """Signed descent whose states are a Python counter and the size of the last gradient."""
+
+    def __init__(self, params: Any, lr: float = 1e-2) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    state = self.state[p]
+                    state["steps"] = state.get("steps", 0) + 1
+                    state["size"] = float(p.grad.abs().max())
+                    p.add_(p.grad.sign(), alpha=-group["lr"] / state["steps"])
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_states_that_are_numbers(options: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "adamw", lambda model: Numbered(model.parameters()))
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        found = []
+        for batch in batches:
+            found += ordinary(model, optimizer, [batch])
+            states = [optimizer.state[p] for p in model.parameters()]
+            found += [torch.tensor([state["steps"], state["size"]]) for state in states]
+        return found
+
+    assert differences(plain(Net, loop), ours(Net, options, loop)) == []
+
+
 # -- other backwards --------------------------------------------------------------------------------------------------
 
 
@@ -575,6 +830,19 @@ CHANGES: dict[str, tuple[Callable[[Any, torch.optim.Optimizer], Any], str]] = {
         "post-accumulate hook on weight embed.weight",
     ),
     "shared hook": (lambda m, o: m.head.weight.register_hook(lambda g: g * 2), "tensor hook on weight embed.weight"),
+    "joint hook": (
+        lambda m, o: torch.autograd.graph.register_multi_grad_hook(list(m.parameters()), lambda grads: None),
+        "register_multi_grad_hook on weight embed.weight",
+    ),
+    "joint hook, any": (
+        lambda m, o: torch.autograd.graph.register_multi_grad_hook([m.layers[1].norm.bias], print, mode="any"),
+        "register_multi_grad_hook on weight layers.1.norm.bias",
+    ),
+    "swapped": (
+        lambda m, o: torch.utils.swap_tensors(m.head.bias, nn.Parameter(m.head.bias.detach() * 0.5)),
+        "another tensor was swapped into weight head.bias",
+    ),
+    "shared memory": (lambda m, o: m.share_memory(), "was moved to shared memory"),
     "shape": (lambda m, o: setattr(m.head.bias, "data", torch.zeros(2)), "was given float32[2]"),
     "dtype": (lambda m, o: m.to(torch.bfloat16), "was given bfloat16"),
 }
@@ -586,12 +854,12 @@ def test_changes_that_no_plan_is_made_for_are_refused(name: str) -> None:
     assert message in fault(RUNS["both"], changing(act), Shared)
 
 
-@pytest.mark.parametrize("name", ["hook", "shared hook"])
+@pytest.mark.parametrize("name", ["hook", "shared hook", "joint hook"])
 def test_hooks_that_are_there_already_are_refused_before_training(name: str) -> None:
     model = Shared()
     optimizer = adamw(model)
     CHANGES[name][0](model, optimizer)
-    with pytest.raises(UnsupportedError, match="hook on"), lt_offload.offloaded(model, optimizer, rows()[0]):
+    with pytest.raises(UnsupportedError, match=r"hook on weight"), lt_offload.offloaded(model, optimizer, rows()[0]):
         pass
 
 
@@ -604,6 +872,62 @@ def halve(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 def test_tensor_hooks_on_weights_of_one_block(options: tuple[str, ...]) -> None:
     loop = changing(halve)
     assert differences(plain(Net, loop), ours(Net, options, loop)) == []
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_hooks_where_gradients_are_accumulated(options: tuple[str, ...]) -> None:
+    kept: dict[str, list[Any]] = {}
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        nodes = [torch.autograd.graph.get_gradient_edge(p).node for p in model.parameters()]
+        norms: list[Any] = kept.setdefault(str(len(kept)), [])
+        for at, node in enumerate(nodes):
+            node.register_prehook(lambda grads, at=at: norms.append((at, float(grads[0].norm()))))
+            node.register_hook(lambda inputs, grads, at=at: norms.append((at, float(grads[0].norm()))))
+        return ordinary(model, optimizer, batches)
+
+    assert differences(plain(Net, loop), ours(Net, options, loop)) == []
+    expected, found = kept.values()
+    assert sorted(expected) == sorted(found)
+
+
+def holding(hold: Callable[[nn.Module], list[Any]]) -> tuple[Callable[[], Net], Loop]:
+    """A net whose memory somebody else holds before training, and a loop that reads and writes through that."""
+
+    def make() -> Net:
+        net = Net()
+        net.__dict__["kept"] = hold(net)
+        return net
+
+    def loop(model: Any, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        found = []
+        for batch in batches:
+            found += ordinary(model, optimizer, [batch])
+            found += [torch.tensor(np.asarray(kept)) for kept in model.kept]
+            for kept in model.kept[::3]:
+                kept *= 0.9
+        return found
+
+    return make, loop
+
+
+HOLDERS: dict[str, Callable[[nn.Module], list[Any]]] = {
+    "state dict": lambda net: list(net.state_dict().values()),
+    "arrays": lambda net: [p.detach().numpy() for p in net.parameters()],
+    "a view": lambda net: [net.layers[1].linear.weight.detach()[3]],  # type: ignore[union-attr, index]
+    "dlpack": lambda net: [torch.from_dlpack(p.detach()) for p in net.parameters()],
+    "shared memory": lambda net: [p.detach() for p in net.share_memory().parameters()],
+}
+
+
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+@pytest.mark.parametrize("name", HOLDERS)
+def test_memory_that_somebody_holds_before_training(name: str, options: tuple[str, ...]) -> None:
+    make, loop = holding(HOLDERS[name])
+    expected, found = plain(make, loop), ours(make, options, loop)
+    assert differences(expected, found) == []
+    for left, right in zip(expected.model.kept, found.model.kept, strict=True):
+        assert np.array_equal(np.asarray(left), np.asarray(right))
 
 
 # -- blocks that run twice --------------------------------------------------------------------------------------------
@@ -651,6 +975,20 @@ class OwnGenerators(Layer):
         return super().inner(x) * noise
 
 
+class Nested(Layer):
+    """Has generators in a tuple and a history in a dictionary of lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.Generator().manual_seed(1), [random.Random(2)]
+        self.seen: dict[str, list[float]] = {"means": [0.0]}
+
+    def inner(self, x: Tensor) -> Tensor:
+        generator, (python,) = self.own
+        self.seen["means"].append(self.seen["means"][-1] + python.random())
+        return super().inner(x) * torch.rand(x.shape, generator=generator) + self.seen["means"][-1]
+
+
 class Assigning(Layer):
     """Replaces a buffer instead of writing to it."""
 
@@ -676,7 +1014,9 @@ class Late(Counting):
 
 @pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
 @pytest.mark.parametrize(
-    "layer", [Normed, Spectral, Counting, Drawing, OwnGenerators, Assigning, Late], ids=lambda c: c.__name__
+    "layer",
+    [Normed, Spectral, Counting, Drawing, OwnGenerators, Nested, Assigning, Late],
+    ids=lambda c: c.__name__,
 )
 def test_state_that_a_block_changes(layer: type[nn.Module], options: tuple[str, ...]) -> None:
     def make() -> Net:
@@ -687,6 +1027,7 @@ def test_state_that_a_block_changes(layer: type[nn.Module], options: tuple[str, 
     for left, right in zip(expected.model.layers, found.model.layers, strict=True):  # type: ignore[arg-type]
         assert vars(left).get("calls") == vars(right).get("calls")
         assert vars(left).get("history") == vars(right).get("history")
+        assert vars(left).get("seen") == vars(right).get("seen")
 
 
 @pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
@@ -830,6 +1171,17 @@ def substituting(model: nn.Module, optimizer: torch.optim.Optimizer, batches: li
     return []
 
 
+def transformed(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    torch.func.grad(lambda scale: model(**batches[0])["loss"] * scale)(torch.ones(()))
+    return []
+
+
+def mapped(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    with torch.no_grad():
+        torch.vmap(lambda ids: model(ids[None], ids[None])["loss"])(batches[0]["ids"])
+    return []
+
+
 def elsewhere(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
     errors: list[BaseException] = []
 
@@ -850,6 +1202,8 @@ FOUND: dict[str, tuple[Loop, str]] = {
     "clipping in a hook": (clipping_hook, "was used by"),
     "exchanged memory": (exchanging, "was given other memory: "),
     "functional_call": (substituting, "was called with another tensor as"),
+    "torch.func.grad": (transformed, "was called in a transform"),
+    "torch.vmap": (mapped, "was called in a transform"),
     "another thread": (elsewhere, "a training forward ran in thread"),
 }
 
@@ -939,6 +1293,60 @@ def test_an_attention_that_is_another_kernel_without_gradients_is_refused_before
 
 def test_blocks_that_write_to_their_input_are_refused_before_training() -> None:
     assert "block layers.0" in refusal(lambda: Net(WritingItsInput))
+
+
+class Swaying(Layer):
+    """Computes more, less or something else in the second run of its second iteration."""
+
+    how = ""
+
+    def inner(self, x: Tensor) -> Tensor:
+        COUNTS["calls"] += bool(self.how)
+        if not self.how or COUNTS["calls"] <= 3:
+            return super().inner(x)
+        return {
+            "more": lambda: super(Swaying, self).inner(self.linear(x)),
+            "less": lambda: x,
+            "other": lambda: torch.bmm(x, self.linear.weight.expand(2, -1, -1)),
+        }[self.how]()
+
+
+@pytest.mark.parametrize("how", ["more", "less", "other"])
+def test_a_second_run_that_computes_something_else_is_refused(how: str) -> None:
+    def make() -> Net:
+        net = Net(Swaying)
+        net.layers[1].how = how  # type: ignore[assignment]
+        COUNTS["calls"] = 0
+        return net
+
+    assert "a block" in fault(("mixed",), ordinary, make)
+
+
+class Hooking(Layer):
+    """Cannot do without a graph: a tensor hook, and a gradient that is kept."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        out = super().inner(x)
+        out.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        out.retain_grad()
+        return out
+
+
+class Differentiating(Layer):
+    """Uses a gradient as an activation."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        energy = super().inner(x).square().sum()
+        return super().inner(x) + torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize("budget", ["tight", "middle", "resident"])
+@pytest.mark.parametrize("layer", [Hooking, Differentiating], ids=lambda c: c.__name__)
+def test_blocks_that_need_a_graph(layer: type[nn.Module], budget: str) -> None:
+    def make() -> Net:
+        return Net(layer)
+
+    assert differences(plain(make), by_budget(make, budget)) == []
 
 
 class OfTensor(Layer):
