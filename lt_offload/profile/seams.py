@@ -214,10 +214,18 @@ def edges(roots: Iterable[Any]) -> Iterator[tuple[Any, int]]:
         if id(node) in seen:
             continue
         seen[id(node)] = node
-        for following, number in node.next_functions:
+        for following, number in _following(node):
             if following is not None:
                 yield following, number
                 waiting.append(following)
+
+
+def _following(node: Any) -> Sequence[tuple[Any, int]]:
+    try:
+        found: Sequence[tuple[Any, int]] = node.next_functions
+    except RuntimeError:  # until torch 2.12 the Python object of an autograd.Function's node may outlive the node
+        return ()
+    return found
 
 
 def _uses(entered: Sequence[Tensor], out: Any) -> list[int]:
