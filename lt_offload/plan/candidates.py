@@ -10,10 +10,12 @@ from lt_offload.plan.build import build
 from lt_offload.plan.check import check
 from lt_offload.plan.choices import Choices
 from lt_offload.plan.fit import fit
+from lt_offload.plan.memory import host_bytes
 from lt_offload.plan.proposal import Proposal, Request
 from lt_offload.plan.relax import relax
 from lt_offload.plan.schedule import Alternative, Plan
 from lt_offload.plan.simulate import simulate
+from lt_offload.plan.slots import share_slots
 from lt_offload.plan.trace import Trace
 from lt_offload.units import format_bytes
 
@@ -53,7 +55,7 @@ class Candidates:
     def add(self, proposal: Proposal) -> Missed:
         """Fit, build, check and simulate ``proposal``."""
         request, profile = self.request, self.request.profile
-        excess = proposal.choices.host_bytes(profile) - request.host_budget_bytes
+        excess = proposal.choices.least_host_bytes(profile) - request.host_budget_bytes
         if excess > 0:
             self.fail(proposal.name, f"needs {format_bytes(excess)} more RAM")
             return Missed(device=0, host=excess)
@@ -75,10 +77,18 @@ class Candidates:
             if found is None or trace.iteration_time < found.seconds:
                 found = Candidate(proposal=replace(proposal, choices=choices), plan=plan, trace=trace)
         assert found is not None
+        found = self._with_less_ram(found)
         violations = check(found.plan, profile)
         assert not violations, f"{proposal.name}: {violations[:3]}"
         self.fitting.append(found)
         return Missed(device=fitted.over, host=excess)
+
+    def _with_less_ram(self, found: Candidate) -> Candidate:
+        """Return ``found`` with gradients that share host memory."""
+        profile, budget = self.request.profile, self.request.host_budget_bytes
+        lasting = host_bytes(found.plan, profile) - found.plan.gradient_bytes
+        plan = share_slots(found.plan, profile, found.trace, budget - lasting)
+        return replace(found, plan=plan, trace=simulate(plan, profile))
 
     def fail(self, name: str, reason: str) -> None:
         """Note that ``name`` has no plan."""
