@@ -87,8 +87,8 @@ class Candidates:
         """Return ``found`` with gradients that share host memory."""
         profile, budget = self.request.profile, self.request.host_budget_bytes
         lasting = host_bytes(found.plan, profile) - found.plan.gradient_bytes
-        plan = share_slots(found.plan, profile, found.trace, budget - lasting)
-        return replace(found, plan=plan, trace=simulate(plan, profile))
+        plan, trace = share_slots(found.plan, profile, found.trace, budget - lasting)
+        return replace(found, plan=plan, trace=trace)
 
     def fail(self, name: str, reason: str) -> None:
         """Note that ``name`` has no plan."""

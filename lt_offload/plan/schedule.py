@@ -105,6 +105,8 @@ class Op:
 def deadlines(ops: Sequence[Op]) -> dict[int, int]:
     """Return, per update on the host, the position of the first op that waits for it.
 
+    That may be a copy of gradients to the memory that the update reads: what has to make room is taken before what only
+    the next forward needs.
     Positions count on into the next iteration: a value of ``len(ops)`` or more means an op of that.
     """
     found: dict[int, int] = {}

@@ -16,9 +16,9 @@ def problems(plan: Plan) -> Iterator[str]:
     for name, value in (("batch_size", plan.batch_size), ("sequence_length", plan.sequence_length)):
         if value < 1:
             yield f"{name} is {value}, it has to be positive"
-    sizes = (plan.budget_bytes, plan.host_budget_bytes, plan.arena_bytes, plan.gradient_bytes)
     predicted = plan.predicted
-    sizes += (*plan.state_bytes, *plan.weight_bytes, predicted.device_peak_bytes, predicted.host_peak_bytes)
+    sizes = (plan.budget_bytes, plan.host_budget_bytes, plan.arena_bytes, *plan.state_bytes, *plan.weight_bytes)
+    sizes += (plan.gradient_bytes, predicted.device_peak_bytes, predicted.host_peak_bytes)
     if min(sizes) < 0 or min(predicted.iteration_s, predicted.lower_bound_s, predicted.no_offload_s) < 0:
         yield "a size or time is negative"
     if not plan.options:
