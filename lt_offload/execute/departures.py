@@ -67,10 +67,6 @@ class Slots:
         boxes = dict.fromkeys(self.of[w.index] for w in weights if w.index in self.of)
         self._events[op] = distinct(event for box in boxes for event in self._freed(box.op))
 
-    def forget(self) -> None:
-        """Forget the updates so far: all of them are over."""
-        self._events.clear()
-
     def _freed(self, op: Op) -> list[Event]:
         return [event for other in op.after if other in self._updates for event in self._events.get(other, ())]
 

@@ -236,8 +236,6 @@ class Engine:
                 self.residency.run_releases()
                 self.residency.evict()
                 self.device.drain()  # a logger's finalize() reads weights next
-                if self.gradients is not None:
-                    self.gradients.settled()
 
     # -- iterations --------------------------------------------------------------------------------------------------
 

@@ -76,10 +76,6 @@ class Gradients:
         self._touched.clear()
         self._expected.clear()
 
-    def settled(self) -> None:
-        """All copies and updates so far are over."""
-        self._slots.forget()
-
     def begin_block(self, weights: Sequence[Weight]) -> None:
         """A block's backward begins, which gives ``weights`` gradients, each once."""
         self._expected = {weight.index for weight in weights}

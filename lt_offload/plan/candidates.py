@@ -10,7 +10,6 @@ from lt_offload.plan.build import build
 from lt_offload.plan.check import check
 from lt_offload.plan.choices import Choices
 from lt_offload.plan.fit import fit
-from lt_offload.plan.memory import host_bytes
 from lt_offload.plan.proposal import Proposal, Request
 from lt_offload.plan.relax import relax
 from lt_offload.plan.schedule import Alternative, Plan
@@ -77,18 +76,12 @@ class Candidates:
             if found is None or trace.iteration_time < found.seconds:
                 found = Candidate(proposal=replace(proposal, choices=choices), plan=plan, trace=trace)
         assert found is not None
-        found = self._with_less_ram(found)
+        shared, trace = share_slots(found.plan, profile, found.trace)
+        found = replace(found, plan=shared, trace=trace)
         violations = check(found.plan, profile)
         assert not violations, f"{proposal.name}: {violations[:3]}"
         self.fitting.append(found)
         return Missed(device=fitted.over, host=excess)
-
-    def _with_less_ram(self, found: Candidate) -> Candidate:
-        """Return ``found`` with gradients that share host memory."""
-        profile, budget = self.request.profile, self.request.host_budget_bytes
-        lasting = host_bytes(found.plan, profile) - found.plan.gradient_bytes
-        plan, trace = share_slots(found.plan, profile, found.trace, budget - lasting)
-        return replace(found, plan=plan, trace=trace)
 
     def fail(self, name: str, reason: str) -> None:
         """Note that ``name`` has no plan."""

@@ -327,12 +327,18 @@ class Program:
         elif self.config.host_budget_bytes is not None:
             budget = self._size(self.config.host_budget_bytes)
         if budget is not None:
-            # Gradients of different steps can take turns in the same memory.
-            gradients = self.problem.add_variable("gradients", 0)
-            for row in self.arriving.values():
-                require(self.problem, [*pairs(row), (-1, gradients)], "<=")
-            require(self.problem, [*pairs(self.host_memory), (1, gradients), (-1, budget)], "<=")  # C10
+            gradients = self._gradients_on_host()
+            require(self.problem, [*pairs(self.host_memory), *gradients, (-1, budget)], "<=")  # C10
         return budget
+
+    def _gradients_on_host(self) -> list[Pair]:
+        """Return terms for the host memory of gradients."""
+        if not self.config.shared_gradients:
+            return [pair for row in self.arriving.values() for pair in pairs(row)]
+        most = self.problem.add_variable("gradients", 0)
+        for row in self.arriving.values():
+            require(self.problem, [*pairs(row), (-1, most)], "<=")
+        return [(1, most)]
 
     def _limit_times(self) -> list[pulp.LpVariable]:
         if self.objective != "time":

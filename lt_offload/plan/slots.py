@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 
 from lt_offload.plan.arena import Lifetime, Placement, aligned, place
 from lt_offload.plan.link import without
+from lt_offload.plan.memory import host_bytes
 from lt_offload.plan.schedule import Op, Plan
 from lt_offload.plan.simulate import simulate
 from lt_offload.plan.trace import Trace
@@ -55,18 +56,21 @@ def own_slots(ops: Sequence[Op], profile: Profile) -> tuple[tuple[Op, ...], int]
     return tuple(found), extent
 
 
-def share_slots(plan: Plan, profile: Profile, trace: Trace, room: int) -> tuple[Plan, Trace]:
-    """Return ``plan`` with slots that are shared within ``room`` bytes, and with what copies wait for then; simulated.
+def share_slots(plan: Plan, profile: Profile, trace: Trace) -> tuple[Plan, Trace]:
+    """Return ``plan`` with slots that are shared, and with what copies wait for because of that; simulated.
+
+    As far as its host budget allows, no copy waits longer than before.
 
     Args:
-        plan: each of its gradients has a slot of its own.
+        plan: each of its gradients has a slot of its own. Its host budget is at least that of
+            :func:`lt_offload.plan.memory.least_host_bytes`.
         profile: what it was made for.
         trace: ``plan``, simulated.
-        room: at least the most that arrives in one step; see :func:`lt_offload.plan.memory.least_host_bytes`.
     """
     arrivals = _arrivals(plan, profile)
     if not arrivals:
         return plan, trace
+    room = plan.host_budget_bytes - (host_bytes(plan, profile) - plan.gradient_bytes)
     found: tuple[Plan, Trace] | None = None
     for ends in _ends(plan, profile, trace, arrivals):
         placement = _place(arrivals, ends)
