@@ -23,6 +23,7 @@ PAPER: dict[str, Any] = {
     "gamma": 1.0,
     "late_update": False,
     "launch_interrupts": True,
+    "shared_gradients": False,
     "lag": 0,
     "lookahead": 0,
     "pools": "shared",

@@ -1,7 +1,8 @@
 """A simple plan for any model: every weight travels, every block and tensor is handled as one asks for.
 
 Not a good plan, but a complete one that is easy to read; the engine's tests run it. Weights of blocks of one parity
-share their arena range, forward and backward copies of one weight have different places.
+share their arena range, forward and backward copies of one weight have different places. All gradients for the host
+arrive at the same addresses there, so that every copy waits for the update before.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,6 +85,16 @@ def _layout(
         for i in tensors:
             forward[i], offset = offset, offset + _up(sizes[i])
     return (forward, [offset + ALIGNMENT for offset in forward]), state_at, at + 2 * zone
+
+
+def _in_one_slot(ops: Sequence[Op], sizes: Sequence[int]) -> tuple[tuple[Op, ...], int]:
+    """Return ``ops`` with all gradients at one place on the host, and how large that is."""
+    found = list(ops)
+    copies = [op for op in ops if op.payload == "grad"]
+    updates = [op.id for op in ops if op.kind == "update" and op.resource == "host"]
+    for at, op in enumerate(copies):
+        found[op.id] = replace(op, slot=0, after=(updates[at - 1],) if len(copies) > 1 else ())
+    return tuple(found), max((sum(_up(sizes[t]) for t in op.tensors) for op in copies), default=0)
 
 
 def streamed(
@@ -177,6 +189,7 @@ def streamed(
         if clean:
             plan.add("drop", step, block, "none", payload="weight", tensors=tuple(clean))
         here.difference_update(gone)
+    ops, gradient_bytes = _in_one_slot(plan.ops, sizes)
     return Plan(
         fingerprint=structure_fingerprint(structure),
         model="test",
@@ -189,8 +202,9 @@ def streamed(
         update_places=tuple(place),
         state_bytes=states,
         initial=tuple(initial),
-        ops=tuple(plan.ops),
+        ops=ops,
         arena_bytes=arena,
+        gradient_bytes=gradient_bytes,
         predicted=Prediction(
             iteration_s=1.0, lower_bound_s=1.0, no_offload_s=1.0, device_peak_bytes=1, host_peak_bytes=1
         ),

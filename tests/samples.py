@@ -180,6 +180,7 @@ def make_plan(profile: Profile) -> Plan:
                     bytes=size,
                     after=(compute,),
                     until=step,
+                    slot=sum(-(-t.bytes // 512) * 512 for t in profile.tensors[:i]),
                 )
                 add("update", step, block, "host", size / 2.2e9, tensors=(i,), bytes=size, after=(down,))
             if block == 0:
@@ -197,6 +198,7 @@ def make_plan(profile: Profile) -> Plan:
         options=option_names,  # type: ignore[arg-type]
         update_places=tuple("paged" if i == 0 else "host" for i in range(len(profile.tensors))),
         state_bytes=tuple(t.state_bytes for t in profile.tensors),
+        gradient_bytes=sum(-(-t.bytes // 512) * 512 for t in profile.tensors),
         initial=tuple(
             Residency(payload="weight", tensor=i, offset=512 * i)
             for i in range(len(profile.tensors))

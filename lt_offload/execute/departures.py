@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from lt_offload.execute.device import Cell, Device, Event
-from lt_offload.execute.params import Weight, carve, distinct
-from lt_offload.plan.schedule import Op
+from lt_offload.execute.params import Weight, carve, distinct, round_up
+from lt_offload.plan.schedule import ALIGNMENT, Op
 from lt_offload.profile.types import GATHERED_BELOW
 
 SMALL_GRADIENT = GATHERED_BELOW
@@ -30,6 +30,63 @@ class Departure:
         self.kept.clear()
 
 
+class Slots:
+    """The host memory to which gradients are copied, which those share that are not there at the same time.
+
+    A copy comes after the updates that its op waits for in the plan: they read what was at its addresses.
+    """
+
+    def __init__(self, device: Device, ops: Sequence[Op], weights: Sequence[Weight]) -> None:
+        self._updates = {op.id for op in ops if op.kind == "update" and op.resource == "host"}
+        self._events: dict[int, list[Event]] = {}
+        """By update: what has to be over before memory that it reads is overwritten."""
+        ranges = {op.id: _range(op, weights) for op in ops if op.slot is not None}
+        self._boxes = [Outbox(device, op, [weights[t] for t in op.tensors]) for op in ops if op.slot is not None]
+        self.of: dict[int, Outbox] = {t: box for box in self._boxes for t in box.op.tensors}
+        """By weight."""
+        for low, high in _islands(ranges.values()):
+            island = device.host_empty((high - low,), torch.uint8)
+            for box in self._boxes:
+                start, end = ranges[box.op.id]
+                if low <= start and end <= high:
+                    box.use(island[start - low : end - low])
+        for box in self._boxes:
+            start, end = ranges[box.op.id]
+            box.cells = [o.cell for o in self._boxes if ranges[o.op.id][0] < end and start < ranges[o.op.id][1]]
+
+    def send(self, box: Outbox, items: Sequence[tuple[Weight, Tensor]]) -> Departure:
+        """Queue the copies of ``items`` to their slot, as one task."""
+        return box.send(items, self._freed(box.op))
+
+    def updated(self, op: int, event: Event) -> None:
+        """Note that the update ``op`` has been queued, which reads what has arrived."""
+        self._events[op] = [event]
+
+    def skipped(self, op: int, weights: Iterable[Weight]) -> None:
+        """Note that nothing has arrived for the update ``op``: what was at its addresses before may be there still."""
+        boxes = dict.fromkeys(self.of[w.index] for w in weights if w.index in self.of)
+        self._events[op] = distinct(event for box in boxes for event in self._freed(box.op))
+
+    def _freed(self, op: Op) -> list[Event]:
+        return [event for other in op.after if other in self._updates for event in self._events.get(other, ())]
+
+
+def _range(op: Op, weights: Sequence[Weight]) -> tuple[int, int]:
+    assert op.slot is not None
+    return op.slot, op.slot + sum(round_up(weights[t].nbytes, ALIGNMENT) for t in op.tensors)
+
+
+def _islands(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges of addresses that ``ranges`` cover together, apart where none of them crosses."""
+    found: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if found and low < found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], high))
+        else:
+            found.append((low, high))
+    return found
+
+
 class Outbox:
     """The gradients of one op, side by side in host memory, those of one dtype that are small without a gap."""
 
@@ -38,45 +95,59 @@ class Outbox:
         self.hosts: dict[int, Tensor] = {}
         """Where each gradient arrives, by the weight's index."""
         self.cell = Cell(f"host grad {op.block}")
+        self.cells = [self.cell]
+        """Those of all ops that have some of its addresses."""
         self._device, self._label = device, f"offload grad {op.block}"
+        self._weights = tuple(weights)
         self._small: dict[torch.dtype, tuple[tuple[int, ...], Tensor]] = {}
         """By dtype: the weights whose gradients are gathered, and their host memory."""
-        small: defaultdict[torch.dtype, list[Weight]] = defaultdict(list)
         for weight in weights:
             weight.grad_cell = self.cell
+
+    def use(self, memory: Tensor) -> None:
+        """Let gradients arrive in ``memory``, bytes on the host."""
+        small: defaultdict[torch.dtype, list[Weight]] = defaultdict(list)
+        for weight in self._weights:
             if weight.nbytes < SMALL_GRADIENT:
                 small[weight.host.dtype].append(weight)
-        gathered = {dtype: found for dtype, found in small.items() if len(found) > 1}
-        alone = [w for w in weights if w not in gathered.get(w.host.dtype, ())]
-        parts = [((sum(w.nbytes for w in found),), torch.uint8) for found in gathered.values()]
-        _, tensors = device.host_group([*parts, *((tuple(w.host.shape), w.host.dtype) for w in alone)])
-        for (dtype, found), memory in zip(gathered.items(), tensors, strict=False):
-            self._small[dtype] = tuple(weight.index for weight in found), memory.view(dtype)
-            self._divide(memory, found)
-        self.hosts.update((w.index, host) for w, host in zip(alone, tensors[len(parts) :], strict=True))
+        at = 0
+        gathered: set[int] = set()
+        for dtype, found in small.items():
+            if len(found) > 1:
+                start, at = at, self._divide(memory, at, found)
+                self._small[dtype] = tuple(w.index for w in found), memory[start:at].view(dtype)
+                gathered.update(weight.index for weight in found)
+                at = round_up(at, ALIGNMENT)
+        for weight in self._weights:
+            if weight.index not in gathered:
+                at = round_up(self._divide(memory, at, [weight]), ALIGNMENT)
 
-    def send(self, items: Sequence[tuple[Weight, Tensor]]) -> Departure:
-        """Queue the copies of ``items``, as one task."""
+    def send(self, items: Sequence[tuple[Weight, Tensor]], freed: Sequence[Event]) -> Departure:
+        """Queue the copies of ``items``, as one task that begins after ``freed``."""
         pairs = self._pairs(items)
         memory = Cell(self._label)
         event = self._device.submit(
             "d2h",
             _copies(self._device.copy, pairs),
-            # the last update read the host buffers and wrote the weights
-            after=[self._device.mark(writes=[memory]), *distinct(weight.parcel.current for weight, _ in items)],
+            # the last update wrote the weights
+            after=[
+                self._device.mark(writes=[memory]),
+                *distinct([*freed, *(weight.parcel.current for weight, _ in items)]),
+            ],
             reads=[memory],
-            writes=[self.cell],
+            writes=self.cells,
             label=self._label,
             op=self.op.id,
             nbytes=sum(host.nbytes for host, _ in pairs),
         )
         return Departure(self._device, event, memory, [source for _, source in pairs])
 
-    def _divide(self, memory: Tensor, weights: Iterable[Weight]) -> None:
-        at = 0
+    def _divide(self, memory: Tensor, at: int, weights: Iterable[Weight]) -> int:
+        """Give each of ``weights`` its part of ``memory`` from ``at`` on; return where the last one ends."""
         for weight in weights:
             self.hosts[weight.index] = carve(memory, at, weight.host)
             at += weight.nbytes
+        return at
 
     def _pairs(self, items: Sequence[tuple[Weight, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """Return what is copied where; small gradients are gathered, unless some of them have not come."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lt_offload import limits
-from lt_offload.execute.departures import Departure, Outbox
+from lt_offload.execute.departures import Departure, Outbox, Slots
 from lt_offload.execute.device import Device, Event
 from lt_offload.execute.params import Weight, distinct
 from lt_offload.execute.updates import Updates
@@ -33,11 +33,12 @@ class Gradients:
         self._host_grads: dict[int, Tensor] = {}
         self._direct_grads: dict[int, Tensor] = {}
         """Those of the host gradients that the backward writes itself, as the device sees them."""
-        self._outboxes: dict[int, Outbox] = {}
-        """By weight."""
+        self._slots = Slots(device, plan.ops, weights)
+        for outbox in self._slots.of.values():
+            self._host_grads.update(outbox.hosts)
         for op in plan.ops:
-            if op.payload == "grad":
-                self._receive(op, [weights[t] for t in op.tensors])
+            if op.payload == "grad" and op.resource == "compute":
+                self._receive([weights[t] for t in op.tensors])
         self._arrived: dict[int, Event] = {}
         self._on_device: list[tuple[Weight, Tensor]] = []
         self._to_host: list[tuple[Weight, Tensor]] = []
@@ -50,17 +51,12 @@ class Gradients:
         trainable = (weight for weight in weights if weight.param.requires_grad)
         self._handles = [w.param.register_post_accumulate_grad_hook(partial(hook, w.index)) for w in trainable]  # type: ignore[no-untyped-call]
 
-    def _receive(self, op: Op, weights: Sequence[Weight]) -> None:
-        """Make host memory for the gradients of ``op``."""
-        if op.resource == "compute":
-            for weight in weights:
-                host = self.device.host_empty(weight.host.shape, weight.host.dtype)
-                self._host_grads[weight.index] = host
-                self._direct_grads[weight.index] = self.device.direct_view(host)
-        else:
-            outbox = Outbox(self.device, op, weights)
-            self._host_grads.update(outbox.hosts)
-            self._outboxes.update((weight.index, outbox) for weight in weights)
+    def _receive(self, weights: Sequence[Weight]) -> None:
+        """Make host memory for gradients that the backward writes."""
+        for weight in weights:
+            host = self.device.host_empty(weight.host.shape, weight.host.dtype)
+            self._host_grads[weight.index] = host
+            self._direct_grads[weight.index] = self.device.direct_view(host)
 
     def remove(self) -> None:
         """Detach every hook."""
@@ -165,10 +161,10 @@ class Gradients:
         items, self._to_host = self._to_host, []
         by_outbox: dict[Outbox, list[tuple[Weight, Tensor]]] = {}
         for item in items:
-            by_outbox.setdefault(self._outboxes[item[0].index], []).append(item)
+            by_outbox.setdefault(self._slots.of[item[0].index], []).append(item)
         departures = []
         for outbox, members in by_outbox.items():
-            departure = outbox.send(members)
+            departure = self._slots.send(outbox, members)
             departures.append((outbox.op, departure))
             self._arrived.update((weight.index, departure.event) for weight, _ in members)
         return departures
@@ -177,6 +173,7 @@ class Gradients:
         """Queue the host's update of those ``weights`` whose gradients have been sent; return its event."""
         ready = [w for w in weights if w.index in self._arrived]
         if not ready:
+            self._slots.skipped(op, weights)
             return None
         run = self.updates.prepare(ready, "host", [self._host_grads[w.index] for w in ready])
         parcels = list(dict.fromkeys(w.parcel for w in ready))
@@ -191,6 +188,7 @@ class Gradients:
             op=op,
             urgency=urgency,
         )
+        self._slots.updated(op, event)
         for parcel in parcels:
             parcel.current = event
         self.updated += len(ready)

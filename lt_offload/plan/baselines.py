@@ -113,7 +113,7 @@ def smallest(profile: Profile, allowed: Allowed, *, host_update: bool, host_budg
     for options in option_sets(profile, allowed):
         for on_host in (True, False) if host_update else (False,):
             choices = streaming_choices(profile, options, host_update=on_host, lead=0, lag=0)
-            ram = choices.host_bytes(profile)
+            ram = choices.least_host_bytes(profile)
             if host_budget is None or ram <= host_budget:
                 needed = budget_for(room_needed(choices, profile), profile)
                 found.append(Smallest(choices=choices, device_bytes=needed, host_bytes=ram))

@@ -15,6 +15,7 @@ from lt_offload.plan.link import link
 from lt_offload.plan.memory import framework_bytes
 from lt_offload.plan.runs import arrange
 from lt_offload.plan.schedule import Plan, Prediction, Residency
+from lt_offload.plan.slots import own_slots
 from lt_offload.profile.types import Profile
 from lt_offload.units import format_bytes
 
@@ -36,7 +37,7 @@ def build(
     host_budget_bytes: int,
     placement: Placement | None = None,
 ) -> Plan:
-    """Return the plan that carries out ``choices``; its prediction is ``UNKNOWN``.
+    """Return the plan that carries out ``choices``; its prediction is ``UNKNOWN``, and its gradients share no memory.
 
     ``placement`` has an offset for each of ``device_copies``, if the caller has found some already.
     """
@@ -46,6 +47,7 @@ def build(
         copy.offset = offset
     emitter = Emitter(choices, profile, copies)
     emitter.emit()
+    ops, gradient_bytes = own_slots(link(emitter), profile)
     return Plan(
         fingerprint=profile.fingerprint,
         model=profile.model,
@@ -61,8 +63,9 @@ def build(
         initial=tuple(
             Residency(payload=copy.payload, tensor=copy.tensor, offset=copy.offset) for copy in copies if copy.at_start
         ),
-        ops=link(emitter),
+        ops=ops,
         arena_bytes=placement.extent,
+        gradient_bytes=gradient_bytes,
         predicted=UNKNOWN,
         estimated=profile.estimated,
         host_threads=profile.optimizer.host_threads,

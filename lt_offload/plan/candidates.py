@@ -14,6 +14,7 @@ from lt_offload.plan.proposal import Proposal, Request
 from lt_offload.plan.relax import relax
 from lt_offload.plan.schedule import Alternative, Plan
 from lt_offload.plan.simulate import simulate
+from lt_offload.plan.slots import share_slots
 from lt_offload.plan.trace import Trace
 from lt_offload.units import format_bytes
 
@@ -53,7 +54,7 @@ class Candidates:
     def add(self, proposal: Proposal) -> Missed:
         """Fit, build, check and simulate ``proposal``."""
         request, profile = self.request, self.request.profile
-        excess = proposal.choices.host_bytes(profile) - request.host_budget_bytes
+        excess = proposal.choices.least_host_bytes(profile) - request.host_budget_bytes
         if excess > 0:
             self.fail(proposal.name, f"needs {format_bytes(excess)} more RAM")
             return Missed(device=0, host=excess)
@@ -75,6 +76,8 @@ class Candidates:
             if found is None or trace.iteration_time < found.seconds:
                 found = Candidate(proposal=replace(proposal, choices=choices), plan=plan, trace=trace)
         assert found is not None
+        shared, trace = share_slots(found.plan, profile, found.trace)
+        found = replace(found, plan=shared, trace=trace)
         violations = check(found.plan, profile)
         assert not violations, f"{proposal.name}: {violations[:3]}"
         self.fitting.append(found)

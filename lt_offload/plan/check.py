@@ -15,6 +15,7 @@ from lt_offload.plan.copies import state_room
 from lt_offload.plan.memory import backward_steps, computation_bytes, host_bytes, reruns
 from lt_offload.plan.replay import describe, replay
 from lt_offload.plan.schedule import ALIGNMENT, Op, Plan
+from lt_offload.plan.slots import slot_bytes
 from lt_offload.profile.types import Profile, TensorProfile
 from lt_offload.units import format_bytes
 
@@ -109,6 +110,13 @@ def _payload(op: Op, plan: Plan, profile: Profile) -> Iterator[str]:
         yield f"{name}: payload: {'missing' if moves else 'only copies and drops have one'}"
     if op.payload == "grad" and op.kind != "offload":
         yield f"{name}: payload: gradients are offloaded only"
+    if (op.payload == "grad" and op.resource == "d2h") != (op.slot is not None):
+        yield f"{name}: slot: gradients that are copied to the host have one, nothing else has"
+    elif op.slot is not None and (op.slot % ALIGNMENT or op.slot < 0):
+        yield f"{name}: slot: {op.slot} is not a multiple of {ALIGNMENT}"
+    elif op.slot is not None and op.slot + slot_bytes(op, profile) > plan.gradient_bytes:
+        end = op.slot + slot_bytes(op, profile)
+        yield f"{name}: slot: it ends at {end}, the extent is {plan.gradient_bytes}"
     if op.payload in ("grad", "activation") and op.kind == "offload" and op.until is None:
         yield f"{name}: until: it has to say when the device memory is given back"
     if (op.payload == "activation" or op.kind in ("forward", "backward")) == bool(op.tensors):
@@ -247,6 +255,6 @@ def _budgets(plan: Plan, profile: Profile) -> Iterator[str]:
             f"{describe(_computations(plan)[worst])}: budget: {format_bytes(int(memory[worst]))} are needed of "
             f"{format_bytes(plan.budget_bytes)} ({int(memory[worst]) - plan.budget_bytes} bytes too many)"
         )
-    ram = host_bytes(plan.options, plan.update_places, profile)
+    ram = host_bytes(plan, profile)
     if ram > plan.host_budget_bytes:
         yield f"host budget: {format_bytes(ram)} of RAM are needed of {format_bytes(plan.host_budget_bytes)}"

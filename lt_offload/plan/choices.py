@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from lt_offload.plan.computations import Rerun as Rerun
-from lt_offload.plan.memory import Usage, backward_steps, host_bytes
+from lt_offload.plan.memory import Usage, backward_steps, least_host_bytes
 from lt_offload.plan.pace import Pace
 from lt_offload.plan.schedule import UpdatePlace
 from lt_offload.profile.types import OptionName, Profile
@@ -74,10 +74,10 @@ class Choices:
             reruns=self.reruns,
         )
 
-    def host_bytes(self, profile: Profile) -> int:
-        """Return the bytes of RAM that they take."""
+    def least_host_bytes(self, profile: Profile) -> int:
+        """Return the bytes of RAM with which a plan can carry them out, and below which none can."""
         used = self.usage
-        return host_bytes(used.options, used.places, profile)
+        return least_host_bytes(used.options, used.places, used.grad_direct, profile)
 
     def activations_needed(self, block: int) -> int:
         """Return the step in which ``block`` first needs what it has offloaded: to run again, or for its backward."""

@@ -129,7 +129,11 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
             f"{packing.waste:.1%} more; transfers per iteration: {packing.transfers} for {packing.tensors} weights and "
             "states",
         )
-    yield "host memory", f"{format_bytes(found.host_peak_bytes)} of {format_bytes(plan.host_budget_bytes)}"
+    ram = f"{format_bytes(found.host_peak_bytes)} of {format_bytes(plan.host_budget_bytes)}"
+    arriving = sum(op.bytes for op in plan.ops if op.slot is not None)
+    if arriving:
+        ram += f": {format_bytes(plan.gradient_bytes)} for gradients, in which {format_bytes(arriving)} take turns"
+    yield "host memory", ram
 
 
 def _traffic(plan: Plan) -> Iterator[tuple[str, str]]:

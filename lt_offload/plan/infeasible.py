@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from lt_offload.errors import InfeasibleError
 from lt_offload.plan.baselines import resident_choices, smallest
-from lt_offload.plan.memory import host_bytes
+from lt_offload.plan.memory import lasting_host_bytes
 from lt_offload.plan.offmate_config import OffmateConfig, allowed_options
 from lt_offload.plan.proposal import Allowed
-from lt_offload.plan.schedule import PlannerName, UpdatePlace
+from lt_offload.plan.schedule import PlannerName
 from lt_offload.profile.types import BlockProfile, OptionProfile, Profile
 from lt_offload.units import format_bytes
 
@@ -61,9 +61,8 @@ def as_setting(nbytes: int) -> str:
 
 def smallest_ram(profile: Profile, allowed: Allowed) -> int:
     """Return the host bytes of a plan that has all states on the device and copies as few activations as possible."""
-    places: tuple[UpdatePlace, ...] = tuple("device" if tensor.trainable else "none" for tensor in profile.tensors)
     options = tuple(min(options, key=lambda o: o.offload_bytes).name for options in allowed)
-    return host_bytes(options, places, profile)
+    return lasting_host_bytes(options, (), profile)
 
 
 def _smaller_inputs(profile: Profile, config: OffmateConfig) -> Iterator[str]:

@@ -86,7 +86,7 @@ class _Linker:
         open_ranges = [(low, high)]
         found: set[int] = set()
         for at in others[np.argsort(ago[others], kind="stable")]:
-            left = _without(open_ranges, int(self.low[at]), int(self.high[at]))
+            left = without(open_ranges, int(self.low[at]), int(self.high[at]))
             if left != open_ranges:
                 open_ranges = left
                 found.update(self.moving[at].releases)
@@ -95,7 +95,7 @@ class _Linker:
         return found
 
 
-def _without(ranges: list[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
+def without(ranges: list[tuple[int, int]], low: int, high: int) -> list[tuple[int, int]]:
     """Return ``ranges`` less ``[low, high)``."""
     found = []
     for start, end in ranges:

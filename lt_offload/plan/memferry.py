@@ -23,10 +23,10 @@ from lt_offload.plan.memferry_fit import Fitting
 from lt_offload.plan.memferry_forward import best_forward
 from lt_offload.plan.memferry_model import Decisions, uniform
 from lt_offload.plan.memferry_relax import Given, seconds
-from lt_offload.plan.memory import budget_for, host_bytes
+from lt_offload.plan.memory import budget_for, least_host_bytes
 from lt_offload.plan.proposal import NotApplicable, Proposal, Request
 from lt_offload.plan.schedule import UpdatePlace
-from lt_offload.profile.types import TensorProfile
+from lt_offload.profile.types import OptionName, TensorProfile
 from lt_offload.units import format_bytes
 
 _RESERVES = (1.0, 0.5, 0.0)
@@ -87,16 +87,21 @@ class _Planner:
         offers = [[o for o in options if o.name != "discard"] for options in request.allowed]
         self.options = tuple(min(options, key=lambda o: seconds(o, hardware)).name for options in offers)
         places = tuple(_place(tensor) for tensor in self.profile.tensors)
-        ram = host_bytes(self.options, places, self.profile)
+        reserve = request.gradient_reserve
+        # If the user does not say, all that can be is kept while that fits without giving anything else up.
+        written = [self._written(part) for part in (_RESERVES if reserve is None else (reserve,))]
+        ram = min(least_host_bytes(self.options, places, some, self.profile) for some in written)
         if ram > request.host_budget_bytes:
             budget = format_bytes(request.host_budget_bytes)
             raise NotApplicable(f"weights, gradients and optimizer states need {format_bytes(ram)} of {budget} of RAM")
+        self.written = [some for some in written if self._fits(self.options, places, some)]
         most = tuple(max(options, key=lambda o: o.offload_bytes).name for options in offers)
-        copying = host_bytes(most, places, self.profile) <= request.host_budget_bytes
+        copying = all(self._fits(most, places, some) for some in self.written)
         self.fitting = Fitting(request, copying=copying)
-        reserve = request.gradient_reserve
-        # If the user does not say, all that can be is kept while that fits without giving anything else up.
-        self.written = [self._written(part) for part in (_RESERVES if reserve is None else (reserve,))]
+
+    def _fits(self, options: tuple[OptionName, ...], places: tuple[UpdatePlace, ...], written: frozenset[int]) -> bool:
+        """Return whether the host has room for what these decisions need."""
+        return least_host_bytes(options, places, written, self.profile) <= self.request.host_budget_bytes
 
     def why_nothing_fits(self) -> str:
         """Return a clause with numbers."""

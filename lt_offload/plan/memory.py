@@ -8,12 +8,14 @@ computation; otherwise its computations follow each other with different things 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from lt_offload.plan.arena import aligned
 from lt_offload.plan.computations import SAVED, Computation, Rerun, computations
 from lt_offload.plan.schedule import Plan, UpdatePlace
 from lt_offload.profile.types import COLLECTED_BELOW, GATHERED_BELOW, OptionName, Profile
@@ -119,13 +121,34 @@ def _with_fixed(framework: Bytes, plan: Plan, profile: Profile) -> Bytes:
     return held + np.maximum(slack, profile.slack_bytes)
 
 
-def host_bytes(options: tuple[OptionName, ...], places: tuple[UpdatePlace, ...], profile: Profile) -> int:
-    """Return the bytes of RAM that hold weights, optimizer states, gradients and activations.
+def host_bytes(plan: Plan, profile: Profile) -> int:
+    """Return the bytes of RAM that hold weights, optimizer states, gradients and activations."""
+    written = usage(plan).grad_direct
+    return lasting_host_bytes(plan.options, written, profile) + plan.gradient_bytes
+
+
+def least_host_bytes(
+    options: tuple[OptionName, ...], places: tuple[UpdatePlace, ...], written: Iterable[int], profile: Profile
+) -> int:
+    """Return the bytes of RAM below which no plan with these decisions exists; with them, one does.
+
+    Gradients share memory, if need be so that each copy waits for the updates of the step before: only those of one
+    step, which leave together, have to be there at the same time.
+    """
+    written, together = set(written), defaultdict[int, int](int)
+    for index, (tensor, place) in enumerate(zip(profile.tensors, places, strict=True)):
+        if place == "host" and index not in written:
+            together[backward_steps(tensor.blocks, profile)[-1]] += aligned(tensor.bytes)
+    return lasting_host_bytes(options, written, profile) + max(together.values(), default=0)
+
+
+def lasting_host_bytes(options: tuple[OptionName, ...], written: Iterable[int], profile: Profile) -> int:
+    """Return the bytes of RAM for all but gradients that are copied; ``written`` are those that the backward writes.
 
     States that stay on the device have a host copy as well: it is needed when they make room for a validation.
     """
     total = sum(tensor.bytes + tensor.state_bytes for tensor in profile.tensors)
-    total += sum(tensor.bytes for tensor, place in zip(profile.tensors, places, strict=True) if place == "host")
+    total += sum(profile.tensors[index].bytes for index in written)
     for block, option in zip(profile.blocks, options, strict=True):
         total += block.option(option).offload_bytes if block.has_backward else 0
     return total

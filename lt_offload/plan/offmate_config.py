@@ -15,7 +15,7 @@ class OffmateConfig:
     """Budgets, switches and modelling choices.
 
     The defaults describe how the engine executes; ``phi=1, gamma=1, lag=0, lookahead=0, pools="shared",
-    launch_interrupts=True, late_update=False`` describe the paper's runtime.
+    launch_interrupts=True, late_update=False, shared_gradients=False`` describe the paper's runtime.
     """
 
     budget_bytes: int | None
@@ -39,6 +39,9 @@ class OffmateConfig:
     launch_interrupts: bool = False
     """Whether the host cannot update while it launches a step's kernels, as in the paper's (23). The engine updates on
     threads of their own."""
+    shared_gradients: bool = True
+    """Whether gradients of different steps take turns in the same host memory, each until the host has updated; in the
+    paper's runtime each has its own."""
     gamma: float | None = None
     """Peak of a group's gradient bytes over its trainable bytes: 1 if the update follows the whole backward of the
     block; None: its largest tensor, as when every tensor is updated as soon as its gradient is complete."""

@@ -23,7 +23,7 @@ to the host and ``OP`` updated there, of Wg (4); ``Time`` of a step (2).
 - C8  what the host has still to update is neither resident nor prefetched before the forward (11, 13).
 - C9  device memory in every step (14-17), with gradients, update scratch and workspaces, which the paper's program
   leaves out.
-- C10 host memory, where nothing is given back (18).
+- C10 host memory, where nothing is given back (18) but the places of gradients: those of one step are there together.
 - C11 a step lasts at least its computation, its device update and the copies that cannot overlap them (19, 20; the rate
   in the printed (20) is the host's by mistake).
 - C12 and at least its copies to the device (21), C13 and to the host (22), with the activations that both equations
@@ -42,6 +42,7 @@ as necessary as those before: without them everything that leaves would have to 
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Literal
 
@@ -88,6 +89,8 @@ class Program:
             [pulp.LpAffineExpression() for _ in range(self.steps)] for _ in range(6)
         )
         self.host_memory = pulp.LpAffineExpression()
+        self.arriving: defaultdict[int, pulp.LpAffineExpression] = defaultdict(pulp.LpAffineExpression)
+        """By step: bytes of its gradients that the host updates with."""
         self.launched = pulp.LpAffineExpression()
         self.offloaded: dict[int, list[Pair]] = {}
         """By forward step; only if they are counted together."""
@@ -231,8 +234,9 @@ class Program:
         everything = self._size(v.group.bytes)
         add(
             self.host_memory,
-            [(everything, 1.0), (trained + states, v.host_share), *((states, f) for f in v.state_offload)],
+            [(everything, 1.0), (states, v.host_share), *((states, f) for f in v.state_offload)],
         )
+        add(self.arriving[v.group.last_backward], [(trained, v.host_share)])
 
     def _copied_bytes(self, group: Group) -> int:
         """Return the bytes of the group that its uses need on the device.
@@ -323,8 +327,18 @@ class Program:
         elif self.config.host_budget_bytes is not None:
             budget = self._size(self.config.host_budget_bytes)
         if budget is not None:
-            require(self.problem, [*pairs(self.host_memory), (-1, budget)], "<=")  # C10
+            gradients = self._gradients_on_host()
+            require(self.problem, [*pairs(self.host_memory), *gradients, (-1, budget)], "<=")  # C10
         return budget
+
+    def _gradients_on_host(self) -> list[Pair]:
+        """Return terms for the host memory of gradients."""
+        if not self.config.shared_gradients:
+            return [pair for row in self.arriving.values() for pair in pairs(row)]
+        most = self.problem.add_variable("gradients", 0)
+        for row in self.arriving.values():
+            require(self.problem, [*pairs(row), (-1, most)], "<=")
+        return [(1, most)]
 
     def _limit_times(self) -> list[pulp.LpVariable]:
         if self.objective != "time":

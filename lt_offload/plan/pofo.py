@@ -101,7 +101,7 @@ def _fitted(operations: tuple[Operation, ...], layout: Layout, request: Request,
     """Return the decisions of a sequence, or None if they do not fit."""
     profile = request.profile
     choices = as_choices(operations, layout, profile, request.allowed)
-    if choices.host_bytes(profile) > request.host_budget_bytes:
+    if choices.least_host_bytes(profile) > request.host_budget_bytes:
         return None
     found = with_copies(choices, profile, request.room - arena)
     assert found is None or int(framework_bytes(found.usage, profile).max()) <= request.room - arena

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from lt_offload.plan.arena import aligned
 from lt_offload.plan.schedule import Op, Plan
 from lt_offload.plan.simulate import label
+from lt_offload.plan.slots import slot_bytes
 from lt_offload.profile.types import Profile
 
 _LANES = {"compute": 0, "h2d": 1, "d2h": 2, "host": 3}
@@ -79,6 +80,15 @@ class _Freed:
     accesses: tuple[_Access, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """A range of the host memory of gradients, and the op that copied to it last."""
+
+    low: int
+    high: int
+    op: Op
+
+
 class _Replay:
     def __init__(self, plan: Plan, profile: Profile) -> None:
         self.plan, self.profile = plan, profile
@@ -101,6 +111,7 @@ class _Replay:
         self.releases: dict[int, list[_Key]] = defaultdict(list)
         self.held: dict[int, list[_Access]] = defaultdict(list)
         self.given_back: list[_Access] = []
+        self.arrived: list[_Arrived] = []
         self.computed: _Access | None = None
         for entry in plan.initial:
             key = (entry.payload, entry.tensor)
@@ -228,6 +239,8 @@ class _Replay:
 
     def _offload(self, access: _Access, clock: _Clock) -> None:
         op = access.op
+        if op.slot is not None:
+            self._arrive(access, clock, op.slot, op.slot + slot_bytes(op, self.profile))
         if op.payload in ("grad", "activation"):
             for index in op.tensors or (op.block,):
                 what: _Key = (op.payload, index)
@@ -247,6 +260,23 @@ class _Replay:
             self.outdated_hosts.discard(key)
             if op.until is not None:
                 self.releases[op.until].append(key)
+
+    def _arrive(self, access: _Access, clock: _Clock, low: int, high: int) -> None:
+        """Take a range of the host memory of gradients; what was copied there before has been read."""
+        kept = [_Arrived(low, high, access.op)]
+        for former in self.arrived:
+            if former.low >= high or former.high <= low:
+                kept.append(former)
+                continue
+            for t in former.op.tensors:
+                what, cell = ("grad", t), self.cells["host", "grad", t]
+                for other in cell.accesses():
+                    self._require(access, clock, other, self._what(what))
+                if not cell.reads:
+                    self._report(access.op, f"slot: it overwrites {self._what(what)}, which no update has read")
+            rest = (replace(former, high=low), replace(former, low=high))
+            kept += [part for part in rest if part.low < part.high]
+        self.arrived = kept
 
     def _drop(self, op: Op, key: _Key) -> None:
         buffer = self._on_device(op, key)

@@ -19,6 +19,9 @@ Each lane works through its ops in the order of issue, except ``host``: of the u
 takes the one that is needed first (:func:`deadlines`). Gradients arrive in the order opposite to that in which the next
 forward needs the weights; in order of arrival, the first blocks would wait for all updates.
 
+Gradients that are copied to the host share memory there (``Op.slot``): each op has a place of its own from its copy to
+the update that reads it, and the next copy to any of those addresses is ordered ``after`` that update.
+
 A forward that runs again (``Op.save`` is not None) takes its block's saved input, or the output of the forward of the
 block before if that is the op right before it, and draws the random numbers of the first run again. What it saves
 replaces what the block had saved. A block of option ``discard`` has saved nothing until a forward of it runs again.
@@ -83,6 +86,9 @@ class Op:
     """Indices into ``Profile.tensors``; empty for computations and activations (those belong to ``block``)."""
     offsets: tuple[int, ...] = ()
     """Arena offset per tensor, for prefetches of weights and states."""
+    slot: int | None = None
+    """For gradients that are copied to the host: where those of this op begin in the memory that all of them share.
+    They take as much as their tensors would in the arena."""
     bytes: int = 0
     """What is copied or dropped; for computations, what they read directly in host memory."""
     seconds: float = 0.0
@@ -99,6 +105,8 @@ class Op:
 def deadlines(ops: Sequence[Op]) -> dict[int, int]:
     """Return, per update on the host, the position of the first op that waits for it.
 
+    That may be a copy of gradients to the memory that the update reads: what has to make room is taken before what only
+    the next forward needs.
     Positions count on into the next iteration: a value of ``len(ops)`` or more means an op of that.
     """
     found: dict[int, int] = {}
@@ -197,6 +205,8 @@ class Plan:
     arena_bytes: int
     """Extent of the arena; the rest of the budget is for activations, gradients and workspaces."""
     predicted: Prediction
+    gradient_bytes: int = 0
+    """Extent of the host memory to which gradients are copied; see ``Op.slot``."""
     estimated: bool = False
     """True if the profile was an estimate."""
     notes: tuple[str, ...] = ()

@@ -161,7 +161,7 @@ def _trace(plan: Plan, profile: Profile, start: list[float], end: list[float], f
         source="simulated",
         iteration_time=(finished[-1] - finished[-1 - _MEASURED]) / _MEASURED,
         device_peak=int(memory.max()),
-        host_peak=host_bytes(plan.options, plan.update_places, profile),
+        host_peak=host_bytes(plan, profile),
         budget_bytes=plan.budget_bytes,
         spans=tuple(
             Span(op=op.id, lane=op.resource, label=label(op), start=start[op.id] - origin, end=end[op.id] - origin)

@@ -16,9 +16,9 @@ def problems(plan: Plan) -> Iterator[str]:
     for name, value in (("batch_size", plan.batch_size), ("sequence_length", plan.sequence_length)):
         if value < 1:
             yield f"{name} is {value}, it has to be positive"
-    sizes = (plan.budget_bytes, plan.host_budget_bytes, plan.arena_bytes, *plan.state_bytes, *plan.weight_bytes)
     predicted = plan.predicted
-    sizes += (predicted.device_peak_bytes, predicted.host_peak_bytes)
+    sizes = (plan.budget_bytes, plan.host_budget_bytes, plan.arena_bytes, *plan.state_bytes, *plan.weight_bytes)
+    sizes += (plan.gradient_bytes, predicted.device_peak_bytes, predicted.host_peak_bytes)
     if min(sizes) < 0 or min(predicted.iteration_s, predicted.lower_bound_s, predicted.no_offload_s) < 0:
         yield "a size or time is negative"
     if not plan.options:
@@ -51,5 +51,7 @@ def _of_op(op: Op, at: int, plan: Plan) -> Iterator[str]:
         yield "it waits for ops that do not exist"
     if op.bytes < 0 or op.seconds < 0 or any(offset < 0 for offset in op.offsets):
         yield "a size or time is negative"
+    if (op.payload == "grad" and op.resource == "d2h") != (op.slot is not None and op.slot >= 0):
+        yield f"slot {op.slot}: gradients that are copied to the host have one, nothing else has"
     if op.payload in ("weight", "state") and op.kind == "prefetch" and len(op.offsets) != len(op.tensors):
         yield f"{len(op.offsets)} offsets for {len(op.tensors)} tensors"

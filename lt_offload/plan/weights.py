@@ -84,7 +84,7 @@ def propose_greedy(request: Request) -> list[Proposal]:
             f"with every weight absent between its uses, {format_bytes(needed)} are needed "
             f"and there are {format_bytes(max(request.room, 0))}"
         )
-    fitting = [p for p in found if p.choices.host_bytes(request.profile) <= request.host_budget_bytes]
+    fitting = [p for p in found if p.choices.least_host_bytes(request.profile) <= request.host_budget_bytes]
     if not fitting:
         _require_ram(request, found[0].choices)
     return fitting
@@ -152,6 +152,6 @@ def _recomputing(block: BlockProfile, options: tuple[OptionProfile, ...]) -> Opt
 
 
 def _require_ram(request: Request, choices: Choices) -> None:
-    missing = choices.host_bytes(request.profile) - request.host_budget_bytes
+    missing = choices.least_host_bytes(request.profile) - request.host_budget_bytes
     if missing > 0:
         raise NotApplicable(f"host copies need {format_bytes(missing)} more RAM")

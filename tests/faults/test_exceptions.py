@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -11,6 +12,9 @@ from lightning.pytorch.loggers import CSVLogger
 
 from lt_offload import lifecycle
 from lt_offload.execute.emulated import EmulatedDevice
+from lt_offload.execute.engine import Engine
+from lt_offload.profile.blocks import find_blocks
+from tests import models, plans
 from tests.parity.lightning_harness import Forced, fit, seeded_module
 
 pytestmark = [
@@ -48,3 +52,53 @@ def test_weights_are_complete_when_an_exception_reaches_the_loggers(
         fit(Forced(), module, callbacks=[Fails()], logger=logger)
     expected = fit("auto", max_steps=2).module.state_dict()
     assert all(torch.equal(weight, expected[name]) for name, weight in logger.weights.items())
+
+
+@pytest.mark.parametrize("mode", ["lazy", "random", "thread"])
+@pytest.mark.parametrize("step", [0, 2])
+def test_an_iteration_given_up_halfway_leaves_the_memory_of_gradients_to_the_next(
+    mode: Any, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All gradients arrive at one address; one that has arrived, or is about to, never gets its update."""
+    model = models.build("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    structure = find_blocks(model)
+    plan = plans.streamed(structure, optimizer, options=("keep",), places=("host",))
+    assert {op.slot for op in plan.ops if op.payload == "grad"} == {0}
+    device = EmulatedDevice(1 << 30, mode, check=True)
+    engine = Engine(model, optimizer, plan, device, structure=structure)
+    engine.install()
+    twin = copy.deepcopy(model)
+    other = torch.optim.AdamW(twin.parameters(), lr=1e-2)
+    try:
+        assert engine.gradients is not None
+        queue, calls = engine.gradients.update_on_host, iter(range(100))
+
+        def update(*args: Any) -> Any:
+            if next(calls) == step:
+                raise RuntimeError("halfway")
+            return queue(*args)
+
+        def half() -> None:
+            with engine.iteration():
+                model(**models.batch(model)).loss.backward()
+
+        with monkeypatch.context() as patch:
+            patch.setattr(engine.gradients, "update_on_host", update)
+            with pytest.raises(RuntimeError, match="halfway"):
+                half()
+        engine.drain()
+        twin.load_state_dict(model.state_dict())
+        other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        for _ in range(2):
+            with engine.iteration():
+                model(**models.batch(model)).loss.backward()
+                optimizer.step()
+            other.zero_grad()
+            twin(**models.batch(twin)).loss.backward()
+            other.step()
+        engine.drain()
+    finally:
+        engine.remove()
+        device.close()
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))

@@ -23,7 +23,6 @@ REDUNDANT = {
     ("offload state", "offload state"): "the d2h lane runs in order",
     ("offload weight", "offload weight"): "the d2h lane runs in order",
     ("offload activation", "prefetch activation"): "the compute lane has read what was fetched",
-    ("offload grad", "update"): "the updated weight has been fetched and used since",
     ("prefetch state", "offload state"): "a state's range is released by its own copy to the host",
     ("prefetch state", "release"): "ranges of states are not shared in these plans",
     ("compute", "release"): "ranges of states are not shared in these plans",

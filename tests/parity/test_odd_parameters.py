@@ -118,3 +118,26 @@ def test_everything_travels(kind: str, place: str) -> None:
         engine.remove()
         device.close()
     assert differences(plain(kind), Result(losses, model, optimizer)) == []
+
+
+@pytest.mark.parametrize("kind", ["long", "short"])
+def test_gradients_that_do_not_come_leave_their_place_to_others(kind: str) -> None:
+    """On the host, all arrive at one address; those that the layers send are for some batches missing altogether."""
+    model, optimizer = build(kind)
+    structure = find_blocks(model)
+    places = ["device" if "linear" in name else "host" for name, _ in structure.tensors]
+    plan = plans.streamed(structure, optimizer, options=("keep",), places=places)
+    copies = [op for op in plan.ops if op.payload == "grad"]
+    assert len(copies) == 6
+    assert {op.slot for op in copies} == {0}
+    device = EmulatedDevice(BUDGET, mode="lazy", check=True)
+    engine = Engine(model, optimizer, plan, device)
+    try:
+        engine.install()
+        engine.follow(optimizer)
+        losses = loop(model, optimizer, batches(kind))
+        engine.drain()
+    finally:
+        engine.remove()
+        device.close()
+    assert differences(plain(kind), Result(losses, model, optimizer)) == []

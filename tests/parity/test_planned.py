@@ -12,6 +12,7 @@ from lt_offload.errors import InfeasibleError, OverBudget, UnsupportedError
 from lt_offload.execute.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.plan.schedule import Plan
+from lt_offload.plan.slots import slot_bytes
 from lt_offload.profile.types import Profile
 from tests import models
 from tests.parity.harness import make_optimizer
@@ -87,6 +88,21 @@ def test_exact_within_a_hard_budget(family: str, share: float) -> None:
     assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
     assert peak <= plan.budget_bytes
     assert 0.95 * plan.predicted.device_peak_bytes <= peak <= plan.predicted.device_peak_bytes
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+def test_exact_where_gradients_take_turns_in_little_ram(family: str) -> None:
+    """Room for those of one block: every copy waits for an update, and the device runs updates as late as it can."""
+    profile, batch = profiled(family)
+    ample = lt_offload.solve(profile, planner="l2l")
+    copies = [slot_bytes(op, profile) for op in ample.ops if op.slot is not None]
+    ram = ample.predicted.host_peak_bytes - ample.gradient_bytes + max(copies)
+    plan = lt_offload.solve(profile, planner="l2l", host_memory=ram)
+    assert plan.gradient_bytes == max(copies) < sum(copies)
+    losses, model, _ = run(plan, family, batch)
+    expected, reference = trained(family, batch)
+    assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("family", ["llama", "llama-tied"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lt_offload.errors import OverBudget
-from lt_offload.execute.departures import SMALL_GRADIENT, Outbox
+from lt_offload.execute.departures import SMALL_GRADIENT, Slots
 from lt_offload.execute.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.params import States, Weight, carve
@@ -196,9 +196,10 @@ def test_small_gradients_leave_together(device: EmulatedDevice, missing: int | N
     Layout(device, weights, [weights], None)
     copies = []
     device.copy = lambda target, source: copies.append(target.nbytes) or target.copy_(source)  # type: ignore[method-assign]
-    outbox = Outbox(device, op(0, "offload", tuple(range(7)), payload="grad"), weights)
+    slots = Slots(device, [op(0, "offload", tuple(range(7)), payload="grad", slot=0)], weights)
+    outbox = slots.of[0]
     items = [item for item in grads_of(weights) if item[0].index != missing]
-    departure = outbox.send(items)
+    departure = slots.send(outbox, items)
     device.synchronize(departure.event)
     # Two dtypes, and the large one; one of the bfloat16 gradients has not come, so the others of its kind go alone.
     assert len(copies) == (3 if missing is None else 4)

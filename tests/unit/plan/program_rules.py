@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import replace
 
 import numpy as np
@@ -73,12 +74,14 @@ def chosen_options(profile: Profile, solution: Solution) -> list[OptionProfile]:
     return [block.option(name) for block, name in zip(profile.blocks, solution.options, strict=True)]
 
 
-def host_bytes(profile: Profile, solution: Solution) -> float:
+def host_bytes(profile: Profile, solution: Solution, config: OffmateConfig) -> float:
     """All parameters, states that travel, states and gradients of the host's share, offloaded activations."""
     total = 0.0
+    gradients: dict[int, float] = defaultdict(float)
     for group, flows in zip(solution.groups, solution.flows, strict=True):
-        total += group.bytes + group.state_bytes * flows.state_offload.sum()
-        total += (group.trainable_bytes + group.state_bytes) * flows.host_share
+        total += group.bytes + group.state_bytes * (flows.state_offload.sum() + flows.host_share)
+        gradients[group.last_backward] += group.trainable_bytes * flows.host_share
+    total += max(gradients.values()) if config.shared_gradients else sum(gradients.values())
     for block, choice in zip(profile.blocks, chosen_options(profile, solution), strict=True):
         total += choice.offload_bytes if block.has_backward else 0
     return total
@@ -99,7 +102,7 @@ def violations(profile: Profile, config: OffmateConfig, solution: Solution) -> l
     peak = peak_bytes(profile, config, solution)
     if config.budget_bytes is not None and peak > config.budget_bytes * (1 + TOLERANCE):
         found.append(f"device bytes {peak} of {config.budget_bytes}")
-    ram = host_bytes(profile, solution)
+    ram = host_bytes(profile, solution, config)
     if config.host_budget_bytes is not None and ram > config.host_budget_bytes * (1 + TOLERANCE):
         found.append(f"host bytes {ram} of {config.host_budget_bytes}")
     launches = sum(block.launch_s * (1 + block.has_backward) for block in profile.blocks)

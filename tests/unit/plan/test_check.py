@@ -220,7 +220,7 @@ CASES: dict[str, tuple[Callable[[], Plan], str]] = {
     ),
     "memory": (lambda: replace(PLAN, budget_bytes=PLAN.budget_bytes - 1), "1 bytes too many"),
     "ram": (
-        lambda: replace(PLAN, host_budget_bytes=host_bytes(PLAN.options, PLAN.update_places, PROFILE) - 1),
+        lambda: replace(PLAN, host_budget_bytes=host_bytes(PLAN, PROFILE) - 1),
         "host budget",
     ),
 }
@@ -234,7 +234,7 @@ def test_broken_plans_are_found(case: str) -> None:
 
 
 def test_budgets_are_inclusive() -> None:
-    ram = host_bytes(PLAN.options, PLAN.update_places, PROFILE)
+    ram = host_bytes(PLAN, PROFILE)
     assert check(replace(PLAN, host_budget_bytes=ram), PROFILE) == []
 
 

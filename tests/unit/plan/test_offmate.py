@@ -75,7 +75,7 @@ def test_table_2_of_the_paper(switch: dict[str, bool], seconds: float, ram: floa
     solution = solve_offmate(profile, config)
     assert solution.iteration_s == pytest.approx(seconds, abs=0.006)
     assert solution.iteration_s / solution.bound_s < 1.01
-    assert host_bytes(profile, solution) / GB == pytest.approx(ram, rel=0.01)
+    assert host_bytes(profile, solution, config) / GB == pytest.approx(ram, rel=0.01)
     assert violations(profile, config, solution) == []
 
 
@@ -104,6 +104,7 @@ def test_random_models_obey_the_rules(seed: int, model: str) -> None:
         gradient_window=int(rng.integers(1, 4)),
         host_update=bool(rng.random() < 0.8),
         launch_interrupts=bool(rng.random() < 0.5),
+        shared_gradients=bool(rng.random() < 0.5),
     )
     config = replace(config, budget_bytes=max(config.budget_bytes or 0, smallest_budget(profile, config)))
     solution = solve_offmate(profile, config)
