@@ -1087,7 +1087,7 @@ def test_contexts_inside_the_step(name: str, options: tuple[str, ...]) -> None:
     assert differences(plain(make), ours(make, options)) == []
 
 
-@pytest.mark.parametrize("budget", ["middle", "resident"])  # casts of gradients are not counted: tight ones may fail
+@pytest.mark.parametrize("budget", ["tight", "middle", "resident"])
 def test_autocast_is_planned_for(budget: str) -> None:
     def make() -> Net:
         return Net(Attending, context=CONTEXTS["autocast"])
