@@ -156,7 +156,7 @@ class Seams:
                 raise limits.SEVERAL_CONSUMERS.error(f"the output of {name} is used in several places")
 
     def check_gradients(self) -> None:
-        """Refuse what the loss's backward has reached inside blocks, and inputs of blocks that are made of their weights.
+        """Refuse what the loss's backward reaches inside blocks, and inputs of blocks that are made of blocks' weights.
 
         Raises:
             UnsupportedError: naming the block or the weight.
