@@ -156,15 +156,17 @@ class Seams:
                 raise limits.SEVERAL_CONSUMERS.error(f"the output of {name} is used in several places")
 
     def check_gradients(self) -> None:
-        """Refuse what the loss's backward has reached inside blocks.
+        """Refuse what the loss's backward reaches inside blocks, and inputs of blocks that are made of blocks' weights.
 
         Raises:
             UnsupportedError: naming the block or the weight.
         """
         for index in sorted(self._reached):
             raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {self._blocks[index].name}")
+        # The backward of a block's output goes no further, so that what made its inputs has no gradients.
+        before = {id(getattr(node, "variable", None)) for node, _ in edges(node for node, _, _ in self._inputs)}
         for name, parameter in self._parameters():
-            if parameter.grad is not None:
+            if parameter.grad is not None or id(parameter) in before:
                 raise limits.OUTSIDE_USE.error(f"the loss uses weight {name} outside its block")
 
     def check_results(self, result: Any) -> None:
