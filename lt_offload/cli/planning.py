@@ -58,6 +58,8 @@ def plan(
     for flag, path in (("--save", save), ("--report", report), ("--trace", trace)):
         if path is not None:
             check_output(path, flag, make=True)
+    if memory is not None:
+        parse_bytes(memory)  # or a slip would be noticed after all that is slow
     if sweep is not None:
         return _sweep(app, parse_sweep(sweep), memory=memory, hardware=hardware, save=save, report=report, trace=trace)
     from lt_offload.plan import simulate

@@ -186,6 +186,7 @@ CHILD = """
 import gc, json, re, sys
 import torch, lt_offload
 from tests import models
+from tests.machine import this_machine
 from tests.parity.harness import make_optimizer
 
 def status(name):
@@ -196,7 +197,7 @@ def train(memory, **sizes):
     models._built.clear()
     optimizer = make_optimizer(model, "adamw-fused")
     batch = models.batch(model, sequence_length=48)
-    profile = lt_offload.profile(model, batch, optimizer=optimizer)
+    profile = lt_offload.profile(model, batch, optimizer=optimizer, hardware=this_machine())
     plan = lt_offload.solve(profile, memory=memory)
     gc.collect()
     open("/proc/self/clear_refs", "w").write("5")  # the peak begins anew

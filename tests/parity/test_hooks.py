@@ -210,8 +210,9 @@ def reads(module: Any, optimizer: Any, turn: int) -> list[Any]:
 
 def trained(made: Any, act: Callable[..., Any], hook: str, **settings: Any) -> tuple[Run, list[Any]]:
     callback = Acting(hook, act)
-    settings |= {"max_epochs": 3, "limit_train_batches": 2} if "epoch" in hook or "validation" in hook else {}
-    return fit(made, seeded_module(**OPTIONS), callbacks=[callback], **settings), callback.seen
+    epochs = 3 if "epoch" in hook or "validation" in hook else 2
+    length = {"max_epochs": epochs, "limit_train_batches": 2} | settings
+    return fit(made, seeded_module(**OPTIONS), callbacks=[callback], **length), callback.seen
 
 
 @functools.cache
@@ -343,7 +344,7 @@ def test_a_view_that_is_gone_costs_nothing_any_more() -> None:
         if turn == 3:
             del module.__dict__["views"]
 
-    trained(strategy("tight"), act, "on_train_batch_end")
+    trained(strategy("tight"), act, "on_train_batch_end", limit_train_batches=3)
     assert watched[:2] == [0, 0]
     assert watched[2] == watched[3] > 0
     assert watched[4] == 0
