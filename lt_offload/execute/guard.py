@@ -86,8 +86,8 @@ class Guard:
         """Context in which the engine itself works, and blocks run."""
         self._of_weights = {w.host.untyped_storage()._cdata: Owned(w) for w in weights}
         self._of_states: dict[int, Owned] = {}
-        self._kept: list[Tensor] = []
-        """The states of ``_of_states``: while they live, nobody else has their addresses."""
+        self._kept: list[torch.UntypedStorage] = []
+        """The storages of ``_of_states``: while they live, nobody else has their addresses."""
         self._generation = -1
         self._views: dict[Owned, list[weakref.ref[Any]]] = {}
         """Views of memory that are no tensors."""
@@ -241,8 +241,9 @@ class Guard:
         for weight in self._weights:
             for name, value in list(self._updates.state(weight).items()):
                 if isinstance(value, Tensor):
-                    self._of_states[value.untyped_storage()._cdata] = Owned(weight, name)
-                    self._kept.append(value)
+                    storage = value.untyped_storage()
+                    self._of_states[storage._cdata] = Owned(weight, name)
+                    self._kept.append(storage)
 
 
 _ORDINARY = (Tensor, nn.Parameter)

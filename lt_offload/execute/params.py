@@ -163,11 +163,15 @@ class States:
         """Of the weight."""
         return self.weight.index
 
-    def refresh(self, state: dict[str, Any]) -> None:
-        """Adopt the tensors of the optimizer's ``state`` dictionary, if they are not the known ones."""
+    def refresh(self, state: dict[str, Any]) -> bool:
+        """Adopt the tensors of the optimizer's ``state`` dictionary, if they are not the known ones.
+
+        Returns:
+            Whether they now lie in other memory.
+        """
         found = _movable(state)
         if len(found) == len(self.known) and self.unchanged(state):
-            return
+            return False
         assert self.parcel is not None
         assert self.parcel.buffer is None or not self.known, f"{self.label} was replaced while on the device"
         # What stays the same of the state may lie where something else of it is to go.
@@ -176,6 +180,7 @@ class States:
         for host, content in zip(self.hosts, contents, strict=True):
             host.copy_(content)
         self.leave()
+        return True
 
     def unchanged(self, state: dict[str, Any]) -> bool:
         """Return whether the tensors of ``state`` are the known ones."""

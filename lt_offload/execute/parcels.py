@@ -94,7 +94,7 @@ class Parcel:
         """Adopt the states that the optimizer has now, if these are states."""
         for member in self.members:
             if isinstance(member, States):
-                member.refresh(updates.state(member.weight))
+                updates.generation += member.refresh(updates.state(member.weight))
 
 
 class Layout:

@@ -40,7 +40,7 @@ class Updates:
         self._subs: dict[tuple[int, ...], Optimizer] = {}
         self._group_of: dict[nn.Parameter, int] = {}
         self.generation = 0
-        """Changes when tensors of the optimizer's state are made or replaced."""
+        """Changes when tensors of the optimizer's state are made or replaced, or given other memory."""
         self.states_move = False
         """Whether an update that is queued may do so: who looks at the states has to wait for it."""
         self.counts = False
@@ -143,7 +143,7 @@ class Updates:
         """Update ``weights`` in their device copies now, states included; the caller has waited for all of them."""
         for weight in weights:
             if weight.states.parcel is not None:
-                weight.states.refresh(self.state(weight))
+                self.generation += weight.states.refresh(self.state(weight))
         direct = self._directly(weights, "device", grads)
         if direct is None:
             self._step_on_device(weights, grads)
@@ -167,6 +167,7 @@ class Updates:
                 states.leave()
         for states in newborn:
             states.born(self.state(states.weight))
+            self.generation += 1
 
     def _move_scalars(self, weights: Sequence[Weight]) -> None:
         """Step counters follow the update: ``load_state_dict`` leaves them on the host."""

@@ -805,6 +805,20 @@ def test_states_that_are_numbers(options: tuple[str, ...], monkeypatch: pytest.M
     assert differences(plain(Net, loop), ours(Net, options, loop)) == []
 
 
+@pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
+def test_the_guard_knows_the_memory_of_states_whatever_happens_to_them(options: tuple[str, ...]) -> None:
+    model = Net()
+    optimizer = adamw(model)
+    with engine_of(model, optimizer, options) as engine:
+        for at, batch in enumerate(rows()):
+            ordinary(model, optimizer, [batch])
+            if at == 1:
+                optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            values = [value for state in optimizer.state.values() for value in state.values()]
+            assert all(engine._guard.find(value) is not None for value in values)
+            assert engine._guard._of_states.keys() == {value.untyped_storage()._cdata for value in values}
+
+
 # -- other backwards --------------------------------------------------------------------------------------------------
 
 
