@@ -18,8 +18,9 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 quickstart: .venv/quickstart.done
 	$(BIN)/lt-finetune quickstart
 
+# Each process takes a stretch of the tests, so that what they share (profiles, plans, plain runs) is made once.
 test: .venv/dev.done
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
 
 lint: .venv/dev.done
 	$(BIN)/ruff check .

@@ -72,6 +72,7 @@ class ResumeCore(_Base):
         states = loaded["random"] if self.random_states else None
         midway = progress.is_midway(trainer)
         if states is not None:
+            _warn_of_workers(_loaders(trainer), trainer.current_epoch)
             _take_up_data(trainer, loaded["loaders"], midway=midway)
             _set_states(trainer, pl_module, states)
         progress.go_on(trainer, loaded["moment"])
@@ -165,6 +166,16 @@ def _held(trainer: Any, pl_module: Any) -> dict[str, random_state.Generator]:
 def _loaders(trainer: Any) -> list[Any]:
     combined = trainer.fit_loop._combined_loader
     return [] if combined is None else list(combined.flattened)
+
+
+def _warn_of_workers(loaders: list[Any], epoch: int) -> None:
+    """Say that workers which live through all epochs have random states that no checkpoint holds."""
+    if epoch > 0 and any(getattr(loader, "persistent_workers", False) for loader in loaders):
+        rank_zero_warn(
+            "a DataLoader has persistent_workers=True: what its workers draw at random (not the order of the data) "
+            f"goes on from epoch to epoch, is in no checkpoint, and begins anew in epoch {epoch}; with "
+            "persistent_workers=False this run would go on exactly"
+        )
 
 
 def _repeatable(trainer: Any) -> list[Repeatable]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import random
 import sys
 import tempfile
@@ -66,14 +67,20 @@ class Result:
 def run(shares: Mapping[str, int], *, seed: int, folder: Path, say: Callable[[str], None] = print) -> Result:
     """Try so many inputs of each kind; files are written into ``folder``."""
     result = Result(seed=seed)
-    for name, count in shares.items():
-        kind = KINDS[name](folder / name)
-        counts = result.counts[name] = Counter({"accepted": 0, "refused": 0, "failed": 0})
-        for number in range(count):
-            outcome, failure = one(kind, name, number, seed)
-            counts[outcome] += 1
-            result.failures += [failure] if failure else []
-        say(f"{name:14} {count:6} inputs: " + ", ".join(f"{n} {what}" for what, n in counts.items()))
+    log = logging.getLogger("lt_offload")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        for name, count in shares.items():
+            kind = KINDS[name](folder / name)
+            counts = result.counts[name] = Counter({"accepted": 0, "refused": 0, "failed": 0})
+            for number in range(count):
+                outcome, failure = one(kind, name, number, seed)
+                counts[outcome] += 1
+                result.failures += [failure] if failure else []
+            say(f"{name:14} {count:6} inputs: " + ", ".join(f"{n} {what}" for what, n in counts.items()))
+    finally:
+        log.setLevel(level)
     return result
 
 

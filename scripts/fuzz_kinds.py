@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import json
-import logging
 from pathlib import Path
 from random import Random
 from typing import Any, ClassVar, Protocol
@@ -149,7 +148,6 @@ class Rows(_InFolder):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self.tokenizer = _tiny().tokenizer(folder / "tokenizer")
-        logging.getLogger("lt_offload").setLevel(logging.ERROR)
 
     def attempt(self, random: Random) -> None:
         """See the class."""

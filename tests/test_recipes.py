@@ -115,7 +115,7 @@ def test_the_command_in_the_header_plans_the_recipe(
     assert hardware
     card = hardware[1]
     # The figures in the header are of plans that were searched for 30 s: a short search on a busy machine finds others.
-    args = ["plan", name, "--hardware", card, "--save", "plan.json", "--trainer.strategy.solver_time_limit", "5"]
+    args = ["plan", name, "--hardware", card, "--save", "plan.json", "--trainer.strategy.solver_time_limit", "2"]
     assert main(args) == 0, capsys.readouterr().err
     captured = capsys.readouterr()
     plan = Plan.load("plan.json")

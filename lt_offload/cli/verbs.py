@@ -6,7 +6,6 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch.utilities.exceptions import SIGTERMException
 from torch.utils.data import DataLoader
 
 from lt_offload import checkpoint
@@ -53,7 +52,8 @@ def fit(app: App, *, ckpt_path: str | None = None, resume: bool = False, explain
         newest = checkpoint.newest(app.run_dir / "checkpoints")
         hint = f"{newest} is complete, continue with --resume" if newest else "there is no checkpoint yet"
         print(f"interrupted after step {trainer.global_step}; {hint}", file=sys.stderr)
-        return EXIT_CODES[signal.SIGTERM if isinstance(left, SIGTERMException) else signal.SIGINT]
+        terminated = EXIT_CODES[signal.SIGTERM]
+        return terminated if left.code == terminated else EXIT_CODES[signal.SIGINT]
     report = write_run_report(app.summary, trainer, app.run_dir)
     print_summary(app.summary, trainer, app.run_dir, report)
     if found := run_gains(app.summary, trainer):

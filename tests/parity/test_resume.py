@@ -15,9 +15,10 @@ import pytest
 import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
 
 from lt_offload import prepare
-from lt_offload.resume import FILE
+from lt_offload.resume import FILE, _warn_of_workers
 from tests.parity.lightning_harness import Forced, Run, fit, seeded_module, state_differences
 
 pytestmark = [
@@ -182,3 +183,10 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
     assert left.value.code == (1 if number == signal.SIGINT else 143)
     assert torch.load(tmp_path / FILE)["global_step"] == saved
     assert same_end(whole, run(ckpt=tmp_path / FILE, **settings)) == []
+
+
+def test_workers_that_live_through_epochs_are_warned_of() -> None:
+    loader = DataLoader([0], num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+    _warn_of_workers([loader], 0)
+    with pytest.warns(UserWarning, match="persistent_workers=True.*begins anew in epoch 1"):
+        _warn_of_workers([loader], 1)

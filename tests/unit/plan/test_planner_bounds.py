@@ -57,7 +57,7 @@ def bound_s(profile: Profile, plan: Plan) -> float:
     return lower_bound(profile, config)
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(len(KINDS)))
 def test_no_plan_beats_the_bound_and_auto_is_the_best(seed: int) -> None:
     profile = rich_profile(seed)
     everything = sum(2 * t.bytes + t.state_bytes for t in profile.tensors)
@@ -66,7 +66,7 @@ def test_no_plan_beats_the_bound_and_auto_is_the_best(seed: int) -> None:
         found: dict[str, float] = {}
         for planner in PLANNERS:
             try:
-                plan = solve(profile, memory=int(share * everything), planner=planner, time_limit=2.0)
+                plan = solve(profile, memory=int(share * everything), planner=planner, time_limit=1.0)
             except (InfeasibleError, UnsupportedError):
                 continue
             assert check(plan, profile) == []

@@ -106,18 +106,18 @@ def test_ram_is_kept(host_memory: str) -> None:
     profile = LLAMA
     states_and_weights = sum(t.bytes + t.state_bytes for t in profile.tensors)
     assert states_and_weights > 12 * GB
-    plan = solve(profile, memory="10GB", host_memory=host_memory)
+    plan = solve(profile, memory="10GB", host_memory=host_memory, time_limit=3)
     assert check(plan, profile) == []
 
 
 def test_ram_that_is_given_by_hand_overrides_what_was_measured() -> None:
     """A machine's RAM may grow as it is used; where nothing limits what is pinned, that grows with it."""
     profile = LLAMA
-    needed = solve(profile, memory="10GB", time_limit=5).predicted.host_peak_bytes
+    needed = solve(profile, memory="10GB", planner="l2l").predicted.host_peak_bytes
     small = replace(profile, hardware=replace(profile.hardware, host_bytes=needed // 2, pinnable_bytes=needed // 2))
     with pytest.raises(InfeasibleError):
-        solve(small, memory="10GB")
-    plan = solve(small, memory="10GB", host_memory=needed, time_limit=5)
+        solve(small, memory="10GB", planner="l2l")
+    plan = solve(small, memory="10GB", host_memory=needed, planner="l2l")
     assert plan.host_budget_bytes == needed
     assert not any("pinned" in note for note in plan.notes)
 
@@ -136,11 +136,11 @@ def test_what_cannot_be_pinned_is_said() -> None:
 
 
 def test_switches_are_honoured() -> None:
-    assert "host" not in solve(LLAMA, memory="12GB", host_update=False).update_places
-    plan = solve(LLAMA, memory="12GB", activation_offload=False)
+    assert "host" not in solve(LLAMA, memory="12GB", host_update=False, time_limit=2).update_places
+    plan = solve(LLAMA, memory="12GB", activation_offload=False, time_limit=2)
     assert "offload" not in plan.options
     assert not [op for op in plan.ops if op.payload == "activation"]
-    assert "recompute" not in solve(LLAMA, memory="12GB", recompute=False).options
+    assert "recompute" not in solve(LLAMA, memory="12GB", recompute=False, time_limit=2).options
     bare = replace(LLAMA.blocks[1], options=LLAMA.blocks[1].options[1:2])
     profile = replace(LLAMA, blocks=(LLAMA.blocks[0], bare, *LLAMA.blocks[2:]))
     with pytest.raises(ConfigError, match="recompute=False with activation_offload=False leaves no option"):
@@ -154,7 +154,7 @@ def test_infeasible_switches_are_named() -> None:
 
 
 def test_none_means_all_of_the_device() -> None:
-    plan = solve(LLAMA)
+    plan = solve(LLAMA, planner="l2l")
     assert plan.budget_bytes == LLAMA.hardware.device_bytes
     assert plan.host_budget_bytes == LLAMA.hardware.host_bytes
 
