@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from lt_offload.plan.schedule import ALIGNMENT
@@ -88,6 +88,8 @@ class _Search:
         self.unit = _unit([buffer.bytes for buffer in buffers], capacity)
         self.everything = (1 << max(capacity // self.unit, 0)) - 1
         self.units = [-(-buffer.bytes // self.unit) for buffer in buffers]
+        self.always = [frozenset.intersection(*map(frozenset, buffer.lifetimes)) for buffer in buffers]
+        """The steps that all lifetimes of a buffer have in common."""
         self.taken = [0] * steps
         self.at: list[int | None] = [None] * len(buffers)
         self.chosen = [0] * len(buffers)
@@ -173,20 +175,26 @@ class _Search:
 
     def _put(self, index: int) -> None:
         """Place a buffer at the lowest range that is free during the first of its lifetimes that has one."""
-        units, taken = self.units[index], self.taken
+        units = self.units[index]
         for choice, lifetime in enumerate(self.buffers[index].lifetimes):
-            used = 0
-            for step in lifetime:
-                used |= taken[step]
-            # Bit i of `starts` says whether the units from i on are free.
-            starts, length = self.everything & ~used, 1
-            while length < units:
-                shift = min(length, units - length)
-                starts &= starts >> shift
-                length += shift
+            starts = self._starts(units, lifetime)
             if starts:
                 self._occupy(index, (starts & -starts).bit_length() - 1, choice)
                 return
+            if not choice and not self._starts(units, self.always[index]):
+                return  # in none of the others, then: there may be a hundred of them
+
+    def _starts(self, units: int, lifetime: Iterable[int]) -> int:
+        """Return a number whose bit ``i`` says whether ``units`` units from the ``i``-th on are free in all steps."""
+        used = 0
+        for step in lifetime:
+            used |= self.taken[step]
+        starts, length = self.everything & ~used, 1
+        while length < units and starts:
+            shift = min(length, units - length)
+            starts &= starts >> shift
+            length += shift
+        return starts
 
     def _occupy(self, index: int, at: int, choice: int) -> None:
         mask = ((1 << self.units[index]) - 1) << at
