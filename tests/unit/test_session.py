@@ -35,6 +35,7 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 @pytest.fixture
 def second_gpu(monkeypatch: pytest.MonkeyPatch) -> torch.device:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)  # optimizers ask where there is one
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     return torch.device("cuda", 1)
 
