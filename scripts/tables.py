@@ -96,6 +96,28 @@ def bench_launch(results: Sequence[Result]) -> str:
     return _section("Launch cost per block and step", "scripts/bench_launch.py", results, head, rows)
 
 
+def guard(results: Sequence[Result]) -> str:
+    """What it costs that users' code sees complete weights."""
+    shown = {
+        "an operation outside the blocks, plain loop": "operation_plain_us",
+        "the same with the engine": "operation_us",
+        "reading a weight that is complete": "weight_us",
+        "leaving and entering the guard for a block": "block_us",
+        "beginning and ending an iteration": "borders_us",
+    }
+    rows = []
+    for result in results:
+        figures = result["figures"]
+        for name, key in shown.items():
+            rows.append([name, *(format_seconds(figures[key + worst] / 1e6) for worst in ("", "_worst"))])
+        ratios = (f"{figures['iteration_ratio' + worst]:.2f}" for worst in ("", "_worst"))
+        blocks, weights = (int(figures[key]) for key in ("blocks", "weights"))
+        rows.append([f"an iteration ({blocks} blocks, {weights} weights) against the same without", *ratios])
+    return _section(
+        "Users' code around the engine", "scripts/bench_guard.py", results, ["what", "median", "worst round"], rows
+    )
+
+
 def bench_update(results: Sequence[Result]) -> str:
     """How fast the host updates, beside other kernels and the memory's speed."""
     rows = [
@@ -221,6 +243,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "compare": compare,
     "bench-emulated": bench_emulated,
     "bench-launch": bench_launch,
+    "guard": guard,
     "bench-update": bench_update,
     "smallest-budget": smallest_budget,
     "bench-planner": bench_planner,

@@ -149,8 +149,24 @@ PACKING = {
         ]
     }
 }
+GUARD = {
+    "figures": {
+        f"{key}{worst}": value * factor
+        for worst, factor in (("", 1), ("_worst", 2))
+        for key, value in {
+            "operation_plain_us": 10.0,
+            "operation_us": 50.0,
+            "weight_us": 30.0,
+            "block_us": 12.0,
+            "borders_us": 1600.0,
+            "iteration_ratio": 1.02,
+        }.items()
+    }
+    | {"blocks": 28.0, "weights": 255.0}
+}
 KINDS = {
     "compare": COMPARE,
+    "guard": GUARD,
     "bench-emulated": BENCH,
     "bench-launch": LAUNCH,
     "bench-update": UPDATE,
@@ -181,6 +197,7 @@ def test_tables_show_figures_with_machine_and_date(script: Any, results: Path) -
     assert "| lt_offload | fp32 | 2 | 20.4 GB/s | 95% | 1.04 |" in block
     assert "| copy | memory | 2 | 20.0 GB/s |  |  |" in block
     assert "| lt_offload | fp32 | 1 |" not in block
+    assert "| the same with the engine | 50 us | 100 us |" in block
     assert "| llama2-7b, float32 | 2 | 2.5% | 4.0% | 1 of 2 | 3.0 |" in block
     assert block.count("Some CPU, 2 cores, torch 2.11.0, 2025-01-31") == len(KINDS)
     assert "| Llama-2-7B, 32 layers | 10 GB | 8 | 0.357 | 25.7 s | 3.5 | 4 |" in block
