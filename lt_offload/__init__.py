@@ -2,9 +2,6 @@
 
 ``import lt_offload`` registers the strategy ``"offmate"`` with Lightning and imports nothing heavy: the public names
 are loaded when they are first used.
-
-``lt_offload.profile`` is two things: the package with the profile's types, and the function that measures one
-(``lt_offload.profile(model, batch, optimizer=...)``).
 """
 
 from __future__ import annotations
@@ -12,7 +9,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from lt_offload._register import install
 from lt_offload.errors import (
     CheckpointError,
     ConfigError,
@@ -23,18 +19,19 @@ from lt_offload.errors import (
     PlanError,
     UnsupportedError,
 )
+from lt_offload.strategy.register import install
 
 if TYPE_CHECKING:
-    from lt_offload.callbacks import ExactResume
     from lt_offload.optim import AdamW
     from lt_offload.plan import simulate, solve
-    from lt_offload.plan.schedule import Plan
-    from lt_offload.plan.trace import Trace
-    from lt_offload.profile.fake import profile_config
-    from lt_offload.profile.measure import profile
-    from lt_offload.profile.types import Profile
+    from lt_offload.profiling.from_config import profile_config
+    from lt_offload.profiling.measure import profile
+    from lt_offload.schema.plan import Plan
+    from lt_offload.schema.profile import Profile
+    from lt_offload.schema.trace import Trace
     from lt_offload.session import offloaded
-    from lt_offload.strategy import OffmateStrategy
+    from lt_offload.strategy.checkpoint.callback import ExactResume
+    from lt_offload.strategy.lightning import OffmateStrategy
 
 __version__ = "0.1.0"
 
@@ -62,13 +59,14 @@ __all__ = [
 
 _LAZY = {
     "AdamW": "lt_offload.optim",
-    "ExactResume": "lt_offload.callbacks",
-    "OffmateStrategy": "lt_offload.strategy",
-    "Plan": "lt_offload.plan.schedule",
-    "Profile": "lt_offload.profile.types",
-    "Trace": "lt_offload.plan.trace",
+    "ExactResume": "lt_offload.strategy.checkpoint.callback",
+    "OffmateStrategy": "lt_offload.strategy.lightning",
+    "Plan": "lt_offload.schema.plan",
+    "Profile": "lt_offload.schema.profile",
+    "Trace": "lt_offload.schema.trace",
     "offloaded": "lt_offload.session",
-    "profile_config": "lt_offload.profile",
+    "profile": "lt_offload.profiling.measure",
+    "profile_config": "lt_offload.profiling.from_config",
     "simulate": "lt_offload.plan",
     "solve": "lt_offload.plan",
 }
@@ -76,8 +74,6 @@ _LAZY = {
 
 def __getattr__(name: str) -> object:
     """Load a public name."""
-    if name == "profile":  # the import system then binds the package, which is callable, to this very name
-        return import_module("lt_offload.profile")
     if name not in _LAZY:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = globals()[name] = getattr(import_module(_LAZY[name]), name)

@@ -230,7 +230,7 @@ def _rewriting_callback(run: Run) -> str | None:
     training_only=False,
 )
 def _compiled(run: Run) -> str | None:
-    from lt_offload.profile.compiled import obstacle
+    from lt_offload.model.compiled import obstacle
 
     assert run.model is not None
     return obstacle(run.model)
@@ -282,7 +282,7 @@ def _half(run: Run) -> str | None:
     instead="tie modules by giving them one and the same Parameter",
 )
 def _overlapping(run: Run) -> str | None:
-    from lt_offload.profile.separable import overlap
+    from lt_offload.model.optimizers import overlap
 
     assert run.model is not None
     found = overlap([*run.model.named_parameters(), *run.model.named_buffers()])
@@ -371,7 +371,7 @@ def _global_optimizer(run: Run) -> str | None:
 
 def _each_alone(optimizer: Optimizer) -> bool | None:
     """Return whether ``optimizer`` updates each tensor on its own; None if that is not known."""
-    from lt_offload.profile.separable import each_alone
+    from lt_offload.model.optimizers import each_alone
 
     return each_alone(optimizer)
 

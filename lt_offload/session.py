@@ -14,14 +14,14 @@ from lt_offload import limits
 from lt_offload.errors import ConfigError, PlanError
 from lt_offload.execute import find_device, open_device
 from lt_offload.execute.engine import Engine
+from lt_offload.machine.driver import current
+from lt_offload.model.blocks import find_blocks
+from lt_offload.model.caches import caches_off
 from lt_offload.plan import check, solve
-from lt_offload.plan.schedule import Plan
-from lt_offload.profile.blocks import find_blocks
-from lt_offload.profile.caches import caches_off
-from lt_offload.profile.driver import current
-from lt_offload.profile.hardware import check_memory, free_memory
-from lt_offload.profile.measure import check_use
-from lt_offload.profile.measure import profile as measure
+from lt_offload.profiling.hardware import check_memory, free_memory
+from lt_offload.profiling.measure import check_use
+from lt_offload.profiling.measure import profile as measure
+from lt_offload.schema.plan import Plan
 from lt_offload.units import format_bytes, parse_bytes
 
 

@@ -35,7 +35,7 @@ from common import RESULTS, environment, read_json
 from contenders import CONTENDERS, DEFAULT_TIERS, Contender
 
 from lt_offload import Profile
-from lt_offload.profile.hardware import available_host_bytes
+from lt_offload.profiling.hardware import available_host_bytes
 from lt_offload.units import format_bytes, format_seconds, parse_bytes
 
 CHILD = Path(__file__).with_name("bench_child.py")

@@ -16,7 +16,7 @@ from paper_profiles import llama7b_b4
 
 from lt_offload import InfeasibleError, Profile, solve
 from lt_offload.plan import BatchChoice, choose_batch
-from lt_offload.plan.batch_profile import scaled
+from lt_offload.plan.batch.profiles import scaled
 from lt_offload.units import format_seconds, parse_bytes
 
 GOAL = 4.0

@@ -22,8 +22,8 @@ def measure_machine(device: str) -> dict[str, Any]:
     """Return what the machine is and how fast it copies and updates."""
     import torch
 
-    from lt_offload.profile.hardware import measure_hardware
-    from lt_offload.profile.optimizer import measure_optimizer
+    from lt_offload.profiling.hardware import measure_hardware
+    from lt_offload.profiling.optimizer import measure_optimizer
 
     place = torch.device(device)
     hardware = measure_hardware(place)

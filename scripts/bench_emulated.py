@@ -137,7 +137,7 @@ def _batch(shape: list[int], seed: int = 0) -> dict[str, Any]:
 @contextmanager
 def _throttled(link: int | None) -> Iterator[None]:
     """Let emulated devices that are made within the context have links of the given speed."""
-    from lt_offload.execute import emulated
+    from lt_offload.execute.device import emulated
 
     speeds = {} if link is None else {"h2d_bytes_per_s": link, "d2h_bytes_per_s": link}
     with patch.object(emulated, "EmulatedDevice", partial(emulated.EmulatedDevice, **speeds)):

@@ -34,7 +34,7 @@ def measure(layers: int, rounds: int) -> dict[str, Any]:
     import transformers
 
     import lt_offload
-    from lt_offload.execute.emulated import EmulatedDevice
+    from lt_offload.execute.device.emulated import EmulatedDevice
     from lt_offload.execute.engine import Engine
 
     torch.manual_seed(0)

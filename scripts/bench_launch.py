@@ -112,7 +112,9 @@ def instrumented(phases: Phases, copies: Counter[str]) -> Iterator[None]:
     """Time the engine's entries and parts, for engines that are made within the context; count what its lanes do."""
     import torch
 
-    from lt_offload.execute import cuda, emulated, engine, gradients, units
+    from lt_offload.execute import block_graph as units
+    from lt_offload.execute import engine, gradients
+    from lt_offload.execute.device import cuda, emulated
 
     with ExitStack() as stack:
 
@@ -171,7 +173,7 @@ class Loop:
     def _offload(self, plan: str, device: str) -> None:
         from lt_offload.execute import open_device
         from lt_offload.execute.engine import Engine
-        from lt_offload.plan.schedule import Plan
+        from lt_offload.schema.plan import Plan
 
         loaded = Plan.load(plan)
         self.engine = Engine(self.model, self.optimizer, loaded, open_device(loaded.budget_bytes, device))
@@ -216,8 +218,8 @@ def make_plans(layers: int, device: str, folder: str) -> dict[str, Any]:
     from planning import stream_all
 
     import lt_offload
-    from lt_offload.plan.build import build
-    from lt_offload.plan.choices import Choices, TensorChoice, block_choices
+    from lt_offload.plan.build.plan import build
+    from lt_offload.plan.iteration.decisions import Choices, TensorChoice, block_choices
 
     model = _model(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

@@ -17,8 +17,8 @@ from common import arguments, save
 from planning import model_bytes
 
 import lt_offload
-from lt_offload.finetune.report import write_plan_report
-from lt_offload.profile.fake import load_model_config
+from lt_offload.profiling.from_config import load_model_config
+from lt_offload.report.page import write_plan_report
 from lt_offload.units import format_seconds, parse_bytes
 
 GOALS = {40: 10.0, 80: 30.0}

@@ -67,7 +67,7 @@ class Tensors:
     def __init__(self, elements: int) -> None:
         import torch
 
-        from lt_offload.profile.pages import map_pages
+        from lt_offload.machine.pages import map_pages
 
         torch.manual_seed(0)
 

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 
-from lt_offload.profile.hardware import available_host_bytes
+from lt_offload.profiling.hardware import available_host_bytes
 
 _INTERVAL = 0.1
 _TAIL = 4000

@@ -9,7 +9,7 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from lt_offload.shipped import shipped_files
+from lt_offload.resources import shipped_files
 from lt_offload.units import format_bytes
 
 GB = 10**9

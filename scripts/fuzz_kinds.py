@@ -16,16 +16,16 @@ from common import ROOT
 from torch import nn
 
 from lt_offload import Plan, Profile, profile_config, simulate, solve
-from lt_offload.checkpoint import load, load_optimizer_state
 from lt_offload.cli import compose, recipes
 from lt_offload.cli.main import main
 from lt_offload.finetune.data import FineTuneData
-from lt_offload.foreign import check_checkpoint, check_optimizer, check_weights, loading_state
 from lt_offload.plan import check
 from lt_offload.plan.sweep import parse_sweep
-from lt_offload.profile.hardware import hardware_names, load_hardware
-from lt_offload.serialize import to_json
-from lt_offload.shipped import shipped_root
+from lt_offload.profiling.hardware import hardware_names, load_hardware
+from lt_offload.resources import shipped_root
+from lt_offload.schema.files import to_json
+from lt_offload.strategy.checkpoint.files import load, load_optimizer_state
+from lt_offload.strategy.checkpoint.foreign import check_checkpoint, check_optimizer, check_weights, loading_state
 from lt_offload.units import parse_bytes
 
 
@@ -311,7 +311,7 @@ def _tiny() -> Any:
     import sys
 
     sys.path.insert(0, str(ROOT))
-    from tests import tiny
+    from tests.support import tiny
 
     return tiny
 

@@ -35,8 +35,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from lt_offload import OffmateStrategy, checkpoint, prepare
-from lt_offload.profile.types import Profile
+from lt_offload import OffmateStrategy
+from lt_offload.schema.profile import Profile
+from lt_offload.strategy import sample as prepare
+from lt_offload.strategy.checkpoint import files as checkpoint
 
 EPOCHS, ROWS, BATCH = 2, 8, 2
 OPERATIONS = ("file synced", "file about to be synced", "renamed", "about to be renamed", "folder synced")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lt_offload.plan.memferry_model import Layer, Weight
+from lt_offload.plan.planners.memferry.model import Layer, Weight
 
 VALUE = 4
 """Bytes per value: single precision."""

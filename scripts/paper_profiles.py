@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from lt_offload.profile.types import (
+from lt_offload.schema.profile import (
     BlockProfile,
     HardwareProfile,
     OptimizerProfile,

@@ -24,10 +24,10 @@ from memferry_networks import (
 )
 from paper_tables import Row, Section
 
-from lt_offload.plan.memferry_backward import kept_gradients, switched_weights
-from lt_offload.plan.memferry_forward import best_forward
-from lt_offload.plan.memferry_model import Decisions, Layer, Position, Weight, backward, forward, uniform
-from lt_offload.plan.memferry_paper import algorithm_1_as_printed, algorithm_1_corrected
+from lt_offload.plan.planners.memferry.backward import kept_gradients, switched_weights
+from lt_offload.plan.planners.memferry.forward import best_forward
+from lt_offload.plan.planners.memferry.model import Decisions, Layer, Position, Weight, backward, forward, uniform
+from lt_offload.plan.planners.memferry.paper import algorithm_1_as_printed, algorithm_1_corrected
 
 PAPER = (
     "MemFerry: A Fast and Memory Efficient Offload Training Framework with Hybrid GPU Computation (Yao et al., 2024)"

@@ -11,8 +11,8 @@ from paper_tables import Row, Section
 import lt_offload
 from lt_offload.errors import InfeasibleError
 from lt_offload.plan import Plan
-from lt_offload.plan.offmate import OffmateConfig, solve_offmate
-from lt_offload.profile.types import Profile
+from lt_offload.plan.planners.offmate.program import OffmateConfig, solve_offmate
+from lt_offload.schema.profile import Profile
 
 SOURCE = "OFFMATE: full fine-tuning of LLMs on a single GPU by re-materialization and offloading (2024)"
 TABLE_1 = (

@@ -9,11 +9,11 @@ from math import inf
 import pofo_networks as networks
 from paper_tables import Row, Section
 
-from lt_offload.plan.pofo_chain import Chain
-from lt_offload.plan.pofo_heuristics import autocapper_s, opportunist_s
-from lt_offload.plan.pofo_program import Program
-from lt_offload.plan.pofo_sequence import from_scratch, memory, sequential, walk
-from lt_offload.plan.pofo_timing import simulated_s
+from lt_offload.plan.planners.pofo.chain import Chain
+from lt_offload.plan.planners.pofo.heuristics import autocapper_s, opportunist_s
+from lt_offload.plan.planners.pofo.program import Program
+from lt_offload.plan.planners.pofo.sequence import from_scratch, memory, sequential, walk
+from lt_offload.plan.planners.pofo.timing import simulated_s
 
 PAPER = "Efficient Combination of Rematerialization and Offloading for Training DNNs (Beaumont et al., NeurIPS 2021)"
 ALPHAS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75)

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from paper_tables import Row, Section
 
 from lt_offload.errors import InfeasibleError
-from lt_offload.plan.weights_bound import weights_bound
-from lt_offload.plan.weights_model import Chain, Layer, l2l_s
-from lt_offload.plan.weights_schedule import schedule
-from lt_offload.plan.weights_select import select_gaps
+from lt_offload.plan.planners.weights.bound import weights_bound
+from lt_offload.plan.planners.weights.model import Chain, Layer, l2l_s
+from lt_offload.plan.planners.weights.select import select_gaps
+from lt_offload.plan.planners.weights.timing import schedule
 
 PAPER = "Weight offloading strategies for training large DNN models (Beaumont et al., 2022)"
 MIB, GIB = 1 << 20, 1 << 30

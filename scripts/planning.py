@@ -7,8 +7,8 @@ from typing import Any
 
 from lt_offload import InfeasibleError, Plan, Profile, simulate, solve
 from lt_offload.plan import check
-from lt_offload.plan.baselines import streaming_choices
-from lt_offload.plan.build import build
+from lt_offload.plan.build.plan import build
+from lt_offload.plan.planners.baselines import streaming_choices
 
 
 def model_bytes(profile: Profile) -> int:

@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lt_offload.plan.pofo_chain import Chain, Layer
+from lt_offload.plan.planners.pofo.chain import Chain, Layer
 
 BATCH, PIXELS, BYTES = 16, 500, 4
 FLOPS_PER_S = 11e12

@@ -14,7 +14,7 @@ from pathlib import Path
 from common import arguments, read_json, run_recipe, save
 from planning import floor_bytes, model_bytes
 
-from lt_offload.profile.types import Profile
+from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
 
 MEMORY = "--trainer.strategy.memory"

@@ -14,7 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from overlap import overlap
 from planning import describe
 
-from lt_offload.profile.accounting import Account
+from lt_offload.machine.accounting import Account
 
 COUNTED_STEP = 1
 """The first step that begins with optimizer states; without a GPU, plain training's tensors are counted during it."""

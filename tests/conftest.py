@@ -34,6 +34,6 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let profiles be of one machine, which is measured once."""
-    from tests.machine import this_machine
+    from tests.support.machine import this_machine
 
-    monkeypatch.setattr("lt_offload.profile.measure.measure_hardware", lambda *args, **kwargs: this_machine())
+    monkeypatch.setattr("lt_offload.profiling.measure.measure_hardware", lambda *args, **kwargs: this_machine())

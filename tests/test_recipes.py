@@ -15,13 +15,13 @@ import yaml
 from lt_offload.cli import recipes
 from lt_offload.cli.main import main
 from lt_offload.plan import check
-from lt_offload.plan.explain import brief
-from lt_offload.plan.schedule import Plan
-from lt_offload.profile.hardware import load_hardware
-from lt_offload.profile.types import Profile
-from lt_offload.shipped import shipped_files, shipped_root
+from lt_offload.profiling.hardware import load_hardware
+from lt_offload.resources import shipped_files, shipped_root
+from lt_offload.schema.explain import brief
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
 from lt_offload.units import parse_bytes
-from tests import tiny
+from tests.support import tiny
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),

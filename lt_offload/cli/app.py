@@ -24,7 +24,6 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lt_offload import checkpoint
 from lt_offload.cli import recipes, verbs
 from lt_offload.cli.compose import compose
 from lt_offload.cli.progress import quiet
@@ -32,6 +31,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune.data import FineTuneData
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.summary import RunSummary
+from lt_offload.strategy.checkpoint import files as checkpoint
 
 _STAMP = "%Y%m%d-%H%M%S"
 _SEED = "lightning.fabric.utilities.seed"

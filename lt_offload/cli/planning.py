@@ -11,16 +11,16 @@ from lt_offload.cli.outputs import check_output
 from lt_offload.cli.progress import say
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.finetune.module import check_data
-from lt_offload.plan.explain import brief
-from lt_offload.plan.marginal import Solver, gains
 from lt_offload.plan.sweep import Question, SweepRange, parse_sweep, run_sweep
-from lt_offload.profile.hardware import load_hardware
+from lt_offload.plan.what_if import Solver, gains
+from lt_offload.profiling.hardware import load_hardware
+from lt_offload.schema.explain import brief
 from lt_offload.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from lt_offload.cli.app import App
-    from lt_offload.plan.schedule import Plan
-    from lt_offload.profile.types import HardwareProfile, Profile
+    from lt_offload.schema.plan import Plan
+    from lt_offload.schema.profile import HardwareProfile, Profile
 
 _GAIN_SECONDS = 8.0
 """What a plan of a report that says what more memory would buy may take."""
@@ -63,7 +63,7 @@ def plan(
     if sweep is not None:
         return _sweep(app, parse_sweep(sweep), memory=memory, hardware=hardware, save=save, report=report, trace=trace)
     from lt_offload.plan import simulate
-    from lt_offload.plan.perfetto import save_perfetto
+    from lt_offload.report.perfetto import save_perfetto
 
     if getattr(app.trainer.strategy, "batch_size", None) == "auto":
         profile, made = _with_best_batch(app, memory, hardware)
@@ -77,7 +77,7 @@ def plan(
     if trace is not None:
         print(f"trace: {save_perfetto(simulated, trace)}")
     if report is not None:
-        from lt_offload.finetune.report import write_plan_report
+        from lt_offload.report.page import write_plan_report
 
         found = gains(made, profile, _solver(app, at_most=_GAIN_SECONDS), say=_say)
         print(f"report: {write_plan_report(report, made, profile, simulated, found)}")
@@ -133,7 +133,7 @@ def _sweep(
     if save is not None:
         print(f"table: {found.save(save)}")
     if report is not None:
-        from lt_offload.finetune.report import write_sweep_report
+        from lt_offload.report.page import write_sweep_report
 
         print(f"report: {write_sweep_report(report, found)}")
     return 0
@@ -204,8 +204,8 @@ def estimate(app: App, hardware: str | HardwareProfile | None, batch_size: int |
     """Return the profile of the app's model on ``hardware``, without weights; ``batch_size``: None is the settings'."""
     from lt_offload.finetune import load
     from lt_offload.optim import AdamW
-    from lt_offload.profile import profile_config
-    from lt_offload.profile.rates import measure_machine
+    from lt_offload.profiling.from_config import profile_config
+    from lt_offload.profiling.rates import measure_machine
 
     module, data = app.model, app.datamodule
     if hardware is not None:

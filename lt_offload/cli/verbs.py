@@ -8,15 +8,15 @@ from typing import TYPE_CHECKING, Any
 
 from torch.utils.data import DataLoader
 
-from lt_offload import checkpoint
 from lt_offload.cli.early import check_early
 from lt_offload.cli.outputs import make_folder
 from lt_offload.cli.planning import plan
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.module import check_data
-from lt_offload.foreign import check_weights
-from lt_offload.resume import EXIT_CODES
+from lt_offload.strategy.checkpoint import files as checkpoint
+from lt_offload.strategy.checkpoint.foreign import check_weights
+from lt_offload.strategy.checkpoint.resume import EXIT_CODES
 
 if TYPE_CHECKING:
     from lt_offload.cli.app import App

@@ -9,7 +9,7 @@ from lt_offload.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from lt_offload.execute.device import Device
+    from lt_offload.execute.device.base import Device
 
 
 def find_device(accelerator: str) -> torch.device:
@@ -60,9 +60,9 @@ def open_device(budget: int, accelerator: str = "auto", *, host_threads: int | N
     """
     place = find_device(accelerator)
     if place.type == "cuda":
-        from lt_offload.execute.cuda import CudaDevice
+        from lt_offload.execute.device.cuda import CudaDevice
 
         return CudaDevice(budget, place.index, host_threads=host_threads, context=context)
-    from lt_offload.execute.emulated import EmulatedDevice
+    from lt_offload.execute.device.emulated import EmulatedDevice
 
     return EmulatedDevice(budget, host_threads=host_threads)

@@ -19,12 +19,12 @@ from typing_extensions import override
 
 from lt_offload import limits
 from lt_offload.errors import UnsupportedError
-from lt_offload.execute.device import Cell, Device, Event
-from lt_offload.execute.params import Weight, round_up
+from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.pools import HostBuffer, HostPool
-from lt_offload.profile.chain import version
-from lt_offload.profile.compiled import unseen_by_dynamo
-from lt_offload.profile.options import for_replay, is_costly, travels
+from lt_offload.execute.tensors import Weight, round_up
+from lt_offload.model.chain import version
+from lt_offload.model.compiled import unseen_by_dynamo
+from lt_offload.model.options import for_replay, is_costly, travels
 
 _HOST_ALIGNMENT = 64
 """Saved storages begin at multiples of this many bytes in host memory: a cache line."""

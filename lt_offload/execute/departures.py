@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch import Tensor
 
-from lt_offload.execute.device import Cell, Device, Event
-from lt_offload.execute.params import Weight, carve, distinct, round_up
-from lt_offload.plan.schedule import ALIGNMENT, Op
-from lt_offload.profile.types import GATHERED_BELOW
+from lt_offload.execute.device.base import Cell, Device, Event
+from lt_offload.execute.tensors import Weight, carve, distinct, round_up
+from lt_offload.schema.plan import ALIGNMENT, Op
+from lt_offload.schema.profile import GATHERED_BELOW
 
 SMALL_GRADIENT = GATHERED_BELOW
 """Gradients of fewer bytes are gathered on the device first. A copy takes some 5 to 10 microseconds to begin, in which

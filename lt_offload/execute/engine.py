@@ -19,30 +19,30 @@ from torch.optim import Optimizer
 
 from lt_offload import limits
 from lt_offload.errors import OverBudget, UnsupportedError
-from lt_offload.execute.aliases import Aliases, find_aliases
-from lt_offload.execute.consumed import OwnLoop, StandIns
-from lt_offload.execute.consumers import Consumers
-from lt_offload.execute.device import Device
-from lt_offload.execute.fixed import Backward, Fixed, OwnParameters, check_hooks
+from lt_offload.execute.block_graph import BlockFunction, Frame
+from lt_offload.execute.bound_weights import Presence, expose
+from lt_offload.execute.copies import Residency
+from lt_offload.execute.device.base import Device
+from lt_offload.execute.edges.aliases import Aliases, find_aliases
+from lt_offload.execute.edges.consumed import OwnLoop, StandIns
+from lt_offload.execute.edges.consumers import Consumers
+from lt_offload.execute.edges.fixed import Backward, Fixed, OwnParameters, check_hooks
+from lt_offload.execute.edges.guard import Guard
 from lt_offload.execute.frames import Frames
 from lt_offload.execute.gradients import Gradients
-from lt_offload.execute.guard import Guard
-from lt_offload.execute.params import Weight
-from lt_offload.execute.parcels import Layout
+from lt_offload.execute.groups import Layout
+from lt_offload.execute.inference import Streaming, room
+from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.pools import ROUNDING, HostPool
-from lt_offload.execute.presence import Presence, expose
 from lt_offload.execute.program import check_match, program
 from lt_offload.execute.record import Recorder
-from lt_offload.execute.residency import Residency
-from lt_offload.execute.streaming import Streaming, room
-from lt_offload.execute.units import BlockFunction, Frame
-from lt_offload.execute.updates import Updates
+from lt_offload.execute.tensors import Weight
 from lt_offload.execute.walk import Walk
-from lt_offload.plan.schedule import Plan
-from lt_offload.plan.trace import Trace
-from lt_offload.profile.blocks import Structure, find_blocks
-from lt_offload.profile.compiled import called, intercept
-from lt_offload.profile.seams import check_arguments
+from lt_offload.model.blocks import Structure, find_blocks
+from lt_offload.model.compiled import called, intercept
+from lt_offload.model.seams import check_arguments
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes
 
 
@@ -64,7 +64,7 @@ class Engine:
     Args:
         model: any module with a block sequence (see ``find_blocks``).
         optimizer: the user's optimizer over the model's parameters; None for forward-only use.
-        plan: a plan that ``lt_offload.plan.check`` accepts; None for forward-only use.
+        plan: a plan that ``lt_offload.plan.verify.check`` accepts; None for forward-only use.
         device: where blocks run; the engine does not close it.
         structure: the model's block sequence, if the caller has it already.
 

@@ -10,16 +10,16 @@ from typing import Any
 from torch import Tensor
 
 from lt_offload.errors import PlanError
-from lt_offload.execute.device import Device
-from lt_offload.execute.params import Weight
+from lt_offload.execute.block_graph import Frame
+from lt_offload.execute.device.base import Device
 from lt_offload.execute.pools import HostPool
-from lt_offload.execute.units import Frame
-from lt_offload.plan.schedule import Op, Plan
-from lt_offload.profile.blocks import Structure
-from lt_offload.profile.chain import Handed
-from lt_offload.profile.compiled import is_compiled
-from lt_offload.profile.effects import Effects
-from lt_offload.profile.types import RECORDED
+from lt_offload.execute.tensors import Weight
+from lt_offload.model.blocks import Structure
+from lt_offload.model.chain import Handed
+from lt_offload.model.compiled import is_compiled
+from lt_offload.model.effects import Effects
+from lt_offload.schema.plan import Op, Plan
+from lt_offload.schema.profile import RECORDED
 
 
 class Frames:

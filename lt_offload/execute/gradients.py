@@ -12,11 +12,11 @@ from torch import Tensor
 
 from lt_offload import limits
 from lt_offload.execute.departures import Departure, Outbox, Slots
-from lt_offload.execute.device import Device, Event
-from lt_offload.execute.params import Weight, distinct
-from lt_offload.execute.updates import Updates
-from lt_offload.plan.schedule import Op, Plan
-from lt_offload.profile.types import COLLECTED_BELOW
+from lt_offload.execute.device.base import Device, Event
+from lt_offload.execute.optimizer import Updates
+from lt_offload.execute.tensors import Weight, distinct
+from lt_offload.schema.plan import Op, Plan
+from lt_offload.schema.profile import COLLECTED_BELOW
 
 
 class Gradients:

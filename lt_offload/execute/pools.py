@@ -7,7 +7,7 @@ import bisect
 import torch
 from torch import Tensor
 
-from lt_offload.execute.device import Cell, Device, Event
+from lt_offload.execute.device.base import Cell, Device, Event
 
 _STEP = 4096
 

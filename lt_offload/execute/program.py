@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from torch.optim import Optimizer
 
 from lt_offload.errors import PlanError, UnsupportedError
-from lt_offload.execute.updates import check_optimizer
-from lt_offload.plan.schedule import Op, Plan
-from lt_offload.profile.blocks import Structure
-from lt_offload.profile.compiled import is_compiled
-from lt_offload.profile.types import fingerprint
+from lt_offload.execute.optimizer import check_optimizer
+from lt_offload.model.blocks import Structure
+from lt_offload.model.compiled import is_compiled
+from lt_offload.schema.plan import Op, Plan
+from lt_offload.schema.profile import fingerprint
 
 
 @dataclass(slots=True)

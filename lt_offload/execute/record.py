@@ -5,9 +5,9 @@ from __future__ import annotations
 from operator import sub
 from typing import cast
 
-from lt_offload.execute.device import AllocatorEvents, Device
-from lt_offload.plan.schedule import Plan, Resource
-from lt_offload.plan.trace import Span, Trace
+from lt_offload.execute.device.base import AllocatorEvents, Device
+from lt_offload.schema.plan import Plan, Resource
+from lt_offload.schema.trace import Span, Trace
 
 
 class Recorder:

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from lt_offload.execute.device import Device, Event
-from lt_offload.execute.params import distinct
-from lt_offload.execute.parcels import Parcel
+from lt_offload.execute.device.base import Device, Event
+from lt_offload.execute.groups import Parcel
+from lt_offload.execute.tensors import distinct
 
 Pair = tuple[Tensor, Tensor]
 """A range of host memory and one of the arena, of as many bytes."""

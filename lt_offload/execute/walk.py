@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lt_offload.execute.copies import Residency
 from lt_offload.execute.frames import Frames
 from lt_offload.execute.gradients import Gradients
-from lt_offload.execute.params import Weight
 from lt_offload.execute.program import Step
 from lt_offload.execute.record import Recorder
-from lt_offload.execute.residency import Residency
-from lt_offload.plan.schedule import Op, Plan, deadlines
+from lt_offload.execute.tensors import Weight
+from lt_offload.schema.plan import Op, Plan, deadlines
 
 
 class Walk:

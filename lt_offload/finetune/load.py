@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lt_offload.errors import ConfigError
-from lt_offload.paths import is_dir, is_file, user_path
+from lt_offload.resources_paths import is_dir, is_file, user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -46,7 +46,7 @@ def load_config(name: str, architecture: str | None = None) -> PreTrainedConfig:
     """
     from transformers import AutoConfig
 
-    from lt_offload.profile.fake import load_model_config
+    from lt_offload.profiling.from_config import load_model_config
 
     if architecture is None:
         found: PreTrainedConfig = _from_hub(name, lambda: AutoConfig.from_pretrained(locate(name)))

@@ -19,8 +19,8 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.export import continuation
 from lt_offload.finetune.formats import IGNORED
+from lt_offload.model.blocks import find_blocks
 from lt_offload.optim import AdamW
-from lt_offload.profile.blocks import find_blocks
 
 OptimizerName = Literal["adamw", "adam", "sgd", "adafactor"]
 Schedule = Literal["cosine", "linear", "constant"]

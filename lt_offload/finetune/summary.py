@@ -20,9 +20,9 @@ from rich.table import Table
 from lt_offload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from lt_offload.plan.marginal import Gain
-    from lt_offload.plan.schedule import Plan
-    from lt_offload.profile.types import Profile
+    from lt_offload.plan.what_if import Gain
+    from lt_offload.schema.plan import Plan
+    from lt_offload.schema.profile import Profile
 
 _PATIENCE = 0.1
 """The part of the time of training that the report may take to say what more memory would have bought ..."""
@@ -121,8 +121,8 @@ def write_run_report(summary: RunSummary, trainer: Trainer, folder: Path, gains:
     strategy: Any = trainer.strategy
     if getattr(strategy, "plan", None) is None or strategy.profile is None:
         return None
-    from lt_offload.finetune.report import write_report
     from lt_offload.plan import simulate
+    from lt_offload.report.page import write_report
 
     content: dict[str, object] = {"steps": trainer.global_step, "step_s": summary.step_time, **summary.figures}
     if summary.losses:
@@ -150,7 +150,7 @@ def run_gains(summary: RunSummary, trainer: Trainer) -> tuple[Gain, ...]:
     if getattr(strategy, "plan", None) is None or strategy.profile is None or patience < _LEAST_PATIENCE:
         return ()
     from lt_offload.plan import solve
-    from lt_offload.plan.marginal import gains
+    from lt_offload.plan.what_if import gains
 
     def again(profile: Profile, memory: int, host_memory: int) -> Plan:
         changed = {"host_memory": host_memory, "time_limit": patience}

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from lt_offload.errors import InfeasibleError
-from lt_offload.plan.baselines import resident_choices, smallest
-from lt_offload.plan.memory import lasting_host_bytes
-from lt_offload.plan.offmate_config import OffmateConfig, allowed_options
-from lt_offload.plan.proposal import Allowed
-from lt_offload.plan.schedule import PlannerName
-from lt_offload.profile.types import BlockProfile, OptionProfile, Profile
+from lt_offload.plan.iteration.memory import lasting_host_bytes
+from lt_offload.plan.planners.baselines import resident_choices, smallest
+from lt_offload.plan.planners.offmate.config import OffmateConfig, allowed_options
+from lt_offload.plan.planners.request import Allowed
+from lt_offload.schema.plan import PlannerName
+from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile
 from lt_offload.units import format_bytes
 
 

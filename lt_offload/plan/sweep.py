@@ -14,8 +14,8 @@ from pydantic import ConfigDict
 
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.infeasible import as_setting
-from lt_offload.plan.schedule import Plan
-from lt_offload.serialize import load_json, save_json
+from lt_offload.schema.files import load_json, save_json
+from lt_offload.schema.plan import Plan
 from lt_offload.units import format_bytes, format_seconds, parse_bytes
 
 SWEEP_SCHEMA = 1

@@ -16,7 +16,7 @@ from bench_workloads import Workload
 from torch import Tensor, nn
 
 from contenders.memory import Budget, DoesNotFit
-from lt_offload.profile.driver import use_expandable_segments
+from lt_offload.machine.driver import use_expandable_segments
 
 LEARNING_RATE = 1e-4
 _SAMPLE = 1_000_003

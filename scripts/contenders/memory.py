@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from lt_offload.profile import driver
+from lt_offload.machine import driver
 
 
 class DoesNotFit(Exception):

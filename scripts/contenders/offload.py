@@ -13,7 +13,7 @@ from torch import Tensor
 import lt_offload
 from contenders.case import Batch, Case, Training
 from lt_offload import Plan, Profile
-from lt_offload.profile.hardware import measure_hardware
+from lt_offload.profiling.hardware import measure_hardware
 
 
 @contextmanager

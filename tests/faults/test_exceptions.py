@@ -10,12 +10,12 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 
-from lt_offload import lifecycle
-from lt_offload.execute.emulated import EmulatedDevice
+from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
-from lt_offload.profile.blocks import find_blocks
-from tests import models, plans
-from tests.parity.lightning_harness import Forced, fit, seeded_module
+from lt_offload.model.blocks import find_blocks
+from lt_offload.strategy import offmate as lifecycle
+from tests.support import models, plans
+from tests.support.trainers import Forced, fit, seeded_module
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),

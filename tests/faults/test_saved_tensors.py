@@ -13,13 +13,13 @@ from torch.nn.functional import linear
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute import activations
 from lt_offload.execute.activations import MovedStorage, WeightAlias
-from lt_offload.execute.emulated import EmulatedDevice
+from lt_offload.execute.block_graph import Frame
+from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
-from lt_offload.execute.params import States
-from lt_offload.execute.units import Frame
-from lt_offload.profile.blocks import find_blocks
-from tests import plans
-from tests.parity.harness import BUDGET, Result, differences
+from lt_offload.execute.tensors import States
+from lt_offload.model.blocks import find_blocks
+from tests.support import plans
+from tests.support.engines import BUDGET, Result, differences
 
 WIDTH = 32
 Make = Callable[[], nn.Module]

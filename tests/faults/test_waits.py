@@ -6,7 +6,7 @@ import functools
 import re
 
 from lt_offload.errors import Race
-from tests.parity.harness import Case, differences, offloaded, plain
+from tests.support.engines import Case, differences, offloaded, plain
 
 ALL = ("keep", "recompute", "offload", "mixed", "reload")
 CASES = (

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from lt_offload.profile import measure
-from lt_offload.profile.hardware import measure_hardware
-from lt_offload.profile.types import HardwareProfile
+from lt_offload.profiling import measure
+from lt_offload.profiling.hardware import measure_hardware
+from lt_offload.schema.profile import HardwareProfile
 from tests.gpu.target import Target
 
 HERE = Path(__file__).parent

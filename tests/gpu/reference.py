@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import torch
 
-from lt_offload.plan.schedule import Plan
-from lt_offload.profile.blocks import find_blocks
-from tests.parity.harness import Case, Result, batches, build, make_optimizer, scheduler
+from lt_offload.model.blocks import find_blocks
+from lt_offload.schema.plan import Plan
+from tests.support.engines import Case, Result, batches, build, make_optimizer, scheduler
 
 
 def trained_plainly(case: Case, plan: Plan, device: torch.device) -> Result:

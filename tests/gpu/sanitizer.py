@@ -20,9 +20,9 @@ from unittest.mock import patch
 import torch
 from torch.cuda import _sanitizer
 
-from lt_offload.execute.cuda import CudaDevice
+from lt_offload.execute.device.cuda import CudaDevice
 from tests.gpu.target import ROOM, LargeGpu
-from tests.gpu_model import Event, Stream
+from tests.support.gpu_model import Event, Stream
 
 PAGE = 64
 """Nothing smaller is handed out: by the arena and on a GPU 512 bytes, by torch on the host 64."""

@@ -11,10 +11,10 @@ from typing import Any, Literal
 import pynvml
 import torch
 
-from lt_offload.execute.cuda import CudaDevice
-from lt_offload.execute.device import Device
-from lt_offload.execute.emulated import EmulatedDevice
-from tests.gpu_model import Gpu
+from lt_offload.execute.device.base import Device
+from lt_offload.execute.device.cuda import CudaDevice
+from lt_offload.execute.device.emulated import EmulatedDevice
+from tests.support.gpu_model import Gpu
 
 Kind = Literal["cuda", "cpu", "model"]
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import lt_offload
-from lt_offload.profile import driver, mapped
-from lt_offload.profile.types import Profile
+from lt_offload.machine import driver
+from lt_offload.machine import zero_copy as mapped
+from lt_offload.schema.profile import Profile
 from tests.gpu.target import Target, used_by_all
 from tests.gpu.worker import WARM_UP, call
 

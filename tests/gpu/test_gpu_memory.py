@@ -11,8 +11,8 @@ import pytest
 
 import lt_offload
 from lt_offload.errors import InfeasibleError
-from lt_offload.plan.schedule import Plan
-from lt_offload.profile.types import Profile
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
 from tests.gpu.target import Target, used_by_all
 from tests.gpu.worker import WARM_UP, call
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import lt_offload
-from tests import models
 from tests.gpu.reference import trained_plainly
 from tests.gpu.target import ROOM, Target, delayed
-from tests.models import FAMILIES
-from tests.parity import lightning_harness, test_direct
-from tests.parity.harness import Case, changed, differences, equal, make_optimizer, planned, trained_on
-from tests.parity.test_engine import OPTIONS, PLACES
+from tests.parity.engine import test_zero_copy_plans as zero_copy
+from tests.parity.engine.test_engine import OPTIONS, PLACES
+from tests.support import models, trainers
+from tests.support.engines import Case, changed, differences, equal, make_optimizer, planned, trained_on
+from tests.support.models import FAMILIES
 
 pytestmark = pytest.mark.usefixtures("deterministic")
 
@@ -94,10 +94,10 @@ def test_whatever_is_late(seed: int, target: Target) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "how", "grad_direct"), test_direct.CASES, ids=lambda value: getattr(value, "__name__", str(value))
+    ("case", "how", "grad_direct"), zero_copy.CASES, ids=lambda value: getattr(value, "__name__", str(value))
 )
-def test_weights_read_in_host_memory(case: Case, how: test_direct.How, grad_direct: bool, target: Target) -> None:
-    plan, _ = test_direct.planned(case, how, grad_direct=grad_direct)
+def test_weights_read_in_host_memory(case: Case, how: zero_copy.How, grad_direct: bool, target: Target) -> None:
+    plan, _ = zero_copy.planned(case, how, grad_direct=grad_direct)
     expected = trained_plainly(case, plan, target.torch_device)
     actual, _ = trained_on(target.open(), case, plan)
     assert differences(expected, actual) == []
@@ -143,7 +143,7 @@ def test_plain_loop(target: Target) -> None:
     assert all(equal(a, b) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
 
 
-class OnDevice(lightning_harness.Forced):
+class OnDevice(trainers.Forced):
     """Every option; updates on the device only, so that stock Lightning computes the same."""
 
     places = ("device", "paged")
@@ -157,7 +157,7 @@ class OnDevice(lightning_harness.Forced):
 @pytest.mark.parametrize("options", [{"dropout": 0.1}, {"family": "llama-tied", "dtype": torch.bfloat16}])
 def test_trainer(options: dict[str, Any], target: Target) -> None:
     settings = {"accelerator": target.accelerator, "devices": 1, "deterministic": True}
-    stock = lightning_harness.fit("auto", lightning_harness.seeded_module(**options), **settings)
+    stock = trainers.fit("auto", trainers.seeded_module(**options), **settings)
     memory = ROOM if target.real else None
-    ours = lightning_harness.fit(OnDevice(memory=memory), lightning_harness.seeded_module(**options), **settings)
-    assert lightning_harness.differences(stock, ours) == []
+    ours = trainers.fit(OnDevice(memory=memory), trainers.seeded_module(**options), **settings)
+    assert trainers.differences(stock, ours) == []

@@ -12,8 +12,9 @@ import torch
 from tests.gpu import reference
 from tests.gpu.reference import trained_plainly
 from tests.gpu.target import Target
-from tests.parity import harness, test_compiled
-from tests.parity.harness import Case, Result, changed, differences, equal, planned, trained_on
+from tests.parity.engine import test_compiled
+from tests.support import engines
+from tests.support.engines import Case, Result, changed, differences, equal, planned, trained_on
 
 PLAIN_RUNS = 4
 
@@ -58,7 +59,7 @@ def test_without_deterministic_algorithms(case: Case, target: Target, found: Cal
 
 @pytest.fixture
 def compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    for module in (harness, reference):
+    for module in (engines, reference):
         monkeypatch.setattr(module, "build", test_compiled.compiled)
     with torch._inductor.config.patch(test_compiled.QUICKLY):
         yield

@@ -18,10 +18,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import lt_offload
 from lt_offload.errors import OverBudget
-from lt_offload.profile.blocks import find_blocks
-from tests import models
+from lt_offload.model.blocks import find_blocks
 from tests.gpu.target import Target
-from tests.models import FAMILIES
+from tests.support import models
+from tests.support.models import FAMILIES
 
 Found = Callable[..., None]
 MB = 1 << 20

@@ -22,14 +22,14 @@ import torch
 
 import lt_offload
 from lt_offload.errors import Race
-from lt_offload.execute.cuda import CudaDevice
-from lt_offload.execute.device import AllocatorEvents, Device
+from lt_offload.execute.device.base import AllocatorEvents, Device
+from lt_offload.execute.device.cuda import CudaDevice
 from lt_offload.execute.engine import Engine
-from lt_offload.plan.schedule import Plan
-from lt_offload.plan.trace import Span
-from tests import models
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.trace import Span
 from tests.gpu.target import ROOM, Kind, Target, memory_now, used_by_driver
-from tests.parity.harness import Case, planned, trained_on
+from tests.support import models
+from tests.support.engines import Case, planned, trained_on
 
 ROOT = Path(__file__).resolve().parents[2]
 WARM_UP = 3

@@ -16,7 +16,7 @@ import lt_offload
 from lt_offload import limits
 from lt_offload.errors import UnsupportedError
 from lt_offload.limits import LIMITS, Run, check
-from tests import models
+from tests.support import models
 
 
 class Module(LightningModule):

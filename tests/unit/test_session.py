@@ -11,8 +11,8 @@ import torch
 import lt_offload
 from lt_offload import session
 from lt_offload.errors import ConfigError
-from lt_offload.profile.blocks import find_blocks
-from tests import models, plans
+from lt_offload.model.blocks import find_blocks
+from tests.support import models, plans
 
 
 class Stop(Exception):

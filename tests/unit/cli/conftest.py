@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiny
+from tests.support import tiny
 
 
 class CurrentStderr:

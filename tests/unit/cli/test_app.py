@@ -10,7 +10,7 @@ import yaml
 
 from lt_offload.cli.app import explain
 from lt_offload.cli.main import main
-from tests.commands import fails
+from tests.support.commands import fails
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),

@@ -14,7 +14,7 @@ from lt_offload.cli import doctor, early
 from lt_offload.cli.main import main
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import data
-from tests.commands import fails
+from tests.support.commands import fails
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
@@ -48,7 +48,7 @@ def nothing_slow(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(data.sources, "load_rows", slow)
     monkeypatch.setattr("transformers.LlamaForCausalLM.from_pretrained", slow)
-    monkeypatch.setattr("lt_offload.profile.measure.profile", slow)
+    monkeypatch.setattr("lt_offload.profiling.measure.profile", slow)
     monkeypatch.setattr(doctor, "measure_machine", slow)
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from lt_offload.cli import doctor
-from lt_offload.profile.hardware import load_hardware
-from lt_offload.profile.types import HardwareProfile
+from lt_offload.profiling.hardware import load_hardware
+from lt_offload.schema.profile import HardwareProfile
 
 
 @pytest.fixture

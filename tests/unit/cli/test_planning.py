@@ -9,12 +9,12 @@ import pytest
 
 from lt_offload.cli import doctor
 from lt_offload.cli.main import main
-from lt_offload.plan.explain import brief
-from lt_offload.plan.schedule import Plan
 from lt_offload.plan.sweep import Sweep
-from lt_offload.profile.hardware import load_hardware
-from lt_offload.shipped import shipped_files
-from tests.commands import fails
+from lt_offload.profiling.hardware import load_hardware
+from lt_offload.resources import shipped_files
+from lt_offload.schema.explain import brief
+from lt_offload.schema.plan import Plan
+from tests.support.commands import fails
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),

@@ -6,7 +6,7 @@ import pytest
 
 from lt_offload.cli import recipes
 from lt_offload.errors import ConfigError
-from lt_offload.shipped import shipped_root
+from lt_offload.resources import shipped_root
 
 
 def write(path: Path, text: str) -> Path:

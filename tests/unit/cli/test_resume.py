@@ -15,7 +15,7 @@ from lt_offload.cli.app import _with_values, last_run
 from lt_offload.cli.main import main
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.module import FineTune
-from tests.commands import fails
+from tests.support.commands import fails
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),

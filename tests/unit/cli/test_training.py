@@ -10,10 +10,10 @@ import pytest
 
 from lt_offload.cli import doctor
 from lt_offload.cli.main import main
-from lt_offload.plan.explain import brief
-from lt_offload.plan.schedule import Plan
-from lt_offload.profile.types import HardwareProfile
-from tests import tiny
+from lt_offload.schema.explain import brief
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import HardwareProfile
+from tests.support import tiny
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lt_offload.errors import Race, UnsupportedError
-from lt_offload.execute.device import Cell
-from lt_offload.execute.emulated import EmulatedDevice
+from lt_offload.execute.device.base import Cell
+from lt_offload.execute.device.emulated import EmulatedDevice
 
 
 @pytest.fixture

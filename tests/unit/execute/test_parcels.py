@@ -11,14 +11,14 @@ from torch import Tensor
 
 from lt_offload.errors import OverBudget
 from lt_offload.execute.departures import SMALL_GRADIENT, Slots
-from lt_offload.execute.emulated import EmulatedDevice
+from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
-from lt_offload.execute.params import States, Weight, carve
-from lt_offload.execute.parcels import Layout, Parcel
+from lt_offload.execute.groups import Layout, Parcel
+from lt_offload.execute.tensors import States, Weight, carve
 from lt_offload.execute.transfers import Transfer, coalesced
-from lt_offload.plan.schedule import ALIGNMENT, Op, Plan, Prediction
-from lt_offload.profile.blocks import find_blocks
-from tests import models, plans
+from lt_offload.model.blocks import find_blocks
+from lt_offload.schema.plan import ALIGNMENT, Op, Plan, Prediction
+from tests.support import models, plans
 
 SHAPES = ((7, 5), (16, 16), (3,), (128, 2), (10,))
 DTYPES = (torch.float32, torch.bfloat16)

@@ -11,9 +11,9 @@ import torch
 from torch import nn
 from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
-from lt_offload.execute import updates as module
-from lt_offload.execute.params import Weight
-from lt_offload.execute.updates import Updates
+from lt_offload.execute import optimizer as module
+from lt_offload.execute.optimizer import Updates
+from lt_offload.execute.tensors import Weight
 
 Make = Callable[[Any], Optimizer]
 

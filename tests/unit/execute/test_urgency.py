@@ -7,10 +7,10 @@ import threading
 import pytest
 
 from lt_offload.errors import Race
-from lt_offload.execute.device import Cell
-from lt_offload.execute.emulated import EmulatedDevice
-from lt_offload.execute.lanes import Task
-from lt_offload.execute.threads import choose
+from lt_offload.execute.device.base import Cell
+from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.execute.device.lanes import Task
+from lt_offload.execute.device.threads import choose
 
 
 def test_the_most_urgent_update_runs_first() -> None:

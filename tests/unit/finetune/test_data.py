@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data import FineTuneData
 from lt_offload.finetune.formats import IGNORED
-from tests import tiny
+from tests.support import tiny
 
 TEXT = "".join(chr(97 + i % 26) for i in range(1000))
 

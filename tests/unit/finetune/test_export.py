@@ -9,7 +9,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.export import continuation, export
 from lt_offload.finetune.module import LoraArgs, add_lora
-from tests import models, tiny
+from tests.support import models, tiny
 
 
 @pytest.fixture(scope="module")

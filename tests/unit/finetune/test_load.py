@@ -10,7 +10,7 @@ import torch
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
-from tests import tiny
+from tests.support import tiny
 
 
 @pytest.fixture(scope="module")

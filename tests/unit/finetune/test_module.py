@@ -15,7 +15,7 @@ from lt_offload.finetune.data import FineTuneData
 from lt_offload.finetune.export import continuation
 from lt_offload.finetune.module import FineTune, LoraArgs, add_lora, check_data, lr_factor, make_optimizer
 from lt_offload.finetune.summary import RunSummary
-from tests import models, tiny
+from tests.support import models, tiny
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),

@@ -11,7 +11,7 @@ import pytest
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data import FineTuneData
-from tests import tiny
+from tests.support import tiny
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,8 @@ import pytest
 
 from lt_offload.finetune.summary import RunSummary, run_gains, write_run_report
 from lt_offload.plan import solve
-from lt_offload.plan.schedule import Plan
-from tests.samples import MB, make_profile
+from lt_offload.schema.plan import Plan
+from tests.support.samples import MB, make_profile
 
 PROFILE = make_profile(layers=4, tensors_per_layer=2)
 

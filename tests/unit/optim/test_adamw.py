@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from lt_offload import AdamW, ConfigError
-from lt_offload.checkpoint import load_optimizer_state
 from lt_offload.optim import adamw_
+from lt_offload.strategy.checkpoint.files import load_optimizer_state
 
 SHAPES = [(40, 60), (7,), (3, 5, 2), (1,), (130, 130)]
 SETTINGS = {"lr": 1e-2, "betas": (0.8, 0.95), "eps": 1e-6, "weight_decay": 0.1}

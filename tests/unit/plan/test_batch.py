@@ -6,16 +6,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
-from fixtures import GB, PAPER, llama7b_b4
-from small import READ, small_profile, with_direct
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan import choose_batch, solve
-from lt_offload.plan.batch_lp import best_batch
-from lt_offload.plan.batch_profile import common, scaled
-from lt_offload.plan.offmate import OffmateConfig, lower_bound
-from lt_offload.plan.schedule import Plan
-from lt_offload.profile.types import Profile
+from lt_offload.plan.batch.profiles import common, scaled
+from lt_offload.plan.batch.program import best_batch
+from lt_offload.plan.planners.offmate.program import OffmateConfig, lower_bound
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
+from tests.support.profiles.fixtures import GB, PAPER, llama7b_b4
+from tests.support.profiles.small import READ, small_profile, with_direct
 
 CONFIG = OffmateConfig(budget_bytes=int(10 * GB), host_budget_bytes=int(128 * GB), window=3, **PAPER)
 """Figure 4's setting: everything that depends on the batch is proportional to it."""
@@ -200,7 +200,7 @@ def test_of_equal_throughput_the_smallest_batch_is_taken() -> None:
 
 def test_the_plan_travels_as_json() -> None:
     plan = choose_batch(affine(3), memory=6_000, candidates=[2, 1]).plan
-    from lt_offload.serialize import from_json, to_json
+    from lt_offload.schema.files import from_json, to_json
 
     assert from_json(Plan, to_json(plan), source="test", schema=plan.schema) == plan
     assert [point.batch_size for point in plan.batch_curve] == [1, 2]

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 
 import pytest
-from golden_plans import FILE, PLANNERS, SEEDS, row
+
+from tests.support.profiles.golden_plans import FILE, PLANNERS, SEEDS, row
 
 ROWS = json.loads(FILE.read_text())
 CASES = [(seed, planner) for seed in SEEDS for planner in PLANNERS]

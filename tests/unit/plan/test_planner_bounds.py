@@ -6,14 +6,14 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from program_rules import random_profile
-from small import chained
 
 from lt_offload.errors import InfeasibleError, UnsupportedError
 from lt_offload.plan import Plan, check, solve
-from lt_offload.plan.offmate import OffmateConfig, lower_bound
-from lt_offload.plan.schedule import PlannerName
-from lt_offload.profile.types import DirectProfile, Profile, ReadProfile, TensorProfile
+from lt_offload.plan.planners.offmate.program import OffmateConfig, lower_bound
+from lt_offload.schema.plan import PlannerName
+from lt_offload.schema.profile import DirectProfile, Profile, ReadProfile, TensorProfile
+from tests.support.profiles.program_rules import random_profile
+from tests.support.profiles.small import chained
 
 PLANNERS: tuple[PlannerName, ...] = ("auto", "offmate", "greedy", "l2l", "memferry", "pofo", "resident")
 KINDS = ("plain", "tied", "half", "lora", "frozen start")

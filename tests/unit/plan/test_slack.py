@@ -8,10 +8,10 @@ import pytest
 
 from lt_offload.errors import InfeasibleError
 from lt_offload.plan import check, solve
-from lt_offload.plan.memory import budget_for, computation_bytes, room_within
-from lt_offload.plan.schedule import Plan
-from lt_offload.profile.types import Profile
-from tests.unit.plan.small import small_profile
+from lt_offload.plan.iteration.memory import budget_for, computation_bytes, room_within
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
+from tests.support.profiles.small import small_profile
 
 
 def profile(**changes: object) -> Profile:

@@ -11,9 +11,9 @@ import pytest
 
 from lt_offload.errors import ConfigError, InfeasibleError, PlanError
 from lt_offload.plan import solve
-from lt_offload.plan.schedule import Plan
 from lt_offload.plan.sweep import Axis, Question, Sweep, headline, parse_sweep, run_sweep
-from tests.samples import MB, make_plan, make_profile
+from lt_offload.schema.plan import Plan
+from tests.support.samples import MB, make_plan, make_profile
 
 GB = 10**9
 PLAN = make_plan(make_profile(layers=4, tensors_per_layer=2))

@@ -1,0 +1,383 @@
+"""One block's run as an autograd function of its own. Knows options and saved tensors; no plan, no other blocks.
+
+The block's graph is private: outside it, autograd sees one node per block. That node's backward finds (or rebuilds) the
+private graph, runs it, and returns the gradients that arrived at the block's inputs. Parameters get their gradients
+inside, where the engine's hooks pick them up.
+
+Between its forward and its backward a block may run again, any number of times: what it has saved is then replaced. The
+outer graph holds neither inputs nor outputs of a block, so what a frame lets go of is free.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+from typing_extensions import override
+
+from lt_offload import limits
+from lt_offload.errors import UnsupportedError
+from lt_offload.execute.activations import CacheCostly, Moved, Pager, ReplayCostly, SavedTensors
+from lt_offload.execute.device.base import Device
+from lt_offload.execute.edges.inner import InnerTensors
+from lt_offload.execute.pools import HostPool
+from lt_offload.execute.tensors import Weight
+from lt_offload.model.chain import tensors_of, version
+from lt_offload.model.effects import Effects, Snapshot, ambient, autocasts, within
+from lt_offload.model.options import is_activation, travels
+from lt_offload.model.seams import edges
+from lt_offload.schema.plan import Save
+from lt_offload.schema.profile import RECORDED, OptionName
+
+
+class Frame:
+    """What one forward leaves for its backward, and for running again before that."""
+
+    def __init__(
+        self,
+        *,
+        device: Device,
+        pool: HostPool,
+        index: int,
+        label: str,
+        name: str,
+        option: OptionName,
+        forward: Callable[..., Any],
+        weights: Sequence[Weight],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        again: bool = False,
+        steady: bool = False,
+        compiled: bool = False,
+        effects: Effects | None = None,
+        uses: dict[int, Counter[int]] | None = None,
+    ) -> None:
+        self.device = device
+        self.index = index
+        self.name = name
+        self.option = option
+        self.forward = forward
+        self.weights = weights
+        self.pager = Pager(device, pool, label) if option in ("offload", "mixed", "reload") else None
+        self.done = False
+        self.again = again
+        """The block runs again whatever its option."""
+        self.steady = steady
+        """Its weights stay where they are until its backward."""
+        self.compiled = compiled
+        """Its forward is compiled code: what it gives without a graph may differ, so that it always runs with one."""
+        self._effects = effects
+        self._uses = uses
+        """By block, counted in its first backward."""
+        self._ambient = ambient()
+        self._before: Snapshot | None = None
+        """State that the first run has changed, as it was before."""
+        self._inner: InnerTensors | None = None
+        self._in_backward = False
+        self.sources: tuple[int, ...] | None = None
+        """Which of the outputs of the block before its activation inputs are; None: they are something else."""
+        self._leaves, self._spec = tree_flatten((args, kwargs))
+        positional = _positional(self._spec)
+        self._slots = [
+            at
+            for at, leaf in enumerate(self._leaves)
+            if isinstance(leaf, Tensor) and is_activation(leaf, positional=at < positional)
+        ]
+        self._needs_grad = [self._leaves[at].requires_grad for at in self._slots]
+        self._shared = [
+            leaf for at, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and at not in self._slots
+        ]
+        self._inputs: list[Tensor | Moved] | None = None
+        self._versions: list[int] = []
+        self._rng: list[Tensor] = []
+        self._cache: CacheCostly | None = None
+        self._roots: list[GradientEdge | None] | None = None
+        self._input_grads: list[Tensor | None] = [None] * len(self._slots)
+        self._out: list[Any] = []
+        self._out_slots: list[int] = []
+        self._out_spec: TreeSpec | None = None
+
+    @property
+    def _is_first(self) -> bool:
+        """Whether its input is part of the batch, which stays for the whole iteration anyway."""
+        return self.index == 0 and self.again
+
+    @property
+    def needs_backward(self) -> bool:
+        """Whether a gradient can reach the block's weights or inputs."""
+        return any(self._needs_grad) or any(weight.param.requires_grad for weight in self.weights)
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The activation inputs, until they have been taken."""
+        return [self._leaves[at] for at in self._slots]
+
+    def take_inputs(self) -> list[Tensor]:
+        """Return the activation inputs and forget them: whoever needs them later saves them."""
+        inputs = self.inputs
+        for at in self._slots:
+            self._leaves[at] = None
+        return inputs
+
+    def run(self, anchor: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """Run the forward. Return the output tensors, detached, and those among them that no gradient can reach."""
+        recorded = self.option in RECORDED
+        if recorded:
+            out = self._record(anchor, inputs, self.pager, steady=self.steady)
+        else:
+            with ExitStack() as stack:
+                self._note_first(stack)
+                if self.option == "mixed":
+                    assert self.pager is not None and not self.compiled
+                    self._cache = stack.enter_context(CacheCostly(self.pager))
+                versions = [version(x) for x in inputs]
+                out = self._run_unrecorded(anchor, inputs)
+            self._save(inputs, versions)
+            if self._before is not None:
+                self._inner = InnerTensors(self.name, self._before, anchor)
+        self._out, self._out_spec = tree_flatten(out)
+        self._out_slots = [at for at, leaf in enumerate(self._out) if isinstance(leaf, Tensor)]
+        tensors = [self._out[at] for at in self._out_slots]
+        for at in self._out_slots:
+            self._out[at] = None
+        unreached = [not (t.requires_grad if recorded or self.compiled else t.is_floating_point()) for t in tensors]
+        detached = [t.detach() for t in tensors]
+        return detached, [t for t, dead in zip(detached, unreached, strict=True) if dead]
+
+    def run_frozen(self) -> Any:
+        """Run the forward of a block that no gradient can reach; return its output."""
+        inputs = self.take_inputs()
+        with ExitStack() as stack:
+            if self.again:
+                self._note_first(stack)
+                self._inputs = [*inputs] if self._is_first else None
+                self._versions = [version(x) for x in inputs]
+            stack.enter_context(torch.set_grad_enabled(self.compiled))
+            return self._call(inputs)
+
+    def _note_first(self, stack: ExitStack) -> None:
+        """Remember what the first run, within ``stack``, sees and changes, for the runs that repeat it."""
+        self._rng = self.device.rng_state()
+        if self._effects is not None:
+            self._before = stack.enter_context(self._effects.first_run())
+
+    def can_run_again(self, handed: Sequence[Tensor] | None) -> bool:
+        """Return whether its input is at hand: saved, or among what the block before has just returned."""
+        return not self._slots or self._inputs is not None or (handed is not None and self.sources is not None)
+
+    def run_again(self, anchor: Tensor, handed: list[Tensor] | None, save: Save) -> list[Tensor]:
+        """Run the forward as it ran first, let go of what was saved and save something else; return the outputs.
+
+        Args:
+            anchor: requires grad.
+            handed: what the block before has returned, if it was run again just now; will be empty.
+            save: what to save.
+        """
+        assert self.can_run_again(handed)
+        inputs = self._take_saved()
+        if inputs is None:
+            inputs = [handed[at] for at in self.sources] if handed and self.sources else []
+        if handed is not None:
+            handed.clear()
+        self.release()
+        self._versions = [version(x) for x in inputs]
+        graph = save == "all"
+        with self._as_first(graph=graph):
+            if graph:
+                out = self._record(anchor, inputs, None, steady=self.steady)
+            else:
+                out = self._run_unrecorded(anchor, inputs)
+        if graph and self._inner is not None:
+            self._inner.ran_again()
+        if save == "input" or self._is_first:
+            self._inputs = [*inputs]
+        return [t.detach() for t in tensors_of(out)]
+
+    def unflatten(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the block's output structure with ``tensors`` in place."""
+        assert self._out_spec is not None
+        for at, tensor in zip(self._out_slots, tensors, strict=True):
+            self._out[at] = tensor
+        out = tree_unflatten(self._out, self._out_spec)
+        self._out = []
+        return out
+
+    def backward(self, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Run the backward, rebuilding the graph if need be; return the gradients of the activation inputs."""
+        if self._roots is None:
+            self._rebuild(anchor)
+        roots, self._roots, self._inputs = self._roots or [], None, None
+        if self._uses is not None and self.index not in self._uses:
+            self._uses[self.index] = _count_uses([root.node for root in roots if root is not None])
+        pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if root is not None and grad is not None]
+        del roots
+        if pairs:
+            self._in_backward = True
+            torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
+            self._in_backward = False
+        found, self._input_grads = self._input_grads, []
+        self.close()
+        return found
+
+    def close(self) -> None:
+        """Let go of everything that was saved."""
+        self.done = True
+        self.release()
+        self._leaves, self._shared = [], []
+
+    def release(self) -> None:
+        """Let go of saved inputs, results and graph."""
+        self._inputs, self._roots, self._cache = None, None, None
+        if self.pager is not None:
+            self.pager.close()
+
+    def catch(self, slot: int, grad: Tensor) -> None:
+        """Remember the gradient of an activation input.
+
+        Raises:
+            UnsupportedError: if it comes by another way than the block's outputs.
+        """
+        if not self._in_backward:
+            raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {self.name}")
+        self._input_grads[slot] = grad
+
+    def _rebuild(self, anchor: Tensor) -> None:
+        inputs = self._take_saved()
+        assert inputs is not None or not self._slots, f"block {self.name} has saved nothing to run its backward from"
+        with self._as_first(graph=True):
+            self._record(anchor, inputs or [], None, steady=True)
+        if self._inner is not None:
+            self._inner.ran_again()
+
+    def _record(self, anchor: Tensor, inputs: Sequence[Tensor], pager: Pager | None, *, steady: bool) -> Any:
+        """Run the forward and keep its graph; what it saves travels with ``pager`` if there is one.
+
+        Without a pager the graph may hold the weights as they are if they are ``steady``: in their places until it has
+        been used.
+        """
+        with torch.enable_grad(), ExitStack() as stack:
+            if pager is not None or not steady:
+                stack.enter_context(SavedTensors(self.weights, pager, self._shared))
+            entered = self._enter(anchor, inputs)
+            del inputs
+            if self._cache is not None:
+                stack.enter_context(ReplayCostly(self._cache))
+            out = self._call(entered)
+        self._roots = [get_gradient_edge(t) if t.requires_grad else None for t in tensors_of(out)]
+        return out
+
+    def _run_unrecorded(self, anchor: Tensor, inputs: Sequence[Tensor]) -> Any:
+        """Run the forward; whatever graph it builds ends with its outputs."""
+        with torch.set_grad_enabled(self.compiled):
+            return self._call(self._enter(anchor, inputs) if self.compiled else inputs)
+
+    def _save(self, inputs: Sequence[Tensor], versions: list[int]) -> None:
+        """Save the input, as it was before the forward, in the way of the option."""
+        self._versions = versions
+        self._check_untouched(inputs)
+        if self.option == "recompute":
+            self._inputs = list(inputs)
+        elif self.option != "discard":
+            assert self.pager is not None
+            moves = [self.option == "mixed" or travels(x) for x in inputs]
+            take = self.pager.take
+            self._inputs = [take(x, watch=True) if move else x for x, move in zip(inputs, moves, strict=True)]
+
+    def _take_saved(self) -> list[Tensor] | None:
+        """Return the saved input, which is no longer saved then."""
+        saved, self._inputs = self._inputs, None
+        if saved is None:
+            return None
+        self._check_untouched(saved)
+        return [x.restore() if isinstance(x, Moved) else x for x in saved]
+
+    def _check_untouched(self, inputs: Sequence[Tensor | Moved]) -> None:
+        for x, known in zip(inputs, self._versions, strict=True):
+            if isinstance(x, Tensor) and version(x) != known:
+                raise UnsupportedError(
+                    f"the input of block {self.name} was written to after the block was called with it, so that the "
+                    "block cannot run again; write out of place"
+                )
+
+    @contextmanager
+    def _as_first(self, *, graph: bool) -> Iterator[None]:
+        """Let the block see and draw what it did in its first run, and leave nothing behind."""
+        now = self.device.rng_state()
+        self.device.set_rng_state(self._rng)
+        try:
+            with self._before.again(graph=graph) if self._before is not None else nullcontext():
+                yield
+        finally:
+            self.device.set_rng_state(now)
+
+    def _enter(self, anchor: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
+        return [
+            _Entry.apply(anchor, x, self, slot) if need else x  # type: ignore[no-untyped-call]
+            for slot, (x, need) in enumerate(zip(inputs, self._needs_grad, strict=True))
+        ]
+
+    def _call(self, inputs: Sequence[Tensor]) -> Any:
+        leaves = list(self._leaves)
+        for at, tensor in zip(self._slots, inputs, strict=True):
+            leaves[at] = tensor
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        if self._ambient == ambient() and not autocasts(self._ambient):
+            return self.forward(*args, **kwargs)
+        with within(self._ambient):
+            return self.forward(*args, **kwargs)
+
+
+def _count_uses(roots: Sequence[Any]) -> Counter[int]:
+    """Return how often each activation input is used in the private graph below ``roots``, by its slot."""
+    ends = [*roots, *(node for node, _ in edges(roots))]
+    return Counter(node.slot for node in ends if isinstance(node, _Entry._backward_cls))  # type: ignore[attr-defined]
+
+
+def _positional(spec: TreeSpec) -> int:
+    """Return how many leaves of ``(args, kwargs)`` belong to ``args``."""
+    return spec.child(0).num_leaves
+
+
+class _Entry(torch.autograd.Function):
+    """Where the private graph begins: passes the input on and catches its gradient, holding on to neither."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, anchor: Tensor, x: Tensor, frame: Frame, slot: int) -> Tensor:
+        ctx.frame, ctx.slot = weakref.ref(frame), slot  # the frame holds this graph: no cycle
+        return x.view_as(x)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Any) -> tuple[None, None, None, None]:
+        frame = ctx.frame()
+        assert frame is not None
+        frame.catch(ctx.slot, grads[0])
+        return None, None, None, None
+
+
+class BlockFunction(torch.autograd.Function):
+    """One block in the outer graph; ``anchor`` requires grad, for blocks that train on frozen inputs."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, frame: Frame, anchor: Tensor, backward: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.frame, ctx.anchor, ctx.run = frame, anchor, backward
+        ctx.set_materialize_grads(False)
+        out, unreached = frame.run(anchor, [x.detach() for x in inputs])
+        ctx.mark_non_differentiable(*unreached)
+        return tuple(out)
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        found = ctx.run(ctx.frame, ctx.anchor, grads)
+        needed = ctx.needs_input_grad[3:]
+        return None, None, None, *(grad if need else None for grad, need in zip(found, needed, strict=True))

@@ -1,0 +1,155 @@
+"""Which ranges of the arena are in use, and what the next user of a free one is to be ordered after. Copies nothing."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lt_offload.errors import OverBudget
+from lt_offload.execute.device.base import Buffer
+from lt_offload.execute.device.lanes import Task
+from lt_offload.schema.plan import ALIGNMENT
+from lt_offload.units import format_bytes
+
+
+class ArenaBuffer(Buffer):
+    """A range in use. Whoever writes it is ordered after ``releases``."""
+
+    __slots__ = ("releases",)
+
+    def __init__(self, label: str, offset: int, nbytes: int, slab: torch.Tensor, releases: Sequence[Task]) -> None:
+        super().__init__(label, offset, nbytes, slab)
+        self.releases = releases
+
+
+@dataclass(slots=True, eq=False)
+class Freed:
+    """A free range that was used before; never changed."""
+
+    start: int
+    end: int
+    releases: tuple[Task, ...]
+    accesses: tuple[Any, ...]
+    """Kept for the happens-before checker."""
+
+
+class Arena:
+    """Range bookkeeping over one slab.
+
+    Args:
+        slab: uint8 memory.
+        settled: says whether a freed range needs no ordering any more, so that it can be forgotten.
+    """
+
+    def __init__(self, slab: torch.Tensor, settled: Callable[[Freed], bool]) -> None:
+        self.slab = slab
+        self._settled = settled
+        self._starts: list[int] = []
+        self._used: dict[int, ArenaBuffer] = {}
+        self._freed: list[Freed] = []
+        """Disjoint, ascending."""
+        self._tidy_at = 16
+
+    @property
+    def extent(self) -> int:
+        """Bytes of the slab."""
+        return self.slab.numel()
+
+    @property
+    def used(self) -> int:
+        """Bytes in use."""
+        return sum(buffer.nbytes for buffer in self._used.values())
+
+    @property
+    def fragments(self) -> int:
+        """Number of free ranges that are still remembered."""
+        return len(self._freed)
+
+    def place(self, offset: int, nbytes: int, label: str) -> tuple[ArenaBuffer, list[Any]]:
+        """Take a range; return it with the accesses to it that are still remembered.
+
+        Raises:
+            OverBudget: if the range is not inside the arena or not free.
+        """
+        assert offset % ALIGNMENT == 0, f"offset {offset} of {label} is not a multiple of {ALIGNMENT}"
+        end = offset + nbytes
+        if end > self.extent:
+            raise OverBudget(f"{label} at [{offset}, {end}) does not fit into the arena of {self.extent} bytes")
+        other = self._overlapping(offset, end)
+        if other is not None:
+            raise OverBudget(
+                f"{label} at [{offset}, {end}) overlaps {other.label} at "
+                f"[{other.offset}, {other.offset + other.nbytes}), which is in use"
+            )
+        taken = self._cut(offset, end)
+        releases = list(dict.fromkeys(event for freed in taken for event in freed.releases))
+        buffer = ArenaBuffer(label, offset, nbytes, self.slab, releases)
+        if nbytes:
+            bisect.insort(self._starts, offset)
+            self._used[offset] = buffer
+        return buffer, [access for freed in taken for access in freed.accesses]
+
+    def find(self, nbytes: int, label: str) -> int:
+        """Return the lowest offset at which ``nbytes`` are free; raises ``OverBudget``."""
+        offset = largest = 0
+        for start in [*self._starts, self.extent]:
+            if offset + nbytes <= start:
+                return offset
+            largest = max(largest, start - offset)
+            if start < self.extent:
+                offset = -(-(start + self._used[start].nbytes) // ALIGNMENT) * ALIGNMENT
+        raise OverBudget(
+            f"{label} needs {format_bytes(nbytes)} ({nbytes} bytes) of the arena, but {format_bytes(self.used)} of "
+            f"{format_bytes(self.extent)} ({self.extent} bytes) are in use; the largest free range has {largest} bytes"
+        )
+
+    def free(self, buffer: Buffer, releases: Iterable[Task], accesses: Iterable[Any] = ()) -> None:
+        """Give a range back; its next user is ordered after ``releases``."""
+        if buffer.nbytes:
+            assert self._used.get(buffer.offset) is buffer, f"{buffer.label} is not in use"
+            del self._used[buffer.offset]
+            del self._starts[bisect.bisect_left(self._starts, buffer.offset)]
+            freed = Freed(buffer.offset, buffer.offset + buffer.nbytes, tuple(releases), tuple(accesses))
+            if freed.releases or freed.accesses:
+                bisect.insort(self._freed, freed, key=_start)
+        buffer.forget()
+        if len(self._freed) > self._tidy_at:
+            self._freed = [freed for freed in self._freed if not self._settled(freed)]
+            self._tidy_at = 16 + 2 * len(self._freed)
+
+    def _overlapping(self, start: int, end: int) -> ArenaBuffer | None:
+        if start == end:
+            return None
+        after = bisect.bisect_left(self._starts, end)
+        if after == 0:
+            return None
+        last = self._used[self._starts[after - 1]]
+        return last if last.offset + last.nbytes > start else None
+
+    def _cut(self, start: int, end: int) -> list[Freed]:
+        """Remove ``[start, end)`` from the freed ranges and return those that it touches."""
+        if not self._freed or start == end:
+            return []
+        low = max(0, bisect.bisect_right(self._freed, start, key=_start) - 1)
+        high = bisect.bisect_left(self._freed, end, key=_start)
+        touched: list[Freed] = []
+        rest: list[Freed] = []
+        for freed in self._freed[low:high]:
+            if freed.end <= start:
+                rest.append(freed)
+                continue
+            touched.append(freed)
+            if freed.start < start:
+                rest.append(Freed(freed.start, start, freed.releases, freed.accesses))
+            if freed.end > end:
+                rest.append(Freed(end, freed.end, freed.releases, freed.accesses))
+        self._freed[low:high] = rest
+        return touched
+
+
+def _start(freed: Freed) -> int:
+    return freed.start

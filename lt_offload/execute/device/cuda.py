@@ -1,0 +1,390 @@
+"""A CUDA GPU as a device: copy streams, events that may be waited for before they are recorded, registered host memory.
+
+The host runs ahead of the GPU. A task on ``h2d`` or ``d2h`` has *finished*, as far as this process is concerned, when
+its copies have been issued to the lane's stream; its ``completion`` is the CUDA event recorded behind them. Waiting on
+the GPU for an event that was not recorded yet would silently do nothing, so whoever needs a task first waits, on the
+host, for its issue. That happens only behind updates on the host: everything else is issued at once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from typing_extensions import override
+
+from lt_offload.errors import OverBudget, UnsupportedError
+from lt_offload.execute.device.arena import Arena, ArenaBuffer
+from lt_offload.execute.device.base import AllocatorEvents, Buffer, Cell, Device, Event, Lane
+from lt_offload.execute.device.cuda_context import Context
+from lt_offload.execute.device.cuda_runtime import CudaRuntime
+from lt_offload.execute.device.cuda_tasks import CudaTask, Line, Runner, tasks_of
+from lt_offload.execute.device.lanes import plain_torch
+from lt_offload.execute.device.threads import ThreadLanes
+from lt_offload.machine.host_memory import HostMemory
+from lt_offload.machine.staging import STAGING_BYTES, Staging
+from lt_offload.machine.zero_copy import refusal
+from lt_offload.units import format_bytes
+
+
+class CudaDevice(Device):
+    """A GPU of which this process may occupy ``budget`` bytes.
+
+    Args:
+        budget: bytes of device memory, CUDA context included.
+        index: which GPU.
+        host_threads: threads that an update on the ``host`` lane may use; None: as many as torch uses, less those of
+            the calling thread and of autograd, which launch kernels meanwhile.
+        context: what was planned for the context with all kernels, workspaces of libraries included: so much is left to
+            it from the beginning.
+        runtime: stands in for CUDA in tests.
+    """
+
+    def __init__(
+        self,
+        budget: int,
+        index: int = 0,
+        *,
+        host_threads: int | None = None,
+        context: int = 0,
+        runtime: CudaRuntime | None = None,
+    ) -> None:
+        cuda = self._cuda = CudaRuntime(index) if runtime is None else runtime
+        self.budget = budget
+        self.torch_device = cuda.device
+        cuda.prepare()
+        self._context = Context(cuda, budget, planned=context)
+        spare: deque[Any] = deque()
+        self._new_line = partial(Line, cuda=cuda, spare=spare)
+        self._copy_lines = {lane: self._new_line(cuda.stream()) for lane in ("h2d", "d2h")}
+        self._compute_lines: dict[int, Line] = {}
+        """By identity of the stream, which the line keeps alive."""
+        self._runner = Runner(cuda, self._copy_lines)
+        place = cuda.place()
+        threads = host_threads or _spare_threads(len(place.cores))
+        self._lanes = ThreadLanes(self._runner, threads={"host": threads}, prepare=lambda lane: place.bind())
+        self._host = HostMemory(cuda.register, cuda.unregister, place=place)
+        self._buffers = self._host.locked(STAGING_BYTES)  # first of all: later there may be nothing left to lock
+        self._staging: Staging | None = None
+        self._refusal: str | None = None
+        """Why computations cannot access host memory; empty: they can; None: not tried yet."""
+        self._seen: set[object] = set()
+        """Shapes of batches whose demand for memory is known."""
+        self._arena = self._new_arena(0)
+        self._closed = False
+        self._stop = weakref.finalize(self, _release, self._lanes, self._copy_lines, self._host)
+
+    # -- arena -------------------------------------------------------------------------------------------------------
+
+    @override
+    def reserve(self, nbytes: int) -> None:
+        self._settle()
+        assert self._arena.used == 0, "the arena is in use"
+        del self._arena  # the old slab must be gone before there is room for the new one
+        self._context.follow(self._host.locked_bytes)  # page tables of what was registered since the beginning
+        try:
+            if nbytes + self._context.nbytes > self.budget:
+                raise OverBudget(
+                    f"an arena of {format_bytes(nbytes)} ({nbytes} bytes) and the CUDA context of "
+                    f"{format_bytes(self._context.nbytes)} exceed the budget of {format_bytes(self.budget)} "
+                    f"({self.budget} bytes)"
+                )
+            self._arena = self._new_arena(nbytes)
+        except (OverBudget, torch.OutOfMemoryError) as error:
+            self._arena = self._new_arena(0)
+            if isinstance(error, OverBudget):
+                raise
+            raise OverBudget(f"an arena of {format_bytes(nbytes)} ({nbytes} bytes) does not fit: {error}") from error
+
+    def _new_arena(self, nbytes: int) -> Arena:
+        with plain_torch():
+            slab = self._cuda.empty(nbytes)
+        # Copy streams may write at once, while kernels may still use this memory (or fill it: torch does so under
+        # deterministic algorithms).
+        self._cuda.current_stream().synchronize()
+        return Arena(slab, lambda freed: all(event.done() for event in freed.releases))
+
+    @override
+    def place(self, offset: int, nbytes: int, label: str = "") -> Buffer:
+        return self._arena.place(offset, nbytes, label)[0]
+
+    @override
+    def allocate(self, nbytes: int, label: str = "") -> Buffer:
+        return self.place(self._arena.find(nbytes, label), nbytes, label)
+
+    @override
+    def free(self, buffer: Buffer, after: Sequence[Event] = ()) -> None:
+        self._arena.free(buffer, [*tasks_of(after), self._mark()])
+
+    # -- lanes and events --------------------------------------------------------------------------------------------
+
+    @override
+    def submit(
+        self,
+        lane: Lane,
+        task: Callable[[], None],
+        *,
+        after: Sequence[Event] = (),
+        reads: Sequence[Cell] = (),
+        writes: Sequence[Cell] = (),
+        label: str = "",
+        op: int = -1,
+        nbytes: int = 0,
+        urgency: int = 0,
+    ) -> Event:
+        self._runner.reap()
+        queued = CudaTask(
+            lane,
+            task,
+            after=tasks_of(after),
+            behind=_releases(writes),
+            label=label,
+            op=op,
+            nbytes=nbytes,
+            urgency=urgency,
+        )
+        if self._blocks(lane) or not self._lanes.run_here(queued):
+            self._lanes.submit(queued)
+        return queued
+
+    def _blocks(self, lane: Lane) -> bool:
+        """Return whether a task of ``lane`` may block the thread that runs it."""
+        if lane == "host":
+            return True
+        if not self._host.has_pageable:
+            return False
+        if self._staging is None:
+            self._staging = Staging(
+                self._buffers,
+                event=partial(self._cuda.event, timing=False),
+                use=self._cuda.use,
+                copy=_copy,
+            )
+        return True
+
+    @override
+    def mark(self, *, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> Event:
+        return self._mark()
+
+    def _mark(self) -> CudaTask:
+        mark = CudaTask("compute", _nothing, label="compute")
+        mark.finish(None)
+        self._compute_line().complete(mark)
+        return mark
+
+    def _compute_line(self) -> Line:
+        stream = self._cuda.current_stream()
+        line = self._compute_lines.get(id(stream))
+        if line is None:
+            line = self._compute_lines[id(stream)] = self._new_line(stream)
+        return line
+
+    @override
+    def wait(self, *events: Event, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> None:
+        tasks, releases = tasks_of(events), _releases(writes)
+        self._lanes.finish(tasks)
+        self._lanes.finish(releases)
+        self._lanes.check(tasks)
+        if tasks or releases:
+            compute = self._compute_line()
+            for task in (*tasks, *releases):
+                compute.follow(task)
+                self._runner.let_go(task)
+
+    @override
+    def synchronize(self, *events: Event) -> None:
+        tasks = tasks_of(events)
+        self._lanes.finish(tasks)
+        for task in tasks:
+            if task.completion is not None:
+                task.completion.synchronize()
+        self._runner.reap()
+        self._lanes.check(tasks)
+
+    @override
+    def drain(self) -> None:
+        self._settle()
+        self._cuda.current_stream().synchronize()  # kernels may be reading host memory
+        self._lanes.check()
+
+    def _settle(self) -> None:
+        self._lanes.finish(self._lanes.pending())
+        for line in self._copy_lines.values():
+            line.stream.synchronize()
+        self._runner.reap()
+
+    # -- memory outside the arena ------------------------------------------------------------------------------------
+
+    @override
+    def limit_host(self, nbytes: int) -> None:
+        self._host.limit(nbytes)
+
+    @override
+    def host_adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        with plain_torch():
+            return self._host.adopt(tensor)
+
+    @override
+    def host_empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        with plain_torch():
+            return self._host.empty(shape, dtype)
+
+    @override
+    def host_group(self, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        with plain_torch():
+            return self._host.group(parts)
+
+    @override
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        if self._host.is_pageable(source):
+            assert self._staging is not None, "pageable memory is copied on the lane's own thread"
+            self._staging.to_device(target, source, self._cuda.current_stream())
+        elif self._host.is_pageable(target):
+            assert self._staging is not None, "pageable memory is copied on the lane's own thread"
+            self._staging.to_host(target, source, self._cuda.current_stream())
+        else:
+            _copy(target, source)
+
+    @override
+    def direct_view(self, host: torch.Tensor) -> torch.Tensor:
+        if self._host.is_pageable(host):
+            raise UnsupportedError(
+                f"{self.torch_device} cannot compute in host memory that is not page-locked; see `ulimit -l`, or plan "
+                "without direct access"
+            )
+        with plain_torch():
+            if self._refusal is None:
+                probe = self._host.empty((1024,), torch.int32)
+                self._refusal = refusal(
+                    self._cuda.direct_view, probe, lambda: self._cuda.current_stream().synchronize()
+                )
+            if self._refusal:
+                raise UnsupportedError(
+                    f"{self.torch_device} cannot compute in host memory: {self._refusal}; a plan made on this machine "
+                    "does not ask for it"
+                )
+            return self._cuda.direct_view(host)
+
+    @override
+    def empty(self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> torch.Tensor:
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):
+                return self.empty(shape, stride, dtype)
+        if stride is None:
+            return torch.empty(tuple(shape), dtype=dtype, device=self.torch_device)
+        return torch.empty_strided(tuple(shape), tuple(stride), dtype=dtype, device=self.torch_device)
+
+    @contextmanager
+    @override
+    def accounting(self, signature: object = None) -> Iterator[None]:
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            raise OverBudget(f"the budget of {format_bytes(self.budget)} is used up: {error}") from error
+        if signature not in self._seen and not self._closed:
+            self._seen.add(signature)
+            self._context.follow(self._host.locked_bytes)
+
+    @override
+    def end_iteration(self) -> None:
+        self._context.end_iteration(self._host.locked_bytes)
+
+    # -- random numbers ----------------------------------------------------------------------------------------------
+
+    @override
+    def rng_state(self) -> list[torch.Tensor]:
+        with plain_torch():
+            return [torch.get_rng_state(), self._cuda.rng_state()]
+
+    @override
+    def set_rng_state(self, state: list[torch.Tensor]) -> None:
+        cpu, gpu = state
+        with plain_torch():
+            torch.set_rng_state(cpu)
+            self._cuda.set_rng_state(gpu)
+
+    # -- figures -----------------------------------------------------------------------------------------------------
+
+    @override
+    def now(self) -> float:
+        return time.perf_counter()
+
+    @override
+    def record(self, enabled: bool) -> None:
+        self._runner.record(enabled)
+
+    @override
+    def begin_compute(self, op: int, label: str) -> object:
+        return self._runner.begin(op, label, self._cuda.current_stream())
+
+    @override
+    def end_compute(self, token: object) -> None:
+        self._runner.end(token, self._cuda.current_stream())
+
+    @override
+    def take_spans(self) -> list[tuple[int, str, str, float, float]]:
+        return self._runner.take_spans()
+
+    @override
+    def memory(self) -> int:
+        return self._cuda.reserved() + self._context.nbytes
+
+    @override
+    def peak_memory(self) -> int:
+        return self._cuda.peak_reserved() + self._context.nbytes
+
+    @override
+    def allocator_events(self) -> AllocatorEvents:
+        return self._cuda.allocator_events()
+
+    @override
+    def reset_peak(self) -> None:
+        self._cuda.reset_peak()
+
+    @property
+    @override
+    def host_bytes(self) -> int:
+        return self._host.nbytes
+
+    @override
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._settle()
+        self._cuda.current_stream().synchronize()  # kernels may still read the arena and registered memory
+        self._stop()  # a finalizer runs once
+        self._arena = self._new_arena(0)
+        self._cuda.cap(None)
+        self._lanes.check()
+
+
+def _spare_threads(cores: int) -> int:
+    """Return how many threads are left for updates; ``cores``: those near the device, 0 if that says nothing."""
+    return max(1, min(torch.get_num_threads(), (cores or len(os.sched_getaffinity(0))) - 2))
+
+
+def _nothing() -> None:
+    pass
+
+
+def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source, non_blocking=True)
+
+
+def _release(lanes: ThreadLanes, lines: Mapping[str, Line], host: HostMemory) -> None:
+    lanes.stop()
+    for line in lines.values():
+        line.stream.synchronize()
+    host.close()
+
+
+def _releases(writes: Sequence[Cell]) -> list[CudaTask]:
+    return tasks_of([event for cell in writes if isinstance(cell, ArenaBuffer) for event in cell.releases])

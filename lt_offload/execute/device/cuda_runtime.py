@@ -1,0 +1,141 @@
+"""Everything the CUDA device asks of CUDA, in one small object that tests can replace by a model of it."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from lt_offload.execute.device.base import AllocatorEvents
+from lt_offload.machine import driver
+from lt_offload.machine import zero_copy as mapped
+from lt_offload.machine.numa import Place, place_of
+
+
+class _On(AbstractContextManager[None]):
+    """What ``torch.cuda.stream`` does on one device, in a fraction of the time."""
+
+    __slots__ = ("_before", "_stream")
+
+    def __init__(self, stream: Any, before: Any) -> None:
+        self._stream, self._before = stream, before
+
+    def __enter__(self) -> None:
+        torch.cuda.set_stream(self._stream)
+
+    def __exit__(self, *error: object) -> None:
+        torch.cuda.set_stream(self._before)
+
+
+class CudaRuntime:
+    """One GPU."""
+
+    def __init__(self, index: int) -> None:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
+        self.device = torch.device("cuda", index)
+        self._index = index
+        self._streams: dict[tuple[int, int, int], Any] = {}
+
+    def stream(self) -> Any:
+        """Return a new stream, of normal priority: priorities order kernels and mean nothing to copies."""
+        return torch.cuda.Stream(self.device)  # type: ignore[no-untyped-call]
+
+    def current_stream(self) -> Any:
+        """Return the stream that the calling thread launches to, the same object for the same stream."""
+        # What torch.cuda.current_stream does, without a new object every time.
+        key = torch._C._cuda_getCurrentStream(self._index)
+        stream = self._streams.get(key)
+        if stream is None:
+            names = ("stream_id", "device_index", "device_type")
+            stream = self._streams[key] = torch.cuda.Stream(**dict(zip(names, key, strict=True)))  # type: ignore[no-untyped-call]
+        return stream
+
+    def use(self, stream: Any) -> AbstractContextManager[None]:
+        """Within the context the calling thread launches to ``stream``."""
+        return _On(stream, self.current_stream())
+
+    def event(self, *, timing: bool) -> Any:
+        """Return a new event; who waits for it on the host sleeps."""
+        return torch.cuda.Event(enable_timing=timing, blocking=True)  # type: ignore[no-untyped-call]
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Return device memory, taken from the driver and not from torch's leftovers; may raise OutOfMemoryError."""
+        torch.cuda.empty_cache()
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def prepare(self) -> None:
+        """Set torch's allocator up, and load what would take device memory by itself later on."""
+        driver.use_expandable_segments(self.device)
+        driver.warm_up(self.device)
+
+    def cap(self, nbytes: int | None) -> None:
+        """Let torch's allocator take at most ``nbytes``, whatever other processes have; None: everything."""
+        _, total = torch.cuda.mem_get_info(self.device)
+        fraction = 1.0 if nbytes is None else min(1.0, nbytes / total)
+        torch.cuda.set_per_process_memory_fraction(fraction, self.device)
+
+    def context_bytes(self) -> tuple[int, bool]:
+        """Return the process's device memory beside torch's allocator, and whether that is exact. Waits for nothing."""
+        return driver.beside_bytes(self.device)
+
+    def workspace_bytes(self) -> int:
+        """Return what libraries hold of the memory of torch's allocator."""
+        return driver.workspace_bytes(self.device)
+
+    def empty_cache(self) -> None:
+        """Give what torch's allocator does not use back to the driver."""
+        torch.cuda.empty_cache()
+
+    def allocator_events(self) -> AllocatorEvents:
+        """Return how often torch's allocator has run short so far."""
+        found = torch._C._cuda_memoryStats(self._index)
+        return AllocatorEvents(found["num_alloc_retries"], found["num_device_free"], found["num_ooms"])
+
+    def available(self) -> int:
+        """Return the device memory that torch's allocator has or could get."""
+        free, _ = torch.cuda.mem_get_info(self.device)
+        return free + self.reserved()
+
+    def reserved(self) -> int:
+        """Return the device memory held by torch's allocator."""
+        return self._reserved("current")
+
+    def peak_reserved(self) -> int:
+        """Return the high-water mark of ``reserved``."""
+        return self._reserved("peak")
+
+    def _reserved(self, which: str) -> int:
+        # torch.cuda.memory_reserved flattens and sorts all statistics first, which takes longer than a launch.
+        return int(torch._C._cuda_memoryStats(self._index)["reserved_bytes"]["all"][which])
+
+    def reset_peak(self) -> None:
+        """Restart the high-water mark."""
+        torch._C._cuda_resetPeakMemoryStats(self._index)
+
+    def place(self) -> Place:
+        """Return where host threads and memory are near the device."""
+        return place_of(self.device)
+
+    def register(self, address: int, nbytes: int) -> int:
+        """Page-lock host memory; return 0 or an error code."""
+        with torch.cuda.device(self._index):  # any thread may ask; on another GPU this would make a context
+            return mapped.register(address, nbytes)
+
+    def unregister(self, address: int) -> int:
+        """Undo ``register``; return 0 or an error code."""
+        with torch.cuda.device(self._index):
+            return mapped.unregister(address)
+
+    def direct_view(self, host: torch.Tensor) -> torch.Tensor:
+        """Return registered memory as a tensor on the device; raises ``UnsupportedError``."""
+        with torch.cuda.device(self._index):
+            return mapped.map_host(host, self.device)
+
+    def rng_state(self) -> torch.Tensor:
+        """Return the state of the device's random number generator."""
+        return torch.cuda.get_rng_state(self.device)
+
+    def set_rng_state(self, state: torch.Tensor) -> None:
+        """Restore it."""
+        torch.cuda.set_rng_state(state, self.device)

@@ -1,0 +1,224 @@
+"""Tasks of a CUDA device: copies issued to streams, updates run on the host. Knows what memory to keep alive."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from typing_extensions import override
+
+from lt_offload.execute.device.base import Event
+from lt_offload.execute.device.cuda_runtime import CudaRuntime
+from lt_offload.execute.device.lanes import Task
+
+Span = tuple[int, str, str, float, float]
+
+
+class CudaTask(Task):
+    """A task, or a mark of the compute lane (finished from the start), with its GPU side."""
+
+    __slots__ = ("completion", "keeps", "line", "position")
+
+    def __init__(self, lane: str, work: Callable[[], None], **options: Any) -> None:
+        super().__init__(lane, work, **options)
+        self.completion: Any = None
+        """CUDA event behind the work; None as long as it is not issued, and for work on the host."""
+        self.line: Line | None = None
+        """Where ``completion`` was recorded."""
+        self.position = 0
+        """How many completions ``line`` had then."""
+        self.keeps: Callable[[], None] | None = None
+        """The work, and with it the memory it uses, until the GPU is through or the compute lane ordered after it."""
+
+    def __del__(self) -> None:
+        if self.line is not None and self.completion is not None:
+            self.line.spare.append(self.completion)
+
+    @override
+    def arrived(self) -> bool:
+        return all(event.over() for event in tasks_of(self.after)) and all(e.over() for e in tasks_of(self.behind))
+
+    @override
+    def done(self) -> bool:
+        return self.finished and self.over()
+
+    def over(self) -> bool:
+        """Return whether the GPU is through with what has been issued."""
+        return self.completion is None or bool(self.completion.query())
+
+
+def tasks_of(events: Sequence[Event]) -> list[CudaTask]:
+    """Return ``events`` as what they are on this device."""
+    if not events:
+        return []
+    tasks = [event for event in events if isinstance(event, CudaTask)]
+    assert len(tasks) == len(events), "an event of another device"
+    return tasks
+
+
+class Line:
+    """A stream, and what it is ordered after already. Used by one thread at a time.
+
+    Args:
+        stream: of CUDA.
+        cuda: makes events.
+        spare: events that nobody refers to any more, to be recorded anew. Waits for what they stood for before hold on:
+            they were made for the moment of the wait.
+    """
+
+    __slots__ = ("_after", "_count", "_cuda", "spare", "stream")
+
+    def __init__(self, stream: Any, cuda: CudaRuntime, spare: deque[Any]) -> None:
+        self.stream = stream
+        self.spare = spare
+        self._cuda = cuda
+        self._count = 0
+        self._after: dict[Line, int] = {}
+        """By other line: how many of its completions this one comes after."""
+
+    def follow(self, task: CudaTask) -> None:
+        """Order what the stream is given from now on after ``task``, unless it is so anyway."""
+        line = task.line
+        if line is not None and line is not self and self._after.get(line, 0) < task.position:
+            self.stream.wait_event(task.completion)
+            self._after[line] = task.position
+
+    def complete(self, task: CudaTask) -> None:
+        """Let everything the stream has been given so far be the work of ``task``."""
+        try:
+            event = self.spare.pop()
+        except IndexError:
+            event = self._cuda.event(timing=False)
+        event.record(self.stream)
+        self._count += 1
+        task.position, task.completion = self._count, event
+        task.line = self  # last: other threads look at it first
+
+
+class Clock:
+    """Times of CUDA events on the host's clock.
+
+    CUDA tells the milliseconds between two events in single precision, and its clock is not the host's: so times are
+    counted from a moment that is never long ago. An event on a stream with nothing else to do happens when it is
+    recorded; nobody waits for it.
+    """
+
+    def __init__(self, cuda: CudaRuntime) -> None:
+        self._cuda = cuda
+        self._idle: Any = None
+        self.spare: deque[Any] = deque()
+        """Timing events to be used again."""
+        self._zero: tuple[float, Any] = (0.0, None)
+
+    def reset(self) -> None:
+        """Count from now on."""
+        if self._idle is None:
+            self._idle = self._cuda.stream()
+        origin = self._cuda.event(timing=True)
+        origin.record(self._idle)
+        self._zero = (time.perf_counter(), origin)
+
+    def stamp(self, stream: Any) -> tuple[Any, tuple[float, Any]]:
+        """Return a moment of ``stream``."""
+        event = self.spare.pop() if self.spare else self._cuda.event(timing=True)
+        event.record(stream)
+        return event, self._zero
+
+    @staticmethod
+    def past(stamp: tuple[Any, tuple[float, Any]]) -> bool:
+        """Return whether a moment has been."""
+        event, (_, origin) = stamp
+        return bool(event.query() and origin.query())
+
+    @staticmethod
+    def seconds(stamp: tuple[Any, tuple[float, Any]]) -> float:
+        """Return when a moment that is past has been."""
+        event, (zero, origin) = stamp
+        return zero + float(origin.elapsed_time(event)) / 1e3
+
+
+class Runner:
+    """Issues copies to their streams and runs updates on the host."""
+
+    def __init__(self, cuda: CudaRuntime, lines: Mapping[str, Line]) -> None:
+        self._cuda = cuda
+        self._lines = lines
+        self._in_flight: dict[str, deque[CudaTask]] = {lane: deque() for lane in lines}
+        self.recording = False
+        self._clock = Clock(cuda)
+        self._on_gpu: deque[tuple[int, str, str, Any, Any]] = deque()
+        self._on_host: deque[Span] = deque()
+
+    def __call__(self, task: Task) -> None:
+        """Run ``task``, or issue it."""
+        assert isinstance(task, CudaTask) and task.work is not None
+        if task.lane == "host":
+            self._run_on_host(task, task.work)
+        else:
+            self._issue(task, task.work)
+
+    def _run_on_host(self, task: CudaTask, work: Callable[[], None]) -> None:
+        for event in tasks_of((*task.after, *task.behind)):
+            if event.completion is not None:
+                event.completion.synchronize()
+        start = time.perf_counter()
+        work()
+        if self.recording:
+            self._on_host.append((task.op, task.lane, task.label, start, time.perf_counter()))
+
+    def _issue(self, task: CudaTask, work: Callable[[], None]) -> None:
+        line, start = self._lines[task.lane], None
+        with self._cuda.use(line.stream):
+            for event in tasks_of((*task.after, *task.behind)):
+                line.follow(event)
+            if self.recording:
+                start = self._clock.stamp(line.stream)
+            try:
+                work()
+            finally:  # what was issued before an error is under way
+                if start is not None:
+                    self._on_gpu.append((task.op, task.lane, task.label, start, self._clock.stamp(line.stream)))
+                task.keeps = work
+                line.complete(task)
+                self._in_flight[task.lane].append(task)
+
+    def reap(self) -> None:
+        """Let go of the memory of copies that are over."""
+        for tasks in self._in_flight.values():
+            while tasks and tasks[0].over():
+                tasks.popleft().keeps = None
+
+    def let_go(self, task: CudaTask) -> None:
+        """The compute lane is ordered after ``task`` and all before it on its stream, so it may reuse their memory."""
+        tasks = self._in_flight.get(task.lane)
+        while tasks and task.keeps is not None:
+            tasks.popleft().keeps = None
+
+    def record(self, enabled: bool) -> None:
+        """Start or stop collecting spans; called every iteration, so that times stay precise."""
+        if enabled:
+            self._clock.reset()
+        self.recording = enabled
+
+    def begin(self, op: int, label: str, stream: Any) -> object:
+        """Note that a computation starts on ``stream``; returns what :meth:`end` wants."""
+        return (op, "compute", label, self._clock.stamp(stream)) if self.recording else None
+
+    def end(self, token: Any, stream: Any) -> None:
+        """Note that it ends."""
+        if token is not None:
+            self._on_gpu.append((*token, self._clock.stamp(stream)))
+
+    def take_spans(self) -> list[Span]:
+        """Return what is over, in seconds on the host's clock; the rest comes next time."""
+        spans = [self._on_host.popleft() for _ in range(len(self._on_host))]
+        for _ in range(len(self._on_gpu)):
+            op, lane, label, start, end = self._on_gpu.popleft()
+            if self._clock.past(end):
+                spans.append((op, lane, label, self._clock.seconds(start), self._clock.seconds(end)))
+                self._clock.spare.extend((start[0], end[0]))
+            else:
+                self._on_gpu.append((op, lane, label, start, end))
+        return spans

@@ -1,0 +1,1 @@
+"""What users and the code outside blocks see of weights, gradients and states while a plan is carried out."""

@@ -1,0 +1,174 @@
+"""What must not change while a plan is carried out, and which backwards can be: checked at the first occurrence."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import graph
+from torch.autograd.graph import get_gradient_edge
+
+from lt_offload import limits
+from lt_offload.execute.block_graph import Frame
+from lt_offload.execute.optimizer import Updates
+from lt_offload.execute.tensors import Weight
+from lt_offload.model.blocks import Structure
+from lt_offload.model.hooked import InnerHooks
+
+
+def check_hooks(structure: Structure, repeated: Collection[int]) -> None:
+    """Refuse hooks of users on parameters that would see other gradients than in plain PyTorch, or see them twice.
+
+    Args:
+        structure: the model's blocks.
+        repeated: those that run a second time for their backward.
+
+    Raises:
+        UnsupportedError: naming the parameter or the module.
+    """
+    for inner in _inner_hooks(structure, repeated):
+        _check_inner(inner)
+    for name, param in structure.tensors:
+        if param._post_accumulate_grad_hooks:
+            raise limits.PARAMETER_HOOKS.error(f"post-accumulate hook on weight {name}")
+        if _has_joint_hook(param):
+            raise limits.PARAMETER_HOOKS.error(f"register_multi_grad_hook on weight {name}")
+    for index in _shared(structure):
+        name, param = structure.tensors[index]
+        if param._backward_hooks:
+            raise limits.PARAMETER_HOOKS.error(f"tensor hook on weight {name}, which several blocks share")
+
+
+class Fixed:
+    """The trainable tensors, the hooks and the optimizer's groups, as they were when the engine was installed.
+
+    Args:
+        structure: the model's blocks.
+        weights: of the engine.
+        updates: knows the optimizer's groups; None without an optimizer.
+        repeated: blocks that run a second time for their backward.
+    """
+
+    def __init__(
+        self, structure: Structure, weights: Sequence[Weight], updates: Updates | None, repeated: Collection[int]
+    ) -> None:
+        self._updates = updates
+        self._members = updates.members if updates is not None else set()
+        self._weights = [(w, w.param, w.param.requires_grad, _hooks(w)) for w in weights]
+        self._inside = [param._cdata for _, param, _, _ in self._weights]
+        """What hooks of gradients are attached to: other tensors may be put into the same parameters."""
+        self._shared = [weights[index] for index in _shared(structure)]
+        self._inner = _inner_hooks(structure, repeated)
+
+    def check_hooks(self) -> None:
+        """Refuse hooks that were not there when the engine was installed and that it cannot call as plain PyTorch does.
+
+        Raises:
+            UnsupportedError: naming the module or the weight.
+        """
+        for inner in self._inner:
+            _check_inner(inner)
+        for weight, param, _, hooks in self._weights:
+            if _hooks(weight) != hooks:
+                raise limits.PARAMETER_HOOKS.error(f"post-accumulate hook on {weight.label}")
+            if _has_joint_hook(param):
+                raise limits.PARAMETER_HOOKS.error(f"register_multi_grad_hook on {weight.label}")
+        for weight in self._shared:
+            if weight.param._backward_hooks:
+                raise limits.PARAMETER_HOOKS.error(f"tensor hook on {weight.label}, which several blocks share")
+
+    def check(self) -> None:
+        """Compare with what there is now.
+
+        Raises:
+            UnsupportedError: naming what has changed.
+        """
+        self.check_hooks()
+        for weight, param, trainable, _ in self._weights:
+            if param.requires_grad is not trainable:
+                change = f"from {trainable} to {param.requires_grad}"
+                raise limits.CHANGED_PARAMETERS.error(f"requires_grad of {weight.label} was changed {change}")
+        for (weight, *_), inside in zip(self._weights, self._inside, strict=True):
+            if weight.param._cdata != inside:
+                raise limits.CHANGED_PARAMETERS.error(f"another tensor was swapped into {weight.label}")
+        if self._updates is not None:
+            self._updates.index_groups()
+            if self._updates.members != self._members:
+                raise limits.CHANGED_PARAMETERS.error("parameters were added to the optimizer or removed from it")
+
+
+def _inner_hooks(structure: Structure, blocks: Collection[int]) -> list[InnerHooks]:
+    return [InnerHooks(block.name, block.module) for at, block in enumerate(structure.blocks) if at in blocks]
+
+
+def _check_inner(inner: InnerHooks) -> None:
+    hook = inner.find()
+    if hook is not None:
+        raise limits.MODULE_HOOKS.error(hook)
+
+
+def _hooks(weight: Weight) -> int:
+    return len(weight.param._post_accumulate_grad_hooks or ())
+
+
+def _has_joint_hook(param: Tensor) -> bool:
+    """Return whether ``param`` has a hook that waits for the gradients of several tensors in one backward."""
+    hooks = param._backward_hooks
+    return bool(hooks) and any(getattr(hook, "__globals__", {}) is vars(graph) for hook in hooks.values())  # type: ignore[union-attr]
+
+
+def _shared(structure: Structure) -> list[int]:
+    """Return the tensors that several blocks use."""
+    uses = [tensor for block in structure.blocks for tensor in block.tensors]
+    return [index for index in range(len(structure.tensors)) if uses.count(index) > 1]
+
+
+class OwnParameters:
+    """The parameters of a block's modules, which a call in training must find in their places.
+
+    Args:
+        module: the block.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name = name
+        members = list(module.named_modules())
+        self._places = [(m._parameters, key, f"{path}.{key}") for path, m in members for key in m._parameters]
+
+    def check(self) -> None:
+        """Refuse tensors that stand for parameters during one call.
+
+        Raises:
+            UnsupportedError: naming one.
+        """
+        for parameters, key, path in self._places:
+            found = parameters.get(key)
+            if found is not None and not isinstance(found, nn.Parameter):
+                raise limits.SUBSTITUTED.error(f"block {self._name} was called with another tensor as {path}")
+
+
+class Backward:
+    """Tells a backward of everything from one of some inputs only.
+
+    Args:
+        anchor: a leaf that every block's node in the outer graph depends on.
+    """
+
+    def __init__(self, anchor: Tensor) -> None:
+        self._end = get_gradient_edge(anchor).node
+
+    def check(self, frame: Frame) -> None:
+        """Refuse what a block's backward cannot do, from within it.
+
+        Raises:
+            UnsupportedError: naming the block.
+        """
+        if torch.is_grad_enabled():
+            raise limits.PARTIAL_BACKWARD.error(f"block {frame.name} was differentiated with create_graph=True")
+        if not torch._C._will_engine_execute_node(self._end):
+            raise limits.PARTIAL_BACKWARD.error(
+                f"block {frame.name} was differentiated by torch.autograd.grad or backward(inputs=...)"
+            )
+        if frame.done:
+            raise limits.ONE_BACKWARD.error(f"the backward of block {frame.name} ran a second time")

@@ -1,0 +1,453 @@
+"""What users' code sees of weights and optimizer states outside the blocks: what plain PyTorch would show it.
+
+Between two iterations, and between two blocks of a forward, a weight's newest value may be on the device only, or the
+host may still be computing it. Two torch modes stand in front of every operation outside the blocks and compare the
+storages that it touches with those of the engine's host copies. A read waits for that tensor alone. A write brings the
+newest value home first and forgets the device copy. Inside the blocks the modes are off.
+
+The modes belong to the thread that installed the engine. Two ways around them remain. A view of a tensor's memory that
+is no tensor (NumPy's) may be read and written unseen: while there is one, the host copy is complete whenever an
+iteration has ended, and taken for written when the next begins. And ``param.data_ptr()`` shows whether a parameter was
+given other memory.
+
+Not seen is what other threads do while training runs: what they read of weights in flight may be of this step, of the
+last one, or in between, and what they write may be lost. Plain PyTorch does not order them with the optimizer either.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lt_offload import limits
+from lt_offload.execute.copies import Residency
+from lt_offload.execute.groups import Parcel
+from lt_offload.execute.optimizer import Updates
+from lt_offload.execute.tensors import Weight
+from lt_offload.model.compiled import unseen_by_dynamo
+
+
+@dataclass(frozen=True, slots=True)
+class Owned:
+    """A tensor whose host memory the engine writes: a weight, or an optimizer state of one."""
+
+    weight: Weight
+    state: str | None = None
+
+    @property
+    def label(self) -> str:
+        """How errors name it."""
+        name = self.weight.label
+        return name if self.state is None else f"optimizer state {self.state!r} of {name}"
+
+    @property
+    def parcels(self) -> tuple[Parcel, ...]:
+        """What has to be complete for its host copy to be; the weight's event stands for its update on the host."""
+        states = self.weight.states.parcel
+        return (self.weight.parcel,) if self.state is None or states is None else (self.weight.parcel, states)
+
+
+class Guard:
+    """Stands between users' code and the tensors of an engine.
+
+    Args:
+        weights: of the engine, in their places on the host.
+        residency: brings them home.
+        updates: knows the optimizer's states; None without an optimizer.
+        open_forward: tells whether a forward waits for its backward.
+        unseen: weights whose memory somebody else reads and writes without operations on tensors, all the time.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        residency: Residency,
+        updates: Updates | None,
+        open_forward: Callable[[], bool],
+        unseen: Iterable[Weight] = (),
+    ) -> None:
+        self._weights, self._residency, self._updates = weights, residency, updates
+        self._open_forward = open_forward
+        self.halfway = False
+        """Some weights of this iteration are updated and others are not."""
+        self._operations = _Operations(self)
+        self._calls = _Calls(self)
+        self._thread = 0
+        self.suspended = _Suspended(self)
+        """Context in which the engine itself works, and blocks run."""
+        self._of_weights = {w.host.untyped_storage()._cdata: Owned(w) for w in weights}
+        self._of_states: dict[int, Owned] = {}
+        self._kept: list[torch.UntypedStorage] = []
+        """The storages of ``_of_states``: while they live, nobody else has their addresses."""
+        self._generation = -1
+        self._views: dict[Owned, list[weakref.ref[Any]]] = {}
+        """Views of memory that are no tensors."""
+        self._unseen = [Owned(weight) for weight in unseen]
+        self._addresses = [weight.host.data_ptr() for weight in weights]
+        self._tensors: dict[Weight, list[weakref.ref[Tensor]]] = {}
+        """Tensors in the memory of a weight that were made since the last iteration began, or live."""
+
+    # -- on and off --------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Begin, in the calling thread."""
+        self._thread = threading.get_ident()
+        _FUNCTIONS.push(self._calls)
+        _DISPATCH.push(self._operations)
+        _installed.add(self)
+
+    def remove(self) -> None:
+        """End."""
+        _installed.discard(self)
+        if self._thread == threading.get_ident():
+            _DISPATCH.lift(self._operations)
+            _FUNCTIONS.lift(self._calls)
+        self._thread = 0
+        self._operations.guard = self._calls.guard = None
+        self._views.clear()
+        self._tensors.clear()
+
+    # -- what users do -----------------------------------------------------------------------------------------------
+
+    def find(self, tensor: Tensor) -> Owned | None:
+        """Return what of the engine ``tensor`` is, or is a view of."""
+        if type(tensor) in _ORDINARY:
+            key = tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
+        else:
+            with torch._C.DisableTorchFunctionSubclass():
+                key = tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
+        found = self._of_weights.get(key)
+        if found is None and self._updates is not None:
+            if self._generation != self._updates.generation:
+                self._learn_states()
+            found = self._of_states.get(key)
+        return found
+
+    def read(self, owned: Iterable[Owned]) -> None:
+        """Make host copies complete before they are read.
+
+        Raises:
+            UnsupportedError: in the middle of an iteration's updates.
+        """
+        for one in owned:
+            if self.halfway:
+                raise limits.HALFWAY.error(f"{one.label} was accessed")
+            self._residency.bring_home(one.parcels)
+
+    def write(self, owned: Iterable[Owned]) -> None:
+        """Make host copies complete and the only ones, before they are written.
+
+        Raises:
+            UnsupportedError: while a forward waits for its backward, or in the middle of an iteration's updates.
+        """
+        found = list(owned)
+        self.read(found)
+        for one in found:
+            if self._open_forward():
+                raise limits.DURING_FORWARD.error(f"{one.label} was written to")
+        self._residency.forget(dict.fromkeys(parcel for one in found for parcel in one.parcels))
+
+    def replace(self, weight: Weight, data: Tensor) -> None:
+        """Give ``weight`` the values of ``data``, which was assigned to its parameter.
+
+        Raises:
+            UnsupportedError: if it has another shape or dtype.
+        """
+        if data.shape != weight.host.shape or data.dtype != weight.host.dtype:
+            raise limits.CHANGED_PARAMETERS.error(
+                f"{weight.label} was given {_describe(data)} in place of {_describe(weight.host)}"
+            )
+        if any(alias() is not None for alias in self._tensors.get(weight, ()) if alias() is not data):
+            raise limits.EXCHANGED_MEMORY.error(f"{weight.label} was given other memory")
+        self.write([Owned(weight)])
+        with torch.no_grad():
+            weight.host.copy_(data)
+
+    def hand_out(self, owned: Owned, view: object) -> None:
+        """Remember that somebody has a view of a host copy, through which it can be read and written unseen."""
+        self._views.setdefault(owned, []).append(weakref.ref(view))
+
+    def made(self, owned: Owned, tensor: Tensor) -> None:
+        """Remember a tensor that shares a weight's memory."""
+        if owned.state is None:
+            self._tensors.setdefault(owned.weight, []).append(weakref.ref(tensor))
+
+    # -- what the engine tells ---------------------------------------------------------------------------------------
+
+    def check_thread(self) -> None:
+        """Raise ``UnsupportedError`` in a thread whose operations are not seen."""
+        if threading.get_ident() != self._thread:
+            raise limits.OTHER_THREAD.error(f"a training forward ran in thread {threading.current_thread().name}")
+
+    def begin(self) -> None:
+        """An iteration begins: adopt what was assigned, and what may have been written through views.
+
+        Raises:
+            UnsupportedError: if a parameter was given other values than it can have.
+        """
+        for weight, address in zip(self._weights, self._addresses, strict=True):
+            if weight.host.data_ptr() != address:
+                raise limits.EXCHANGED_MEMORY.error(f"{weight.label} was moved to shared memory")
+            if weight.param.data_ptr() != address:
+                assigned, weight.param.data = weight.param.data, weight.host
+                self.replace(weight, assigned)
+        # A view that is gone by now may have been written to.
+        stale = dict.fromkeys(parcel for owned in (*self._views, *self._unseen) for parcel in owned.parcels)
+        stale |= dict.fromkeys(self._replaced_states())
+        self._forget_views()
+        if stale:
+            self._residency.bring_home(stale)
+            self._residency.forget(stale)
+
+    def end(self) -> None:
+        """An iteration has ended: complete what can be read unseen."""
+        self.halfway = False
+        self._forget_views()
+        for owned in (*self._views, *self._unseen):
+            self._residency.bring_home(owned.parcels)
+
+    def _forget_views(self) -> None:
+        """Forget the views and tensors that are gone."""
+        if self._tensors:
+            held = {weight: [alias for alias in made if alias() is not None] for weight, made in self._tensors.items()}
+            self._tensors = {weight: made for weight, made in held.items() if made}
+        if self._views:
+            alive = {owned: [view for view in views if view() is not None] for owned, views in self._views.items()}
+            self._views = {owned: views for owned, views in alive.items() if views}
+
+    def _replaced_states(self) -> Iterator[Parcel]:
+        """Yield what is on the device of states that the optimizer does not hold any more."""
+        for weight in self._weights if self._updates is not None else ():
+            states = weight.states
+            if states.known and states.parcel is not None and states.parcel.buffer is not None:
+                assert self._updates is not None
+                if not states.unchanged(self._updates.state(weight)):
+                    yield states.parcel
+
+    def _learn_states(self) -> None:
+        """Find the tensors that the optimizer holds now."""
+        assert self._updates is not None
+        self._generation = self._updates.generation
+        self._of_states, self._kept = {}, []
+        for weight in self._weights:
+            for name, value in list(self._updates.state(weight).items()):
+                if isinstance(value, Tensor):
+                    storage = value.untyped_storage()
+                    self._of_states[storage._cdata] = Owned(weight, name)
+                    self._kept.append(storage)
+
+
+_ORDINARY = (Tensor, nn.Parameter)
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+# -- the modes --------------------------------------------------------------------------------------------------------
+
+
+@unseen_by_dynamo
+class _Operations(TorchDispatchMode):
+    """Sees every operation of torch, those of ``state_dict``, ``deepcopy`` or ``numpy()`` among them."""
+
+    def __init__(self, guard: Guard) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.guard: Guard | None = guard
+        """None once it is removed, perhaps by another thread than the one whose stack this is on."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, guard = kwargs or {}, self.guard
+        if guard is None:
+            return func(*args, **kwargs)
+        found: dict[Owned, bool] = {}  # and whether it is written
+        abroad = False
+        for at, argument in enumerate((*args, *kwargs.values())):
+            for tensor in _tensors(argument):
+                owned = guard.find(tensor)
+                abroad |= tensor.device.type != "cpu"
+                if owned is not None:
+                    found[owned] = found.get(owned, False) or _writes(func, at, len(args), kwargs)
+        if not found:
+            return func(*args, **kwargs)
+        if abroad and func not in _COPIES:  # with enough memory they would be on one device
+            raise limits.OUTSIDE_USE.error(f"{next(iter(found)).label} is used outside its block, by {func}")
+        guard.read(owned for owned, written in found.items() if not written)
+        if any(found.values()):
+            guard.write(owned for owned, written in found.items() if written)
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and (owned := guard.find(out)) is not None and not found.get(owned):
+            guard.made(owned, out)
+        return out
+
+
+class _Calls(TorchFunctionMode):
+    """Sees the calls that reach a tensor's memory without an operation, and ``autograd.grad`` of weights."""
+
+    def __init__(self, guard: Guard) -> None:
+        super().__init__()
+        self.guard: Guard | None = guard
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        look, guard = _SEEN.get(func), self.guard
+        if look is None or guard is None:
+            return func(*args, **(kwargs or {}))
+        look(guard, *args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if func in _VIEWS:
+            owned = guard.find(args[0])
+            if owned is not None:
+                guard.hand_out(owned, out)
+        return out
+
+
+_COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
+
+
+def _read(guard: Guard, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+    owned = guard.find(tensor)
+    if owned is not None:
+        guard.read([owned])
+
+
+def _assign(guard: Guard, tensor: Tensor, data: Tensor) -> None:
+    owned = guard.find(tensor)
+    if owned is None:
+        return
+    if owned.weight.param is tensor:
+        guard.replace(owned.weight, data)
+    else:
+        guard.write([owned])
+
+
+def _differentiate(guard: Guard, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
+    for tensor in _tensors(inputs if isinstance(inputs, Tensor) else list(inputs)):
+        owned = guard.find(tensor)
+        if owned is not None:
+            raise limits.PARTIAL_BACKWARD.error(f"torch.autograd.grad of {owned.label}")
+
+
+_VIEWS = (Tensor.numpy, Tensor.__array__, Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage)
+"""Calls that return a view of a tensor's memory that is no tensor."""
+_PLAIN_READS = (Tensor.tolist, Tensor.data_ptr, Tensor.__dlpack__, Tensor.__reduce_ex__)
+_READS = (*_VIEWS, *_PLAIN_READS, Tensor.__repr__, Tensor.__format__)
+_SEEN: dict[Any, Callable[..., None]] = {
+    **dict.fromkeys(_READS, _read),
+    Tensor.data.__set__: _assign,  # type: ignore[attr-defined]
+    torch.autograd.grad: _differentiate,
+}
+
+
+def _tensors(argument: Any) -> Iterator[Tensor]:
+    """Yield the tensors of one argument or result; operations nest them no deeper than in a list."""
+    if isinstance(argument, Tensor):
+        yield argument
+    elif isinstance(argument, (list, tuple)):
+        for item in argument:
+            if isinstance(item, Tensor):
+                yield item
+
+
+def _writes(func: Any, at: int, positional: int, kwargs: dict[str, Any]) -> bool:
+    """Return whether operation ``func`` writes its argument number ``at``, counted over args and kwargs."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return False
+    if at < positional:
+        argument = schema.arguments[at]
+    else:
+        name = list(kwargs)[at - positional]
+        argument = next(a for a in schema.arguments if a.name == name)
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
+@dataclass(frozen=True, slots=True)
+class _Stack:
+    """A thread's stack of modes of one kind."""
+
+    size: Callable[[], int]
+    pop: Callable[[], Any]
+    push: Callable[[Any], None]
+
+    def lift(self, mode: object) -> int | None:
+        """Take ``mode`` out; return how many modes were above it, None if it was not there."""
+        above: list[Any] = []
+        found = False
+        while not found and self.size():
+            top = self.pop()
+            found = top is mode
+            if not found:
+                above.append(top)
+        for other in reversed(above):
+            self.push(other)
+        return len(above) if found else None
+
+    def insert(self, mode: object, above: int) -> None:
+        """Put ``mode`` back below the ``above`` modes on top."""
+        others = [self.pop() for _ in range(above)]
+        self.push(mode)
+        for other in reversed(others):
+            self.push(other)
+
+
+# Not ``with mode``: that also tells torch.compile that modes are in use, which they are not inside compiled blocks.
+_DISPATCH = _Stack(
+    torch._C._len_torch_dispatch_stack,
+    lambda: torch.utils._python_dispatch._pop_mode(),
+    torch.utils._python_dispatch._push_mode,
+)
+_FUNCTIONS = _Stack(torch._C._len_torch_function_stack, torch.overrides._pop_mode, torch.overrides._push_mode)
+
+
+class _Suspended:
+    """A context without the modes of a guard; does nothing in threads that do not have them."""
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._depth = 0
+        self._above: tuple[int | None, int | None] = (None, None)
+
+    def __enter__(self) -> None:
+        guard = self._guard
+        if threading.get_ident() != guard._thread:
+            return
+        self._depth += 1
+        if self._depth == 1:
+            self._above = _DISPATCH.lift(guard._operations), _FUNCTIONS.lift(guard._calls)
+
+    def __exit__(self, *error: object) -> None:
+        guard = self._guard
+        if threading.get_ident() != guard._thread:
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            operations, calls = self._above
+            if calls is not None:
+                _FUNCTIONS.insert(guard._calls, calls)
+            if operations is not None:
+                _DISPATCH.insert(guard._operations, operations)
+
+
+_installed: weakref.WeakSet[Guard] = weakref.WeakSet()
+
+
+def _leave_child() -> None:
+    """A data loader's worker has a copy of the modes, but not of the threads that they would wait for."""
+    for guard in list(_installed):
+        guard.remove()
+
+
+os.register_at_fork(after_in_child=_leave_child)

@@ -1,0 +1,109 @@
+"""Inner tensors that a block's run without a graph leaves in attributes, where a loss may find them.
+
+In plain PyTorch they are part of the graph. Here they would be constants, and a loss that uses one would lose its
+gradient without a word. So those that would require grad do, through a node that refuses to be reached. Whether they
+would is seen when the block runs again with a graph; until then a tensor in a new place is taken to, and let go if it
+was none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from typing_extensions import override
+
+from lt_offload import limits
+from lt_offload.model.effects import Place, Snapshot
+
+
+class _Sentinel(torch.autograd.Function):
+    """The node of a tensor that no gradient may reach."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, anchor: Tensor, box: list[Tensor], reached: Callable[[], None]) -> Tensor:
+        ctx.reached = reached
+        return box.pop()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Any) -> tuple[None, None, None]:
+        ctx.reached()
+        return None, None, None
+
+
+@dataclass(slots=True)
+class _Marked:
+    """One place whose tensors have sentinels."""
+
+    place: Place
+    plain: Any
+    """What was there."""
+    made: Any
+    """What is there now."""
+    reached: bool = False
+
+
+class InnerTensors:
+    """What one run of a block has left in attributes.
+
+    Args:
+        block: its name.
+        run: what the run has changed.
+        anchor: requires grad.
+    """
+
+    def __init__(self, block: str, run: Snapshot, anchor: Tensor) -> None:
+        self._block, self._graded = block, run.graded  # not the run: what was before it may be large
+        self._known = dict(run.graded)
+        self._marked: list[_Marked] = []
+        made: dict[int, Tensor] = {}
+        for place in run.places():
+            # Before anything is known of the block, the profile's first pass has just seen it, with gradients.
+            if self._known.get(place.owner, bool(self._known)):
+                self._mark(place, anchor, made)
+
+    def _mark(self, place: Place, anchor: Tensor, made: dict[int, Tensor]) -> None:
+        plain = place.value
+        marked = _Marked(place, plain, plain)
+
+        def reached() -> None:
+            marked.reached = True
+            if self._graded.get(place.owner):
+                raise self._refusal()
+
+        def one(tensor: Any) -> Any:
+            if not isinstance(tensor, Tensor) or not tensor.is_floating_point() or tensor.requires_grad:
+                return tensor
+            if id(tensor) not in made:
+                with torch.enable_grad():
+                    made[id(tensor)] = _Sentinel.apply(anchor, [tensor.detach()], reached)  # type: ignore[no-untyped-call]
+            return made[id(tensor)]
+
+        marked.made = tuple(map(one, plain)) if isinstance(plain, tuple) else one(plain)
+        place.put(marked.made)
+        self._marked.append(marked)
+
+    def ran_again(self) -> None:
+        """Compare with what the run with a graph has left there.
+
+        Raises:
+            UnsupportedError: if the loss has used a tensor, or may have used one that nobody expected to require grad.
+        """
+        graded = self._graded
+        for marked in self._marked:
+            if graded.get(marked.place.owner):
+                if marked.reached:
+                    raise self._refusal()
+            elif marked.place.holds(marked.made):
+                marked.place.put(marked.plain)
+        if any(graded.get(owner) for owner, before in self._known.items() if not before):
+            raise self._refusal()
+        self._marked = []
+
+    def _refusal(self) -> Exception:
+        return limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {self._block}")

@@ -1,0 +1,244 @@
+"""Runs the user's own optimizer on some tensors at a time, on the device or on the host. Knows tensors, not plans.
+
+Any ``torch.optim.Optimizer`` that updates each tensor on its own works: a *sub-optimizer* is the same class with the
+same attributes, whose only parameters are stand-ins ("shadows") for the tensors to be updated and whose state
+dictionaries are the very dictionaries of the real optimizer. For torch's own Adam, AdamW and SGD the function that
+their ``step`` calls in the end is called directly. Group options are read when an update is queued, so a learning-rate
+scheduler may change them right afterwards.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable, Sequence
+from operator import is_
+from types import NoneType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lt_offload.errors import ConfigError
+from lt_offload.execute.functional import direct_update
+from lt_offload.execute.tensors import STATE_ALIGNMENT, States, Weight, round_up
+from lt_offload.model.compiled import unseen_by_dynamo
+
+_FACTORIES = {
+    torch.ops.aten.zeros_like.default: 0.0,
+    torch.ops.aten.ones_like.default: 1.0,
+    torch.ops.aten.empty_like.default: None,
+}
+
+
+class Updates:
+    """Access to one optimizer, tensor by tensor."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._subs: dict[tuple[int, ...], Optimizer] = {}
+        self._group_of: dict[nn.Parameter, int] = {}
+        self.generation = 0
+        """Changes when tensors of the optimizer's state are made or replaced, or given other memory."""
+        self.states_move = False
+        """Whether an update that is queued may do so: who looks at the states has to wait for it."""
+        self.counts = False
+        """Some states hold numbers that are no tensors, so that nothing shows when they are read."""
+        self._replaces = False
+        """The optimizer puts new tensors into a state that exists."""
+        self._known: set[Weight] = set()
+        """Weights whose second update, which would have shown that, is queued."""
+        self.index_groups()
+
+    def index_groups(self) -> None:
+        """Learn which group each parameter is in; call when groups may have been added."""
+        self._group_of = {p: i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+
+    @property
+    def members(self) -> set[nn.Parameter]:
+        """The parameters of all groups."""
+        return set(self._group_of)
+
+    def state(self, weight: Weight) -> dict[str, Any]:
+        """Return the live state dictionary of ``weight``, or a new one that the optimizer does not know yet."""
+        state: dict[str, Any] = self.optimizer.state.get(weight.param, {})
+        return state
+
+    def order_states(self) -> None:
+        """Put the states in the order of the parameters, as one step of all would have made them; none is made now."""
+        state = self.optimizer.state
+        ordered = [(param, state.pop(param)) for param in self._group_of if param in state]
+        state.update(ordered)
+
+    def prepare(self, weights: Sequence[Weight], place: str, grads: Sequence[Tensor]) -> Callable[[], None]:
+        """Return a function that updates ``weights`` with the group options of this moment.
+
+        Args:
+            weights: distinct weights; for the device, their device copies stay attached until the function has run.
+            place: ``"host"`` or ``"device"``, where parameter, gradient and states are.
+            grads: one gradient per weight, at that place.
+        """
+        return self._directly(weights, place, grads) or self._by_step(weights, place, grads)
+
+    def _directly(self, weights: Sequence[Weight], place: str, grads: Sequence[Tensor]) -> Callable[[], None] | None:
+        """Return a function that updates ``weights`` without a sub-optimizer, if there is one."""
+        groups: defaultdict[int, tuple[list[Tensor], list[Tensor], list[Any]]] = defaultdict(lambda: ([], [], []))
+        for weight, grad in zip(weights, grads, strict=True):
+            params, found, states = groups[self._group_of[weight.param]]
+            data = weight.host if place == "host" else weight.view
+            assert data is not None
+            params.append(data)
+            found.append(grad)
+            state = self.state(weight)
+            states.append(state if place == "host" else state | weight.states.on_device)
+        updates = [direct_update(self.optimizer, self._live(index), *lists) for index, lists in groups.items()]
+        if any(update is None for update in updates):
+            return None
+
+        def run() -> None:
+            for update in updates:
+                assert update is not None
+                update()
+
+        return run
+
+    def _by_step(self, weights: Sequence[Weight], place: str, grads: Sequence[Tensor]) -> Callable[[], None]:
+        """Return a function that has a sub-optimizer update ``weights``."""
+        groups: dict[int, dict[str, Any]] = {}
+        state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+        for weight, grad in zip(weights, grads, strict=True):
+            data = weight.host if place == "host" else weight.view
+            assert data is not None
+            shadow = weight.shadow(place, data, grad)
+            index = self._group_of[weight.param]
+            if index not in groups:
+                live = self._live(index)
+                groups[index] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in live.items()} | {"params": []}
+            groups[index]["params"].append(shadow)
+            state[shadow] = self.state(weight)
+        sub = self._sub(tuple(weight.index for weight in weights))
+        held = (value for found in state.values() for value in found.values())
+        self.counts = self.counts or any(not isinstance(value, (Tensor, NoneType)) for value in held)
+        if self._replaces or not all(state.values()) or not self._known.issuperset(weights):
+            self.states_move = True
+            self._known.update(weight for weight, found in zip(weights, state.values(), strict=True) if found)
+
+        def run() -> None:
+            sub.param_groups = list(groups.values())
+            sub.state = state
+            before = [[*found.values()] for found in state.values()]
+            type(sub).step(sub)
+            for weight, (shadow, found) in zip(weights, state.items(), strict=True):
+                shadow.grad = None
+                if found:
+                    self.optimizer.state[weight.param] = found
+            changed = [known for known, found in zip(before, state.values(), strict=True) if not _same(known, found)]
+            self.generation += bool(changed)
+            self._replaces |= any(changed)
+
+        return run
+
+    def update_on_device(self, weights: Sequence[Weight], grads: Sequence[Tensor]) -> None:
+        """Update ``weights`` in their device copies now, states included; the caller has waited for all of them."""
+        for weight in weights:
+            if weight.states.parcel is not None:
+                self.generation += weight.states.refresh(self.state(weight))
+        direct = self._directly(weights, "device", grads)
+        if direct is None:
+            self._step_on_device(weights, grads)
+            return
+        with torch.no_grad():
+            direct()
+
+    def _step_on_device(self, weights: Sequence[Weight], grads: Sequence[Tensor]) -> None:
+        self._move_scalars(weights)
+        run = self._by_step(weights, "device", grads)
+        paged = [w.states for w in weights if w.states.parcel is not None and w.states.parcel.buffer is not None]
+        newborn = [states for states in paged if not states.known]
+        resident = [states for states in paged if states.known]
+        for states in resident:
+            states.enter()
+        try:
+            with torch.no_grad(), _StateNursery(newborn):
+                run()
+        finally:
+            for states in resident:
+                states.leave()
+        for states in newborn:
+            states.born(self.state(states.weight))
+            self.generation += 1
+
+    def _move_scalars(self, weights: Sequence[Weight]) -> None:
+        """Step counters follow the update: ``load_state_dict`` leaves them on the host."""
+        for weight in weights:
+            state = self.state(weight)
+            assert weight.view is not None
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.numel() == 1 and self._counter_on_device(weight):
+                    state[key] = value.to(weight.view.device)
+                    self.generation += state[key] is not value
+
+    def _counter_on_device(self, weight: Weight) -> bool:
+        group = self._live(self._group_of[weight.param])
+        return bool(group.get("fused") or group.get("capturable"))
+
+    def _live(self, group: int) -> dict[str, Any]:
+        live: dict[str, Any] = self.optimizer.param_groups[group]
+        return live
+
+    def _sub(self, key: tuple[int, ...]) -> Optimizer:
+        sub = self._subs.get(key)
+        if sub is None:
+            sub = object.__new__(type(self.optimizer))
+            sub.__dict__.update(self.optimizer.__dict__)
+            sub.__dict__.pop("step", None)  # a scheduler's counting wrapper around the real optimizer's step
+            sub._optimizer_step_pre_hooks = OrderedDict()
+            sub._optimizer_step_post_hooks = OrderedDict()
+            self._subs[key] = sub
+        return sub
+
+
+def _same(known: Sequence[Any], state: dict[str, Any]) -> bool:
+    """Return whether the tensors of ``state`` are those among ``known``."""
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
+    before = [value for value in known if isinstance(value, Tensor)]
+    return len(tensors) == len(before) and all(map(is_, tensors, before))
+
+
+@unseen_by_dynamo
+class _StateNursery(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets the first update on the device create its states in the arena ranges that the plan has kept for them."""
+
+    def __init__(self, newborn: Sequence[States]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._free: dict[int, tuple[Tensor, int]] = {}
+        """By the address of a weight's device copy: the room for its states, and how much of it is taken."""
+        for states in newborn:
+            assert states.weight.view is not None
+            self._free[states.weight.view.data_ptr()] = (states.memory(), 0)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        place = self._free.get(args[0].data_ptr()) if func in _FACTORIES and args[0].is_contiguous() else None
+        if place:
+            like, (memory, at) = args[0], place
+            dtype = (kwargs or {}).get("dtype") or like.dtype
+            end = at + like.numel() * dtype.itemsize
+            if like.numel() > 1 and end <= memory.numel():
+                self._free[like.data_ptr()] = (memory, round_up(end, STATE_ALIGNMENT))
+                born = torch.empty(0, dtype=dtype, device=like.device)
+                born.data = memory[at:end].view(dtype).view(like.shape)
+                value = _FACTORIES[func]
+                return born if value is None else born.fill_(value)
+        return func(*args, **(kwargs or {}))
+
+
+def check_optimizer(optimizer: Optimizer) -> None:
+    """Raise ``ConfigError`` for optimizers that cannot be stepped tensor by tensor."""
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise ConfigError(
+            "optimizer=LBFGS needs all gradients at once and a closure; lt_offload updates each tensor as soon as its "
+            "gradient is complete. Use AdamW(fused=True), Adam, SGD or Adafactor"
+        )

@@ -1,0 +1,285 @@
+"""Each weight and its optimizer states: where they are on the host and, in a parcel, on the device. Knows no plans.
+
+A weight has one *host copy* of full size and at most one *device copy*, a view of an arena buffer. ``Parameter.data``
+is the device copy only while its block runs; at rest it is the host copy, so that ``state_dict``, summaries and user
+code see real shapes and values. Optimizer state tensors follow the same rule with respect to an update on the device.
+Copies and the events that order them belong to the parcel that they travel in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from operator import is_
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from lt_offload.errors import OverBudget
+from lt_offload.execute.device.base import Buffer, Cell, Device, Event
+from lt_offload.execute.device.lanes import plain_torch
+from lt_offload.schema.plan import UpdatePlace
+
+if TYPE_CHECKING:
+    from lt_offload.execute.groups import Parcel
+
+STATE_ALIGNMENT = 8
+"""State tensors of one weight stand side by side, each at a multiple of this many bytes: the largest element size."""
+
+_KNOWN_VIEWS = 8
+"""Offsets whose views are kept: a plan has few for a tensor, forwards without a plan any number."""
+
+
+class Weight:
+    """One parameter tensor."""
+
+    __slots__ = (
+        "_views",
+        "direct",
+        "grad",
+        "grad_cell",
+        "grad_direct",
+        "host",
+        "index",
+        "label",
+        "nbytes",
+        "param",
+        "parcel",
+        "place",
+        "present",
+        "seen",
+        "shadows",
+        "start",
+        "states",
+        "uses",
+        "view",
+    )
+
+    def __init__(self, index: int, name: str, param: nn.Parameter) -> None:
+        self.index = index
+        self.label = f"weight {name}"
+        self.param = param
+        self.host: Tensor = param.data
+        self.nbytes: int = self.host.nbytes
+        self.parcel: Parcel
+        self.start = 0
+        """Offset in the parcel."""
+        self.view: Tensor | None = None
+        """The device copy."""
+        self.direct: Tensor | None = None
+        """The host copy as computations on the device see it; see :meth:`expose`."""
+        self.present: Tensor | None = None
+        """What the running computation sees: ``view`` or ``direct``."""
+        self.place: UpdatePlace = "none"
+        self.states = States(self)
+        self.shadows: dict[str, nn.Parameter] = {}
+        self.uses = 0
+        """Blocks whose backward contributes to the gradient."""
+        self.seen = 0
+        """How many of them have, in this iteration."""
+        self.grad: Tensor | None = None
+        """Gradient held on the device until all uses have contributed."""
+        self.grad_cell = Cell(f"host grad {name}")
+        self.grad_direct = False
+        """The backward itself writes the gradient to host memory."""
+        self._views: dict[int, Tensor] = {}
+
+    @property
+    def room(self) -> int:
+        """Bytes of the parcel, without what alignment adds."""
+        return self.nbytes
+
+    def rehost(self, host: Tensor) -> None:
+        """Let ``host``, which has the same contents, be the host copy."""
+        self.host = self.param.data = host
+
+    def attach(self, buffer: Buffer) -> None:
+        """Use the range of ``buffer`` that begins at ``start``."""
+        at = buffer.offset + self.start
+        view = self._views.get(at)
+        if view is None:
+            if len(self._views) >= _KNOWN_VIEWS:
+                self._views.clear()
+            view = self._views[at] = _view(buffer.slab, at, self.host)
+        self.view = view
+
+    def detach(self) -> None:
+        """Forget the device copy."""
+        self.view = None
+
+    def forget_views(self) -> None:
+        """Let go of the arena."""
+        self.view = None
+        self._views.clear()
+
+    def expose(self, device: Device) -> None:
+        """Let computations read the host copy directly; raises ``UnsupportedError`` where they cannot."""
+        if self.direct is None:
+            self.direct = device.direct_view(self.host)
+
+    def shadow(self, place: str, data: Tensor, grad: Tensor | None) -> nn.Parameter:
+        """Return the parameter's stand-in for updates at ``place``, over ``data`` and with gradient ``grad``."""
+        shadow = self.shadows.get(place)
+        if shadow is None:
+            shadow = self.shadows[place] = nn.Parameter(data)
+        else:
+            shadow.data = data
+        shadow.grad = grad
+        return shadow
+
+
+class States:
+    """The optimizer state tensors of one weight that are worth moving: those with more than one element.
+
+    They appear with the first update and are replaced by ``Optimizer.load_state_dict``, so records are made from the
+    live state dictionary whenever it has changed.
+    """
+
+    __slots__ = ("_views", "hosts", "known", "label", "names", "on_device", "parcel", "room", "slot", "start", "weight")
+
+    def __init__(self, weight: Weight) -> None:
+        self.label = weight.label.replace("weight", "state", 1)
+        self.weight = weight
+        self.parcel: Parcel | None = None
+        """None: they never leave the host, or there are none."""
+        self.start = 0
+        """Offset in the parcel."""
+        self.room = 0
+        """Bytes of the parcel that the plan has kept for them."""
+        self.slot: Tensor | None = None
+        """Host memory for them, as large as ``room``."""
+        self.names: tuple[str, ...] = ()
+        self.known: list[Tensor] = []
+        """As the optimizer holds them, in the order of ``names``."""
+        self.hosts: list[Tensor] = []
+        """Their host copies."""
+        self.on_device: dict[str, Tensor] = {}
+        """Their device copies, while there are any."""
+        self._views: dict[int, dict[str, Tensor]] = {}
+
+    @property
+    def index(self) -> int:
+        """Of the weight."""
+        return self.weight.index
+
+    def refresh(self, state: dict[str, Any]) -> bool:
+        """Adopt the tensors of the optimizer's ``state`` dictionary, if they are not the known ones.
+
+        Returns:
+            Whether they now lie in other memory.
+        """
+        found = _movable(state)
+        if len(found) == len(self.known) and self.unchanged(state):
+            return False
+        assert self.parcel is not None
+        assert self.parcel.buffer is None or not self.known, f"{self.label} was replaced while on the device"
+        # What stays the same of the state may lie where something else of it is to go.
+        contents = [tensor.clone() if self.known else tensor for tensor in found.values()]
+        self._adopt(found)
+        for host, content in zip(self.hosts, contents, strict=True):
+            host.copy_(content)
+        self.leave()
+        return True
+
+    def unchanged(self, state: dict[str, Any]) -> bool:
+        """Return whether the tensors of ``state`` are the known ones."""
+        return all(map(is_, map(state.get, self.names), self.known))
+
+    def attach(self, buffer: Buffer) -> None:
+        """Use the range of ``buffer`` that begins at ``start``."""
+        begin = buffer.offset + self.start
+        views = self._views.get(begin)
+        if views is None:
+            if len(self._views) >= _KNOWN_VIEWS:
+                self._views.clear()
+            views = self._views[begin] = {
+                name: _view(buffer.slab, begin + at, host)
+                for name, host, at in zip(self.names, self.hosts, _starts(self.hosts), strict=True)
+            }
+        self.on_device = views
+
+    def detach(self) -> None:
+        """Forget the device copies."""
+        self.on_device = {}
+
+    def forget_views(self) -> None:
+        """Let go of the arena."""
+        self.on_device = {}
+        self._views.clear()
+
+    def memory(self) -> Tensor:
+        """Return the bytes of the arena that are kept for them."""
+        assert self.parcel is not None and self.parcel.buffer is not None
+        return self.parcel.buffer.bytes[self.start : self.start + self.room]
+
+    def enter(self) -> None:
+        """Let the optimizer see the device copies."""
+        for tensor, view in zip(self.known, self.on_device.values(), strict=True):
+            tensor.data = view
+
+    def leave(self) -> None:
+        """Let everybody see the host copies again."""
+        for tensor, host in zip(self.known, self.hosts, strict=True):
+            tensor.data = host
+
+    def born(self, state: dict[str, Any]) -> None:
+        """Take over what the first update on the device has put into ``state``: its home is the arena buffer."""
+        assert self.parcel is not None and self.parcel.buffer is not None and not self.known
+        self._adopt(_movable(state))
+        self.attach(self.parcel.buffer)
+        for tensor, view in zip(self.known, self.on_device.values(), strict=True):
+            if tensor.data_ptr() != view.data_ptr():
+                view.copy_(tensor)
+        self.leave()
+
+    def _adopt(self, found: dict[str, Tensor]) -> None:
+        """Make the host copies of ``found``, without their contents."""
+        assert self.slot is not None
+        needed = sum(round_up(tensor.nbytes, STATE_ALIGNMENT) for tensor in found.values())
+        if needed > self.room:
+            raise OverBudget(f"{self.label} takes {needed} bytes of the arena; the plan has kept {self.room} for it")
+        self.names, self.known = tuple(found), list(found.values())
+        with plain_torch():
+            self.hosts = [carve(self.slot, at, t) for t, at in zip(self.known, _starts(self.known), strict=True)]
+        self._views.clear()
+
+
+def carve(memory: Tensor, at: int, like: Tensor) -> Tensor:
+    """Return a host tensor with the shape and dtype of ``like`` at byte ``at`` of ``memory``.
+
+    It has a storage of its own, unlike a view: saving it writes its bytes and no others. It keeps ``memory`` alive.
+    """
+    if like.numel() == 0:
+        return torch.empty(like.shape, dtype=like.dtype)
+    flat = torch.frombuffer(memory.numpy(), dtype=like.dtype, count=like.numel(), offset=at)
+    return flat.view(like.shape)
+
+
+def round_up(nbytes: int, alignment: int) -> int:
+    """Return the smallest multiple of ``alignment`` that is at least ``nbytes``."""
+    return -(-nbytes // alignment) * alignment
+
+
+def distinct(events: Iterable[Event | None]) -> list[Event]:
+    """Return the distinct events; tensors that travel together share one."""
+    return list(dict.fromkeys(event for event in events if event is not None))
+
+
+def _movable(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value for name, value in state.items() if isinstance(value, Tensor) and value.numel() > 1}
+
+
+def _starts(tensors: Sequence[Tensor]) -> list[int]:
+    """Return where each begins."""
+    starts = [0]
+    for tensor in tensors:
+        starts.append(starts[-1] + round_up(tensor.nbytes, STATE_ALIGNMENT))
+    return starts[:-1]
+
+
+def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return a contiguous tensor like ``like`` at byte ``start`` of ``memory``."""
+    nbytes = math.prod(like.shape) * like.dtype.itemsize
+    with torch.inference_mode(False):
+        return memory[start : start + nbytes].view(like.dtype).view(like.shape)

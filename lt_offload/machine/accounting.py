@@ -1,0 +1,215 @@
+"""Counts the bytes of tensors exactly, where no device allocator does: new storages are charged until they die.
+
+Knows storages only. What a kernel allocates for itself and does not return (workspaces) cannot be seen from here.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Self
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lt_offload.errors import OverBudget
+from lt_offload.model.compiled import show_buffers, unseen_by_dynamo
+from lt_offload.units import format_bytes
+
+_MAKES: dict[Any, bool] = {}
+"""By operation, whether its results may have storages of their own."""
+
+
+class _Charge(weakref.ref[torch.UntypedStorage]):
+    """A storage under account."""
+
+    __slots__ = ("key", "nbytes", "serial")
+    key: int
+    nbytes: int
+    serial: int
+
+
+@unseen_by_dynamo
+class Account(TorchDispatchMode):
+    """Within the context, storages that operations create are charged; their death discharges them, even after it.
+
+    Views and in-place results share a storage that exists, so they cost nothing. Storages may die on any thread: a
+    discharge only appends to a queue, which the next charge or reading empties.
+
+    Args:
+        limit: bytes that may be in use; a charge beyond raises ``OverBudget``.
+        device_type: charge only tensors on this type of device, e.g. ``"cuda"``; None charges all.
+        timeline: keep every charge and discharge for :meth:`peak_without`.
+        what: the memory's name in errors, with the setting to change.
+    """
+
+    def __init__(
+        self,
+        *,
+        limit: int | None = None,
+        device_type: str | None = None,
+        timeline: bool = False,
+        what: str = "device memory",
+    ) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.limit = limit
+        self._what = what
+        self._device_type = device_type
+        self._live: dict[int, _Charge] = {}
+        self._dead: deque[_Charge] = deque()
+        self._lock = threading.Lock()
+        self._current = 0
+        self._peak = 0
+        self._serial = 0
+        self._timeline: list[tuple[int, int]] | None = [] if timeline else None
+        self._hide: list[Callable[[], None]] = []
+
+    @property
+    def current(self) -> int:
+        """Bytes in use."""
+        with self._lock:
+            self._settle()
+            return self._current
+
+    @property
+    def peak(self) -> int:
+        """High-water mark of ``current`` since ``reset_peak``."""
+        return self._peak
+
+    def reset_peak(self) -> None:
+        """Restart the high-water mark (and the timeline) at what is in use now."""
+        with self._lock:
+            self._settle()
+            self._peak = self._current
+            if self._timeline is not None:
+                self._timeline = [(charge.serial, charge.nbytes) for charge in self._live.values()]
+
+    def charge(self, *tensors: torch.Tensor) -> None:
+        """Charge tensors that exist already and stay as long as they live.
+
+        Raises:
+            OverBudget: if that would pass the limit.
+        """
+        for tensor in tensors:
+            self._charge(tensor.untyped_storage(), free=False, cause=f"a tensor of shape {tuple(tensor.shape)}")
+
+    def exclude(self, *tensors: torch.Tensor) -> None:
+        """Never charge the storages of these tensors: host copies, weights in an arena."""
+        for tensor in tensors:
+            self._charge(tensor.untyped_storage(), free=True, cause="exclude")
+
+    def serial(self, tensor: torch.Tensor) -> int | None:
+        """Return the identity of the tensor's storage in the timeline; None if it is not under account."""
+        charge = self._live.get(tensor.untyped_storage()._cdata)
+        return None if charge is None else charge.serial
+
+    def live(self) -> dict[int, int]:
+        """Return the bytes of every storage under account by its serial."""
+        return {charge.serial: charge.nbytes for charge in list(self._live.values())}
+
+    def peak_without(self, serials: Iterable[int]) -> int:
+        """Return the peak since ``reset_peak`` as it would be without the storages ``serials``."""
+        left_out = frozenset(serials)
+        return self._peak_of(lambda serial, change: serial not in left_out)
+
+    def peak_holding(self, serials: Iterable[int]) -> int:
+        """Return the peak since ``reset_peak`` as it would be if the storages ``serials`` were never given back."""
+        staying = frozenset(serials)
+        return self._peak_of(lambda serial, change: change > 0 or serial not in staying)
+
+    def _peak_of(self, counts: Callable[[int, int], bool]) -> int:
+        assert self._timeline is not None, "made without a timeline"
+        with self._lock:
+            self._settle()
+            current = peak = 0
+            for serial, change in self._timeline:
+                if counts(serial, change):
+                    current += change
+                    peak = max(peak, current)
+            return peak
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code run under account: otherwise it would run uncompiled there, and give other numbers."""
+        return True
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        self._hide.append(show_buffers())
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._hide.pop()()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run the operation and charge its results."""
+        out = func(*args, **kwargs) if kwargs else func(*args)
+        makes = _MAKES.get(func)
+        if makes is None:
+            makes = _MAKES[func] = _makes_storages(func)
+        if makes:
+            for tensor in (out,) if type(out) is torch.Tensor else tensors_in(out):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._live and self._device_type in (None, tensor.device.type):
+                    self._meet(storage, func, list(tensors_in((args, kwargs or ()))))
+        return out
+
+    def _meet(self, storage: torch.UntypedStorage, func: Any, given: list[torch.Tensor]) -> None:
+        """Charge a storage that an operation on the tensors ``given`` has returned, unless it is one of theirs."""
+        known = any(storage._cdata == tensor.untyped_storage()._cdata for tensor in given)
+        self._charge(storage, free=known, cause=func)
+
+    def _charge(self, storage: torch.UntypedStorage, *, free: bool, cause: object) -> None:
+        key = storage._cdata
+        with self._lock:
+            if key in self._live:
+                return
+            self._settle()
+            nbytes = 0 if free else storage.nbytes()
+            if self.limit is not None and self._current + nbytes > self.limit:
+                raise OverBudget(
+                    f"{cause} needs {format_bytes(nbytes)} ({nbytes} bytes) of {self._what}, but "
+                    f"{format_bytes(self._current)} of {format_bytes(self.limit)} ({self.limit} bytes) are in use"
+                )
+            charge = _Charge(storage, self._discharge)
+            charge.key, charge.nbytes, charge.serial = key, nbytes, self._serial
+            self._serial += 1
+            self._live[key] = charge
+            self._current += nbytes
+            self._peak = max(self._peak, self._current)
+            if self._timeline is not None and nbytes:
+                self._timeline.append((charge.serial, nbytes))
+
+    def _discharge(self, charge: weakref.ref[torch.UntypedStorage]) -> None:
+        # Runs wherever the last reference is dropped, perhaps inside a locked section of this thread: takes no lock.
+        assert isinstance(charge, _Charge)
+        self._live.pop(charge.key, None)
+        self._dead.append(charge)
+
+    def _settle(self) -> None:
+        while self._dead:
+            charge = self._dead.popleft()
+            self._current -= charge.nbytes
+            if self._timeline is not None and charge.nbytes:
+                self._timeline.append((charge.serial, -charge.nbytes))
+
+
+def _makes_storages(func: Any) -> bool:
+    """Return whether the operation may return anything but its arguments and views of them."""
+    return any(result.alias_info is None for result in func._schema.returns)
+
+
+def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Yield the strided tensors in arguments or results of an operation."""
+    if isinstance(value, torch.Tensor):
+        if value.layout is torch.strided:
+            yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from tensors_in(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item)

@@ -1,0 +1,153 @@
+"""Device memory as the driver counts it, and how torch's allocator gets it. Knows no tensors of ours.
+
+A process occupies more of a GPU than its tensors: the context with every kernel that was ever loaded, what libraries
+take by themselves, and in torch's allocator the workspaces of cuBLAS (one per thread and stream, so two in training:
+the backward has a thread of its own) as well as what its rounding and its free pieces waste.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pynvml
+import torch
+
+from lt_offload.machine.pinning import is_wsl2
+
+CONTEXT_LIMIT = 1 << 30
+"""Where the driver does not tell processes apart, at most this much beside torch's memory is taken for this one's."""
+
+PAGE_TABLE_SHARE = 512
+"""Of page-locked host memory, the device holds one byte in so many: 8 bytes of page tables for every 4 KiB."""
+
+_TRIAL_BYTES = 1 << 20
+
+_log = logging.getLogger(__name__)
+
+
+def use_expandable_segments(device: torch.device) -> bool:
+    """Let torch's allocator give back single pages; return whether it does now.
+
+    With segments of fixed size, memory in the gaps between tensors is lost until everything around them is free, and
+    tensors beyond 10 MiB are rounded up to 2 MiB. Here gaps are unmapped and mapped elsewhere when the cap is near.
+    Whoever has configured this himself is left alone. The choice holds for what is allocated from now on, so it may
+    come after CUDA has been initialised. Some drivers (of virtual GPUs, for example) refuse to map memory page by page,
+    and say so only when they are asked to: then segments of fixed size it is.
+    """
+    configured = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
+    if "expandable_segments" in configured or "backend:cudaMallocAsync" in configured:
+        return "expandable_segments:true" in configured.lower().replace(" ", "")
+    if is_wsl2():
+        return False  # which does not map device memory page by page
+    # What is not named goes back to its default.
+    settings = [configured] if configured else []
+    try:
+        torch._C._accelerator_setAllocatorSettings(",".join([*settings, "expandable_segments:True"]))
+        _try_allocator(device)
+    except torch.OutOfMemoryError:
+        return True  # the card is full: who asks for memory next is told so
+    except (AttributeError, RuntimeError, ValueError) as error:
+        _log.info("torch's allocator keeps segments of fixed size: %s", str(error).partition("\n")[0])
+        if not isinstance(error, AttributeError):
+            torch._C._accelerator_setAllocatorSettings(",".join([*settings, "expandable_segments:False"]))
+        return False
+    return True
+
+
+def _try_allocator(device: torch.device) -> None:
+    """Let the driver give torch a segment: on a stream of its own, for which no memory can be left over."""
+    with torch.cuda.stream(torch.cuda.Stream(device)):  # type: ignore[no-untyped-call]
+        torch.empty(_TRIAL_BYTES, dtype=torch.uint8, device=device)
+    torch.cuda.empty_cache()
+
+
+def device_for(device: torch.device | str | None) -> torch.device:
+    """Return ``device`` with its number; None: the current GPU if there is one, otherwise the CPU."""
+    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if found.type == "cuda" and found.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return found
+
+
+def current(device: torch.device) -> AbstractContextManager[Any]:
+    """Within the context, ``device`` is CUDA's current one: what names no GPU (registering memory) happens there."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def warm_up(device: torch.device) -> None:
+    """Load what training loads anyway, on this thread and on the one of the backward: libraries and workspaces."""
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.enable_grad(), torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+            x = torch.ones(64, 64, dtype=dtype, device=device, requires_grad=True)
+            bias = torch.ones(64, dtype=dtype, device=device, requires_grad=True)
+            y = torch.nn.functional.linear(x @ x, x, bias)
+            heads = y.view(1, 4, 16, 64)
+            attended = torch.nn.functional.scaled_dot_product_attention(heads, heads, heads, is_causal=True)
+            torch.autograd.grad(attended.sum(), [x, bias])
+    torch.cuda.synchronize(device)
+
+
+def context_bytes(device: torch.device) -> int:
+    """Return the device memory of this process before the first tensor: beside torch's allocator, and workspaces."""
+    return beside_bytes(device)[0] + workspace_bytes(device)
+
+
+def beside_bytes(device: torch.device) -> tuple[int, bool]:
+    """Return the device memory of this process beside torch's allocator, and whether the driver says so itself.
+
+    It may not know processes apart (in containers, for example). Then what others occupy is included, up to
+    :data:`CONTEXT_LIMIT` in all. Nothing is waited for: memory is taken and given back by the host.
+    """
+    reserved = torch.cuda.memory_reserved(device)
+    mine = _process_bytes(device)
+    if mine is not None and mine >= reserved:
+        return mine - reserved, True
+    free, total = torch.cuda.mem_get_info(device)
+    return max(0, min(total - free - reserved, CONTEXT_LIMIT)), False
+
+
+def page_table_bytes(locked_bytes: int) -> int:
+    """Return the device memory that the driver takes so that the device can reach page-locked host memory."""
+    return -(-locked_bytes // PAGE_TABLE_SHARE)
+
+
+def occupiable_bytes(device: torch.device) -> int:
+    """Return the device memory that this process could occupy in all: what it has, its context, and what is free."""
+    use_expandable_segments(device)
+    warm_up(device)  # or kernels that are loaded later would be taken for memory of others
+    beside, _ = beside_bytes(device)
+    free, _ = torch.cuda.mem_get_info(device)
+    return free + torch.cuda.memory_reserved(device) + beside
+
+
+def workspace_bytes(device: torch.device) -> int:
+    """Return what cuBLAS holds of torch's memory, once the usual libraries are loaded."""
+    warm_up(device)
+    before = torch.cuda.memory_allocated(device)
+    torch._C._cuda_clearCublasWorkspaces()
+    held = before - torch.cuda.memory_allocated(device)
+    warm_up(device)
+    return max(0, held)
+
+
+def _process_bytes(device: torch.device) -> int | None:
+    """Return what this process occupies on ``device`` in all, None if the driver does not tell."""
+    uuid = str(torch.cuda.get_device_properties(device).uuid)
+    try:
+        processes = pynvml.nvmlDeviceGetComputeRunningProcesses(_handle(uuid))
+    except pynvml.NVMLError:
+        return None
+    # In a container this process has another number; if there is only one, it is this.
+    found = [p for p in processes if p.pid == os.getpid()] or (processes if len(processes) == 1 else [])
+    return found[0].usedGpuMemory if len(found) == 1 else None
+
+
+@functools.cache
+def _handle(uuid: str) -> Any:
+    """Return NVML's handle of a GPU; the library stays open, since it is asked again and again."""
+    pynvml.nvmlInit()
+    return pynvml.nvmlDeviceGetHandleByUUID(uuid if uuid.startswith(("GPU-", "MIG-")) else f"GPU-{uuid}")

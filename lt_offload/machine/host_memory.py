@@ -1,0 +1,262 @@
+"""Host memory at its exact size, registered with the GPU driver so that copies run asynchronously. Knows no lanes.
+
+``torch``'s pinned allocator may round every tensor up to a power of two. Here memory is mapped from the operating
+system by pages and registered where it is. A mapping is registered in one piece or not at all, however large it is: the
+driver refuses copies that touch two registrations, or one and memory beside it, with "invalid argument". So every copy
+of a tensor, or of a group, is valid as it is.
+
+What the driver refuses to register stays pageable and works too, only slower: ``is_pageable`` says so. Every tensor has
+a storage of its own, so that saving it writes its bytes and no others.
+"""
+
+from __future__ import annotations
+
+import bisect
+import logging
+import math
+import os
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from lt_offload.machine.accounting import Account
+from lt_offload.machine.numa import Place
+from lt_offload.machine.pages import Pages, map_pages
+from lt_offload.machine.pinning import Register, Unregister, advice
+from lt_offload.schema.plan import ALIGNMENT
+from lt_offload.units import format_bytes
+
+_log = logging.getLogger(__name__)
+
+SLAB_BYTES = 64 << 20
+"""Small tensors share mappings of this size."""
+
+LARGE_BYTES = 8 << 20
+"""Tensors of at least this size have a mapping of their own: hardly a page is wasted, and it goes when they go."""
+
+
+HOST_MEMORY = "host memory (setting host_memory)"
+"""What errors call it."""
+
+
+@dataclass(slots=True, eq=False)
+class _Slab:
+    pages: Pages
+    used: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Mapping:
+    nbytes: int
+    locked: bool
+    release: Callable[[], object]
+
+
+class HostMemory:
+    """Hands out host tensors. They live as long as somebody uses them, after ``close`` as ordinary memory.
+
+    One thread at a time may ask for memory; tensors may die, and ``is_pageable`` be asked, on any.
+
+    Args:
+        register: page-locks ``(address, bytes)`` and returns 0, or an error code.
+        unregister: undoes that for an address and returns 0, or an error code.
+        place: where the memory should be.
+    """
+
+    def __init__(self, register: Register, unregister: Unregister, *, place: Place | None = None) -> None:
+        self._register = register
+        self._unregister = unregister
+        self._place = place or Place()
+        self._shared: list[_Slab] = []
+        self._mapped: dict[int, _Mapping] = {}
+        """By address."""
+        self._locked = 0
+        self._dead: deque[int] = deque()
+        """Addresses of mappings that are gone, or about to be."""
+        self._pageable: tuple[tuple[int, int], ...] = ()
+        """Where mappings begin and end that could not be registered, in order."""
+        self._limit = sys.maxsize
+        """The driver has refused to register as much as this in all."""
+        self._error = 0
+        self._told = -1
+        """Pageable bytes at the last message to the user; -1: there was none."""
+        self._account = Account(what=HOST_MEMORY)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that were handed out and are in use."""
+        return self._account.current
+
+    def limit(self, nbytes: int) -> None:
+        """Raise ``OverBudget`` for tensors beyond ``nbytes`` in all."""
+        self._account.limit = nbytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Bytes taken from the operating system."""
+        self._settle()
+        return sum(mapping.nbytes for mapping in self._mapped.values())
+
+    @property
+    def locked_bytes(self) -> int:
+        """Those of ``mapped_bytes`` that are page-locked."""
+        self._settle()
+        return self._locked
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        """Return an uninitialised contiguous tensor."""
+        nbytes = math.prod(shape) * dtype.itemsize
+        if nbytes == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        pages, start = self._take(nbytes)
+        return self._tensor(pages, start, shape, dtype)
+
+    def group(self, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the bytes of uninitialised tensors of the given (shape, dtype) side by side, and the tensors.
+
+        Each begins at a multiple of ``ALIGNMENT`` and has a storage of its own.
+        """
+        starts = [0]
+        for shape, dtype in parts:
+            starts.append(_round_up(starts[-1] + math.prod(shape) * dtype.itemsize))
+        if starts[-1] == 0:
+            return torch.empty(0, dtype=torch.uint8), [torch.empty(tuple(s), dtype=d) for s, d in parts]
+        pages, base = self._take(starts[-1])
+        tensors = [
+            self._tensor(pages, base + start, shape, dtype)
+            for (shape, dtype), start in zip(parts, starts, strict=False)
+        ]
+        return pages.view(torch.uint8, starts[-1], base), tensors
+
+    def adopt(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a copy of ``tensor``."""
+        copy = self.empty(tensor.shape, tensor.dtype)
+        copy.copy_(tensor)
+        return copy
+
+    def locked(self, nbytes: int) -> torch.Tensor | None:
+        """Return page-locked bytes that ``nbytes`` does not count, None if the driver refuses.
+
+        Who needs them whatever happens asks first: later on, others may have reached a limit.
+        """
+        pages = map_pages(nbytes)
+        return pages.view(torch.uint8, nbytes, 0) if self._track(pages) else None
+
+    @property
+    def has_pageable(self) -> bool:
+        """Whether some memory could not be page-locked."""
+        return bool(self._pageable)
+
+    def is_pageable(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` lies in memory from here that is not page-locked; memory from elsewhere does not.
+
+        The first answer of either kind tells the user what he has got.
+        """
+        found = bool(self._pageable) and self._lies_in(self._pageable, tensor)
+        if self._told < found:
+            self._tell()
+        return found
+
+    def close(self) -> None:
+        """Unregister everything and forget it; idempotent."""
+        self._shared.clear()
+        for mapping in list(self._mapped.values()):
+            mapping.release()
+        self._settle()
+
+    def _tensor(self, pages: Pages, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+        count = math.prod(shape)
+        if count == 0:
+            return torch.empty(tuple(shape), dtype=dtype)
+        tensor = pages.view(dtype, count, start).view(tuple(shape))
+        self._account.charge(tensor)
+        return tensor
+
+    def _take(self, nbytes: int) -> tuple[Pages, int]:
+        """Return pages with ``nbytes`` that nobody uses, and where they begin."""
+        if nbytes >= LARGE_BYTES:
+            return self._map(nbytes), 0
+        slab = next((slab for slab in self._shared if slab.used + nbytes <= SLAB_BYTES), None)
+        if slab is None:
+            slab = _Slab(self._map(SLAB_BYTES))
+            self._shared.append(slab)
+        start = slab.used
+        slab.used = _round_up(start + nbytes)
+        return slab.pages, start
+
+    def _map(self, nbytes: int) -> Pages:
+        pages = map_pages(nbytes)
+        if not self._track(pages):
+            span = (pages.address, pages.address + pages.nbytes)
+            self._pageable = tuple(sorted((*self._pageable, span)))
+        return pages
+
+    def _track(self, pages: Pages) -> bool:
+        """Register ``pages`` and keep account of them; return whether they are page-locked."""
+        address = pages.address
+        self._settle()  # the address may be that of a mapping that is gone
+        if self._place.cores or torch.get_num_threads() > 1:
+            self._place.run(pages.touch)  # registering would do it on this core alone
+        locked = self._lock(address, pages.nbytes)
+        # The mapping lives as long as a tensor in it; it must be unregistered just before it goes.
+        undo = self._unregister if locked else None
+        release = weakref.finalize(pages.memory, _release, undo, address, self._dead, os.getpid())
+        self._mapped[address] = _Mapping(nbytes=pages.nbytes, locked=locked, release=release)
+        return locked
+
+    def _lock(self, address: int, nbytes: int) -> bool:
+        if self._locked + nbytes >= self._limit:
+            return False
+        code = self._register(address, nbytes)
+        if code != 0:
+            self._limit, self._error = self._locked + nbytes, code
+            return False
+        self._locked += nbytes
+        return True
+
+    def _settle(self) -> None:
+        """Forget the mappings that are gone."""
+        gone = False
+        while self._dead:
+            mapping = self._mapped.pop(self._dead.popleft())
+            self._locked -= mapping.nbytes if mapping.locked else 0
+            gone = gone or not mapping.locked
+        if gone:
+            self._pageable = tuple(span for span in self._pageable if span[0] in self._mapped)
+
+    @staticmethod
+    def _lies_in(spans: tuple[tuple[int, int], ...], tensor: torch.Tensor) -> bool:
+        address = tensor.data_ptr()
+        at = bisect.bisect_right(spans, (address, sys.maxsize)) - 1
+        return at >= 0 and spans[at][0] <= address < spans[at][1]
+
+    def _tell(self) -> None:
+        pageable = self._told = sum(end - start for start, end in self._pageable)
+        if pageable == 0:
+            sizes = format_bytes(self._locked), format_bytes(self.nbytes)
+            _log.info("copies use page-locked host memory: %s, with tensors of %s", *sizes)
+            return
+        _log.warning(
+            "only %s of %s of host memory could be page-locked (error %d): the rest is copied through page-locked "
+            "buffers, which is slower. To lock more: %s",
+            format_bytes(self._locked),
+            format_bytes(self._locked + pageable),
+            self._error,
+            advice(),
+        )
+
+
+def _round_up(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def _release(unregister: Unregister | None, address: int, dead: deque[int], process: int) -> None:
+    if unregister is not None and os.getpid() == process:  # and not a child
+        code = unregister(address)
+        if code != 0:
+            _log.warning("cudaHostUnregister failed with error %d", code)
+    dead.append(address)

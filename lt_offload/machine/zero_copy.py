@@ -1,0 +1,216 @@
+"""Page-locked host memory as a CUDA tensor: kernels reach it over the link, nothing is copied. Knows no plan.
+
+Such a tensor costs no device memory, is not tracked by torch's allocator, and is valid as long as its memory stays
+page-locked. Its storage keeps the host tensor alive.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812
+
+from lt_offload.errors import UnsupportedError
+from lt_offload.machine.pages import map_pages
+from lt_offload.units import format_bytes
+
+LEAST_SPEED = 0.5
+"""Kernels that read host memory more slowly than this, compared to copies, are no use."""
+_SPEED_BYTES = 64 << 20
+
+
+def map_host(host: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on ``device`` whose storage is the memory of ``host``.
+
+    Raises:
+        UnsupportedError: if the driver does not map this memory.
+    """
+    if not host.is_contiguous():
+        raise UnsupportedError("a tensor that is not contiguous cannot be read in host memory; call .contiguous()")
+    if host.numel() == 0:
+        return torch.empty(host.shape, dtype=host.dtype, device=device)
+    pointer = _device_pointer(host.data_ptr())
+    seen: Tensor = torch.as_tensor(_Memory(host, pointer), device=device)
+    if seen.data_ptr() != pointer:
+        raise UnsupportedError("torch copied the memory instead of using it where it is")
+    return seen.view(host.dtype).view(host.shape)
+
+
+@contextmanager
+def locked(host: Tensor) -> Iterator[Tensor]:
+    """Page-lock the memory of ``host`` within the context; raises ``UnsupportedError`` where that is not allowed."""
+    code = register(host.data_ptr(), host.nbytes)
+    if code != 0:
+        raise UnsupportedError(f"memory cannot be page-locked (error {code}); see `ulimit -l`")
+    try:
+        yield host
+    finally:
+        torch.cuda.synchronize()
+        unregister(host.data_ptr())
+
+
+@contextmanager
+def mapped_copy(tensor: Tensor, device: torch.device) -> Iterator[Tensor]:
+    """Have a copy of ``tensor`` in host memory, as ``device`` sees it, within the context."""
+    with locked(tensor.detach().to("cpu", copy=True)) as host:
+        yield map_host(host, device)
+
+
+def register(address: int, nbytes: int) -> int:
+    """Page-lock host memory and map it; return 0 or an error code."""
+    for_all_devices, mapped = 1, 2
+    code = int(_cudart().cudaHostRegister(address, nbytes, for_all_devices | mapped))
+    if code != 0:
+        # The runtime reports an error that nobody fetched at the next launch: let that be one that does not matter.
+        with suppress(RuntimeError):
+            torch.zeros(1, device="cuda")
+    return code
+
+
+def unregister(address: int) -> int:
+    """Undo :func:`register`; return 0 or an error code."""
+    return int(_cudart().cudaHostUnregister(address))
+
+
+def refusal(view_of: Callable[[Tensor], Tensor], probe: Tensor, synchronize: Callable[[], object]) -> str:
+    """Return why ``view_of`` gives no tensor that computations can read and write; empty if it does.
+
+    Args:
+        view_of: returns page-locked host memory as a tensor on the device.
+        probe: some such memory, of integers.
+        synchronize: waits for the device.
+    """
+    expected = torch.arange(probe.numel(), dtype=probe.dtype)
+    probe.copy_(expected)
+    try:
+        seen = view_of(probe)
+        if not torch.equal((seen * 3).cpu(), expected * 3):
+            return "kernels read something else there than the host has written"
+        seen.copy_(seen * 5)
+        synchronize()
+        if not torch.equal(probe, expected * 5):
+            return "the host reads something else there than kernels have written"
+        for dtype in (torch.float32, torch.bfloat16):
+            with _another_stream(seen.device):
+                reason = _wrong_kernel(view_of, probe.view(dtype).view(-1, 8), synchronize)
+            if reason:
+                return f"{reason} ({str(dtype).removeprefix('torch.')})"
+    except (UnsupportedError, RuntimeError, TypeError, ValueError) as error:
+        return str(error).partition("\n")[0]
+    return ""
+
+
+def _another_stream(device: torch.device) -> AbstractContextManager[Any]:
+    return torch.cuda.stream(torch.cuda.Stream(device)) if device.type == "cuda" else nullcontext()  # type: ignore[no-untyped-call]
+
+
+def _wrong_kernel(view_of: Callable[[Tensor], Tensor], host: Tensor, synchronize: Callable[[], object]) -> str:
+    """Return what does not work of that which blocks do with weights and gradients; empty if all of it does.
+
+    Args:
+        view_of: returns page-locked host memory as a tensor on the device.
+        host: rows of some such memory.
+        synchronize: waits for the calling thread's stream.
+    """
+    host.copy_((torch.arange(host.numel()) % 113 / 7).view_as(host))
+    seen = view_of(host)
+    near = torch.empty_like(seen).copy_(host.clone())
+    rows = torch.arange(len(host), device=seen.device).flip(0)
+    kernels: dict[str, Callable[[Tensor], Tensor]] = {
+        "an embedding": lambda table: F.embedding(rows, table),
+        "a layer norm": lambda table: F.layer_norm(near, near.shape[-1:], table[1], table[2]),
+        "an RMS norm": lambda table: F.rms_norm(near, near.shape[-1:], table[1]),
+        "a copy": lambda table: torch.empty_like(near).copy_(table),
+    }
+    for name, kernel in kernels.items():
+        if not torch.equal(kernel(seen), kernel(near)):
+            return f"{name} reads something else there than the host has written"
+    seen.copy_(near * 2)
+    synchronize()
+    return "" if torch.equal(host, near.cpu() * 2) else "what is copied there does not arrive"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speeds:
+    """Bytes per second between a device and page-locked host memory, nothing else going on."""
+
+    copy_in: float
+    """By a copy to the device."""
+    read: float
+    """By kernels that read there."""
+    write: float
+    """By copies of the compute stream that write there."""
+
+    @property
+    def too_slow(self) -> str:
+        """Why kernels had better not read there; empty if they may."""
+        if self.read >= LEAST_SPEED * self.copy_in:
+            return ""
+        return (
+            f"kernels read it at {format_bytes(self.read)}/s, less than {LEAST_SPEED:.0%} of the "
+            f"{format_bytes(self.copy_in)}/s of copies"
+        )
+
+
+def measure_speeds(
+    device: torch.device, synchronize: Callable[[], object], view_of: Callable[[Tensor], Tensor]
+) -> Speeds:
+    """Measure how fast ``device`` reads and writes host memory through ``view_of``; the arguments are as above."""
+    with locked(map_pages(_SPEED_BYTES).bytes()) as memory:
+        host = memory.view(torch.float32)
+        seen, near = view_of(host), torch.zeros(host.shape, device=device)
+
+        def rate(work: Callable[[], object]) -> float:
+            laps = []
+            for _ in range(4):
+                synchronize()
+                start = time.perf_counter()
+                work()
+                synchronize()
+                laps.append(time.perf_counter() - start)
+            return host.nbytes / min(laps[1:])
+
+        return Speeds(
+            copy_in=rate(lambda: near.copy_(host, non_blocking=True)),
+            read=rate(lambda: torch.add(seen, 1, out=near)),
+            write=rate(lambda: seen.copy_(near)),
+        )
+
+
+class _Memory:
+    """What :func:`torch.as_tensor` wants to know, and what keeps the memory alive; bytes, for want of a bfloat16."""
+
+    def __init__(self, host: Tensor, pointer: int) -> None:
+        self.host = host
+        self.__cuda_array_interface__: dict[str, Any] = {
+            "shape": (host.nbytes,),
+            "typestr": "|u1",
+            "data": (pointer, False),
+            "strides": None,
+            "version": 2,
+        }
+
+
+def _device_pointer(address: int) -> int:
+    """Return where the device finds the page-locked memory that the host has at ``address``."""
+    try:
+        runtime = ctypes.CDLL(f"libcudart.so.{str(torch.version.cuda).partition('.')[0]}")  # which torch has loaded
+    except OSError as error:
+        raise UnsupportedError(f"the CUDA runtime cannot be asked for addresses ({error})") from error
+    pointer = ctypes.c_void_p()
+    code = runtime.cudaHostGetDevicePointer(ctypes.byref(pointer), ctypes.c_void_p(address), 0)
+    if code != 0 or not pointer.value:
+        runtime.cudaGetLastError()  # or torch would report it at its next launch
+        raise UnsupportedError(f"the memory is not page-locked, or the driver does not map it (error {code})")
+    return pointer.value
+
+
+def _cudart() -> Any:
+    return torch.cuda.cudart()  # type: ignore[no-untyped-call]

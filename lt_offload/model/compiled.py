@@ -1,0 +1,169 @@
+"""Blocks under ``torch.compile``: what can be used, where a call enters them, their buffers. Compiles and runs nothing.
+
+``Module.compile()`` compiles the call, hooks included. Whoever stands in for a block takes the place of the compiled
+call and calls it in turn, so that nothing of his becomes part of it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lt_offload.errors import ModelError
+from lt_offload.model.blocks import find_blocks
+
+Forward = Callable[..., Any]
+
+_guards: Any = torch._C._dynamo.guards
+_eval_frame: Any = torch._C._dynamo.eval_frame
+_Mode = TypeVar("_Mode", bound=TorchDispatchMode)
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether calls of ``module`` itself, not of a part of it, run compiled code."""
+    return module._compiled_call_impl is not None
+
+
+def obstacle(model: nn.Module) -> str | None:
+    """Return what is compiled in ``model`` in another way than block by block with code that is always the same."""
+    compiled = {module: name or type(model).__name__ for name, module in model.named_modules() if _is_touched(module)}
+    if not compiled:
+        return None
+    try:
+        blocks = {block.module for block in find_blocks(model).blocks}
+    except ModelError:
+        blocks = set()
+    for module, name in compiled.items():
+        if not is_compiled(module) or module not in blocks:
+            return f"torch.compile of {name}, which is no block by itself"
+        code: Any = called(module)
+        config = code.get_compiler_config()
+        if config is None:
+            return f"torch.compile of {name} with a backend other than inductor"
+        for option in ("triton.cudagraphs", "max_autotune"):
+            if config[option]:
+                return f"torch.compile of {name} with {option}"
+    return None
+
+
+def _is_touched(module: nn.Module) -> bool:
+    context = getattr(module, "_compiler_ctx", None)  # of Lightning
+    return is_compiled(module) or hasattr(module, "_orig_mod") or context is not None
+
+
+def uncompiled(module: nn.Module) -> Forward:
+    """Return what a call of ``module`` runs, without ``torch.compile``."""
+    return module._call_impl if is_compiled(module) else module.forward
+
+
+def called(module: nn.Module) -> Forward:
+    """Return what a call of ``module`` runs."""
+    found: Forward = getattr(module, _place(module))
+    return found
+
+
+def intercept(module: nn.Module, stand_in: Forward) -> Callable[[], None]:
+    """Let calls of ``module`` run ``stand_in``; return a function that ends it."""
+    place = _place(module)
+    own = vars(module).get(place)
+    setattr(module, place, _StandIn(module, place, own, stand_in))
+
+    def undo() -> None:
+        delattr(module, place)
+        if own is not None:
+            setattr(module, place, own)
+
+    return undo
+
+
+class _StandIn:
+    """What is called in place of a module's forward. A copy of the module has the forward itself."""
+
+    def __init__(self, module: nn.Module, place: str, own: Any, function: Forward) -> None:
+        self._module, self._place, self._own, self._function = module, place, own, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        if self._own is not None:
+            return _itself, (self._own,)
+        # The copy of the module exists already when its attributes are copied, and finds the method of its class.
+        return getattr, (self._module, self._place)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def unseen_by_dynamo(mode: type[_Mode]) -> type[_Mode]:
+    """Keep ``torch.compile`` out of what a dispatch mode does at each operation, at no cost (a class decorator).
+
+    torch keeps it out by wrapping the handler in ``torch._dynamo.disable``, which takes as long as the dispatch itself.
+    Here the handler's code object is marked instead, as ``torch._dynamo`` marks its own.
+    """
+    handler = getattr(mode.__torch_dispatch__, "__wrapped__", None)
+    if handler is not None:
+        skip = _eval_frame._FrameAction.SKIP
+        _eval_frame.set_code_exec_strategy(handler.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+        mode.__torch_dispatch__ = handler  # type: ignore[method-assign]
+    return mode
+
+
+def _place(module: nn.Module) -> str:
+    return "_compiled_call_impl" if is_compiled(module) else "forward"
+
+
+def forget_compiled() -> None:
+    """Bring ``torch.compile`` back to where a process starts.
+
+    Which sizes compiled code takes for constant depends on the sizes that were seen before, and so do its numbers.
+    """
+    torch._dynamo.reset()
+
+
+def _empty_strided_on(device: str) -> Callable[..., Tensor]:
+    def empty_strided(size: Any, stride: Any, dtype: torch.dtype) -> Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+    return empty_strided
+
+
+_NAMES = {device: f"empty_strided_{device}" for device in ("cpu", "cuda")}
+_HIDDEN = {name: getattr(_guards, f"_{name}") for name in _NAMES.values()}
+_SHOWN = {name: _empty_strided_on(device) for device, name in _NAMES.items()}
+_watchers = 0
+
+
+def show_buffers() -> Callable[[], None]:
+    """Let dispatch modes see the buffers that compiled code makes for itself; return a function that ends it.
+
+    Generated code calls allocation functions of its own, which no dispatch mode sees: those are replaced.
+    """
+    global _watchers
+    _watchers += 1
+    if _watchers == 1:
+        _allocate_with(_SHOWN)
+
+    def undo() -> None:
+        global _watchers
+        _watchers -= 1
+        if _watchers == 0:
+            _allocate_with(_HIDDEN)
+
+    return undo
+
+
+def _allocate_with(functions: dict[str, Callable[..., Tensor]]) -> None:
+    """Replace the allocation functions, for code that is generated from now on and in code that was generated."""
+    for name, function in functions.items():
+        setattr(_guards, f"_{name}", function)
+    codecache = sys.modules.get("torch._inductor.codecache")
+    for generated in codecache.PyCodeCache.modules if codecache is not None else ():
+        for name in functions.keys() & vars(generated).keys():
+            setattr(generated, name, functions[name])

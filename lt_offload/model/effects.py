@@ -1,0 +1,477 @@
+"""What running a block changes beside its outputs, and what it depends on beside its inputs.
+
+A block that runs twice, for its forward and again for its backward, must leave behind what one run leaves, and its
+second run must see what the first one saw: buffers (running statistics), attributes of its modules (counters, lists),
+the generators of Python, NumPy and its own, and the contexts around the call (``torch.autocast``). Torch's global
+generators are the device's business.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+import sys
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from typing_extensions import override
+
+from lt_offload.model.chain import version as _version
+
+_INTERNAL = frozenset({"_parameters", "_buffers", "_modules", "forward", "_compiled_call_impl"})
+"""Attributes of ``nn.Module`` that a run of its forward does not count with, or that have a place of their own."""
+_CONTAINERS = (list, dict, set)
+_HOLDERS = (*_CONTAINERS, tuple)
+_MISSING = object()
+_Contents = tuple[tuple[Any, Any], ...]
+"""Containers, each with a copy of what it held."""
+
+
+Owner = tuple[int, str]
+"""An attribute: the identity of the dictionary that it is in, and its name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a run has put a tensor of numbers, or a tuple with some."""
+
+    owner: Owner
+    holder: Any
+    """A dictionary or list."""
+    key: Any
+
+    @property
+    def value(self) -> Any:
+        """What is there."""
+        return self.holder[self.key]
+
+    def holds(self, value: object) -> bool:
+        """Return whether ``value`` is still there."""
+        with suppress(LookupError):
+            return self.holder[self.key] is value
+        return False
+
+    def put(self, value: Any) -> None:
+        """Put ``value`` there."""
+        self.holder[self.key] = value
+
+
+class Effects:
+    """The state of one block's modules that its runs may change.
+
+    What a run does change is found by comparison: attributes and the versions of buffers in every run, generators and
+    the contents of buffers (some operations write without a new version) in the first few, as that takes time. Whatever
+    has changed once is taken to change in every run.
+    """
+
+    def __init__(self, module: nn.Module, *, watched: int = 3) -> None:
+        self._parts: list[_Part] = []
+        members = list(module.modules())
+        for member in members:
+            self._parts.append(_Attributes(member))
+            self._parts += [_Buffer(member._buffers, name) for name in member._buffers]
+            tensors = [name for name, value in vars(member).items() if isinstance(value, Tensor)]
+            self._parts += [_Buffer(vars(member), name) for name in tensors]
+        self._generators: list[_Part] = [_Python(), _NumPy()]
+        held = [value for member in members for value in vars(member).values()]
+        self._generators += [_Generator(value) for value in _below(held) if _is_generator(value)]
+        self._mode = _Mode(members)
+        self._left = watched
+        self._seen: set[_Part] = set()
+        self._graded: dict[Owner, bool] = {}
+
+    @contextmanager
+    def first_run(self) -> Iterator[Snapshot]:
+        """Enclose the first of a block's runs; the snapshot that it yields is complete afterwards."""
+        parts = [*self._parts, *self._generators]
+        snapshot = Snapshot([(part, part.save()) for part in parts], self._graded)
+        mode = self._mode.save()
+        yield snapshot
+        closely = self._left > 0
+        changed = [(p, before) for p, before in snapshot.items if p in self._seen or p.differs(before, closely)]
+        snapshot.items = [(self._mode, mode), *changed]
+        self._seen |= {part for part, _ in changed}
+        if closely:
+            self._left -= 1
+            if self._left == 0:
+                self._generators = [part for part in self._generators if part in self._seen]
+
+
+class Snapshot:
+    """What a block's first run has changed, as it was before."""
+
+    def __init__(self, items: list[tuple[_Part, Any]], graded: dict[Owner, bool]) -> None:
+        self.items = items
+        self.graded = graded
+        """Whether the tensors that were found in an attribute, or in containers there, after the last run with a graph
+        required grad."""
+
+    def places(self) -> list[Place]:
+        """Return where the last run has put tensors of numbers that were not there."""
+        return [place for part, before in self.items for place in part.places(before)]
+
+    @contextmanager
+    def again(self, *, graph: bool = False) -> Iterator[None]:
+        """Enclose a run, perhaps with a graph, that shall see that state; afterwards the state is what it is now."""
+        today = [(part, part.now()) for part, _ in self.items]
+        for part, before in self.items:
+            part.restore(before)
+        try:
+            yield
+            if graph:
+                found: dict[Owner, bool] = {}
+                for place in self.places():
+                    found[place.owner] = found.get(place.owner, False) or _requires_grad(place.value)
+                self.graded.update(found)
+        finally:
+            for part, now in today:
+                part.restore(now)
+
+    def undo(self) -> None:
+        """Make the state what it was, for good."""
+        for part, before in self.items:
+            part.undo(before)
+
+
+class _Part(ABC):
+    """One piece of state."""
+
+    @abstractmethod
+    def save(self) -> Any:
+        """Return the state, copied."""
+
+    def now(self) -> Any:
+        """Return the state, to be restored after a run that begins with another one."""
+        return self.save()
+
+    @abstractmethod
+    def differs(self, before: Any, closely: bool) -> bool:
+        """Return whether the state is another than ``before``; ``closely``: even if it takes time to see that."""
+
+    @abstractmethod
+    def restore(self, before: Any) -> None:
+        """Make the state what it was."""
+
+    def undo(self, before: Any) -> None:
+        """Make the state what it was, in its own place."""
+        self.restore(before)
+
+    def places(self, before: Any) -> Iterator[Place]:
+        """Yield where tensors of numbers are that were not there before."""
+        yield from ()
+
+
+class _Mode(_Part):
+    """Whether each module is in training mode: users may change it before the backward."""
+
+    def __init__(self, members: list[nn.Module]) -> None:
+        self._members = members
+
+    @override
+    def save(self) -> list[bool]:
+        return [member.training for member in self._members]
+
+    @override
+    def differs(self, before: list[bool], closely: bool) -> bool:
+        return before != self.save()
+
+    @override
+    def restore(self, before: list[bool]) -> None:
+        for member, training in zip(self._members, before, strict=True):
+            member.training = training
+
+
+class _Attributes(_Part):
+    """The attributes of a module: which objects they are, and what lists, dictionaries and sets among them hold."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+
+    @override
+    def save(self) -> dict[str, tuple[Any, _Contents]]:
+        return {
+            name: (value, _contents(value) if isinstance(value, _HOLDERS) else ())
+            for name, value in vars(self._module).items()
+            if name not in _INTERNAL
+        }
+
+    @override
+    def differs(self, before: dict[str, tuple[Any, _Contents]], closely: bool) -> bool:
+        now = vars(self._module)
+        if sum(name not in _INTERNAL for name in now) != len(before):
+            return True
+        return any(
+            now.get(name, _MISSING) is not value or (held and not all(_same(*pair) for pair in held))
+            for name, (value, held) in before.items()
+        )
+
+    @override
+    def restore(self, before: dict[str, tuple[Any, _Contents]]) -> None:
+        now = vars(self._module)
+        for name in [name for name in now if name not in _INTERNAL and name not in before]:
+            del now[name]
+        for name, (value, held) in before.items():
+            now[name] = value
+            for pair in held:
+                _refill(*pair)
+
+    @override
+    def places(self, before: dict[str, tuple[Any, _Contents]]) -> Iterator[Place]:
+        known = {id(value) for value, _ in before.values()}
+        known |= {id(item) for _, held in before.values() for _, copied in held for item in _items(copied)}
+        own = vars(self._module)
+        for name, value in own.items():
+            if name in _INTERNAL:
+                continue
+            if not isinstance(value, _CONTAINERS):
+                if id(value) not in known and _has_numbers(value):
+                    yield Place((id(own), name), own, name)
+                continue
+            for holder in _below([value]):
+                for key, item in _entries(holder):
+                    if id(item) not in known and _has_numbers(item):
+                        yield Place((id(own), name), holder, key)
+
+
+class _Buffer(_Part):
+    """A tensor of a module. The second run has one of its own: the graph of the first may need the present one."""
+
+    def __init__(self, holder: dict[str, Any], name: str) -> None:
+        self._holder, self._name = holder, name
+
+    @override
+    def save(self) -> tuple[Tensor | None, int, Tensor | None]:
+        buffer = self._holder.get(self._name)
+        return (None, 0, None) if buffer is None else (buffer, _version(buffer), buffer.detach().clone())
+
+    @override
+    def now(self) -> tuple[Tensor | None, int, None]:
+        return self._holder.get(self._name), 0, None
+
+    @override
+    def differs(self, before: tuple[Tensor | None, int, Tensor | None], closely: bool) -> bool:
+        now, (known, version, content) = self._holder.get(self._name), before
+        buffer: Tensor | None = now
+        if buffer is None or content is None or buffer is not known:
+            return buffer is not known
+        return _version(buffer) != version or (closely and not torch.equal(buffer, content))
+
+    @override
+    def restore(self, before: tuple[Tensor | None, int, Tensor | None]) -> None:
+        buffer, _, content = before
+        self._holder[self._name] = buffer if content is None else content.clone()
+
+    @override
+    def places(self, before: tuple[Tensor | None, int, Tensor | None]) -> Iterator[Place]:
+        value = self._holder.get(self._name)
+        if value is not before[0] and _has_numbers(value):
+            yield Place((id(self._holder), self._name), self._holder, self._name)
+
+    @override
+    def undo(self, before: tuple[Tensor | None, int, Tensor | None]) -> None:
+        buffer, _, content = before
+        self._holder[self._name] = buffer
+        if buffer is not None and content is not None:
+            with torch.no_grad():
+                buffer.copy_(content)
+
+
+class _Generator(_Part):
+    """A random generator that a module holds."""
+
+    def __init__(self, generator: Any) -> None:
+        self._generator = generator
+
+    @override
+    def save(self) -> Any:
+        held = self._generator
+        if isinstance(held, torch.Generator):
+            return held.get_state()
+        if isinstance(held, random.Random):
+            return held.getstate()
+        return copy.deepcopy(held.bit_generator.state if hasattr(held, "bit_generator") else held.get_state())
+
+    @override
+    def differs(self, before: Any, closely: bool) -> bool:
+        now = self.save()
+        return not torch.equal(now, before) if isinstance(now, Tensor) else repr(now) != repr(before)
+
+    @override
+    def restore(self, before: Any) -> None:
+        held = self._generator
+        if isinstance(held, torch.Generator):
+            held.set_state(before)
+        elif isinstance(held, random.Random):
+            held.setstate(before)
+        elif hasattr(held, "bit_generator"):
+            held.bit_generator.state = before
+        else:
+            held.set_state(before)
+
+
+class _Python(_Part):
+    """Python's global generator."""
+
+    @override
+    def save(self) -> Any:
+        return random.getstate()
+
+    @override
+    def differs(self, before: Any, closely: bool) -> bool:
+        return bool(random.getstate() != before)
+
+    @override
+    def restore(self, before: Any) -> None:
+        random.setstate(before)
+
+
+class _NumPy(_Part):
+    """NumPy's global generator."""
+
+    @override
+    def save(self) -> Any:
+        import numpy
+
+        return numpy.random.get_state()
+
+    @override
+    def differs(self, before: Any, closely: bool) -> bool:
+        now = self.save()
+        return bool(now[2] != before[2] or (now[1] != before[1]).any() or now[3:] != before[3:])
+
+    @override
+    def restore(self, before: Any) -> None:
+        import numpy
+
+        numpy.random.set_state(before)
+
+
+def _is_generator(value: object) -> bool:
+    numpy = sys.modules.get("numpy")
+    kinds = (torch.Generator, random.Random)
+    if isinstance(value, kinds):
+        return True
+    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+
+
+def _has_numbers(value: Any) -> bool:
+    """Return whether ``value`` is a tensor that can require grad, or a plain tuple with one."""
+    if isinstance(value, Tensor):
+        return value.is_floating_point()
+    return type(value) is tuple and any(isinstance(item, Tensor) and item.is_floating_point() for item in value)
+
+
+def _requires_grad(value: Any) -> bool:
+    return any(isinstance(item, Tensor) and item.requires_grad for item in (value if type(value) is tuple else [value]))
+
+
+def _entries(holder: Any) -> Iterable[tuple[Any, Any]]:
+    """Return keys and items of a list or dictionary."""
+    if isinstance(holder, dict):
+        return holder.items()
+    return enumerate(holder) if isinstance(holder, list) else ()
+
+
+def _items(value: Any) -> Any:
+    """Return what a container or tuple holds, other things nothing."""
+    if isinstance(value, dict):
+        return value.values()
+    return value if isinstance(value, _HOLDERS) else ()
+
+
+def _contents(value: Any) -> _Contents:
+    """Return the containers at and below ``value``, each with a copy of what it holds."""
+    if not value:
+        return ((value, ()),) if isinstance(value, _CONTAINERS) else ()
+    if not any(issubclass(kind, _HOLDERS) for kind in {*map(type, _items(value))}):
+        return ((value, copy.copy(value)),) if isinstance(value, _CONTAINERS) else ()
+    found = [holder for holder in _below([value]) if isinstance(holder, _CONTAINERS)]
+    return tuple((holder, copy.copy(holder)) for holder in found)
+
+
+def _below(values: Iterable[Any]) -> Iterator[Any]:
+    """Yield ``values`` and what containers and tuples among them hold, at any depth."""
+    seen: dict[int, Any] = {}
+    waiting = [*values]
+    while waiting:
+        value = waiting.pop()
+        yield value
+        if isinstance(value, _HOLDERS) and id(value) not in seen:
+            seen[id(value)] = value
+            waiting += _items(value)
+
+
+def _same(value: Any, held: Any) -> bool:
+    """Return whether a container holds the very objects that its copy ``held`` holds."""
+    if len(value) != len(held):
+        return False
+    if isinstance(value, dict):
+        return all(held.get(key, _MISSING) is item for key, item in value.items())
+    return value == held if isinstance(value, set) else all(map(_is, value, held))
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
+
+
+def _refill(value: Any, held: Any) -> None:
+    if isinstance(value, list):
+        value[:] = held
+    else:
+        value.clear()
+        value.update(held)
+
+
+Ambient = tuple[tuple[tuple[str, bool, torch.dtype], ...], tuple[bool, ...], torch.dtype]
+"""The contexts around a call: autocast per kind of device, which attention kernels may be used, the default dtype."""
+
+
+def ambient() -> Ambient:
+    """Return the contexts of this moment."""
+    casts = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
+    return casts, _attention_kernels(), torch.get_default_dtype()
+
+
+def autocasts(contexts: Ambient) -> bool:
+    """Return whether operations choose their own precision."""
+    return any(enabled for _, enabled, _ in contexts[0])
+
+
+@contextmanager
+def within(contexts: Ambient) -> Iterator[None]:
+    """Enclose a run of a block that shall see ``contexts``.
+
+    Autocast keeps the casts of weights that it has made, until its outermost context ends. Here they end with the run:
+    they are device memory that no plan knows, and weights change.
+    """
+    present = ambient()
+    with ExitStack() as stack:
+        for kind, enabled, dtype in contexts[0]:
+            if enabled or (kind, enabled, dtype) not in present[0]:
+                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
+        if contexts[1] != present[1]:
+            stack.callback(_choose_attention_kernels, present[1])
+            _choose_attention_kernels(contexts[1])
+        if contexts[2] != present[2]:
+            stack.callback(torch.set_default_dtype, present[2])
+            torch.set_default_dtype(contexts[2])
+        if autocasts(contexts):
+            stack.callback(torch.clear_autocast_cache)
+        yield
+
+
+def _attention_kernels() -> tuple[bool, ...]:
+    cuda: Any = torch.backends.cuda
+    return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()
+
+
+def _choose_attention_kernels(enabled: tuple[bool, ...]) -> None:
+    cuda = torch.backends.cuda
+    choose = (cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_math_sdp, cuda.enable_cudnn_sdp)
+    for function, value in zip(choose, enabled, strict=True):
+        function(value)

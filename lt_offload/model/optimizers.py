@@ -1,0 +1,114 @@
+"""Whether weights can be updated one by one: an optimizer is tried on a few small tensors, memory is compared."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lt_offload.model.snapshot import untouched
+
+_KNOWN = ("torch.optim.", "transformers.optimization.", "lt_offload.optim.")
+_SIDE = 8
+"""Elements of a stand-in along each dimension, at most."""
+_FEWEST = 3
+_GROUPS = 4
+_STEPS = 2
+_SCALES = (1e-3, 1.0, 1e3)
+"""Of the gradients: what depends on all of them depends on the largest."""
+
+Stand = tuple[int, nn.Parameter]
+"""A parameter group, and a small tensor like one of its parameters."""
+
+
+def each_alone(optimizer: Optimizer) -> bool | None:
+    """Return whether ``optimizer`` gives the same numbers, bit for bit, one tensor at a time and in another order.
+
+    Those of torch, of transformers and of this package do, or are refused by name. None if it cannot be tried, e.g.
+    because it needs a GPU or a closure. The optimizer itself is not changed.
+    """
+    if f"{type(optimizer).__module__}.".startswith(_KNOWN):
+        return True
+    try:
+        together = _stepped(optimizer, one_by_one=False)
+        alone = _stepped(optimizer, one_by_one=True)
+    except Exception:  # whatever a foreign optimizer raises on tensors that it was not made for
+        return None
+    return all(_equal(a, b) for a, b in zip(together, alone, strict=True))
+
+
+def _stepped(optimizer: Optimizer, *, one_by_one: bool) -> list[list[Any]]:
+    """Step stand-ins; return, for each, itself and its state."""
+    stands = _stands(optimizer)
+    states: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+    parts = [[stand] for stand in reversed(stands)] if one_by_one else [stands]
+    with untouched(optimizer=optimizer):
+        twins = [_twin(optimizer, part, states) for part in parts]
+        for step in range(_STEPS):
+            torch.manual_seed(step)
+            for at, (_, stand) in enumerate(stands):
+                generator = torch.Generator().manual_seed(7 * at + step)
+                scale = _SCALES[at % len(_SCALES)]
+                grad = torch.randn(stand.shape, generator=generator, dtype=torch.float32) * scale
+                stand.grad = grad.to(stand.dtype)
+            for twin in twins:
+                type(twin).step(twin)
+    return [[stand.detach(), *(value for _, value in sorted(states[stand].items()))] for _, stand in stands]
+
+
+def _stands(optimizer: Optimizer) -> list[Stand]:
+    stands: list[Stand] = []
+    groups = [(index, group["params"]) for index, group in enumerate(optimizer.param_groups) if group["params"]]
+    for index, parameters in groups[:_GROUPS]:
+        each = max(2, -(-_FEWEST // len(groups)))
+        for at in range(each):
+            like = parameters[at * (len(parameters) - 1) // (each - 1)]
+            generator = torch.Generator().manual_seed(len(stands))
+            shape = [max(1, min(_SIDE, size)) for size in like.shape]
+            stands.append((index, nn.Parameter(torch.randn(shape, generator=generator).to(like.dtype))))
+    return stands
+
+
+def _twin(optimizer: Optimizer, stands: Sequence[Stand], state: defaultdict[Any, dict[str, Any]]) -> Optimizer:
+    """Return an optimizer of the same class and options over ``stands``, without hooks."""
+    twin: Optimizer = object.__new__(type(optimizer))
+    vars(twin).update(vars(optimizer))
+    vars(twin).pop("step", None)
+    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    groups: dict[int, dict[str, Any]] = {}
+    for index, stand in stands:
+        live = optimizer.param_groups[index]
+        copied = {key: value.clone() if isinstance(value, Tensor) else value for key, value in live.items()}
+        groups.setdefault(index, copied | {"params": []})["params"].append(stand)
+    twin.param_groups, twin.state = list(groups.values()), state
+    return twin
+
+
+def _equal(left: Sequence[Any], right: Sequence[Any]) -> bool:
+    pairs = zip(left, right, strict=False)
+    return len(left) == len(right) and all(
+        torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a == b for a, b in pairs
+    )
+
+
+def overlap(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
+    """Return the names of two of ``tensors`` in the same memory, at least one of which is trained; None if none are."""
+    spans = []
+    for name, tensor in {id(t): (name, t) for name, t in tensors}.values():
+        if not tensor.is_meta and tensor.numel() and tensor.data_ptr():
+            last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+            start = tensor.data_ptr()
+            spans.append((start, start + (last + 1) * tensor.element_size(), name, tensor.requires_grad))
+    furthest: dict[bool, tuple[int, str]] = {}
+    """How far those that are trained, and the others, reach so far, and whose end that is."""
+    for start, end, name, trained in sorted(spans):
+        for other in (True, False):
+            if (trained or other) and other in furthest and furthest[other][0] > start:
+                return furthest[other][1], name
+        if trained not in furthest or end > furthest[trained][0]:
+            furthest[trained] = end, name
+    return None

@@ -1,0 +1,271 @@
+"""Finds what a model does at the seams between blocks that could not be trained exactly, in its first pass.
+
+Outside a block plain PyTorch may use the block's weights and whatever is computed inside it. With offloading only the
+block's output is part of the outer graph: when the backward comes, the inside is gone, or another time's. So each block
+runs with a graph of its own here, on detached inputs; what the loss's backward then reaches in there tells of such a
+use.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
+from typing_extensions import override
+
+from lt_offload import limits
+from lt_offload.model.blocks import Structure
+from lt_offload.model.call import Call
+from lt_offload.model.chain import tensors_of, version
+from lt_offload.model.effects import Effects
+from lt_offload.model.hooked import InnerHooks
+
+_log = logging.getLogger(__name__)
+
+_CACHES = ("use_cache", "past_key_values", "past_key_value", "layer_past")
+_COLLECTORS = (*_CACHES, "output_attentions", "output_hidden_states")
+
+
+def check_arguments(block: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a call in training whose arguments make ``block`` collect what it computes.
+
+    Raises:
+        UnsupportedError: naming the argument.
+    """
+    for name in _COLLECTORS:
+        value = kwargs.get(name)
+        if value is not None and value is not False:
+            shown = value if isinstance(value, (bool, int)) else type(value).__name__
+            raise limits.CALL_ARGUMENTS.error(f"block {block} was called with {name}={shown}")
+
+
+class Seams:
+    """One run of a model, seen from between its blocks.
+
+    Args:
+        structure: the model's blocks.
+        aside: encloses every run of a block beyond the one that the model asked for.
+    """
+
+    def __init__(self, structure: Structure, aside: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
+        self._blocks = structure.blocks
+        self._aside = aside
+        self._reached: set[int] = set()
+        """Blocks whose inside has had a gradient."""
+        self.once: set[int] = set()
+        """Blocks that must not run a second time for their backward, nor without a graph."""
+        self._inputs: list[tuple[Any, int, int]] = []
+        """Per activation that a block was given: the node it comes from, which output of it, how often it is used."""
+
+    def run(
+        self, index: int, call: Call, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Any:
+        """Run a block on detached inputs; return its output, detached.
+
+        Raises:
+            UnsupportedError: if an argument makes the block hand out what it computes.
+        """
+        check_arguments(self._blocks[index].name, kwargs)
+        leaves, spec = tree_flatten((args, kwargs))
+        origins = [(leaves[slot].grad_fn, int(leaves[slot].output_nr)) for slot in call.slots]
+        entered = []
+        for slot, need in zip(call.slots, call.needs_grad, strict=True):
+            leaves[slot] = leaves[slot].detach().requires_grad_(need)
+            entered.append(leaves[slot])
+            if need:
+                leaves[slot].register_hook(partial(_note, self._reached, index))
+        args, kwargs = tree_unflatten(leaves, spec)
+        out = self._run_twice(index, call, partial(forward, *args, **kwargs))
+        uses = _uses(entered, out)
+        self._inputs += [(node, number, used) for (node, number), used in zip(origins, uses, strict=True)]
+        return tree_map(_detached, out)
+
+    def _run_twice(self, index: int, call: Call, forward: Callable[[], Any]) -> Any:
+        """Run a block without a graph, and once more with one from the state that it had; return the second output.
+
+        One that has hooks of users inside, or that fails without a graph, has to run once.
+
+        Raises:
+            UnsupportedError: if the outputs differ by a bit, or the block writes to its input.
+        """
+        block = self._blocks[index]
+        if not call.has_backward or call.compiled or not _comparable(call):
+            return self._run_kept(index, call, forward)  # runs once, or always with a graph, or has no numbers
+        hook = InnerHooks(block.name, block.module).find()
+        if hook is not None:
+            return self._run_only_once(index, call, forward, hook)
+        before_draws = _generators(call)
+        with Effects(block.module).first_run() as before, self._aside(), torch.no_grad():
+            try:
+                first, failed = forward(), None
+            except Exception as error:  # whatever users' code raises where there is no graph
+                first, failed = None, error
+        _draw_from(call, before_draws)
+        before.undo()
+        if failed is not None:
+            return self._run_only_once(index, call, forward, f"without gradients it raises {failed!r}")
+        out = self._run_kept(index, call, forward)
+        if not _equal(first, out):
+            raise limits.OTHER_SECOND_RUN.error(f"block {block.name} gave other numbers when it ran again")
+        return out
+
+    def _run_only_once(self, index: int, call: Call, forward: Callable[[], Any], why: str) -> Any:
+        out = self._run_kept(index, call, forward)  # raises what is not a matter of gradients
+        _log.info("block %s runs once per iteration, with a graph: %s", self._blocks[index].name, why)
+        self.once.add(index)
+        return out
+
+    def _run_kept(self, index: int, call: Call, forward: Callable[[], Any]) -> Any:
+        """Run a block with a graph if it has a backward."""
+        refused = limits.IN_PLACE_INPUT.error(f"block {self._blocks[index].name} has written to its input")
+        versions = [version(leaf) for leaf in call.inputs]
+        try:
+            with torch.set_grad_enabled(call.has_backward):
+                out = forward()
+        except RuntimeError as error:
+            if "in-place operation" in str(error):
+                raise refused from error
+            raise
+        if [version(leaf) for leaf in call.inputs] != versions:
+            raise refused
+        return out
+
+    def check_consumers(self, loss: Tensor) -> None:
+        """Refuse a block's output that others use beside a block that uses it more than once.
+
+        Plain PyTorch adds gradients one by one as they come; a block gives the sum of its own, which is another order
+        of summation unless it has only one.
+
+        Raises:
+            UnsupportedError: naming the block.
+        """
+        roots = [loss.grad_fn, *(node for node, _, _ in self._inputs)]
+        consumers = Counter((id(node), number) for node, number in edges(roots))
+        consumers.update((id(node), number) for node, number, _ in self._inputs)
+        for node, number, used in self._inputs:
+            if used > 1 and consumers[id(node), number] > 1:
+                index = getattr(node, "index", None)
+                name = "an operation" if index is None else f"block {self._blocks[index].name}"
+                raise limits.SEVERAL_CONSUMERS.error(f"the output of {name} is used in several places")
+
+    def check_gradients(self) -> None:
+        """Refuse what the loss's backward reaches inside blocks, and inputs of blocks that are made of blocks' weights.
+
+        Raises:
+            UnsupportedError: naming the block or the weight.
+        """
+        for index in sorted(self._reached):
+            raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {self._blocks[index].name}")
+        # The backward of a block's output goes no further, so that what made its inputs has no gradients.
+        before = {id(getattr(node, "variable", None)) for node, _ in edges(node for node, _, _ in self._inputs)}
+        for name, parameter in self._parameters():
+            if parameter.grad is not None or id(parameter) in before:
+                raise limits.OUTSIDE_USE.error(f"the loss uses weight {name} outside its block")
+
+    def check_results(self, result: Any) -> None:
+        """Refuse what a model without a loss hands out of the inside of blocks: its caller makes a loss of it.
+
+        Raises:
+            UnsupportedError: naming the weight.
+        """
+        names = {id(parameter): name for name, parameter in self._parameters()}
+        roots = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        for node, _ in edges(roots):
+            name = names.get(id(getattr(node, "variable", None)))
+            if name is not None:
+                raise limits.INNER_TENSOR.error(
+                    f"the model returns a tensor that depends on weight {name} otherwise than by its block's output"
+                )
+
+    def _parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        for block in self._blocks:
+            for name, parameter in block.module.named_parameters():
+                yield f"{block.name}.{name}", parameter
+
+
+class Interface(torch.autograd.Function):
+    """The node of a block in the outer graph: unlike a leaf, it does not hold the block's output."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, anchor: Tensor, box: list[Tensor], index: int, reached: Callable[[], None]) -> Tensor:
+        ctx.box, ctx.index, ctx.reached = box, index, reached
+        return box.pop()
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Any) -> tuple[None, None, None, None]:
+        ctx.box.append(grads[0])  # stays alive, as the gradient that the block's backward begins with
+        ctx.reached()
+        return None, None, None, None
+
+
+def edges(roots: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+    """Yield every edge of the graph below the nodes ``roots``: where it leads, and to which output of that node."""
+    seen: dict[int, Any] = {}  # with the nodes: the identity of one that is gone may be another's
+    waiting = [node for node in roots if node is not None]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen[id(node)] = node
+        for following, number in _following(node):
+            if following is not None:
+                yield following, number
+                waiting.append(following)
+
+
+def _following(node: Any) -> Sequence[tuple[Any, int]]:
+    try:
+        found: Sequence[tuple[Any, int]] = node.next_functions
+    except RuntimeError:  # until torch 2.12 the Python object of an autograd.Function's node may outlive the node
+        return ()
+    return found
+
+
+def _uses(entered: Sequence[Tensor], out: Any) -> list[int]:
+    """Return how often each input is used in the graph of a block's output."""
+    ends = Counter(id(getattr(node, "variable", None)) for node, _ in edges(t.grad_fn for t in tensors_of(out)))
+    return [ends[id(tensor)] for tensor in entered]
+
+
+def _comparable(call: Call) -> bool:
+    """Return whether a block has numbers that are the same in every run: on a GPU that takes deterministic kernels."""
+    tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
+    if any(type(tensor) is not Tensor or tensor.is_meta for tensor in tensors):
+        return False
+    return all(tensor.device.type == "cpu" for tensor in tensors) or torch.are_deterministic_algorithms_enabled()
+
+
+def _equal(out: Any, again: Any) -> bool:
+    """Return whether two outputs are the same bit for bit, except that any two NaNs are the same."""
+    pairs = zip(tensors_of(out), tensors_of(again), strict=True)
+    return all(a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
+
+
+def _generators(call: Call) -> list[Tensor]:
+    """Return the states of torch's global generators."""
+    cuda = {leaf.device for leaf in call.leaves if isinstance(leaf, Tensor) and leaf.is_cuda}
+    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in sorted(cuda, key=str))]
+
+
+def _draw_from(call: Call, states: list[Tensor]) -> None:
+    cuda = {leaf.device for leaf in call.leaves if isinstance(leaf, Tensor) and leaf.is_cuda}
+    torch.set_rng_state(states[0])
+    for device, state in zip(sorted(cuda, key=str), states[1:], strict=True):
+        torch.cuda.set_rng_state(state, device)
+
+
+def _note(reached: set[int], index: int, _gradient: Tensor) -> None:
+    reached.add(index)
+
+
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,1 @@
+"""The batch size that trains most samples per second, and its plan."""

@@ -1,0 +1,387 @@
+"""Chooses the batch size with the highest throughput, by planning for several. Knows profiles and the planners' entry.
+
+The relaxed program with the batch size as a variable says around which size to look. There, every size has a relaxed
+program of its own, which is solved quickly; plans are made for the sizes that promise most, and promises are corrected
+by what the plans before them have reached. Of sizes with practically the same throughput the smallest is taken: a
+larger batch changes the training and brings nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+
+from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
+from lt_offload.plan.batch.profiles import scaled
+from lt_offload.plan.batch.program import best_batch
+from lt_offload.plan.planners.offmate.program import OffmateConfig, lower_bound
+from lt_offload.plan.solve import solve
+from lt_offload.schema.plan import BatchPoint, Plan, PlannerName
+from lt_offload.schema.profile import Profile
+from lt_offload.units import format_bytes, parse_bytes
+
+ProfileAt = Callable[[int], Profile]
+"""Returns the profile at a batch size; raises ``InfeasibleError`` if that cannot even be profiled."""
+
+LARGEST = 1024
+"""Larger batches are not considered, unless asked for by name."""
+_ANCHOR = 8
+_GROWTH = 8
+"""How much larger than what was profiled a size may be that is profiled next."""
+_ANCHORS = 4
+_EQUAL = 0.005
+"""Relative difference of throughput that a larger batch must bring."""
+_DOUBT = 0.02
+"""By how much an expected throughput may be wrong."""
+_MOST_PLANS = 3.5
+"""What a choice may take, in plans of the mean duration; profiles not counted."""
+_LEAST_S = 4.0
+"""Plans of small models take no time: so many seconds are always allowed."""
+_WINDOW = 3
+"""Transfer windows of the relaxed programs: shorter than a plan's, because many are solved."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchChoice:
+    """The chosen batch size with everything that speaks for it."""
+
+    plan: Plan
+    """For that size; holds ``curve`` and ``why``, too."""
+    profile: Profile
+    """At that size."""
+    curve: tuple[BatchPoint, ...]
+    """All sizes that were considered, ascending."""
+    why: str
+
+    @property
+    def batch_size(self) -> int:
+        """The chosen size."""
+        return self.plan.batch_size
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Settings:
+    """Arguments of :func:`solve`."""
+
+    memory: str | int | None
+    host_memory: str | int | None
+    planner: PlannerName
+    host_update: bool
+    activation_offload: bool
+    recompute: bool
+    gradient_reserve: float | None
+    time_limit: float
+
+    def solve(self, profile: Profile) -> Plan:
+        return solve(profile, **asdict(self))
+
+    def program(self, profile: Profile) -> OffmateConfig:
+        """Return the program that plans start from."""
+        hardware = profile.hardware
+        memory, ram = self.memory, self.host_memory
+        return OffmateConfig(
+            budget_bytes=hardware.device_bytes if memory is None else parse_bytes(memory),
+            host_budget_bytes=hardware.host_bytes if ram is None else parse_bytes(ram, setting="host_memory"),
+            host_update=self.host_update,
+            activation_offload=self.activation_offload,
+            recompute=self.recompute,
+            time_limit=self.time_limit,
+            window=_WINDOW,
+        )
+
+
+def choose_batch(
+    profile_at: ProfileAt,
+    *,
+    most: int = LARGEST,
+    candidates: Sequence[int] | None = None,
+    memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    planner: PlannerName = "auto",
+    host_update: bool = True,
+    activation_offload: bool = True,
+    recompute: bool = True,
+    gradient_reserve: float | None = None,
+    time_limit: float = 30.0,
+    on_progress: Callable[[str], None] | None = None,
+) -> BatchChoice:
+    """Return the batch size with the highest simulated throughput, with its plan.
+
+    Args:
+        profile_at: measures or estimates the model at a batch size; asked for a handful of sizes. The batch must be the
+            largest that can come at that size. An ``InfeasibleError`` means that the size does not fit.
+        most: largest size to consider, e.g. the length of the data set.
+        candidates: plan for each of these sizes instead of searching.
+        memory: as for :func:`solve`; the same holds for the other arguments.
+        host_memory: see there.
+        planner: see there.
+        host_update: see there.
+        activation_offload: see there.
+        recompute: see there.
+        gradient_reserve: see there.
+        time_limit: seconds for one plan; the choice takes at most four times as long as a plan, profiles not counted.
+        on_progress: is told what is being done.
+
+    Raises:
+        InfeasibleError: if no size fits; says what would.
+        UnsupportedError: if ``planner`` applies to no size.
+        ConfigError: if there is no size to consider.
+    """
+    sizes = None if candidates is None else sorted(set(candidates))
+    if most < 1 or (sizes is not None and (not sizes or sizes[0] < 1)):
+        raise ConfigError(f"there is no batch size to choose from: most={most}, candidates={candidates}")
+    settings = _Settings(
+        memory=memory,
+        host_memory=host_memory,
+        planner=planner,
+        host_update=host_update,
+        activation_offload=activation_offload,
+        recompute=recompute,
+        gradient_reserve=gradient_reserve,
+        time_limit=time_limit,
+    )
+    search = _Search(profile_at, settings, min(most, LARGEST), on_progress or (lambda _message: None))
+    if sizes is not None:
+        search.plan_all(sizes)
+    else:
+        search.run()
+        search.fill_curve()
+    return search.choice()
+
+
+class _Search:
+    """One search for the best size."""
+
+    def __init__(self, profile_at: ProfileAt, settings: _Settings, most: int, say: Callable[[str], None]) -> None:
+        self.profile_at, self.settings, self.most, self.say = profile_at, settings, most, say
+        self.profiles: dict[int, Profile] = {}
+        self.plans: dict[int, Plan] = {}
+        self.relaxed: dict[int, float] = {}
+        """Seconds per sample of the relaxed program; infinite where it has no solution."""
+        self.unfit: dict[int, InfeasibleError | UnsupportedError] = {}
+        """Sizes that do not fit, or that the planner does not apply to, and why."""
+        self.started = time.monotonic()
+        self.durations: list[float] = []
+        """Seconds that plans took."""
+
+    # -- search ------------------------------------------------------------------------------------------------------
+
+    def plan_all(self, sizes: Sequence[int]) -> None:
+        """Plan for each of ``sizes``."""
+        for size in sizes:
+            self._plan(size)
+
+    def run(self) -> None:
+        """Plan for the sizes that promise most."""
+        smallest, best = self._guess()
+        candidates = self._around(smallest, best)
+        while True:
+            candidates = [size for size in candidates if size < self._limit]
+            waiting = [size for size in candidates if size not in self.plans]
+            if not waiting and not self.plans:
+                if self._limit <= 1:
+                    return  # not even one sequence fits
+                waiting = candidates = [max(1, (self._limit - 1) // 2)]
+            if not waiting:
+                return
+            least = min(self._expected(size) for size in waiting)
+            size = min(size for size in waiting if self._expected(size) * (1 - _EQUAL) <= least)
+            if self.plans and (not self._worth(size) or self._late()):
+                return
+            self._plan(size)
+            if self.plans:
+                now = self._fastest()
+                candidates = sorted({*candidates, *(n for n in (now - 1, now + 1) if 1 <= n <= self.most)})
+
+    def fill_curve(self) -> None:
+        """Solve the relaxed programs of some more sizes, while there is time: they show where the chosen one lies."""
+        size = 1
+        while self.plans and size <= min(2 * self._chosen(), self._limit - 1) and not self._late(plans=0):
+            self._relaxed(size)
+            size *= 2
+
+    def _guess(self) -> tuple[float, float]:
+        """Return the smallest size of practically the highest relaxed throughput, and that of the highest."""
+        if not self._profile(1):
+            return 1.0, 1.0
+        high = min(_ANCHOR, self.most)
+        while high > 1 and not self._profile(high):
+            high //= 2
+        guess = 1.0, 1.0
+        for _ in range(_ANCHORS):
+            known = sorted(self.profiles)
+            low, high = known[max(0, len(known) - 2)], known[-1]
+            program = self.settings.program(self.profiles[low])
+            self.say("looking for the best batch size")
+            for lag in (1, 0):
+                try:
+                    found = best_batch(
+                        self.profiles[low],
+                        self.profiles[high] if high > low else None,
+                        replace(program, lag=lag, lookahead=lag),
+                        most=max(1, min(self.most, self._limit - 1)),
+                        tolerance=_EQUAL,
+                    )
+                except (InfeasibleError, ConfigError):
+                    continue
+                guess = found.smallest, found.batch_size
+                break
+            size = min(math.floor(guess[0] + 1e-6), _GROWTH * high, self.most)
+            if self.unfit:
+                size = min(size, (high + self._limit) // 2)
+            if size <= 1.5 * high:
+                break
+            self._profile(size)
+        return min(guess[0], self._limit - 1), min(guess[1], self._limit - 1)
+
+    def _around(self, smallest: float, best: float) -> list[int]:
+        low, high = math.floor(smallest + 1e-6), math.floor(best + 1e-6)
+        found = {low - 1, low, math.ceil(smallest), high + 1, *(high // step * step for step in (1, 2, 4, 8))}
+        return sorted(size for size in found if 1 <= size <= self.most and low / 2 < size <= 2 * low + 1)
+
+    @property
+    def _limit(self) -> int:
+        """The smallest size that is known not to fit."""
+        return min(self.unfit, default=self.most + 1)
+
+    def _fastest(self) -> int:
+        return min(self.plans, key=lambda size: (self._seconds(size), size))
+
+    def _chosen(self) -> int:
+        """Return the smallest size of practically the highest throughput."""
+        least = self._seconds(self._fastest())
+        return min(size for size in self.plans if self._seconds(size) * (1 - _EQUAL) <= least)
+
+    def _seconds(self, size: int) -> float:
+        return self.plans[size].predicted.iteration_s / size
+
+    def _worth(self, size: int) -> bool:
+        """Whether a plan for ``size`` may be the fastest, by more than nothing if its batch is larger."""
+        fastest = self._fastest()
+        seconds = self._seconds(fastest)
+        if size > fastest and self._relaxed(size) >= seconds * (1 - _EQUAL):
+            return False
+        return self._expected(size) * (1 - _DOUBT) <= seconds
+
+    def _late(self, plans: int = 1) -> bool:
+        """Whether so many more plans would take too long."""
+        one = max(sum(self.durations) / max(len(self.durations), 1), _LEAST_S / _MOST_PLANS)
+        return time.monotonic() - self.started + plans * one > _MOST_PLANS * one
+
+    def _expected(self, size: int) -> float:
+        """Return the seconds per sample to be expected: relaxed ones, and what plans near that size add to them."""
+        relaxed = self._relaxed(size)
+        ratios = {at: self._seconds(at) / self._relaxed(at) for at in self.plans if self._relaxed(at) < math.inf}
+        if not ratios:
+            return relaxed
+        below = max((at for at in ratios if at <= size), default=min(ratios))
+        above = min((at for at in ratios if at >= size), default=max(ratios))
+        share = (size - below) / (above - below) if above > below else 0.0
+        return relaxed * (ratios[below] + share * (ratios[above] - ratios[below]))
+
+    # -- one size ----------------------------------------------------------------------------------------------------
+
+    def _relaxed(self, size: int) -> float:
+        if size not in self.relaxed:
+            self.relaxed[size] = math.inf
+            profile = self._estimate(size)
+            program = self.settings.program(profile)
+            for lag in (1, 0):
+                try:
+                    self.relaxed[size] = lower_bound(profile, replace(program, lag=lag, lookahead=lag)) / size
+                    break
+                except (InfeasibleError, ConfigError):
+                    continue
+        return self.relaxed[size]
+
+    def _estimate(self, size: int) -> Profile:
+        """Return the profile at ``size``, from its two neighbours if it was not asked for."""
+        if size in self.profiles:
+            return self.profiles[size]
+        below = [known for known in sorted(self.profiles) if known < size]
+        above = [known for known in sorted(self.profiles) if known > size]
+        pair = [*below[-1:], *above[:1]] if below and above else (below[-2:] or above[:2])
+        one = self.profiles[pair[0]]
+        return scaled(one, size, self.profiles[pair[1]] if len(pair) > 1 else None)
+
+    def _profile(self, size: int) -> bool:
+        """Ask for the profile at ``size``; returns False if it does not fit."""
+        if size in self.profiles:
+            return True
+        began = time.monotonic()
+        try:
+            self.say(f"profiling batch_size={size}")
+            profile = self.profile_at(size)
+        except InfeasibleError as error:
+            self.unfit[size] = error
+            return False
+        finally:
+            self.started += time.monotonic() - began
+        assert profile.batch_size == size, f"asked for batch_size={size}, got {profile.batch_size}"
+        self.profiles[size] = profile
+        return True
+
+    def _plan(self, size: int) -> None:
+        if not self._profile(size):
+            return
+        self.say(f"planning for batch_size={size}")
+        began = time.monotonic()
+        try:
+            self.plans[size] = self.settings.solve(self.profiles[size])
+        except (InfeasibleError, UnsupportedError) as error:
+            self.unfit[size] = error
+        self.durations.append(time.monotonic() - began)
+
+    # -- result ------------------------------------------------------------------------------------------------------
+
+    def choice(self) -> BatchChoice:
+        """Return what was found; raises the error of the smallest size if none fits."""
+        if not self.plans:
+            raise self.unfit[min(self.unfit)]
+        fastest, chosen = self._fastest(), self._chosen()
+        sizes = sorted({*self.plans, *self.unfit, *(s for s, found in self.relaxed.items() if found < math.inf)})
+        curve = tuple(self._point(size, chosen) for size in sizes)
+        why = self._why(chosen, fastest)
+        plan = self.plans[chosen]
+        plan = replace(plan, batch_curve=curve, notes=(*plan.notes, why))
+        return BatchChoice(plan=plan, profile=self.profiles[chosen], curve=curve, why=why)
+
+    def _point(self, size: int, chosen: int) -> BatchPoint:
+        relaxed = self.relaxed.get(size, math.inf)
+        plan = self.plans.get(size)
+        promise = None if math.isinf(relaxed) else 1 / relaxed
+        if plan is None:
+            unfit = self.unfit.get(size)
+            reason = str(unfit) if unfit else f"not planned: about {1 / self._expected(size):.3g} samples/s expected"
+            return BatchPoint(batch_size=size, relaxed_samples_per_s=promise, reason=reason)
+        change = self._seconds(chosen) / self._seconds(size) - 1
+        return BatchPoint(
+            batch_size=size,
+            samples_per_s=1 / self._seconds(size),
+            iteration_s=plan.predicted.iteration_s,
+            device_peak_bytes=plan.predicted.device_peak_bytes,
+            relaxed_samples_per_s=promise,
+            reason="chosen" if size == chosen else f"{abs(change):.1%} {'more' if change > 0 else 'less'} throughput",
+        )
+
+    def _why(self, chosen: int, fastest: int) -> str:
+        plan = self.plans[chosen]
+        text = [f"batch_size={chosen} gives {1 / self._seconds(chosen):.3g} samples/s"]
+        if fastest != chosen:
+            more = self._seconds(chosen) / self._seconds(fastest) - 1
+            text.append(f"{fastest} gives only {more:.1%} more")
+        others = [s for s in self.plans if self._seconds(s) > self._seconds(chosen)]
+        for other in (
+            max((s for s in others if s < chosen), default=0),
+            min((s for s in others if s > chosen), default=0),
+        ):
+            if other:
+                text.append(f"{other} gives {1 - self._seconds(chosen) / self._seconds(other):.1%} less")
+        limit = min(self.unfit, default=None)
+        if limit is not None:
+            text.append(f"{limit} does not fit in {format_bytes(plan.budget_bytes)}")
+        elif chosen == self.most:
+            text.append("no larger size was considered")
+        return "; ".join(text)

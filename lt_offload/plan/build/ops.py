@@ -1,0 +1,275 @@
+"""Writes the ops of an iteration in issue order, and remembers which op did what. Knows nothing of dependencies."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+from lt_offload.plan.build.copies import DeviceCopy
+from lt_offload.plan.iteration.computations import Computation, computations
+from lt_offload.plan.iteration.decisions import Choices, copy_uses
+from lt_offload.plan.iteration.memory import backward_steps
+from lt_offload.schema.plan import Op, OpKind, Payload, Resource, Save
+from lt_offload.schema.profile import Profile
+
+
+class Emitter:
+    """The ops of ``choices`` in issue order, after :meth:`emit`, and the maps that linking them needs."""
+
+    def __init__(self, choices: Choices, profile: Profile, copies: Sequence[DeviceCopy]) -> None:
+        self.choices, self.profile, self.copies = choices, profile, copies
+        self.steps = 2 * len(profile.blocks)
+        self.ops: list[Op] = []
+        self.fetched_by: dict[int, list[DeviceCopy]] = {}
+        """By prefetch op of weights or states: what it brings."""
+        self.computations: list[int] = []
+        """By step: its forward or backward."""
+        self.computed: list[int] = []
+        """By step: its last op on the compute lane."""
+        self.updated: dict[int, int] = {}
+        """By tensor: the op that updates it."""
+        self.current: dict[int, int] = {}
+        """By tensor: the op that makes its weight's host copy current."""
+        self.states_out: dict[int, int] = {}
+        self.grads_out: dict[int, int] = {}
+        self.activations_out: dict[int, int] = {}
+        self.activations_in: dict[int, int] = {}
+        self.held_until: dict[int, list[int]] = defaultdict(list)
+        """By step: the offloads whose framework memory is given back at its end."""
+        self.of_block: list[list[int]] = [[] for _ in profile.blocks]
+        self.completed_at: dict[int, list[int]] = defaultdict(list)
+        """By step: the tensors whose gradients it completes."""
+        for index, tensor in enumerate(profile.tensors):
+            for block in tensor.blocks:
+                self.of_block[block].append(index)
+            if tensor.trainable:
+                self.completed_at[backward_steps(tensor.blocks, profile)[-1]].append(index)
+        self.copies_of: dict[tuple[str, int], list[DeviceCopy]] = defaultdict(list)
+        self._computations: dict[int, list[Computation]] = defaultdict(list)
+        for computation in computations([block.option for block in choices.blocks], choices.reruns, profile):
+            self._computations[computation.step].append(computation)
+        self._fetched_at: dict[int, list[DeviceCopy]] = defaultdict(list)
+        self._released_at: dict[int, list[DeviceCopy]] = defaultdict(list)
+        for copy in copies:
+            self.copies_of[copy.payload, copy.tensor].append(copy)
+            if copy.stay is not None:
+                self._fetched_at[copy.stay.start].append(copy)
+                self._released_at[copy.stay.end].append(copy)
+
+    def emit(self) -> None:
+        """Write every op."""
+        for step in range(self.steps):
+            self._prefetches(step)
+            for computation in self._computations[step]:
+                self._compute(computation)
+            self._updates(step)
+            self._activation_offload(step)
+            self._write_backs(step)
+            self._state_offloads(step)
+            self._drops(step)
+
+    def _prefetches(self, step: int) -> None:
+        """Copies to the device in the order of need; activations before the weights that are needed with them."""
+        found: dict[tuple[int, int, int, bool], list[DeviceCopy]] = defaultdict(list)
+        for block, choice in enumerate(self.choices.blocks):
+            if choice.fetch == step:
+                found[self.choices.activations_needed(block) - step, block, 0, False] = []
+        for copy in self._fetched_at[step]:
+            block, wait = self._need(copy, step)
+            # What waits for an update on the host does not delay the rest.
+            on_host = copy.payload == "weight" and self.choices.tensors[copy.tensor].place == "host"
+            found[wait, block, 1 if copy.payload == "weight" else 2, on_host].append(copy)
+        for (_, block, _, _), copies in sorted(found.items()):
+            if not copies:
+                nbytes = self._offloaded(block)
+                self.activations_in[block] = self._copy("prefetch", step, block, "activation", nbytes=nbytes)
+                continue
+            fetch = self._copy("prefetch", step, block, copies[0].payload, copies)
+            self.fetched_by[fetch] = copies
+            for copy in copies:
+                copy.fetch = fetch
+
+    def _need(self, copy: DeviceCopy, step: int) -> tuple[int, int]:
+        """Return the block that needs ``copy`` first from ``step`` on, and how many steps later."""
+        blocks = self.profile.tensors[copy.tensor].blocks
+        if copy.payload == "state":
+            candidates = backward_steps(blocks, self.profile)[-1:]
+        else:
+            candidates = copy_uses(copy.tensor, self.choices, self.profile)
+        need = min(candidates, key=lambda use: (use - step) % self.steps)
+        computed = [computation.block for computation in self._computations[need]]
+        # Those that run again in a step ascend to the block whose backward it is.
+        return min(block for block in computed if block in blocks), (need - step) % self.steps
+
+    def _compute(self, what: Computation) -> None:
+        """Write a computation; the last one of a step is its forward or backward."""
+        tensors = [] if what.idle else self.of_block[what.block]
+        direct = [t for t in tensors if what.step in self.choices.tensors[t].direct]
+        nbytes, seconds = what.direct(direct, self.profile)
+        op = self._add(
+            what.kind,
+            what.step,
+            what.block,
+            "compute",
+            nbytes=nbytes,
+            seconds=what.seconds + seconds,
+            save=what.save,
+            direct=direct,
+        )
+        if what.save is None:
+            self.computations.append(op)
+            self.computed.append(op)
+
+    def _updates(self, step: int) -> None:
+        """Updates on the device, gradients to the host, and the updates there."""
+        ready = self.completed_at[step]
+        for place in ("device", "paged"):
+            self._update(step, [t for t in ready if self.choices.tensors[t].place == place], "compute")
+        written = [t for t in ready if self.choices.tensors[t].grad_direct]
+        self._write_gradients(step, written)
+        by_until: dict[int, list[int]] = defaultdict(list)
+        for t in ready:
+            until = self.choices.tensors[t].grad_until
+            if until is not None:
+                by_until[until].append(t)
+        for until, tensors in sorted(by_until.items()):
+            block, nbytes = self.steps - 1 - step, self._bytes(tensors)
+            out = self._copy("offload", step, block, "grad", tensors=tensors, nbytes=nbytes, until=until)
+            self.held_until[until].append(out)
+            self.grads_out.update(dict.fromkeys(tensors, out))
+        for tensors in (written, *(tensors for _, tensors in sorted(by_until.items()))):
+            self._update(step, tensors, "host")
+            self.current.update({t: self.updated[t] for t in tensors})
+
+    def _write_gradients(self, step: int, tensors: list[int]) -> None:
+        """Gradients that the backward writes to host memory itself."""
+        if tensors:
+            costs = [self.profile.tensors[t].direct for t in tensors]
+            seconds, nbytes = sum(cost.grad_s for cost in costs if cost is not None), self._bytes(tensors)
+            block = self.steps - 1 - step
+            out = self._add(
+                "offload", step, block, "compute", "grad", tensors=tensors, nbytes=nbytes, seconds=seconds, until=step
+            )
+            self.grads_out.update(dict.fromkeys(tensors, out))
+            self.computed[step] = out
+
+    def _update(self, step: int, tensors: list[int], resource: Resource) -> None:
+        if tensors:
+            optimizer = self.profile.optimizer
+            rate = optimizer.host_bytes_per_s if resource == "host" else optimizer.device_bytes_per_s
+            nbytes = self._bytes(tensors)
+            update = self._add("update", step, self.steps - 1 - step, resource, tensors=tensors, seconds=nbytes / rate)
+            self.updated.update(dict.fromkeys(tensors, update))
+            if resource == "compute":
+                self.computed[step] = update
+
+    def _activation_offload(self, step: int) -> None:
+        """Before other copies to the host: the next computations wait for this memory."""
+        until = self.choices.blocks[step].until if step < len(self.choices.blocks) else None
+        if until is not None:
+            out = self._copy("offload", step, step, "activation", nbytes=self._offloaded(step), until=until)
+            self.held_until[until].append(out)
+            self.activations_out[step] = out
+
+    def _write_backs(self, step: int) -> None:
+        found: dict[int, list[int]] = defaultdict(list)
+        for t, choice in enumerate(self.choices.tensors):
+            if choice.write_back == step:
+                found[self.profile.tensors[t].blocks[0]].append(t)
+        for block, tensors in sorted(found.items()):
+            out = self._copy("offload", step, block, "weight", tensors=tensors, nbytes=self._bytes(tensors))
+            self.current.update(dict.fromkeys(tensors, out))
+
+    def _state_offloads(self, step: int) -> None:
+        found: dict[tuple[int, int], list[DeviceCopy]] = defaultdict(list)
+        for t, choice in enumerate(self.choices.tensors):
+            if choice.state_leave == step and choice.state_stay is not None:
+                found[self.profile.tensors[t].blocks[0], choice.state_stay.end] += self.copies_of["state", t]
+        for (block, until), copies in sorted(found.items()):
+            tensors = [copy.tensor for copy in copies]
+            nbytes = sum(copy.bytes for copy in copies)
+            out = self._copy("offload", step, block, "state", tensors=tensors, nbytes=nbytes, until=until)
+            self.states_out.update(dict.fromkeys(tensors, out))
+            for copy in copies:
+                copy.releases = [out]
+
+    def _drops(self, step: int) -> None:
+        found: dict[tuple[int, bool], list[DeviceCopy]] = defaultdict(list)
+        for copy in self._released_at[step]:
+            if copy.payload == "weight":
+                # What waits for a write-back does not delay the rest.
+                waits = self.choices.tensors[copy.tensor].write_back is not None
+                found[self.profile.tensors[copy.tensor].blocks[0], waits].append(copy)
+        for (block, _), copies in sorted(found.items()):
+            tensors = [copy.tensor for copy in copies]
+            drop = self._add("drop", step, block, "none", "weight", tensors=tensors, nbytes=self._bytes(tensors))
+            for copy in copies:
+                copy.releases = [drop]
+
+    def _copy(
+        self,
+        kind: OpKind,
+        step: int,
+        block: int,
+        payload: Payload,
+        copies: Sequence[DeviceCopy] = (),
+        *,
+        tensors: Iterable[int] = (),
+        nbytes: int = 0,
+        until: int | None = None,
+    ) -> int:
+        nbytes = nbytes or sum(copy.bytes for copy in copies)
+        hardware = self.profile.hardware
+        to_device = kind == "prefetch"
+        return self._add(
+            kind,
+            step,
+            block,
+            "h2d" if to_device else "d2h",
+            payload,
+            tensors=[copy.tensor for copy in copies] or tensors,
+            offsets=[copy.offset for copy in copies],
+            nbytes=nbytes,
+            seconds=nbytes / (hardware.h2d_bytes_per_s if to_device else hardware.d2h_bytes_per_s),
+            until=until,
+        )
+
+    def _add(
+        self,
+        kind: OpKind,
+        step: int,
+        block: int,
+        resource: Resource,
+        payload: Payload | None = None,
+        *,
+        tensors: Iterable[int] = (),
+        offsets: Iterable[int] = (),
+        nbytes: int = 0,
+        seconds: float = 0.0,
+        until: int | None = None,
+        save: Save | None = None,
+        direct: Iterable[int] = (),
+    ) -> int:
+        op = Op(
+            id=len(self.ops),
+            kind=kind,
+            step=step,
+            block=block,
+            resource=resource,
+            payload=payload,
+            tensors=tuple(tensors),
+            offsets=tuple(offsets),
+            bytes=nbytes,
+            seconds=seconds,
+            until=until,
+            save=save,
+            direct=tuple(direct),
+        )
+        self.ops.append(op)
+        return op.id
+
+    def _bytes(self, tensors: Iterable[int]) -> int:
+        return sum(self.profile.tensors[t].bytes for t in tensors)
+
+    def _offloaded(self, block: int) -> int:
+        return self.profile.blocks[block].option(self.choices.blocks[block].option).offload_bytes

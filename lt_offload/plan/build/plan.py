@@ -1,0 +1,95 @@
+"""Turns decisions about whole tensors into a plan: ops in issue order, arena offsets, and what each op waits for.
+
+Knows the contract of :mod:`lt_offload.schema.plan`; decides nothing but the order within a step and the offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lt_offload.plan.build.copies import DeviceCopy, device_copies, state_room
+from lt_offload.plan.build.groups import arrange
+from lt_offload.plan.build.link import link
+from lt_offload.plan.build.ops import Emitter
+from lt_offload.plan.build.slots import own_slots
+from lt_offload.plan.iteration.arena import Placement, aligned
+from lt_offload.plan.iteration.decisions import Choices
+from lt_offload.plan.iteration.memory import framework_bytes
+from lt_offload.schema.plan import Plan, Prediction, Residency
+from lt_offload.schema.profile import Profile
+from lt_offload.units import format_bytes
+
+UNKNOWN = Prediction(iteration_s=0.0, lower_bound_s=0.0, no_offload_s=0.0, device_peak_bytes=0, host_peak_bytes=0)
+"""Placeholder of a plan that has not been simulated yet."""
+
+
+def room_needed(choices: Choices, profile: Profile) -> int:
+    """Return the device bytes that ``choices`` need besides those that no plan changes."""
+    return arrange(choices, profile).extent + int(framework_bytes(choices.usage, profile).max())
+
+
+def build(
+    choices: Choices,
+    profile: Profile,
+    *,
+    planner: str,
+    budget_bytes: int,
+    host_budget_bytes: int,
+    placement: Placement | None = None,
+) -> Plan:
+    """Return the plan that carries out ``choices``; its prediction is ``UNKNOWN``, and its gradients share no memory.
+
+    ``placement`` has an offset for each of ``device_copies``, if the caller has found some already.
+    """
+    copies = device_copies(choices, profile)
+    placement = placement or arrange(choices, profile)
+    for copy, offset in zip(copies, placement.offsets, strict=True):
+        copy.offset = offset
+    emitter = Emitter(choices, profile, copies)
+    emitter.emit()
+    ops, gradient_bytes = own_slots(link(emitter), profile)
+    return Plan(
+        fingerprint=profile.fingerprint,
+        model=profile.model,
+        planner=planner,
+        batch_size=profile.batch_size,
+        sequence_length=profile.sequence_length,
+        budget_bytes=budget_bytes,
+        host_budget_bytes=host_budget_bytes,
+        options=tuple(block.option for block in choices.blocks),
+        update_places=tuple(tensor.place for tensor in choices.tensors),
+        state_bytes=tuple(state_room(tensor.state_bytes) for tensor in profile.tensors),
+        weight_bytes=tuple(aligned(tensor.bytes) for tensor in profile.tensors),
+        initial=tuple(
+            Residency(payload=copy.payload, tensor=copy.tensor, offset=copy.offset) for copy in copies if copy.at_start
+        ),
+        ops=ops,
+        arena_bytes=placement.extent,
+        gradient_bytes=gradient_bytes,
+        predicted=UNKNOWN,
+        estimated=profile.estimated,
+        host_threads=profile.optimizer.host_threads,
+        context_bytes=profile.hardware.context_bytes + profile.page_table_bytes,
+        notes=tuple(_notes(copies, profile)),
+    )
+
+
+def _notes(copies: Sequence[DeviceCopy], profile: Profile) -> Iterator[str]:
+    for payload, total in (
+        ("weight", sum(tensor.bytes for tensor in profile.tensors)),
+        ("state", sum(tensor.state_bytes for tensor in profile.tensors)),
+    ):
+        stay = sum(copy.bytes for copy in copies if copy.payload == payload and copy.stay is None)
+        if total:
+            what = "weights" if payload == "weight" else "optimizer states"
+            yield f"{format_bytes(stay)} of {format_bytes(total)} of {what} are always on the device"
+    fixed = {
+        "before the first tensor": profile.hardware.context_bytes,
+        "for page tables of host memory": profile.page_table_bytes,
+        "for what all blocks share": profile.shared_bytes,
+        "for the allocator's slack": profile.slack_bytes,
+    }
+    parts = [f"{format_bytes(nbytes)} {what}" for what, nbytes in fixed.items() if nbytes]
+    if parts:
+        share = f"; at least {profile.slack_share:.0%} of all is slack" if profile.slack_share else ""
+        yield f"taken by every plan: {', '.join(parts)}{share}"

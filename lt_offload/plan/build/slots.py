@@ -1,0 +1,167 @@
+"""Lets gradients that are copied to the host share memory there. Knows a simulated plan; changes no decision.
+
+The gradients of one op have a place, their *slot*, from the beginning of their copy to the end of the update that reads
+them, as simulated with updates that are somewhat slower than expected. Two ops may share addresses if neither's copy
+begins while the other has its place. Whether updates are in time for that is a matter of speed only: every copy waits
+for the updates that read what it overwrites, however late they are. As they stand before it, that is no deadlock.
+
+Lifetimes are counted in copies: the one that begins when the ``k``-th copy does ends before another one begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from lt_offload.plan.build.link import without
+from lt_offload.plan.iteration.arena import Lifetime, Placement, aligned, place
+from lt_offload.plan.iteration.memory import host_bytes
+from lt_offload.plan.verify.simulate import simulate
+from lt_offload.schema.plan import Op, Plan
+from lt_offload.schema.profile import Profile
+from lt_offload.schema.trace import Trace
+
+_SLOWER = 1.1
+"""Updates on the host may last this much longer than expected before copies wait for them."""
+_TOLERATED = 1.001
+"""Time of an iteration with shared memory, relative to that without, up to which less memory is preferred to more."""
+_SHORTER = (0.8, 0.6, 0.45, 0.3, 0.2, 0.1, 0.0)
+"""Parts of the simulated lifetimes that are tried where RAM is short; then copies do wait for updates."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrival:
+    """Gradients that travel together."""
+
+    op: Op
+    updates: tuple[int, ...]
+    """The ops that read them."""
+    bytes: int
+
+
+def slot_bytes(op: Op, profile: Profile) -> int:
+    """Return the bytes of the slot of ``op``, which copies gradients to the host."""
+    return sum(aligned(profile.tensors[t].bytes) for t in op.tensors)
+
+
+def own_slots(ops: Sequence[Op], profile: Profile) -> tuple[tuple[Op, ...], int]:
+    """Return ``ops`` with a slot of its own for each that copies gradients to the host, and the extent of all slots."""
+    found, extent = [], 0
+    for op in ops:
+        if op.payload == "grad" and op.resource == "d2h":
+            found.append(replace(op, slot=extent))
+            extent += slot_bytes(op, profile)
+        else:
+            found.append(op)
+    return tuple(found), extent
+
+
+def share_slots(plan: Plan, profile: Profile, trace: Trace) -> tuple[Plan, Trace]:
+    """Return ``plan`` with slots that are shared, and with what copies wait for because of that; simulated.
+
+    As far as its host budget allows, no copy waits longer than before.
+
+    Args:
+        plan: each of its gradients has a slot of its own. Its host budget is at least that of
+            :func:`lt_offload.plan.iteration.memory.least_host_bytes`.
+        profile: what it was made for.
+        trace: ``plan``, simulated.
+    """
+    arrivals = _arrivals(plan, profile)
+    if not arrivals:
+        return plan, trace
+    room = plan.host_budget_bytes - (host_bytes(plan, profile) - plan.gradient_bytes)
+    found: tuple[Plan, Trace] | None = None
+    for ends in _ends(plan, profile, trace, arrivals):
+        placement = _place(arrivals, ends)
+        if placement.extent > room:
+            continue
+        shared = _with_slots(plan, arrivals, placement)
+        simulated = simulate(shared, profile)
+        if found is None or simulated.iteration_time < found[1].iteration_time:
+            found = shared, simulated
+        if found[1].iteration_time <= _TOLERATED * trace.iteration_time:
+            break
+    assert found is not None, f"gradients need {placement.extent} bytes of RAM, there are {room}"
+    return found
+
+
+def _place(arrivals: Sequence[_Arrival], ends: Sequence[int]) -> Placement:
+    count = len(arrivals)
+    lives = enumerate(zip(arrivals, ends, strict=True))
+    return place([Lifetime(arrival.bytes, at, end % count) for at, (arrival, end) in lives], count)
+
+
+def _with_slots(plan: Plan, arrivals: Sequence[_Arrival], placement: Placement) -> Plan:
+    ops = list(plan.ops)
+    for at, (arrival, slot) in enumerate(zip(arrivals, placement.offsets, strict=True)):
+        waits = _former_updates(at, arrivals, placement.offsets)
+        ops[arrival.op.id] = replace(arrival.op, slot=slot, after=tuple(sorted({*arrival.op.after, *waits})))
+    return replace(plan, ops=tuple(ops), gradient_bytes=placement.extent)
+
+
+def _arrivals(plan: Plan, profile: Profile) -> list[_Arrival]:
+    updates = {t: op.id for op in plan.ops if _on_host(op) for t in op.tensors}
+    return [
+        _Arrival(op, tuple(sorted({updates[t] for t in op.tensors})), slot_bytes(op, profile))
+        for op in plan.ops
+        if op.slot is not None
+    ]
+
+
+def _ends(plan: Plan, profile: Profile, trace: Trace, arrivals: Sequence[_Arrival]) -> Iterator[list[int]]:
+    """Yield ways to end lifetimes, the best first, each as positions of copies, counted on into the next iteration.
+
+    An op keeps its place at least until the last copy of its step has begun: updates stand after all of those.
+    """
+    last = {arrival.op.step: at for at, arrival in enumerate(arrivals)}
+    least = [last[arrival.op.step] for arrival in arrivals]
+    simulated = _latest(least, _simulated_ends(trace, arrivals))
+    slower = _latest(least, _simulated_ends(simulate(_with_slower_updates(plan), profile), arrivals))
+    yield slower
+    # Which updates have to wait until the others are done may be another choice there, which does not suit here.
+    yield _latest(simulated, slower)
+    yield simulated
+    for part in _SHORTER:
+        yield [first + int(part * (end - first)) for first, end in zip(least, simulated, strict=True)]
+
+
+def _latest(one: Sequence[int], other: Sequence[int]) -> list[int]:
+    return [max(pair) for pair in zip(one, other, strict=True)]
+
+
+def _simulated_ends(trace: Trace, arrivals: Sequence[_Arrival]) -> list[int]:
+    """Return, per arrival, the last copy that begins before it has been used."""
+    spans = {span.op: span for span in trace.spans}
+    starts = [spans[arrival.op.id].start for arrival in arrivals]
+    begins = [*starts, *(start + trace.iteration_time for start in starts)]
+    found = []
+    for at, arrival in enumerate(arrivals):
+        done = max(spans[update].end for update in arrival.updates)
+        following = range(at + 1, at + len(arrivals))
+        found.append(max((i for i in following if begins[i] < done), default=at))
+    return found
+
+
+def _with_slower_updates(plan: Plan) -> Plan:
+    ops = (replace(op, seconds=_SLOWER * op.seconds) if _on_host(op) else op for op in plan.ops)
+    return replace(plan, ops=tuple(ops))
+
+
+def _on_host(op: Op) -> bool:
+    return op.kind == "update" and op.resource == "host"
+
+
+def _former_updates(at: int, arrivals: Sequence[_Arrival], slots: Sequence[int]) -> set[int]:
+    """Return the updates that read what was last at the addresses of an arrival; earlier ones were awaited by them."""
+    open_ranges = [(slots[at], slots[at] + arrivals[at].bytes)]
+    found: set[int] = set()
+    for ago in range(1, len(arrivals)):
+        other = (at - ago) % len(arrivals)
+        left = without(open_ranges, slots[other], slots[other] + arrivals[other].bytes)
+        if left != open_ranges:
+            open_ranges = left
+            found.update(arrivals[other].updates)
+        if not open_ranges:
+            break
+    return found

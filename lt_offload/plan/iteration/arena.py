@@ -1,0 +1,121 @@
+"""Fixed offsets for buffers with cyclic lifetimes. Knows sizes and steps; nothing of tensors or plans.
+
+Each buffer lives during a range of steps that may run across the end of the iteration. Two buffers that live in a
+common step must not overlap. The smallest extent is NP-hard to find; first fit comes within 10 to 20 % of the peak of
+live bytes, which no placement can beat. :mod:`lt_offload.plan.build.pack` does better where it may shorten lifetimes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lt_offload.schema.plan import ALIGNMENT
+
+
+@dataclass(frozen=True, slots=True)
+class Lifetime:
+    """A buffer that lives from the beginning of step ``start`` to the end of step ``end``, cyclically."""
+
+    bytes: int
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Where every buffer goes."""
+
+    offsets: tuple[int, ...]
+    extent: int
+    live_peak: int
+    """Most bytes that live in one step: a lower bound for the extent."""
+
+    @property
+    def waste(self) -> float:
+        """By how much the extent is larger than the peak of live bytes, as part of that."""
+        return self.extent / self.live_peak - 1 if self.live_peak else 0.0
+
+
+def aligned(nbytes: int) -> int:
+    """Return the bytes of the arena that a buffer of ``nbytes`` takes."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def live_bytes(lifetimes: Sequence[Lifetime], steps: int) -> NDArray[np.int64]:
+    """Return, per step, the arena bytes of the buffers that live in it."""
+    sizes = np.array([aligned(life.bytes) for life in lifetimes], dtype=np.int64)
+    total: NDArray[np.int64] = sizes @ _live(lifetimes, steps)
+    return total
+
+
+def place(lifetimes: Sequence[Lifetime], steps: int) -> Placement:
+    """Return offsets such that buffers which live in a common step do not overlap.
+
+    Buffers that live always go to the bottom; the others are placed one by one at the lowest free range, in the best of
+    several orders.
+    """
+    if not lifetimes:
+        return Placement((), 0, 0)
+    sizes = np.array([aligned(life.bytes) for life in lifetimes], dtype=np.int64)
+    live = _live(lifetimes, steps)
+    live_peak = int((sizes @ live).max())
+    forever = live.all(axis=1)
+    base = int(sizes[forever].sum())
+    offsets = np.zeros(len(sizes), dtype=np.int64)
+    offsets[forever] = np.cumsum(sizes[forever]) - sizes[forever]
+    moving = np.flatnonzero(~forever)
+    extent = 0
+    if len(moving):
+        dense = live[moving].astype(np.float32)
+        conflicts = (dense @ dense.T) > 0
+        found = [_first_fit(sizes[moving], conflicts, order) for order in _orders(sizes[moving], live[moving])]
+        best, extent = min(found, key=lambda item: item[1])
+        offsets[moving] = best + base
+    return Placement(tuple(offsets.tolist()), base + extent, live_peak)
+
+
+def _live(lifetimes: Sequence[Lifetime], steps: int) -> NDArray[np.bool_]:
+    """Return, per buffer and step, whether the buffer lives in it."""
+    start = np.array([life.start for life in lifetimes], dtype=np.int64).reshape(-1, 1)
+    end = np.array([life.end for life in lifetimes], dtype=np.int64).reshape(-1, 1)
+    step = np.arange(steps)
+    wraps = start > end
+    inside: NDArray[np.bool_] = np.where(wraps, (start <= step) | (step <= end), (start <= step) & (step <= end))
+    return inside
+
+
+def _orders(sizes: NDArray[np.int64], live: NDArray[np.bool_]) -> list[NDArray[np.intp]]:
+    """Return orders worth trying: large first, long-lived first; ties by time, so that equal sizes share slots."""
+    first, span = live.argmax(axis=1), live.sum(axis=1)
+    return [
+        np.lexsort((first, -sizes)),
+        np.lexsort((first, -span, -sizes)),
+        np.lexsort((first, -sizes, -span)),
+    ]
+
+
+def _first_fit(
+    sizes: NDArray[np.int64], conflicts: NDArray[np.bool_], order: NDArray[np.intp]
+) -> tuple[NDArray[np.int64], int]:
+    """Place the buffers in ``order``, each at the lowest range that no conflicting buffer placed before overlaps."""
+    offsets, ends = np.zeros((2, len(sizes)), dtype=np.int64)
+    # Those that have been placed, sorted by offset, so that the scan for a gap needs no sorting of its own.
+    placed = np.empty(len(sizes), dtype=np.intp)
+    lows = np.empty(len(sizes), dtype=np.int64)
+    for count, item in enumerate(order):
+        row = placed[:count]
+        row = row[conflicts[item, row]]
+        free_from = np.zeros(len(row) + 1, dtype=np.int64)
+        np.maximum.accumulate(ends[row], out=free_from[1:])
+        fits = np.flatnonzero(offsets[row] - free_from[:-1] >= sizes[item])
+        low = int(free_from[fits[0]] if len(fits) else free_from[-1])
+        offsets[item], ends[item] = low, low + sizes[item]
+        slot = int(np.searchsorted(lows[:count], low))
+        placed[slot + 1 : count + 1] = placed[slot:count].copy()
+        lows[slot + 1 : count + 1] = lows[slot:count].copy()
+        placed[slot], lows[slot] = item, low
+    return offsets, int(ends.max())

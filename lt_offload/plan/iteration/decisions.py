@@ -1,0 +1,123 @@
+"""Decisions about whole tensors, before they become ops: what every planner produces and ``build`` takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from lt_offload.plan.iteration.computations import Rerun as Rerun
+from lt_offload.plan.iteration.memory import Usage, backward_steps, least_host_bytes
+from lt_offload.plan.iteration.pace import Pace
+from lt_offload.schema.plan import UpdatePlace
+from lt_offload.schema.profile import OptionName, Profile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Stay:
+    """A device copy from its prefetch, before the computation of step ``start``, to the end of step ``end``; cyclic."""
+
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorChoice:
+    """What happens to one tensor."""
+
+    place: UpdatePlace
+    stays: tuple[Stay, ...] = ()
+    """When its weight is on the device; empty: always, or never if it is read directly."""
+    direct: tuple[int, ...] = ()
+    """Steps whose computation reads it in host memory; the stays cover the others that use it."""
+    write_back: int | None = None
+    """Step after whose computation the updated weight is copied to the host; None: never."""
+    grad_until: int | None = None
+    """Host update: the step at whose end the gradient's device memory is free; None if ``grad_direct``."""
+    grad_direct: bool = False
+    """Host update: the backward writes the gradient to host memory itself."""
+    state_stay: Stay | None = None
+    """When its states are on the device (place ``paged``)."""
+    state_leave: int | None = None
+    """Step after whose computation its states are copied to the host (place ``paged``)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockChoice:
+    """What happens to one block's activations."""
+
+    option: OptionName
+    until: int | None = None
+    """Step at whose end offloaded activations have left; None: none are offloaded."""
+    fetch: int | None = None
+    """Step in which they are fetched back."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choices:
+    """One iteration, decided."""
+
+    tensors: tuple[TensorChoice, ...]
+    blocks: tuple[BlockChoice, ...]
+    reruns: Mapping[int, tuple[Rerun, ...]] = field(default_factory=dict)
+    """By backward step: the forwards that run again before its backward, in order."""
+
+    @property
+    def usage(self) -> Usage:
+        """What decides about the framework's memory."""
+        return Usage(
+            options=tuple(block.option for block in self.blocks),
+            places=tuple(tensor.place for tensor in self.tensors),
+            grad_until={t: c.grad_until for t, c in enumerate(self.tensors) if c.grad_until is not None},
+            grad_direct={t for t, c in enumerate(self.tensors) if c.grad_direct},
+            left={i: c.until for i, c in enumerate(self.blocks) if c.until is not None},
+            fetched={i: c.fetch for i, c in enumerate(self.blocks) if c.fetch is not None},
+            reruns=self.reruns,
+        )
+
+    def least_host_bytes(self, profile: Profile) -> int:
+        """Return the bytes of RAM with which a plan can carry them out, and below which none can."""
+        used = self.usage
+        return least_host_bytes(used.options, used.places, used.grad_direct, profile)
+
+    def activations_needed(self, block: int) -> int:
+        """Return the step in which ``block`` first needs what it has offloaded: to run again, or for its backward."""
+        again = [step for step, found in self.reruns.items() if any(rerun.block == block for rerun in found)]
+        return min([2 * len(self.blocks) - 1 - block, *again])
+
+
+def uses(blocks: tuple[int, ...], profile: Profile, reruns: Mapping[int, tuple[Rerun, ...]] | None = None) -> list[int]:
+    """Return the steps that compute with a tensor of ``blocks``, ascending; ``reruns`` as in :class:`Choices`."""
+    again = {step for step, found in (reruns or {}).items() if any(rerun.block in blocks for rerun in found)}
+    return sorted({*blocks, *backward_steps(blocks, profile), *again})
+
+
+def copy_uses(tensor: int, choices: Choices, profile: Profile) -> list[int]:
+    """Return the steps that need a device copy of the weight of ``tensor``, ascending: uses that are not direct."""
+    blocks, choice = profile.tensors[tensor].blocks, choices.tensors[tensor]
+    found = {step for step in uses(blocks, profile, choices.reruns) if step not in choice.direct}
+    if choice.place in ("device", "paged"):
+        found.add(backward_steps(blocks, profile)[-1])
+    return sorted(found)
+
+
+def resident_tensors(profile: Profile) -> tuple[TensorChoice, ...]:
+    """Return the tensors' choices if all weights and states stay on the device."""
+    return tuple(TensorChoice(place="device" if tensor.trainable else "none") for tensor in profile.tensors)
+
+
+def block_choices(profile: Profile, options: tuple[OptionName, ...], *, lag: int, lead: int) -> tuple[BlockChoice, ...]:
+    """Return the blocks' choices: offloaded activations leave ``lag`` steps late and return ``lead`` steps early.
+
+    Both cost the activations' memory for a step and let the copy run beside a computation. Where forward and backward
+    are too close, as for the last blocks, they are less.
+    """
+    pace = Pace(profile)
+    found = []
+    for index, (block, option) in enumerate(zip(profile.blocks, options, strict=True)):
+        if not block.has_backward or not block.option(option).offload_bytes:
+            found.append(BlockChoice(option=option))
+            continue
+        backward = 2 * len(profile.blocks) - 1 - index
+        until = min(pace.later(index, lag), backward - 1)
+        found.append(BlockChoice(option=option, until=until, fetch=max(pace.earlier(backward, lead), until + 1)))
+    return tuple(found)

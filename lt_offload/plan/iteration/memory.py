@@ -1,0 +1,300 @@
+"""How many bytes a plan takes on the device, computation by computation, and on the host. Decides nothing.
+
+The device holds the arena (constant), what is there before the first tensor, and what the framework allocates:
+activations, workspaces and gradients. Everything is counted in the order of issue, because that is the order in which
+memory is taken and given back, whenever the device gets round to it. A step without forwards that run again is one
+computation; otherwise its computations follow each other with different things alive.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lt_offload.plan.iteration.arena import aligned
+from lt_offload.plan.iteration.computations import SAVED, Computation, Rerun, computations
+from lt_offload.schema.plan import Plan, UpdatePlace
+from lt_offload.schema.profile import COLLECTED_BELOW, GATHERED_BELOW, OptionName, Profile
+
+Bytes = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Usage:
+    """What decides about the framework's memory."""
+
+    options: tuple[OptionName, ...]
+    places: tuple[UpdatePlace, ...]
+    grad_until: dict[int, int] = field(default_factory=dict)
+    """Per tensor that the host updates: the step at whose end its gradient has left."""
+    grad_direct: set[int] = field(default_factory=set)
+    """Tensors whose gradients the backward writes to host memory itself."""
+    left: dict[int, int] = field(default_factory=dict)
+    """Per block with offloaded activations: the step at whose end they have left."""
+    fetched: dict[int, int] = field(default_factory=dict)
+    """And the step in which they take device memory again."""
+    reruns: Mapping[int, tuple[Rerun, ...]] = field(default_factory=dict)
+    """By backward step: the forwards that run again before its backward, in order."""
+
+
+def usage(plan: Plan) -> Usage:
+    """Return what ``plan`` says about the framework's memory."""
+    again = reruns(plan)
+    found = Usage(options=plan.options, places=plan.update_places, reruns=again)
+    for op in plan.ops:
+        if op.payload == "grad" and op.resource == "compute":
+            found.grad_direct.update(op.tensors)
+        elif op.payload == "grad" and op.until is not None:
+            found.grad_until.update(dict.fromkeys(op.tensors, op.until))
+        elif op.payload == "activation":
+            if op.kind == "prefetch":
+                found.fetched[op.block] = op.step
+            elif op.until is not None:
+                found.left[op.block] = op.until
+    return found
+
+
+def reruns(plan: Plan) -> dict[int, tuple[Rerun, ...]]:
+    """Return, by step, the forwards that ``plan`` runs again."""
+    found: dict[int, tuple[Rerun, ...]] = {}
+    for op in plan.ops:
+        if op.save is not None:
+            found[op.step] = (*found.get(op.step, ()), Rerun(block=op.block, save=op.save))
+    return found
+
+
+def backward_steps(blocks: tuple[int, ...], profile: Profile) -> list[int]:
+    """Return the steps in which the backward of ``blocks`` does something, ascending."""
+    last = 2 * len(profile.blocks) - 1
+    if len(blocks) == 1:  # nearly all tensors
+        return [last - blocks[0]] if profile.blocks[blocks[0]].has_backward else []
+    return sorted(last - block for block in blocks if profile.blocks[block].has_backward)
+
+
+def framework_bytes(used: Usage, profile: Profile) -> Bytes:
+    """Return, per step, the most bytes that the framework's allocator holds."""
+    time = _Time(used, profile)
+    return time.per_step(_framework_bytes(used, profile, time))
+
+
+def room_within(budget: int, profile: Profile) -> int:
+    """Return the device bytes of ``budget`` that a plan may use for what it decides about."""
+    used = min(budget - profile.slack_bytes, int(budget / (1 + profile.slack_share)) + 1)
+    while used + _slack(used, profile) > budget:
+        used -= 1
+    return used - _always(profile)
+
+
+def budget_for(room: int, profile: Profile) -> int:
+    """Return the smallest budget that leaves a plan ``room`` bytes."""
+    used = room + _always(profile)
+    return used + _slack(used, profile)
+
+
+def _slack(used: int, profile: Profile) -> int:
+    return max(profile.slack_bytes, int(used * profile.slack_share))
+
+
+def _always(profile: Profile) -> int:
+    """Return the device bytes that no plan changes: what is there before the first tensor, what all blocks share."""
+    return profile.hardware.context_bytes + profile.page_table_bytes + profile.shared_bytes
+
+
+def device_bytes(plan: Plan, profile: Profile) -> Bytes:
+    """Return, per step, the most bytes that the process holds on the device."""
+    return _with_fixed(framework_bytes(usage(plan), profile), plan, profile)
+
+
+def computation_bytes(plan: Plan, profile: Profile) -> Bytes:
+    """Return the same per computation, in the order of issue."""
+    used = usage(plan)
+    return _with_fixed(_framework_bytes(used, profile, _Time(used, profile)), plan, profile)
+
+
+def _with_fixed(framework: Bytes, plan: Plan, profile: Profile) -> Bytes:
+    held = framework + (plan.arena_bytes + _always(profile))
+    slack = (held * profile.slack_share).astype(np.int64)
+    return held + np.maximum(slack, profile.slack_bytes)
+
+
+def host_bytes(plan: Plan, profile: Profile) -> int:
+    """Return the bytes of RAM that hold weights, optimizer states, gradients and activations."""
+    written = usage(plan).grad_direct
+    return lasting_host_bytes(plan.options, written, profile) + plan.gradient_bytes
+
+
+def least_host_bytes(
+    options: tuple[OptionName, ...], places: tuple[UpdatePlace, ...], written: Iterable[int], profile: Profile
+) -> int:
+    """Return the bytes of RAM below which no plan with these decisions exists; with them, one does.
+
+    Gradients share memory, if need be so that each copy waits for the updates of the step before: only those of one
+    step, which leave together, have to be there at the same time.
+    """
+    written, together = set(written), defaultdict[int, int](int)
+    for index, (tensor, place) in enumerate(zip(profile.tensors, places, strict=True)):
+        if place == "host" and index not in written:
+            together[backward_steps(tensor.blocks, profile)[-1]] += aligned(tensor.bytes)
+    return lasting_host_bytes(options, written, profile) + max(together.values(), default=0)
+
+
+def lasting_host_bytes(options: tuple[OptionName, ...], written: Iterable[int], profile: Profile) -> int:
+    """Return the bytes of RAM for all but gradients that are copied; ``written`` are those that the backward writes.
+
+    States that stay on the device have a host copy as well: it is needed when they make room for a validation.
+    """
+    total = sum(tensor.bytes + tensor.state_bytes for tensor in profile.tensors)
+    total += sum(profile.tensors[index].bytes for index in written)
+    for block, option in zip(profile.blocks, options, strict=True):
+        total += block.option(option).offload_bytes if block.has_backward else 0
+    return total
+
+
+class _Time:
+    """The moments of an iteration: its computations in the order of issue."""
+
+    def __init__(self, used: Usage, profile: Profile) -> None:
+        self.moments: list[Computation] = computations(used.options, used.reruns, profile)
+        steps = 2 * len(profile.blocks)
+        self.first: list[int] = [0] * steps
+        """By step: its first computation."""
+        self.last: list[int] = [0] * steps
+        """By step: its forward or backward; those that run again stand before it."""
+        self.again: dict[int, list[int]] = {}
+        """By block: when it runs again."""
+        for at, moment in enumerate(self.moments):
+            self.last[moment.step] = at
+            if moment.save is not None:
+                self.again.setdefault(moment.block, []).append(at)
+        self.first[1:] = [at + 1 for at in self.last[:-1]]
+
+    def __len__(self) -> int:
+        return len(self.moments)
+
+    def per_step(self, sizes: Bytes) -> Bytes:
+        """Return the largest of ``sizes`` in each step."""
+        return sizes if len(self.first) == len(sizes) else np.maximum.reduceat(sizes, self.first)
+
+
+def _framework_bytes(used: Usage, profile: Profile, time: _Time) -> Bytes:
+    """What lies there already, and the largest of what a computation comes to: in its middle, or at its end."""
+    grads = _gradients(used, profile, time)
+    total = _activation_bytes(used, profile, time) + grads.earlier
+    for block in range(len(profile.blocks)):
+        if not profile.blocks[block].has_backward:
+            continue
+        at = time.last[2 * len(profile.blocks) - 1 - block]
+        option = time.moments[at].option
+        working = option.backward_peak_bytes + grads.new[at] + grads.passing[at]
+        if option.held_peak_bytes is not None:
+            working = min(working, option.held_peak_bytes + grads.scratch[at])
+        gone = option.saved_bytes if block < len(profile.blocks) - 1 else 0  # the last one's may belong to the loss
+        total[at] += max(working, grads.new[at] + grads.ending[at] - gone)
+    return total
+
+
+def _activation_bytes(used: Usage, profile: Profile, time: _Time) -> Bytes:
+    steps = 2 * len(profile.blocks)
+    total = np.zeros(len(time), dtype=np.int64)
+    for index, block in enumerate(profile.blocks):
+        option = block.option(used.options[index])
+        forward, backward = time.last[index], time.last[steps - 1 - index]
+        total[forward] += block.input_bytes + block.output_bytes + option.forward_peak_bytes
+        again = time.again.get(index, ())
+        if again:
+            _run_again(total, used, profile, time, index)
+        if not block.has_backward:
+            continue
+        # What the first forward has saved is replaced when the block runs again.
+        total[forward : (again[0] if again else backward) + 1] += option.saved_bytes
+        until = again[0] + 1 if again else backward
+        if option.keeps_input:
+            total[forward + 1 : until] += block.input_bytes
+        # the input, its gradient, and the gradient of the output
+        total[backward] += 2 * block.input_bytes + block.output_bytes
+        # the gradient of the output waits while others run again
+        total[time.first[steps - 1 - index] : backward] += block.output_bytes
+        if index in used.left:
+            total[forward + 1 : time.last[used.left[index]] + 1] += option.offload_bytes
+        if index in used.fetched:
+            total[time.first[used.fetched[index]] : until] += option.offload_bytes
+    return total
+
+
+def _run_again(total: Bytes, used: Usage, profile: Profile, time: _Time, index: int) -> None:
+    """Add what the forwards of block ``index`` that run again need, and what they leave."""
+    block, backward = profile.blocks[index], time.last[2 * len(profile.blocks) - 1 - index]
+    saved = SAVED[used.options[index]] if block.has_backward else "nothing"
+    again: Sequence[int] = time.again[index]
+    for at, following in zip(again, [*again[1:], None], strict=True):
+        option, save = time.moments[at].option, time.moments[at].save
+        assert save is not None
+        # Without a saved input it takes the output of the block before, which ran right before it.
+        needed = block.input_bytes if saved == "nothing" else 0
+        total[at] += needed + block.output_bytes + option.forward_peak_bytes
+        if save != "nothing":
+            total[at : (backward if following is None else following) + 1] += option.saved_bytes
+            if option.keeps_input:
+                total[at + 1 : backward if following is None else following + 1] += block.input_bytes
+        saved = save
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Gradients:
+    """Bytes of gradients, and of what is made for their use, by computation."""
+
+    earlier: Bytes
+    """Of computations before, still there at its end."""
+    new: Bytes
+    """They come in a backward and stay to its end."""
+    passing: Bytes
+    """The most that comes in the middle of a backward and goes at once, with what its use takes."""
+    scratch: Bytes
+    """That part of ``passing`` which is no gradient."""
+    ending: Bytes
+    """What is made when the activations of a backward have gone, and all its gradients have come."""
+
+
+def _gradients(used: Usage, profile: Profile, time: _Time) -> _Gradients:
+    earlier, new, passing, scratch, updating, leaving = np.zeros((6, len(time)), dtype=np.int64)
+    small: dict[tuple[int, str], list[int]] = {}
+    """Gradients for the host that are gathered with others, by computation and dtype."""
+    for index, (tensor, place) in enumerate(zip(profile.tensors, used.places, strict=True)):
+        uses = [time.last[step] for step in backward_steps(tensor.blocks, profile)] if tensor.trainable else []
+        if not uses:
+            continue
+        first, last, size = uses[0], uses[-1], tensor.bytes
+        tied, large = len(uses) > 1, size >= COLLECTED_BELOW
+        waits = place == "host" and index not in used.grad_direct
+        ends = time.last[used.grad_until[index]] if waits and index in used.grad_until else last
+        if tied or waits or not large:
+            new[first] += size
+        if tied or waits:
+            earlier[first + 1 : ends + 1] += size
+        for at in uses[1:]:
+            passing[at] = max(passing[at], size)  # until it has been added to the first one
+        if waits:
+            if size < GATHERED_BELOW:
+                small.setdefault((last, tensor.dtype), []).append(size)
+            continue
+        beside = 0 if place == "host" else int(size * profile.optimizer.scratch_ratio)
+        if not large:
+            updating[last] += beside
+            continue
+        passing[last] = max(passing[last], beside + (0 if tied else size))
+        scratch[last] = max(scratch[last], beside)
+    for (at, _), sizes in small.items():
+        leaving[at] += sum(sizes) if len(sizes) > 1 else 0
+    # A large gradient is used at once, and those that were collected so far with it.
+    early = np.where(passing > 0, updating, 0)
+    return _Gradients(
+        earlier=earlier,
+        new=new,
+        passing=passing + early,
+        scratch=scratch + early,
+        ending=np.maximum(updating, leaving),
+    )

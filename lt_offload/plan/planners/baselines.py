@@ -1,0 +1,139 @@
+"""Plans that need no program: everything on the device, and everything streamed. Knows no copy times.
+
+The first is the best there is where it fits. The second needs the least memory there is: it says from which budget on
+a model can be trained at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from lt_offload.plan.build.groups import arrange
+from lt_offload.plan.build.plan import room_needed
+from lt_offload.plan.iteration.decisions import Choices, Stay, TensorChoice, block_choices, resident_tensors, uses
+from lt_offload.plan.iteration.memory import backward_steps, budget_for, framework_bytes
+from lt_offload.plan.planners.offmate.config import held_bytes
+from lt_offload.plan.planners.request import Allowed, self_contained
+from lt_offload.schema.profile import OptionName, OptionProfile, Profile
+
+
+def resident_choices(profile: Profile, allowed: Allowed) -> Iterator[tuple[Choices, int]]:
+    """Yield choices that keep weights and states on the device and copy nothing, with their device bytes.
+
+    The fastest come first. Block by block, activations are recomputed that free the most bytes per second of
+    recomputation. Nothing is yielded if a block has only options that copy.
+    """
+    offers = [[o for o in options if not o.offload_bytes] for options in self_contained(allowed)]
+    if not all(offers):
+        return
+    chosen = [min(options, key=_seconds) for options in offers]
+    tensors = resident_tensors(profile)
+    arena: int | None = None
+    for _, block, option in [(0.0, 0, chosen[0]), *sorted(_swaps(profile, offers, chosen), key=lambda swap: swap[:2])]:
+        chosen[block] = option
+        blocks = block_choices(profile, tuple(o.name for o in chosen), lag=0, lead=0)
+        choices = Choices(tensors=tensors, blocks=blocks)
+        if arena is None:
+            arena = arrange(choices, profile).extent
+        yield choices, budget_for(arena + int(framework_bytes(choices.usage, profile).max()), profile)
+
+
+def _swaps(
+    profile: Profile, offers: list[list[OptionProfile]], chosen: list[OptionProfile]
+) -> Iterator[tuple[float, int, OptionProfile]]:
+    """Yield (seconds per byte, block, option) for every option that holds less than the chosen one."""
+    for index, (block, options, now) in enumerate(zip(profile.blocks, offers, chosen, strict=True)):
+        least = min(options, key=lambda option: held_bytes(block, option))
+        freed = held_bytes(block, now) - held_bytes(block, least)
+        if freed > 0:
+            yield (_seconds(least) - _seconds(now)) / freed, index, least
+
+
+def streaming_choices(
+    profile: Profile, options: tuple[OptionName, ...], *, host_update: bool, lead: int, lag: int
+) -> Choices:
+    """Return choices that drop every weight after each use and fetch it ``lead`` steps before the next.
+
+    Args:
+        profile: the model.
+        options: one per block.
+        host_update: update on the host; else on the device, with states that are fetched for it.
+        lead: 1 lets copies run beside the computation before; 0 needs the least memory.
+        lag: 1 lets activations and gradients leave beside the next computation.
+    """
+    tensors = tuple(
+        TensorChoice(place="none", stays=_short_stays(tensor.blocks, profile, lead, stale=False))
+        if not tensor.trainable
+        else _streamed(profile, index, host_update, lead, lag)
+        for index, tensor in enumerate(profile.tensors)
+    )
+    return Choices(tensors=tensors, blocks=block_choices(profile, options, lag=lag, lead=lead))
+
+
+def _streamed(profile: Profile, index: int, host_update: bool, lead: int, lag: int) -> TensorChoice:
+    tensor, last = profile.tensors[index], 2 * len(profile.blocks) - 1
+    update = backward_steps(tensor.blocks, profile)[-1]
+    stays = _short_stays(tensor.blocks, profile, lead, stale=host_update)
+    if host_update:
+        return TensorChoice(place="host", stays=stays, grad_until=min(update + lag, last))
+    choice = TensorChoice(place="device", stays=stays, write_back=update if stays else None)
+    if not tensor.state_bytes:
+        return choice
+    return replace(choice, place="paged", state_stay=Stay(start=update - lead, end=update), state_leave=update)
+
+
+def _short_stays(blocks: tuple[int, ...], profile: Profile, lead: int, *, stale: bool) -> tuple[Stay, ...]:
+    """Return the shortest stays around the uses; ``stale``: what the last backward leaves must go in any case."""
+    steps = 2 * len(profile.blocks)
+    needed = uses(blocks, profile)
+    update = (backward_steps(blocks, profile) or [-1])[-1]
+    moves: list[tuple[int, int]] = []
+    for use, following in zip(needed, [*needed[1:], needed[0] + steps], strict=True):
+        fetch = max(following - lead, use + 1)
+        if (stale and use == update) or fetch > use + 1:
+            moves.append((use, fetch))
+    return tuple(
+        Stay(start=fetch % steps, end=moves[(at + 1) % len(moves)][0] % steps) for at, (_, fetch) in enumerate(moves)
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Smallest:
+    """The streaming plan that needs the least device memory."""
+
+    choices: Choices
+    device_bytes: int
+    host_bytes: int
+
+
+def smallest(profile: Profile, allowed: Allowed, *, host_update: bool, host_budget: int | None) -> Smallest | None:
+    """Return the streaming plan with the smallest device peak within ``host_budget``; None if all need more RAM."""
+    found: list[Smallest] = []
+    for options in option_sets(profile, allowed):
+        for on_host in (True, False) if host_update else (False,):
+            choices = streaming_choices(profile, options, host_update=on_host, lead=0, lag=0)
+            ram = choices.least_host_bytes(profile)
+            if host_budget is None or ram <= host_budget:
+                needed = budget_for(room_needed(choices, profile), profile)
+                found.append(Smallest(choices=choices, device_bytes=needed, host_bytes=ram))
+    return min(found, key=lambda item: item.device_bytes, default=None)
+
+
+def option_sets(profile: Profile, allowed: Allowed) -> list[tuple[OptionName, ...]]:
+    """Return ways to choose one option per block: what holds the least, has the lowest peaks, needs no RAM."""
+    pairs = list(zip(profile.blocks, self_contained(allowed), strict=True))
+    found: list[tuple[OptionName, ...]] = [
+        tuple(
+            min(options, key=lambda o: (held_bytes(b, o), o.backward_peak_bytes, _seconds(o))).name
+            for b, options in pairs
+        ),
+        tuple(min(options, key=lambda o: held_bytes(b, o) + o.backward_peak_bytes).name for b, options in pairs),
+        tuple(min(options, key=lambda o: (o.offload_bytes, held_bytes(b, o))).name for b, options in pairs),
+        tuple(min(options, key=lambda o: (o.offload_bytes, o.backward_peak_bytes)).name for b, options in pairs),
+    ]
+    return list(dict.fromkeys(found))
+
+
+def _seconds(option: OptionProfile) -> float:
+    return option.forward_s + option.backward_s

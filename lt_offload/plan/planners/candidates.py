@@ -1,0 +1,120 @@
+"""Turns proposals into plans that fit, checks and simulates them, and ranks them. Knows no planner."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from lt_offload.errors import ConfigError
+from lt_offload.plan.build.fit import fit
+from lt_offload.plan.build.plan import build
+from lt_offload.plan.build.relax import relax
+from lt_offload.plan.build.slots import share_slots
+from lt_offload.plan.iteration.decisions import Choices
+from lt_offload.plan.planners.request import Proposal, Request
+from lt_offload.plan.verify.check import check
+from lt_offload.plan.verify.simulate import simulate
+from lt_offload.schema.plan import Alternative, Plan
+from lt_offload.schema.trace import Trace
+from lt_offload.units import format_bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A plan that fits."""
+
+    proposal: Proposal
+    plan: Plan
+    trace: Trace
+
+    @property
+    def seconds(self) -> float:
+        """Simulated time of an iteration."""
+        return self.trace.iteration_time
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Missed:
+    """By how many bytes a proposal misses the device and the host budget; not positive if it fits."""
+
+    device: int
+    host: int
+
+
+class Candidates:
+    """Every proposal for one request so far: those that fit, and why the others did not."""
+
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.fitting: list[Candidate] = []
+        self.failed: list[Alternative] = []
+        self.out_of_time: ConfigError | None = None
+        """Set if a program was given up; only worth raising if nothing fits."""
+
+    def add(self, proposal: Proposal) -> Missed:
+        """Fit, build, check and simulate ``proposal``."""
+        request, profile = self.request, self.request.profile
+        excess = proposal.choices.least_host_bytes(profile) - request.host_budget_bytes
+        if excess > 0:
+            self.fail(proposal.name, f"needs {format_bytes(excess)} more RAM")
+            return Missed(device=0, host=excess)
+        fitted = fit(proposal.choices, profile, request.room)
+        if fitted.over > 0:
+            self.fail(proposal.name, f"needs {format_bytes(fitted.over)} more device memory")
+            return Missed(device=fitted.over, host=excess)
+        found: Candidate | None = None
+        for choices in self._paces(fitted.choices, request.room - fitted.placement.extent):
+            plan = build(
+                choices,
+                profile,
+                planner=proposal.name.partition(",")[0],
+                budget_bytes=request.budget_bytes,
+                host_budget_bytes=request.host_budget_bytes,
+                placement=fitted.placement,
+            )
+            trace = simulate(plan, profile)
+            if found is None or trace.iteration_time < found.seconds:
+                found = Candidate(proposal=replace(proposal, choices=choices), plan=plan, trace=trace)
+        assert found is not None
+        shared, trace = share_slots(found.plan, profile, found.trace)
+        found = replace(found, plan=shared, trace=trace)
+        violations = check(found.plan, profile)
+        assert not violations, f"{proposal.name}: {violations[:3]}"
+        self.fitting.append(found)
+        return Missed(device=fitted.over, host=excess)
+
+    def fail(self, name: str, reason: str) -> None:
+        """Note that ``name`` has no plan."""
+        self.failed.append(Alternative(planner=name, iteration_s=None, reason=reason))
+
+    @property
+    def fastest_s(self) -> float:
+        """Time of the best plan; infinity if there is none."""
+        return min((candidate.seconds for candidate in self.fitting), default=float("inf"))
+
+    def ranked(self) -> list[Candidate]:
+        """Return what fits, the fastest first."""
+        return sorted(self.fitting, key=lambda candidate: candidate.seconds)
+
+    def runners_up(self) -> tuple[Alternative, ...]:
+        """Return everything but the best, with the reason why it was not chosen."""
+        best, *others = self.ranked()
+        slower = [
+            Alternative(
+                planner=other.proposal.name,
+                iteration_s=other.seconds,
+                reason=f"{other.seconds / best.seconds - 1:.1%} slower" if other.seconds > best.seconds else "as fast",
+            )
+            for other in others
+        ]
+        return (*slower, *self.failed)
+
+    def _paces(self, choices: Choices, limit: int) -> Iterator[Choices]:
+        """Yield ``choices`` as they are, and with more time for copies."""
+        yield choices
+        seen = [choices]
+        for earlier in (False, True):
+            relaxed = relax(choices, self.request.profile, limit, earlier=earlier)
+            if relaxed not in seen:
+                seen.append(relaxed)
+                yield relaxed

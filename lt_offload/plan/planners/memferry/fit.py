@@ -1,0 +1,156 @@
+"""Makes what MemFerry would do in enough memory fit: gives up as little as it can, in the order that simulates best."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from lt_offload.plan.build.copies import device_copies
+from lt_offload.plan.build.fit import fit
+from lt_offload.plan.build.plan import build
+from lt_offload.plan.iteration.arena import Placement, live_bytes
+from lt_offload.plan.iteration.decisions import Choices
+from lt_offload.plan.iteration.memory import framework_bytes
+from lt_offload.plan.planners.memferry.chain import to_choices
+from lt_offload.plan.planners.memferry.relax import Given, Relaxation, relaxations, relaxed
+from lt_offload.plan.planners.request import Request
+from lt_offload.plan.verify.simulate import simulate
+from lt_offload.schema.profile import Profile
+
+_LINK_PRICES = (1.0, 0.1)
+"""What a second of copying may cost: all of it if the computations wait for the link, little if they do not."""
+_MOST_FITTED = 2
+"""How many of the attempts that seem to fit are tried."""
+
+Written = frozenset[int]
+"""The tensors whose gradients the backward writes to host memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Manner:
+    """What is the same for all steps of one ladder."""
+
+    early: bool
+    link_price: float
+    written: Written
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Attempt:
+    manner: _Manner
+    choices: Choices
+    seconds: float
+    given_up: int
+    """How many steps of the ladder it took."""
+    least: Choices
+    """What is left after all of them."""
+    least_bytes: int
+
+
+class Fitting:
+    """Makes choices for one request."""
+
+    def __init__(self, request: Request, *, copying: bool) -> None:
+        self.request, self.profile, self.copying = request, request.profile, copying
+        self.least = sys.maxsize
+        """Bytes of room that the smallest plan found needs, as long as none fits."""
+        self._manner: _Manner | None = None
+
+    def fastest(self, given: Given, written: Sequence[Written]) -> Choices | None:
+        """Return the fastest choices found that begin with ``given`` and fit; None if there are none.
+
+        The later ``written`` are tried only if with the first one something has to be given up. The manner that is
+        found best is kept for the next call.
+        """
+        if self._manner is None:
+            attempts = sorted(self._attempts(given, written), key=_rank)
+        else:
+            manners = [replace(self._manner, early=early) for early in (True, False)]
+            attempts = sorted((self._attempt(given, manner) for manner in manners), key=_rank)
+        fitting = [a for a in attempts if a.seconds < float("inf")][:_MOST_FITTED]
+        # What is too large even so may still be squeezed, which is sometimes better than to give up more.
+        tight = {a.manner.written: a for a in reversed(attempts) if a.seconds == float("inf")}
+        smallest = min(attempts, key=lambda attempt: attempt.least_bytes)
+        found = [
+            *(self._fitted(attempt.choices, attempt.manner) for attempt in fitting),
+            *(self._fitted(attempt.least, attempt.manner) for attempt in tight.values()),
+        ]
+        best = min(filter(None, found), key=lambda item: item[0], default=None)
+        best = best or self._fitted(smallest.least, smallest.manner)
+        if best is None:
+            return None
+        _, choices, self._manner = best
+        return choices
+
+    def _fitted(self, choices: Choices, manner: _Manner) -> tuple[float, Choices, _Manner] | None:
+        fitted = fit(choices, self.profile, self.request.room)
+        if fitted.over > 0:
+            self.least = min(self.least, self.request.room + fitted.over)
+            return None
+        return self._seconds(fitted.choices, fitted.placement), fitted.choices, manner
+
+    def _attempts(self, given: Given, written: Sequence[Written]) -> list[_Attempt]:
+        """Try one manner after the other, each time with what was best until then."""
+        most = _LINK_PRICES[0]
+        attempts = [
+            self._attempt(given, _Manner(early=early, link_price=most, written=written[0])) for early in (True, False)
+        ]
+        best = min(attempts, key=_rank)
+        if not best.given_up:
+            return attempts
+        for price in _LINK_PRICES[1:]:
+            attempts.append(self._attempt(given, replace(best.manner, link_price=price)))
+        best = min(attempts, key=_rank)
+        return attempts + [self._attempt(given, replace(best.manner, written=other)) for other in written[1:]]
+
+    def _attempt(self, given: Given, manner: _Manner) -> _Attempt:
+        """Give up what has to be, the cheapest first."""
+        profile, room = self.profile, self.request.room
+        ladder = relaxations(profile, given, self.request.allowed, link_price=manner.link_price, copying=self.copying)
+        least = self._choices(given, ladder, manner)
+        least_bytes = _needed_bytes(least, profile)
+        low, high = 0, len(ladder)
+        while low < high:
+            middle = (low + high) // 2
+            if _needed_bytes(self._choices(given, ladder[:middle], manner), profile) <= room:
+                high = middle
+            else:
+                low = middle + 1
+        choices = self._choices(given, ladder[:low], manner)
+        fits = low < len(ladder) or least_bytes <= room
+        return _Attempt(
+            manner=manner,
+            choices=choices,
+            seconds=self._seconds(choices) if fits else float("inf"),
+            given_up=low,
+            least=least,
+            least_bytes=least_bytes,
+        )
+
+    def _choices(self, given: Given, steps: Sequence[Relaxation], manner: _Manner) -> Choices:
+        now = relaxed(given, steps)
+        return to_choices(self.profile, now.options, now.readings, written=manner.written, early=manner.early)
+
+    def _seconds(self, choices: Choices, placement: Placement | None = None) -> float:
+        request = self.request
+        plan = build(
+            choices,
+            self.profile,
+            planner="memferry",
+            budget_bytes=request.budget_bytes,
+            host_budget_bytes=request.host_budget_bytes,
+            placement=placement,
+        )
+        return simulate(plan, self.profile).iteration_time
+
+
+def _rank(attempt: _Attempt) -> tuple[float, int]:
+    return attempt.seconds, attempt.least_bytes
+
+
+def _needed_bytes(choices: Choices, profile: Profile) -> int:
+    """Return the room that ``choices`` take, but for what the arena may lose to fragmentation."""
+    steps = 2 * len(profile.blocks)
+    arena = live_bytes([copy.lifetime(steps) for copy in device_copies(choices, profile)], steps)
+    return int(arena.max(initial=0)) + int(framework_bytes(choices.usage, profile).max())

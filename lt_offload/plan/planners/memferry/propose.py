@@ -1,0 +1,185 @@
+"""MemFerry (2024): all parameters are updated on the host, and read there too where a copy would cost more.
+
+The forward copies weights to the device or reads them in host memory (direct host access), whichever lets it end
+first; what was read directly may be copied for the backward; gradients are copied to the host as the backward makes
+them, or written there by it. Proposes choices that fit; how good they are is for the simulator to say.
+
+The paper's forward begins when all parameters have been updated. Here copies may begin in the backward before, as soon
+as theirs have; then few weights but embeddings are worth reading directly, which is why that is a variant of its own.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from lt_offload.plan.iteration.memory import budget_for, least_host_bytes
+from lt_offload.plan.planners.memferry.backward import kept_gradients, switched_weights
+from lt_offload.plan.planners.memferry.chain import Chain, Reading, chain
+from lt_offload.plan.planners.memferry.embeddings import embedding_steps
+from lt_offload.plan.planners.memferry.fit import Fitting
+from lt_offload.plan.planners.memferry.forward import best_forward
+from lt_offload.plan.planners.memferry.model import Decisions, uniform
+from lt_offload.plan.planners.memferry.relax import Given, seconds
+from lt_offload.plan.planners.request import NotApplicable, Proposal, Request
+from lt_offload.schema.plan import UpdatePlace
+from lt_offload.schema.profile import OptionName, TensorProfile
+from lt_offload.units import format_bytes
+
+_RESERVES = (1.0, 0.5, 0.0)
+"""Parts of the gradients that are kept on the device, if the user does not say."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Variant:
+    name: str
+    direct: Literal["best", "small", "none"]
+    """What the forward reads directly: what is best, embeddings and vectors (norms, biases), nothing."""
+    switch: bool = True
+    """Whether weights read directly in the forward may be copied for the backward."""
+
+
+_VARIANTS = (
+    _Variant(name="memferry, best forward", direct="best"),
+    _Variant(name="memferry, no copies after the forward", direct="best", switch=False),
+    _Variant(name="memferry, embeddings and norms read directly", direct="small", switch=False),
+    _Variant(name="memferry, all weights copied", direct="none"),
+)
+
+
+def propose_memferry(request: Request) -> list[Proposal]:
+    """Return MemFerry's plans for ``request``: the paper's, and variants that do without some of its means.
+
+    Raises:
+        NotApplicable: if the host may not update, there are no figures for direct host access, or nothing fits.
+    """
+    profile = request.profile
+    if not request.host_update:
+        raise NotApplicable("host_update=False, and it updates all parameters on the host")
+    if all(tensor.direct is None for tensor in profile.tensors):
+        raise NotApplicable("the profile has no figures for direct host access")
+    planner = _Planner(request)
+    proposals: list[Proposal] = []
+    seen: list[Given] = []
+    deadline = time.monotonic() + request.time_limit
+    for variant in _VARIANTS:
+        given = planner.given(variant)
+        if given in seen or (proposals and time.monotonic() > deadline):
+            continue
+        seen.append(given)
+        found = planner.fitting.fastest(given, planner.written)
+        if found is not None:
+            proposals.append(Proposal(name=variant.name, choices=found))
+    if not proposals:
+        raise NotApplicable(planner.why_nothing_fits())
+    return proposals
+
+
+class _Planner:
+    """One request: what to begin with, and what has been found."""
+
+    def __init__(self, request: Request) -> None:
+        self.request, self.profile = request, request.profile
+        hardware = self.profile.hardware
+        offers = [[o for o in options if o.name != "discard"] for options in request.allowed]
+        self.options = tuple(min(options, key=lambda o: seconds(o, hardware)).name for options in offers)
+        places = tuple(_place(tensor) for tensor in self.profile.tensors)
+        reserve = request.gradient_reserve
+        # If the user does not say, all that can be is kept while that fits without giving anything else up.
+        written = [self._written(part) for part in (_RESERVES if reserve is None else (reserve,))]
+        ram = min(least_host_bytes(self.options, places, some, self.profile) for some in written)
+        if ram > request.host_budget_bytes:
+            budget = format_bytes(request.host_budget_bytes)
+            raise NotApplicable(f"weights, gradients and optimizer states need {format_bytes(ram)} of {budget} of RAM")
+        self.written = [some for some in written if self._fits(self.options, places, some)]
+        most = tuple(max(options, key=lambda o: o.offload_bytes).name for options in offers)
+        copying = all(self._fits(most, places, some) for some in self.written)
+        self.fitting = Fitting(request, copying=copying)
+
+    def _fits(self, options: tuple[OptionName, ...], places: tuple[UpdatePlace, ...], written: frozenset[int]) -> bool:
+        """Return whether the host has room for what these decisions need."""
+        return least_host_bytes(options, places, written, self.profile) <= self.request.host_budget_bytes
+
+    def why_nothing_fits(self) -> str:
+        """Return a clause with numbers."""
+        needed = format_bytes(budget_for(self.fitting.least, self.profile))
+        return f"its smallest plan needs {needed} of the {format_bytes(self.request.budget_bytes)} on the device"
+
+    def given(self, variant: _Variant) -> Given:
+        """Return what ``variant`` would do in enough memory."""
+        profile, last = self.profile, 2 * len(self.profile.blocks) - 1
+        readings = [Reading(always=not tensor.trainable) for tensor in profile.tensors]
+        if variant.direct != "none":
+            for index, tensor in enumerate(profile.tensors):
+                if len(tensor.blocks) > 1 and tensor.trainable and self._reads_table(tensor):
+                    readings[index] = Reading(direct=embedding_steps(profile, tensor))
+        found = chain(profile, self.options, readings)
+        choose: Callable[[Chain], Decisions] = {"best": _best, "small": self._small, "none": _all}[variant.direct]
+        copied = choose(found)
+        switched = switched_weights(found.layers, copied) if variant.switch else frozenset()
+        for block, tensors in enumerate(found.tensors):
+            for at, index in enumerate(tensors):
+                if not copied[block][at]:
+                    readings[index] = Reading(direct=(block,) if (block, at) in switched else (block, last - block))
+        return Given(options=self.options, readings=tuple(readings), direct=variant.direct != "none")
+
+    def _reads_table(self, tensor: TensorProfile) -> bool:
+        """Return whether embeddings better read a tied tensor directly."""
+        if tensor.direct is None:
+            return False
+        reads = [tensor.read(block) for block in tensor.blocks if self.profile.blocks[block].kind == "embedding"]
+        transfer_s = tensor.bytes / self.profile.hardware.h2d_bytes_per_s
+        return bool(reads) and sum(read.forward_s + read.backward_s for read in reads) < transfer_s
+
+    def _small(self, found: Chain) -> Decisions:
+        """Copy everything but embeddings, and vectors such as the weights of norms."""
+        blocks, tensors = self.profile.blocks, self.profile.tensors
+        return tuple(
+            tuple(
+                weight.forward_s == float("inf") or (block.kind != "embedding" and len(tensors[index].shape) > 1)
+                for weight, index in zip(layer.weights, indices, strict=True)
+            )
+            for block, layer, indices in zip(blocks, found.layers, found.tensors, strict=True)
+        )
+
+    def _written(self, reserve: float) -> frozenset[int]:
+        """Return the tensors whose gradients the backward writes to host memory, so that ``reserve`` of all are kept.
+
+        Raises:
+            NotApplicable: if that cannot be, because too many have no figures for it.
+        """
+        profile = self.profile
+        trainable = [index for index, tensor in enumerate(profile.tensors) if tensor.trainable]
+        found = chain(profile, self.options, [Reading()] * len(profile.tensors))
+        weight_of = {
+            index: weight
+            for layer, indices in zip(found.layers, found.tensors, strict=True)
+            for index, weight in zip(indices, layer.weights, strict=True)
+        }
+        free = [index for index in trainable if weight_of[index].gradient_s < float("inf")]
+        total = sum(profile.tensors[index].bytes for index in trainable)
+        forced = total - sum(profile.tensors[index].bytes for index in free)
+        left = int(reserve * total) - forced
+        if left < 0 and self.request.gradient_reserve is not None:
+            least = math.ceil(1000 * forced / total) / 1000
+            raise NotApplicable(
+                f"gradient_reserve={reserve:g}, and the backward cannot write {format_bytes(forced)} of "
+                f"{format_bytes(total)} of gradients to host memory; {least:g} or more can be had"
+            )
+        kept = kept_gradients([weight_of[index] for index in free], max(left, 0))
+        return frozenset(index for index, keep in zip(free, kept, strict=True) if not keep)
+
+
+def _best(found: Chain) -> Decisions:
+    return best_forward(found.layers)
+
+
+def _all(found: Chain) -> Decisions:
+    return uniform(found.layers, True)
+
+
+def _place(tensor: TensorProfile) -> UpdatePlace:
+    return "host" if tensor.trainable else "none"

@@ -1,0 +1,368 @@
+"""The OFFMATE linear program of one training iteration: variables and rows, nothing about how it is solved or rounded.
+
+After "OFFMATE: full fine-tuning of LLMs on a single GPU by re-materialization and offloading" (2024), whose equation
+numbers stand in brackets below, with its misprints corrected and the gradient copy separated from the weight copy. Step
+``t`` of ``T = 2L`` runs the forward of block ``t`` or the backward of block ``T - 1 - t``; everything about a parameter
+group is indexed by ``tau = (t - g) mod T``, counted from its last backward step ``g``, so ``tau = 0`` is the step of
+its update and ``tau_f`` its first forward use. ``W``, ``Wg``, ``Z`` are the bytes of its parameters, of the trainable
+ones and of their optimizer states, ``x = Wg / W``.
+
+Variables, fractions in [0, 1]: ``comp`` option of a block (1); ``R`` resident, ``P`` prefetched and ``OW`` written
+back, of W; ``S``, ``PS``, ``OS`` the same for the states, of Z (3); ``X`` updated on the host, ``OG`` gradients copied
+to the host and ``OP`` updated there, of Wg (4); ``Time`` of a step (2).
+
+- C1  every block has one option (1).
+- C2  parameters are resident in every step that uses them (5); a tied group has several such forward and backward
+  steps.
+- C3  what is resident was resident or prefetched in the step before, cyclically (9, 10).
+- C4  the states of the device's share are resident in the update step, and nothing of the host's share afterwards (6).
+- C5  what is not resident has a current host copy, made in a strictly earlier step (7 and 8 sum up to t, too late).
+  Frozen parameters always have one.
+- C6  the host's share: all its gradients are copied, all of it is updated (12).
+- C7  the host updates only what arrived in an earlier step (12).
+- C8  what the host has still to update is neither resident nor prefetched before the forward (11, 13).
+- C9  device memory in every step (14-17), with gradients, update scratch and workspaces, which the paper's program
+  leaves out.
+- C10 host memory, where nothing is given back (18) but the places of gradients: those of one step are there together.
+- C11 a step lasts at least its computation, its device update and the copies that cannot overlap them (19, 20; the rate
+  in the printed (20) is the host's by mistake).
+- C12 and at least its copies to the device (21), C13 and to the host (22), with the activations that both equations
+  forget,
+- C14 and at least the host's updates; with ``launch_interrupts`` its launches as well (23), without it all launches
+  together bound the iteration only.
+
+A group whose first forward directly follows its last backward (``tau_f = 1``, the embedding) has no step between in
+which the host could update it. The paper leaves it to the device, with states that may not fit; here its forward may
+wait: ``OP`` and the fetch belong to that step and are counted in C11, C12 and C14.
+
+Transfers are allowed in windows around the uses only; between two windows one variable says what stays. This makes the
+program small enough to solve in seconds and costs less than 0.1 % with the default window. The windows after a use are
+as necessary as those before: without them everything that leaves would have to leave within the step that uses it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Literal
+
+import pulp
+
+from lt_offload.plan.iteration.memory import room_within
+from lt_offload.plan.iteration.pace import Pace
+from lt_offload.plan.planners.offmate.config import OffmateConfig, allowed_options, held_bytes
+from lt_offload.plan.planners.offmate.groups import GroupBuilder, GroupTerms, Pair, Term, add, require
+from lt_offload.plan.planners.offmate.solution import Group, groups
+from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile
+
+Objective = Literal["time", "device", "host"]
+
+
+class Program:
+    """The program for one profile and configuration.
+
+    With objective ``device`` or ``host``, that budget is a variable to minimise and time does not matter.
+    """
+
+    def __init__(
+        self, profile: Profile, config: OffmateConfig, objective: Objective = "time", pace: Pace | None = None
+    ) -> None:
+        self.profile, self.config, self.objective = profile, config, objective
+        self.steps = 2 * len(profile.blocks)
+        self.pace = pace or Pace(profile)
+        self.options = [allowed_options(block, config) for block in profile.blocks]
+        self.groups = groups(profile)
+        # The solver sees units that make its absolute tolerances meaningful: the largest group and the mean step.
+        self.bytes_unit = float(max([group.bytes for group in self.groups] + [1]))
+        self.seconds_unit = sum(o[0].forward_s + o[0].backward_s for o in self.options) / self.steps or 1.0
+        per_second = self.seconds_unit / self.bytes_unit
+        self.h2d_rate = profile.hardware.h2d_bytes_per_s * per_second
+        self.d2h_rate = profile.hardware.d2h_bytes_per_s * per_second
+        self.host_rate = profile.optimizer.host_bytes_per_s * per_second
+        self.device_rate = profile.optimizer.device_bytes_per_s * per_second
+
+        self.problem = pulp.LpProblem("offmate", pulp.LpMinimize)
+        self.comp: list[list[Term]] = []
+        self.terms: list[GroupTerms] = []
+        # Left-hand sides per step: two pools of device memory, and four resources.
+        self.arena, self.other, self.compute, self.h2d, self.d2h, self.host = (
+            [pulp.LpAffineExpression() for _ in range(self.steps)] for _ in range(6)
+        )
+        self.host_memory = pulp.LpAffineExpression()
+        self.arriving: defaultdict[int, pulp.LpAffineExpression] = defaultdict(pulp.LpAffineExpression)
+        """By step: bytes of its gradients that the host updates with."""
+        self.launched = pulp.LpAffineExpression()
+        self.offloaded: dict[int, list[Pair]] = {}
+        """By forward step; only if they are counted together."""
+        self._add_blocks()
+        if self.offloaded:
+            self._pool_copies()
+        for index, group in enumerate(self.groups):
+            builder = GroupBuilder(self.problem, f"w{index:03d}", group, self._uses(group), self.steps, config)
+            self.terms.append(builder.terms)
+            self._count_parameters(builder.terms)
+            self._count_gradients(builder.terms)
+            self._count_transfers(builder.terms)
+        self.device_budget = self._limit_device()
+        self.host_budget = self._limit_host()
+        self.times = self._limit_times()
+        self._set_objective()
+
+    def _size(self, count: float) -> float:
+        return count / self.bytes_unit
+
+    def _duration(self, seconds: float) -> float:
+        return seconds / self.seconds_unit
+
+    # Blocks
+
+    def _add_blocks(self) -> None:
+        held: Term = 0.0
+        for index, (block, options) in enumerate(zip(self.profile.blocks, self.options, strict=True)):
+            weights: list[Term] = [1.0]
+            if len(options) > 1:
+                names = [f"b{index:03d}_{option.name}" for option in options]
+                weights = [self.problem.add_variable(name, 0, 1, cat=pulp.LpBinary) for name in names]
+                require(self.problem, [(1, weight) for weight in weights], "==", 1)  # C1
+            self.comp.append(weights)
+            self._count_block(index, block, options, weights, held)
+            # One variable per prefix of the blocks instead of a sum over the prefix in every step.
+            own = [(self._size(held_bytes(block, o)), weight) for o, weight in zip(options, weights, strict=True)]
+            before, held = held, self.problem.add_variable(f"h{index:03d}", 0)
+            require(self.problem, [*own, (1, before), (-1, held)], "==")
+
+    def _count_block(
+        self, index: int, block: BlockProfile, options: Sequence[OptionProfile], weights: list[Term], held: Term
+    ) -> None:
+        """Count a block's activations, computations and copies, given what the blocks before it hold."""
+        forward, backward = index, self.steps - 1 - index
+        interface = block.input_bytes + block.output_bytes
+        add(self.other[forward], [(1, held), (self._size(interface), 1.0)])
+        self._count_launch(forward, block)
+        for option, weight in zip(options, weights, strict=True):
+            saved = option.saved_bytes if block.has_backward else 0
+            add(self.other[forward], [(self._size(saved + option.forward_peak_bytes), weight)])
+            add(self.compute[forward], [(self._duration(option.forward_s), weight)])
+        if not block.has_backward:
+            return
+        add(self.other[backward], [(1, held), (self._size(interface + block.input_bytes), 1.0)])
+        self._count_launch(backward, block)
+        for option, weight in zip(options, weights, strict=True):
+            add(self.other[backward], [(self._size(option.saved_bytes + option.backward_peak_bytes), weight)])
+            add(self.compute[backward], [(self._duration(option.backward_s), weight)])
+            add(self.host_memory, [(self._size(option.offload_bytes), weight)])
+        offloaded = [(self._size(o.offload_bytes), w) for o, w in zip(options, weights, strict=True)]
+        if self.config.optimistic:
+            self.offloaded[forward] = offloaded
+        else:
+            self._count_copies(index, offloaded)
+
+    def _count_launch(self, step: int, block: BlockProfile) -> None:
+        row = self.host[step] if self.config.launch_interrupts else self.launched
+        add(row, [(self._duration(block.launch_s), 1.0)])
+
+    def _pool_copies(self) -> None:
+        """Count the copies of all blocks' saved activations together.
+
+        They leave at any time after their forwards and return at any time before their backwards, one after the other.
+        """
+        left, arrived = (
+            [self.problem.add_variable(f"{name}_{step:03d}", 0) for step in range(self.steps)] for name in ("out", "in")
+        )
+        made: list[Pair] = []
+        gone: list[Pair] = []
+        for step in range(self.steps):
+            made += self.offloaded.get(step, [])
+            gone.append((1, left[step]))
+            made, gone = self._total(f"made_{step:03d}", made), self._total(f"gone_{step:03d}", gone)
+            require(self.problem, [*gone, *((-f, v) for f, v in made)], "<=" if step < self.steps - 1 else "==")
+            add(self.d2h[step], [(1 / self.d2h_rate, left[step])])
+        there: list[Pair] = []
+        needed: list[Pair] = []
+        for step in range(self.steps):
+            needed += self.offloaded.get(self.steps - 1 - step, [])
+            needed = self._total(f"needed_{step:03d}", needed)
+            require(self.problem, [*there, *((-f, v) for f, v in needed)], ">=")
+            there = self._total(f"there_{step:03d}", [*there, (1, arrived[step])])
+            add(self.h2d[step], [(1 / self.h2d_rate, arrived[step])])
+
+    def _total(self, name: str, pairs: list[Pair]) -> list[Pair]:
+        """Return a variable that equals the sum of ``pairs``, so that later rows need not repeat it."""
+        if len(pairs) <= 1:
+            return pairs
+        total = self.problem.add_variable(name, 0)
+        require(self.problem, [*pairs, (-1, total)], "==")
+        return [(1, total)]
+
+    def _count_copies(self, index: int, offloaded: list[Pair]) -> None:
+        """Count copies of saved activations, and the memory they take in other steps than the block's own two."""
+        if not any(size for size, _ in offloaded):
+            return
+        forward, backward = index, self.steps - 1 - index
+        latest = min(self.pace.later(forward, self.config.lag), backward - 1)
+        earliest = max(self.pace.earlier(backward, self.config.lookahead), latest + 1)
+        for step in (*range(forward + 1, latest + 1), *range(earliest, backward)):
+            add(self.other[step], offloaded)
+        for rows, rate, steps in (
+            (self.d2h, self.d2h_rate, range(forward, latest + 1)),
+            (self.h2d, self.h2d_rate, range(earliest, backward + 1)),
+        ):
+            flows = [self.problem.add_variable(f"a{index:03d}_{step:03d}", 0) for step in steps]
+            require(self.problem, [*offloaded, *((-1, flow) for flow in flows)], "==")
+            for step, flow in zip(steps, flows, strict=True):
+                add(rows[step], [(1 / rate, flow)])
+
+    # Parameter groups
+
+    def _uses(self, group: Group) -> tuple[int, ...]:
+        forward = set(group.blocks)
+        backward = {self.steps - 1 - block for block in group.blocks if self.profile.blocks[block].has_backward}
+        return tuple(sorted((step - group.last_backward) % self.steps for step in forward | backward))
+
+    def _count_parameters(self, v: GroupTerms) -> None:
+        size, states = self._size(self._copied_bytes(v.group)), self._size(v.group.state_bytes)
+        for tau in range(self.steps):
+            row = self.arena[(v.group.last_backward + tau) % self.steps]
+            add(row, [(size, v.resident[tau])])
+            if tau:
+                add(row, [(states, v.state_resident[tau])])
+            else:
+                add(row, [(states, 1.0), (-states, v.host_share), (-states, v.state_prefetch[0])])
+            if not self.config.optimistic:  # else what arrives may take the place of what leaves in the same step
+                add(row, [(size, v.prefetch[tau]), (states, v.state_prefetch[tau] if tau else 0.0)])
+        trained = self._size(v.group.trainable_bytes)
+        everything = self._size(v.group.bytes)
+        add(
+            self.host_memory,
+            [(everything, 1.0), (states, v.host_share), *((states, f) for f in v.state_offload)],
+        )
+        add(self.arriving[v.group.last_backward], [(trained, v.host_share)])
+
+    def _copied_bytes(self, group: Group) -> int:
+        """Return the bytes of the group that its uses need on the device.
+
+        The program does not tell uses apart: for a bound, a tensor that one of them hardly reads counts for none.
+        """
+        tensors = [self.profile.tensors[index] for index in group.tensors]
+        direct = [t for t in tensors if t.direct and any(2 * r.forward_bytes <= t.bytes for r in t.direct.reads)]
+        return group.bytes - (sum(t.bytes for t in direct) if self.config.optimistic else 0)
+
+    def _gradient_peak(self, group: Group) -> float:
+        if self.config.gamma is not None:
+            return self.config.gamma
+        tensors = [self.profile.tensors[index] for index in group.tensors]
+        return max(tensor.bytes for tensor in tensors if tensor.trainable) / group.trainable_bytes
+
+    def _count_gradients(self, v: GroupTerms) -> None:
+        """Count gradients and update scratch.
+
+        Gradients for the host are there until the end of the step in which they leave. With the device's, the peak in
+        the update step is interpolated between "each tensor is updated at once" and "all wait". Gradients of tied
+        parameters are complete in the last backward use only, and wait for it from the first one on.
+        """
+        if not v.group.trainable_bytes:
+            return
+        size, update = self._size(v.group.trainable_bytes), v.group.last_backward
+        peak, scratch = self._gradient_peak(v.group), self.profile.optimizer.scratch_ratio
+        add(self.other[update], [(size * peak, 1.0), (size * (1 - peak), v.host_share)])
+        add(self.other[update], [(size * peak * scratch, 1.0), (-size * peak * scratch, v.host_share)])
+        for tau in range(1, min(self.config.gradient_window, v.first_use - 2)):
+            left = [(-size, flow) for flow in v.grad_offload[:tau]]
+            add(self.other[(update + tau) % self.steps], [(size, v.host_share), *left])
+        backwards = [self.steps - 1 - block for block in reversed(v.group.blocks)]
+        for step in range(backwards[0], update):
+            add(self.other[step], [(size, 1.0)])
+        if len(backwards) > 1:
+            add(self.other[update], [(size, 1.0)])
+            for step in backwards[1:-1]:
+                add(self.other[step], [(size * peak, 1.0)])
+
+    def _count_transfers(self, v: GroupTerms) -> None:
+        copied = self._copied_bytes(v.group)
+        size, trained, states = (self._size(n) for n in (copied, v.group.trainable_bytes, v.group.state_bytes))
+        for tau in range(self.steps):
+            step = (v.group.last_backward + tau) % self.steps
+            fetched = [(size, v.prefetch[tau]), (states, v.state_prefetch[tau])]
+            left = [(size, v.write_back[tau]), (trained, v.grad_offload[tau]), (states, v.state_offload[tau])]
+            add(self.h2d[step], [(bytes_ / self.h2d_rate, flow) for bytes_, flow in fetched])
+            add(self.d2h[step], [(bytes_ / self.d2h_rate, flow) for bytes_, flow in left])
+            add(self.host[step], [(trained / self.host_rate, v.host_update[tau])])
+            if tau == 0:
+                on_device = trained / self.device_rate
+                add(self.compute[step], [(on_device, 1.0), (-on_device, v.host_share)])
+                add(self.compute[step], [(self.config.phi * bytes_ / self.d2h_rate, flow) for bytes_, flow in left])
+            if tau == v.first_use and v.late:
+                fetched_late = min(size, trained) / self.h2d_rate
+                waits = self.config.phi * (trained / self.host_rate + fetched_late)
+                add(self.compute[step], [(waits, v.host_share)])
+                add(self.h2d[step], [(fetched_late, v.host_share)])
+
+    # Rows over all blocks and groups
+
+    def _limit_device(self) -> Term | None:
+        """Add C9; return what the budget leaves a plan: a variable if it is minimised, None without limit."""
+        budget: Term | None = None
+        if self.objective == "device":
+            budget = self.problem.add_variable("budget", 0)
+        elif self.config.budget_bytes is not None:
+            budget = self._size(room_within(self.config.budget_bytes, self.profile))
+        if budget is None:
+            return None
+        split = self.config.pools == "split"
+        extent: Term = self.problem.add_variable("extent", 0) if split else 0.0
+        for arena, other in zip(self.arena, self.other, strict=True):
+            row = other.copy()
+            if split:
+                require(self.problem, [*pairs(arena), (-1, extent)], "<=")  # C9
+            else:
+                add(row, pairs(arena))
+            require(self.problem, [*pairs(row), (1, extent), (-1, budget)], "<=")  # C9
+        return budget
+
+    def _limit_host(self) -> Term | None:
+        """Add C10; return the budget like :meth:`_limit_device`."""
+        budget: Term | None = None
+        if self.objective == "host":
+            budget = self.problem.add_variable("budget", 0)
+        elif self.config.host_budget_bytes is not None:
+            budget = self._size(self.config.host_budget_bytes)
+        if budget is not None:
+            gradients = self._gradients_on_host()
+            require(self.problem, [*pairs(self.host_memory), *gradients, (-1, budget)], "<=")  # C10
+        return budget
+
+    def _gradients_on_host(self) -> list[Pair]:
+        """Return terms for the host memory of gradients."""
+        if not self.config.shared_gradients:
+            return [pair for row in self.arriving.values() for pair in pairs(row)]
+        most = self.problem.add_variable("gradients", 0)
+        for row in self.arriving.values():
+            require(self.problem, [*pairs(row), (-1, most)], "<=")
+        return [(1, most)]
+
+    def _limit_times(self) -> list[pulp.LpVariable]:
+        if self.objective != "time":
+            return []
+        times = [self.problem.add_variable(f"t{step:03d}", 0) for step in range(self.steps)]
+        for rows in (self.compute, self.h2d, self.d2h, self.host):  # C11, C12, C13, C14
+            for row, time in zip(rows, times, strict=True):
+                require(self.problem, [*pairs(row), (-1, time)], "<=")
+        require(self.problem, [*pairs(self.launched), *((-1, time) for time in times)], "<=")
+        return times
+
+    def _set_objective(self) -> None:
+        goal = pulp.LpAffineExpression()
+        if self.objective == "time":
+            add(goal, [(1, time) for time in self.times])
+            for row in (*self.h2d, *self.d2h):
+                add(goal, [(self.config.traffic_weight * factor, term) for factor, term in pairs(row)])
+        else:
+            budget = self.device_budget if self.objective == "device" else self.host_budget
+            assert budget is not None
+            add(goal, [(1, budget)])
+        self.problem.setObjective(goal)
+
+
+def pairs(row: pulp.LpAffineExpression) -> list[Pair]:
+    """Return the terms of ``row``, its constant included."""
+    return [*((factor, term) for term, factor in row.items()), (row.constant, 1.0)]

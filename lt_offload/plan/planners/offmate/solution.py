@@ -1,0 +1,91 @@
+"""What the linear program decides, in fractions, before it becomes whole tensors. Internal to ``plan/``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lt_offload.schema.profile import OptionName, Profile
+
+Flow = NDArray[np.float64]
+"""One value per tau = (step - last backward step of the group) mod T."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Tensors used by the same set of blocks: one parameter ``w`` of the program."""
+
+    tensors: tuple[int, ...]
+    blocks: tuple[int, ...]
+    bytes: int
+    trainable_bytes: int
+    state_bytes: int
+    first_forward: int
+    """Step f of the first use."""
+    last_backward: int
+    """Step g of the last use."""
+
+
+def groups(profile: Profile) -> tuple[Group, ...]:
+    """Return the parameter groups of ``profile``, in order of first use."""
+    last = 2 * len(profile.blocks) - 1
+    members: dict[tuple[int, ...], list[int]] = {}
+    for index, tensor in enumerate(profile.tensors):
+        members.setdefault(tensor.blocks, []).append(index)
+    return tuple(
+        Group(
+            tensors=tuple(indices),
+            blocks=blocks,
+            bytes=sum(profile.tensors[i].bytes for i in indices),
+            trainable_bytes=sum(profile.tensors[i].bytes for i in indices if profile.tensors[i].trainable),
+            state_bytes=sum(profile.tensors[i].state_bytes for i in indices),
+            first_forward=blocks[0],
+            last_backward=last - blocks[0],
+        )
+        for blocks, indices in sorted(members.items())
+        if blocks
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupFlows:
+    """Fractions in [0, 1] for one group, per tau; bases as in the issue of each field."""
+
+    host_share: float
+    """X: fraction of the trainable bytes updated on the host."""
+    resident: Flow
+    """R: of all bytes, on the device during the whole step."""
+    prefetch: Flow
+    """P: of all bytes, copied to the device during the step."""
+    write_back: Flow
+    """OW: of all bytes, updated weights copied to the host during the step."""
+    grad_offload: Flow
+    """OG: of the trainable bytes, gradients copied to the host."""
+    host_update: Flow
+    """OP: of the trainable bytes, updated by the host."""
+    state_resident: Flow
+    """S: of the state bytes."""
+    state_prefetch: Flow
+    """PS: of the state bytes."""
+    state_offload: Flow
+    """OS: of the state bytes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Solution:
+    """A solved program: fractional flows with whole options."""
+
+    groups: tuple[Group, ...]
+    flows: tuple[GroupFlows, ...]
+    options: tuple[OptionName, ...]
+    """One per block."""
+    step_s: tuple[float, ...]
+    """Time per step."""
+    iteration_s: float
+    """Objective without tie-break terms."""
+    bound_s: float
+    """Value of the relaxation: a lower bound for every rounding of this program."""
+    budget_bytes: int
+    """The device budget the program was solved for (not necessarily the real one)."""

@@ -1,0 +1,1 @@
+"""POFO (NeurIPS 2021): weights stay, activations are offloaded or computed again."""

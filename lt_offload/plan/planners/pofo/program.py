@@ -1,0 +1,136 @@
+"""Solves the dynamic program of POFO (NeurIPS 2021) and reads its sequences. The equations are in ``pofo_kernels``.
+
+Knows chains and slots; nothing of profiles or plans. Imports numba when a program is solved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import inf
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from lt_offload.plan.planners.pofo.chain import Chain, in_slots
+from lt_offload.plan.planners.pofo.sequence import Operation
+
+if TYPE_CHECKING:
+    from lt_offload.plan.planners.pofo.kernels import Table
+
+
+class Program:
+    """The fastest sequences of one chain for every memory up to the largest.
+
+    With ``recompute=False`` the program of offloading alone; with ``offload=False`` that of rematerialisation alone,
+    whose tables are smaller by the square of the slots.
+    """
+
+    def __init__(
+        self,
+        chain: Chain,
+        *,
+        memory_bytes: int,
+        slots: int,
+        offload: bool = True,
+        recompute: bool = True,
+        nearest: bool = False,
+    ) -> None:
+        """Solve ``chain`` for up to ``memory_bytes`` of memory in ``slots`` steps.
+
+        With ``nearest``, sizes and what the link moves are rounded to the nearest slot instead of up: closer on the
+        whole, but a sequence may need somewhat more memory and time than the program says.
+        """
+        from lt_offload.plan.planners.pofo import kernels as pofo_kernels
+
+        self.chain, self.slots, self.slot_bytes = chain, slots, memory_bytes / slots
+        self._kernels = pofo_kernels
+        self._in_slots = in_slots(chain, self.slot_bytes, offload=offload, recompute=recompute, nearest=nearest)
+        moves = offload and chain.bytes_per_s > 0
+        count, free, travelling = len(chain.layers), slots + 1, slots + 1 if moves else 1
+        rows = count * (count + 1) // 2 if recompute else 1
+        self._parts: Table = np.full((2, rows, free, travelling), inf, dtype=np.float32)
+        self._table: Table = np.full((2, count + 2, free, travelling, travelling), inf, dtype=np.float32)
+        if recompute:
+            pofo_kernels.fill_backward(self._in_slots, self._parts)
+        pofo_kernels.fill_forward(self._in_slots, self._parts, self._table)
+        self._slots_per_s = chain.bytes_per_s / self.slot_bytes if moves else 1.0
+
+    def seconds(self, memory_bytes: float) -> float:
+        """Return the time of the fastest sequence within ``memory_bytes``; infinity if there is none."""
+        free = self._free(memory_bytes)
+        return self._seconds(free) if free >= 0 else inf
+
+    def sequence(self, memory_bytes: float) -> tuple[Operation, ...]:
+        """Return the fastest sequence within ``memory_bytes``; raises ``ValueError`` if there is none."""
+        free = self._free(memory_bytes)
+        if free < 0 or self._seconds(free) == inf:
+            raise ValueError(f"no sequence needs as little as {memory_bytes} bytes")
+        return tuple(self._forward(free))
+
+    def sequences(self) -> Iterator[tuple[Operation, ...]]:
+        """Yield the different sequences for every memory, from the largest down."""
+        found: set[tuple[Operation, ...]] = set()
+        for free in range(self.slots, -1, -1):
+            if self._seconds(free) == inf:
+                return
+            operations = tuple(self._forward(free))
+            if operations not in found:
+                found.add(operations)
+                yield operations
+
+    def part(self, first: int, last: int, memory_bytes: float) -> tuple[Operation, ...] | None:
+        """Return the fastest way to run layers backward from the input of ``first``; None if there is none.
+
+        ``memory_bytes`` excludes that input.
+        """
+        free = self._free(memory_bytes)
+        row = self._kernels.pair(first, last, len(self.chain.layers))
+        if free < 0 or self._parts[0, row, free, 0] == inf:
+            return None
+        return tuple(self._backward(first, last, free, 0))
+
+    def _free(self, memory_bytes: float) -> int:
+        return min(self.slots, int(memory_bytes / self.slot_bytes + 1e-9))
+
+    def _seconds(self, free: int) -> float:
+        return float(self._table[0, 1, free, 0, 0]) / self._slots_per_s
+
+    def _forward(self, free: int) -> Iterator[Operation]:
+        """Yield the operations of the whole chain; prefetches stand behind the loss in the order of need."""
+        count, s = len(self.chain.layers), self._in_slots
+        x, i, out, due = 0, 1, 0, 0
+        backward: list[list[Operation]] = []
+        prefetches: list[Operation] = []
+        while i <= count:
+            found = self._kernels.forward_part(s, self._parts, self._table, x, i, free, out, due)
+            _, end, moved, out, after = found
+            stored = int(s.saved[i - 1] if x else s.output[i - 1])
+            if moved:
+                yield Operation("offload", i)
+                prefetches.append(Operation("prefetch", i))
+            if end:
+                yield Operation("checkpoint", i)
+                yield from (Operation("none", k) for k in range(i + 1, end + 1))
+                backward.append(list(self._backward(i, end, free - stored, due)))
+            else:
+                yield Operation("all", i)
+                backward.append([Operation("backward", i)])
+            free -= 0 if moved else stored
+            x, i, due = (0, end + 1, after) if end else (1, i + 1, after)
+        yield Operation("loss", count + 1)
+        yield from reversed(prefetches)
+        for part in reversed(backward):
+            yield from part
+
+    def _backward(self, i: int, j: int, free: int, due: int) -> Iterator[Operation]:
+        _, _, split, left = self._kernels.backward_part(self._in_slots, self._parts, i, j, free, due)
+        if split:
+            yield Operation("checkpoint", i)
+            yield from (Operation("none", k) for k in range(i + 1, split + 1))
+            yield from self._backward(split + 1, j, free - int(self._in_slots.output[split]), left)
+            yield from self._backward(i, split, free, due)
+            return
+        yield Operation("all", i)
+        if i < j:
+            yield from self._backward(i + 1, j, free - int(self._in_slots.saved[i]), left)
+        yield Operation("backward", i)

@@ -1,0 +1,119 @@
+"""POFO (NeurIPS 2021): the fastest mix of running forwards again and offloading activations, weights on the device.
+
+Solves the dynamic program once, turns the sequences for many memories into decisions about blocks and counts their
+bytes exactly. Knows no ops.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from itertools import islice
+
+from lt_offload.plan.build.groups import arrange
+from lt_offload.plan.build.plan import build
+from lt_offload.plan.iteration.decisions import Choices, block_choices, resident_tensors
+from lt_offload.plan.iteration.memory import framework_bytes
+from lt_offload.plan.planners.pofo.chain import Chain
+from lt_offload.plan.planners.pofo.convert import Layout, as_chain, as_choices
+from lt_offload.plan.planners.pofo.copies import with_copies
+from lt_offload.plan.planners.pofo.program import Program
+from lt_offload.plan.planners.pofo.sequence import Operation, memory, sequential, walk
+from lt_offload.plan.planners.request import Allowed, NotApplicable, Proposal, Request
+from lt_offload.plan.verify.simulate import simulate
+from lt_offload.units import format_bytes
+
+_MOST_SLOTS, _FEWEST_SLOTS = 56, 20
+_SLOT_SECONDS = 2e-8
+"""Time to solve the program, over the square of the layers times the cube of the slots."""
+_SOLVE_SECONDS = 9.0
+_SURPLUS = 1.15
+"""Memory that the program is solved for, over what there is: what it counts is near to what a plan needs, not equal."""
+_MIXES = ((True, True), (True, False), (False, True))
+"""Offloading and running again, one without the other. The program lets all copies to the host end before the loss;
+plans do not, so offloading alone may be better than it seems."""
+_TRIED = 12
+"""Decisions that fit, per mix, which are simulated."""
+_BEST = 3
+
+
+def propose_pofo(request: Request) -> list[Proposal]:
+    """Return the fastest proposals of POFO, the best one first.
+
+    Raises:
+        NotApplicable: if weights and optimizer states leave too little of the device.
+    """
+    request = replace(request, allowed=_allowed(request))
+    profile = request.profile
+    resident = Choices(
+        tensors=resident_tensors(profile),
+        blocks=block_choices(profile, tuple(options[0].name for options in request.allowed), lag=0, lead=0),
+    )
+    arena = arrange(resident, profile).extent
+    layout = as_chain(profile, request.allowed)
+    room = request.room - arena - layout.held_bytes
+    short = f"weights and optimizer states take {format_bytes(arena)} of {format_bytes(max(request.room, 0))}"
+    if room <= 0:
+        raise NotApplicable(f"{short}; this planner keeps them all on the device")
+    kept = _fitted(sequential(layout.chain), layout, request, arena)
+    if kept is not None:
+        return [Proposal(name="pofo, everything kept", choices=kept)]
+    found: list[tuple[float, Choices]] = []
+    for sequences in _sequences(layout.chain, room, request):
+        fitting = (choices for o in sequences if (choices := _fitted(o, layout, request, arena)) is not None)
+        for choices in islice(fitting, _TRIED):
+            if all(choices != other for _, other in found):
+                found.append((_simulated_s(choices, request), choices))
+    if not found:
+        raise NotApplicable(f"{short}; the rest is too little for the activations")
+    best = sorted(found, key=lambda item: item[0])[:_BEST]
+    return [
+        Proposal(name="pofo" if place == 1 else f"pofo, choice {place}", choices=choices)
+        for place, (_, choices) in enumerate(best, 1)
+    ]
+
+
+def _allowed(request: Request) -> Allowed:
+    """Return the allowed options, and ``discard`` where forwards may run again: other planners cannot use it."""
+    return tuple(
+        (*options, *(o for o in block.options if request.recompute and o.name == "discard" and o not in options))
+        for block, options in zip(request.profile.blocks, request.allowed, strict=True)
+    )
+
+
+def _sequences(chain: Chain, room: int, request: Request) -> Iterator[Iterator[tuple[Operation, ...]]]:
+    """Yield sequences for one mix after the other; within a mix, those for more memory, which are faster, first."""
+    high = max(memory(walk(sequential(chain), chain)))
+    most = (min(_SOLVE_SECONDS, request.time_limit / 2) / (_SLOT_SECONDS * len(chain.layers) ** 2)) ** (1 / 3)
+    for offload, recompute in _MIXES:
+        if (request.activation_offload or not offload) and (request.recompute or not recompute):
+            yield Program(
+                chain,
+                memory_bytes=min(int(_SURPLUS * room), high),
+                slots=min(max(int(most), _FEWEST_SLOTS), _MOST_SLOTS),
+                offload=offload,
+                recompute=recompute,
+                nearest=True,
+            ).sequences()
+
+
+def _fitted(operations: tuple[Operation, ...], layout: Layout, request: Request, arena: int) -> Choices | None:
+    """Return the decisions of a sequence, or None if they do not fit."""
+    profile = request.profile
+    choices = as_choices(operations, layout, profile, request.allowed)
+    if choices.least_host_bytes(profile) > request.host_budget_bytes:
+        return None
+    found = with_copies(choices, profile, request.room - arena)
+    assert found is None or int(framework_bytes(found.usage, profile).max()) <= request.room - arena
+    return found
+
+
+def _simulated_s(choices: Choices, request: Request) -> float:
+    plan = build(
+        choices,
+        request.profile,
+        planner="pofo",
+        budget_bytes=request.budget_bytes,
+        host_budget_bytes=request.host_budget_bytes,
+    )
+    return simulate(plan, request.profile).iteration_time

@@ -1,0 +1,1 @@
+"""Weight offloading (2022): which weights travel, greedily or layer by layer."""

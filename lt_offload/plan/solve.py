@@ -1,0 +1,278 @@
+"""Asks every planner, simulates what they propose and keeps the best. The one entry to planning; imports no torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import get_args
+
+from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
+from lt_offload.plan.build.plan import room_needed
+from lt_offload.plan.infeasible import explain_infeasible, smallest_ram
+from lt_offload.plan.planners.baselines import option_sets, resident_choices, smallest, streaming_choices
+from lt_offload.plan.planners.candidates import Candidates
+from lt_offload.plan.planners.memferry.embeddings import direct_embeddings
+from lt_offload.plan.planners.memferry.propose import propose_memferry
+from lt_offload.plan.planners.offmate.config import allowed_options
+from lt_offload.plan.planners.offmate.program import OffmateConfig, lower_bound, no_offload_s
+from lt_offload.plan.planners.offmate.search import search_budgets
+from lt_offload.plan.planners.pofo.propose import propose_pofo
+from lt_offload.plan.planners.request import NotApplicable, Proposal, Request
+from lt_offload.plan.planners.weights.propose import propose_greedy, propose_l2l
+from lt_offload.schema.plan import Plan, PlannerName, Prediction
+from lt_offload.schema.profile import Profile
+from lt_offload.units import format_bytes, format_seconds, parse_bytes
+
+PLANNERS: tuple[PlannerName, ...] = ("auto", "offmate", "greedy", "l2l", "memferry", "pofo", "resident")
+"""The planners of this release."""
+_OTHERS: dict[PlannerName, Callable[[Request], list[Proposal]]] = {
+    "greedy": propose_greedy,
+    "l2l": propose_l2l,
+    "memferry": propose_memferry,
+    "pofo": propose_pofo,
+}
+"""Planners that answer a request on their own."""
+_SLOW = ("memferry", "pofo")
+_GOOD_GAP = 0.01
+_FAIR_GAP = 0.03
+_MANY_BLOCKS = 50
+"""Above, the program gets shorter transfer windows, so that it is solved in time."""
+
+
+def solve(
+    profile: Profile,
+    *,
+    memory: str | int | None = None,
+    host_memory: str | int | None = None,
+    planner: PlannerName = "auto",
+    host_update: bool = True,
+    activation_offload: bool = True,
+    recompute: bool = True,
+    gradient_reserve: float | None = None,
+    time_limit: float = 30.0,
+) -> Plan:
+    """Return the fastest plan found for ``profile`` within the budgets, checked and simulated.
+
+    Args:
+        profile: what model and machine cost.
+        memory: device budget, context included, e.g. ``"10GB"``; None: all the device has.
+        host_memory: RAM budget; None: all that the profile says may be taken.
+        planner: ``auto``: the best of all (MemFerry and POFO are not asked once a plan is within 1 % of the bound);
+            ``offmate``: the linear program of OFFMATE (2024);
+            ``greedy``: some weights travel, after "Weight Offloading Strategies for Training Large DNN Models" (2022);
+            ``l2l``: all weights travel, one layer at a time (Pudipeddi et al., 2020);
+            ``memferry``: weights are copied, or read in host memory by the device (MemFerry, 2024);
+            ``pofo``: weights stay, activations are offloaded or computed again (POFO, NeurIPS 2021);
+            ``resident``: nothing travels.
+        host_update: whether the host may update parameters.
+        activation_offload: whether activations may be copied to the host.
+        recompute: whether activations may be computed again.
+        gradient_reserve: for ``memferry``: the part of all gradient bytes that the device may hold at a time, between
+            0 and 1; the others are written to host memory by the backward itself. None: as much as fits.
+        time_limit: seconds after which no further candidate is generated.
+
+    Raises:
+        InfeasibleError: if no plan fits; says what would.
+        UnsupportedError: if ``planner`` is not one of this release, or does not apply to this model and budget.
+        ConfigError: if a size cannot be read, switches leave a block without options, or ``time_limit`` is too short.
+    """
+    check_planner(planner)
+    check_reserve(gradient_reserve)
+    hardware = profile.hardware
+    budget = hardware.device_bytes if memory is None else parse_bytes(memory, least=1)
+    ram = hardware.host_bytes if host_memory is None else parse_bytes(host_memory, setting="host_memory", least=1)
+    config = OffmateConfig(
+        budget_bytes=budget,
+        host_budget_bytes=ram,
+        host_update=host_update,
+        activation_offload=activation_offload,
+        recompute=recompute,
+        time_limit=time_limit,
+        window=6 if len(profile.blocks) <= _MANY_BLOCKS else 4,
+    )
+    request = Request(
+        profile=profile,
+        budget_bytes=budget,
+        host_budget_bytes=ram,
+        allowed=tuple(allowed_options(block, config) for block in profile.blocks),
+        host_update=host_update,
+        activation_offload=activation_offload,
+        recompute=recompute,
+        gradient_reserve=gradient_reserve,
+        time_limit=time_limit,
+    )
+    return _Selection(request, config, planner).run()
+
+
+def check_planner(planner: str) -> None:
+    """Raise ``UnsupportedError`` if ``planner`` is not one of this release."""
+    if planner not in PLANNERS:
+        known = "does not exist" if planner not in get_args(PlannerName) else "is not in this release"
+        raise UnsupportedError(f"planner={planner!r} {known}; choose one of {', '.join(PLANNERS)}")
+
+
+def check_reserve(gradient_reserve: float | None) -> float | None:
+    """Return ``gradient_reserve``; raises ``ConfigError`` if it is not a part of the gradients."""
+    if gradient_reserve is not None and not 0 <= gradient_reserve <= 1:
+        raise ConfigError(f"gradient_reserve={gradient_reserve} is not a part of the gradients; 0 to 1 works")
+    return gradient_reserve
+
+
+class _Selection:
+    """One search for the best plan."""
+
+    def __init__(self, request: Request, config: OffmateConfig, planner: PlannerName) -> None:
+        self.request, self.config, self.planner = request, config, planner
+        self.profile = request.profile
+        self.started = time.monotonic()
+        # Larger programs take longer than in proportion.
+        patience = max(2.0, 6.5 * (len(self.profile.blocks) / 40) ** 1.5)
+        self.patience = self.started + min(config.time_limit, patience)
+        self.bound = 0.0
+        self.candidates = Candidates(request)
+
+    def run(self) -> Plan:
+        """Return the best plan."""
+        request, config = self.request, self.config
+        if smallest_ram(self.profile, request.allowed) > request.host_budget_bytes:
+            raise explain_infeasible(self.profile, config, request.allowed, self.planner)
+        if not self._bound():
+            least = smallest(
+                self.profile,
+                request.allowed,
+                host_update=config.host_update,
+                host_budget=request.host_budget_bytes,
+            )
+            if least is None or least.device_bytes > request.budget_bytes:
+                raise explain_infeasible(self.profile, config, request.allowed, self.planner)
+        self._generate()
+        if not self.candidates.fitting and self.planner == "auto":
+            self._add_smallest()
+        if not self.candidates.fitting and self.candidates.out_of_time is not None:
+            raise self.candidates.out_of_time
+        if not self.candidates.fitting:
+            raise explain_infeasible(self.profile, config, request.allowed, self.planner)
+        return self._best()
+
+    # -- candidates --------------------------------------------------------------------------------------------------
+
+    def _generate(self) -> None:
+        planner = self.planner
+        if planner in ("auto", "resident"):
+            self._add_resident()
+        if planner in ("auto", "offmate") and not self._good_enough():
+            self._add_programs()
+        if planner == "auto":
+            self._add_streaming()
+        for name, propose in _OTHERS.items():
+            if planner in ("auto", name):
+                self._ask(name, propose)
+
+    def _ask(self, name: PlannerName, propose: Callable[[Request], list[Proposal]]) -> None:
+        """Add what one planner proposes; if there is nothing to gain any more, the first of it, or nothing if slow."""
+        enough = self.planner == "auto" and self._good_enough()
+        if enough and name in _SLOW:
+            self.candidates.fail(name, f"not asked: the best plan is within {_GOOD_GAP:.0%} of the bound")
+            return
+        try:
+            proposals = propose(self.request)
+        except NotApplicable as reason:
+            if self.planner != "auto":
+                raise self._does_not_apply(name, str(reason)) from None
+            self.candidates.fail(name, str(reason))
+            return
+        for proposal in proposals[:1] if enough else proposals:
+            self.candidates.add(proposal)
+
+    def _does_not_apply(self, name: PlannerName, reason: str) -> UnsupportedError:
+        """Return the error that says why, and what does apply."""
+        best = _Selection(self.request, self.config, "auto").run()
+        seconds = format_seconds(best.predicted.iteration_s)
+        return UnsupportedError(
+            f"planner={name!r} does not apply: {reason}; planner='auto' plans this model in {seconds} per iteration "
+            f"({best.planner})"
+        )
+
+    def _add_resident(self) -> None:
+        for choices, needed in resident_choices(self.profile, self.request.allowed):
+            if needed <= self.request.budget_bytes:
+                self.candidates.add(Proposal(name="resident", choices=choices))
+                return
+        self.candidates.fail("resident", "weights and optimizer states do not fit on the device")
+
+    def _add_streaming(self) -> None:
+        """Stream everything, as other runtimes do: to compare with, and for budgets below the program's smallest."""
+        for host_update in (True, False) if self.config.host_update else (False,):
+            options = option_sets(self.profile, self.request.allowed)[0]
+            choices = streaming_choices(self.profile, options, host_update=host_update, lead=1, lag=1)
+            name = f"stream all, update on the {'host' if host_update else 'device'}"
+            peak = room_needed(choices, self.profile)
+            if self.candidates.fitting and peak > self.request.room:
+                self.candidates.fail(name, f"needs {format_bytes(peak - self.request.room)} more device memory")
+            else:
+                self.candidates.add(Proposal(name=name, choices=choices))
+
+    def _add_smallest(self) -> None:
+        found = smallest(
+            self.profile,
+            self.request.allowed,
+            host_update=self.config.host_update,
+            host_budget=self.request.host_budget_bytes,
+        )
+        if found is not None:
+            self.candidates.add(Proposal(name="least memory", choices=found.choices))
+
+    def _add_programs(self) -> None:
+        for lag in (1, 0):
+            search_budgets(self.candidates, self.config, lag=lag, patience=self.patience, done=self._good_enough)
+            self._add_direct_embeddings()
+            if self.candidates.fastest_s <= self.bound * (1 + _FAIR_GAP):
+                return
+
+    def _add_direct_embeddings(self) -> None:
+        """Let the best plan so far read its embeddings in host memory instead of copying them."""
+        for best in self.candidates.ranked()[:1]:
+            choices = direct_embeddings(best.proposal.choices, self.request)
+            if choices is not None:
+                self.candidates.add(Proposal(name=f"{best.proposal.name}, embeddings read directly", choices=choices))
+
+    # -- choice ------------------------------------------------------------------------------------------------------
+
+    def _bound(self) -> bool:
+        """Bound the time of every plan: all memory in one pool, copies that overlap with everything.
+
+        Returns False if even that has no solution; the bound is then that of the computations alone.
+        """
+        self.bound = sum(min(o.forward_s + o.backward_s for o in options) for options in self.request.allowed)
+        optimistic = replace(self.config, pools="shared", phi=0.0, lag=0, lookahead=0, optimistic=True)
+        try:
+            self.bound = lower_bound(self.profile, optimistic)
+        except InfeasibleError:
+            return False
+        except ConfigError:
+            pass  # not solved in time
+        return True
+
+    def _good_enough(self) -> bool:
+        return self.candidates.fastest_s <= self.bound * (1 + _GOOD_GAP)
+
+    def _best(self) -> Plan:
+        best, *_ = self.candidates.ranked()
+        prediction = Prediction(
+            iteration_s=best.seconds,
+            lower_bound_s=min(self.bound, best.seconds),
+            no_offload_s=no_offload_s(self.profile),
+            device_peak_bytes=best.trace.device_peak,
+            host_peak_bytes=best.trace.host_peak,
+        )
+        notes = list(best.plan.notes)
+        hardware = self.profile.hardware
+        pinnable, needed = hardware.pinnable_bytes, best.trace.host_peak
+        # Without a limit of its own it is all that was measured as free, of which a host_memory by hand may be more.
+        if hardware.host_bytes > pinnable and needed > pinnable:
+            notes.append(
+                f"only {format_bytes(pinnable)} of RAM may be pinned of the {format_bytes(needed)} that are needed: "
+                f"copies of the other {format_bytes(needed - pinnable)} are slower than predicted"
+            )
+        return replace(best.plan, predicted=prediction, notes=tuple(notes), alternatives=self.candidates.runners_up())

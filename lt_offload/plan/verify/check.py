@@ -1,0 +1,261 @@
+"""Whether a plan may be carried out: structure, residency, order and budgets. Repairs nothing.
+
+Every violation names the op and the rule that it breaks. The rules about residency and order are in
+:mod:`lt_offload.plan.verify.ordering`, those about forwards that run again in
+:mod:`lt_offload.plan.verify.check_reruns`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lt_offload.plan.build.copies import state_room
+from lt_offload.plan.build.slots import slot_bytes
+from lt_offload.plan.iteration.arena import aligned
+from lt_offload.plan.iteration.computations import computations
+from lt_offload.plan.iteration.memory import backward_steps, computation_bytes, host_bytes, reruns
+from lt_offload.plan.verify.check_reruns import broken_reruns
+from lt_offload.plan.verify.ordering import describe, replay
+from lt_offload.schema.plan import ALIGNMENT, Op, Plan
+from lt_offload.schema.profile import Profile, TensorProfile
+from lt_offload.units import format_bytes
+
+_LANES = {"forward": "compute", "backward": "compute", "prefetch": "h2d", "offload": "d2h", "drop": "none"}
+
+
+def check(plan: Plan, profile: Profile) -> list[str]:
+    """Return what is wrong with ``plan`` for ``profile``, one sentence per violation; empty if nothing is."""
+    found = list(_identity(plan, profile))
+    if found:
+        return found
+    found = [*_structure(plan, profile), *_order_of_issue(plan), *_updates(plan, profile), *_activations(plan, profile)]
+    found = found or [*broken_reruns(plan, profile)]
+    if found:
+        return found
+    return [*_direct_bytes(plan, profile), *replay(plan, profile), *_budgets(plan, profile)]
+
+
+def _identity(plan: Plan, profile: Profile) -> Iterator[str]:
+    if plan.fingerprint != profile.fingerprint:
+        yield f"fingerprint: the plan is of {plan.fingerprint} ({plan.model}), the profile of {profile.fingerprint}"
+    if len(plan.options) != len(profile.blocks):
+        yield f"options: {len(plan.options)} are given, the model has {len(profile.blocks)} blocks"
+    if not len(plan.update_places) == len(plan.state_bytes) == len(profile.tensors):
+        yield (
+            f"tensors: {len(plan.update_places)} update places and {len(plan.state_bytes)} state sizes are given, the "
+            f"model has {len(profile.tensors)} tensors"
+        )
+    elif plan.weight_bytes and plan.weight_bytes != tuple(aligned(tensor.bytes) for tensor in profile.tensors):
+        yield "weights: the sizes in the arena are not those of the model"
+    for block, option in zip(profile.blocks, plan.options, strict=False):
+        if option not in [o.name for o in block.options]:
+            yield f"options: block {block.name} does not offer {option!r}"
+
+
+def _structure(plan: Plan, profile: Profile) -> Iterator[str]:
+    """Ids, steps, lanes, tensors and offsets of single ops."""
+    for at, op in enumerate(plan.ops):
+        name = describe(op)
+        if op.id != at:
+            yield f"{name}: ids: it stands at position {at}"
+        if not 0 <= op.step < plan.steps or not 0 <= op.block < len(profile.blocks):
+            yield f"{name}: there are {plan.steps} steps and {len(profile.blocks)} blocks"
+            continue
+        if any(not 0 <= other < len(plan.ops) for other in op.after):
+            yield f"{name}: after: it waits for an op that does not exist"
+        if any(not 0 <= t < len(profile.tensors) for t in op.tensors):
+            yield f"{name}: tensors: the model has {len(profile.tensors)}"
+            continue
+        written = op.payload == "grad" and op.resource == "compute"
+        expected = _LANES.get(op.kind, "host" if op.resource == "host" else "compute")
+        if op.resource != expected and not written:
+            yield f"{name}: resource: it occupies {op.resource}, it should be {expected}"
+        if op.until is not None and not op.step <= op.until < plan.steps:
+            yield f"{name}: until: step {op.until} is not one of the rest of the iteration"
+        if written and op.until is not None and op.until != op.step:
+            yield f"{name}: until: a gradient that the backward writes to the host is gone in step {op.step}"
+        yield from _payload(op, plan, profile)
+        yield from _computed(op, plan, profile)
+
+
+def _computed(op: Op, plan: Plan, profile: Profile) -> Iterator[str]:
+    """Block, saving and direct access of computations and updates."""
+    name = describe(op)
+    block = min(op.step, plan.steps - 1 - op.step)
+    if op.save is not None and (op.kind != "forward" or op.step < plan.steps // 2):
+        yield f"{name}: save: only forwards that run again, in backward steps, say what they save"
+    elif op.save is not None and op.block > block:
+        yield f"{name}: block: the step is one of block {block}, only that and earlier ones may run again"
+    elif op.save is None and op.kind in ("forward", "backward", "update") and op.block != block:
+        yield f"{name}: block: the step is one of block {block}"
+    if op.direct and (op.kind not in ("forward", "backward") or list(op.direct) != sorted(set(op.direct))):
+        yield f"{name}: direct: only computations read tensors directly, each once, in ascending order"
+        return
+    read = op.tensors if op.payload == "grad" and op.resource == "compute" else op.direct
+    for t in read:
+        tensor = profile.tensors[t] if 0 <= t < len(profile.tensors) else None
+        if tensor is None or op.block not in tensor.blocks:
+            yield f"{name}: direct: tensor {t} is none of its block"
+        elif tensor.direct is None:
+            yield f"{name}: direct: {tensor.name} cannot be accessed in host memory"
+    if op.direct and op.kind == "backward" and not profile.blocks[op.block].has_backward:
+        yield f"{name}: direct: it computes nothing"
+    if op.kind == "update" and op.bytes:
+        yield f"{name}: bytes: updates copy nothing"
+
+
+def _payload(op: Op, plan: Plan, profile: Profile) -> Iterator[str]:
+    name = describe(op)
+    moves = op.kind in ("prefetch", "offload", "drop")
+    if moves != (op.payload is not None):
+        yield f"{name}: payload: {'missing' if moves else 'only copies and drops have one'}"
+    if op.payload == "grad" and op.kind != "offload":
+        yield f"{name}: payload: gradients are offloaded only"
+    if (op.payload == "grad" and op.resource == "d2h") != (op.slot is not None):
+        yield f"{name}: slot: gradients that are copied to the host have one, nothing else has"
+    elif op.slot is not None and (op.slot % ALIGNMENT or op.slot < 0):
+        yield f"{name}: slot: {op.slot} is not a multiple of {ALIGNMENT}"
+    elif op.slot is not None and op.slot + slot_bytes(op, profile) > plan.gradient_bytes:
+        end = op.slot + slot_bytes(op, profile)
+        yield f"{name}: slot: it ends at {end}, the extent is {plan.gradient_bytes}"
+    if op.payload in ("grad", "activation") and op.kind == "offload" and op.until is None:
+        yield f"{name}: until: it has to say when the device memory is given back"
+    if (op.payload == "activation" or op.kind in ("forward", "backward")) == bool(op.tensors):
+        yield f"{name}: tensors: {'none belong to it' if op.tensors else 'missing'}"
+    if len(op.offsets) != (len(op.tensors) if op.kind == "prefetch" else 0):
+        yield f"{name}: offsets: {len(op.offsets)} for {len(op.tensors)} tensors"
+    if any(offset % ALIGNMENT or offset < 0 for offset in op.offsets):
+        yield f"{name}: offsets: they have to be multiples of {ALIGNMENT}"
+    if moves:
+        expected = _bytes(op, plan, profile)
+        if op.bytes != expected:
+            yield f"{name}: bytes: {op.bytes} are given, its tensors have {expected}"
+
+
+def _bytes(op: Op, plan: Plan, profile: Profile) -> int:
+    if op.payload == "activation":
+        return profile.blocks[op.block].option(plan.options[op.block]).offload_bytes
+    tensors = [profile.tensors[t] for t in op.tensors]
+    return sum(tensor.state_bytes if op.payload == "state" else tensor.bytes for tensor in tensors)
+
+
+def _direct_bytes(plan: Plan, profile: Profile) -> Iterator[str]:
+    """Computations say how much they read in host memory."""
+    expected = computations(plan.options, reruns(plan), profile)
+    for op, computation in zip(_computations(plan), expected, strict=True):
+        nbytes, _ = computation.direct(op.direct, profile)
+        if op.bytes != nbytes:
+            yield f"{describe(op)}: bytes: {op.bytes} are given, it reads {nbytes} directly"
+
+
+def _computations(plan: Plan) -> list[Op]:
+    return [op for op in plan.ops if op.kind in ("forward", "backward")]
+
+
+def _order_of_issue(plan: Plan) -> Iterator[str]:
+    """Steps ascend; within one, ops stand as the contract says; each has one computation that is no repetition."""
+    count = [0] * plan.steps
+    last = (-1, 0)
+    for op in plan.ops:
+        if not 0 <= op.step < plan.steps:
+            return
+        place = (op.step, _phase(op))
+        if place < last:
+            yield f"{describe(op)}: order: it is issued after ops of a later step or phase"
+        last = max(last, place)
+        if op.kind in ("forward", "backward") and op.save is None:
+            count[op.step] += 1
+            if (op.kind == "forward") != (op.step < plan.steps // 2):
+                yield f"{describe(op)}: order: the first half of the steps are forwards, the second half backwards"
+        if op.kind == "update" and op.step < plan.steps // 2:
+            yield f"{describe(op)}: order: there are no updates in forward steps"
+    for step, computed in enumerate(count):
+        if computed != 1:
+            yield f"step {step}: order: it has {computed} computations instead of one"
+
+
+def _phase(op: Op) -> int:
+    if op.kind == "prefetch":
+        return 1
+    if op.kind in ("forward", "backward"):
+        return 3 if op.save is None else 2
+    if op.kind == "update" or op.payload == "grad":
+        return 4
+    return 5 if op.kind == "offload" else 6
+
+
+def _updates(plan: Plan, profile: Profile) -> Iterator[str]:
+    """Every trainable tensor is updated once, where the plan says; only the host's share sends gradients."""
+    seen: dict[int, Op] = {}
+    sent: set[int] = set()
+    for op in plan.ops:
+        if op.payload == "grad":
+            for t in op.tensors:
+                if t in sent or plan.update_places[t] != "host":
+                    yield f"{describe(op)}: gradient: {profile.tensors[t].name} sends it once, if the host updates it"
+                elif op.step != (complete := _complete(profile.tensors[t], profile)):
+                    yield f"{describe(op)}: gradient: that of {profile.tensors[t].name} is complete in step {complete}"
+                sent.add(t)
+        for t in op.tensors if op.kind == "update" else ():
+            if t in seen:
+                yield f"{describe(op)}: update: {profile.tensors[t].name} is updated by op {seen[t].id} already"
+            seen[t] = op
+            if (op.resource == "host") != (plan.update_places[t] == "host"):
+                yield f"{describe(op)}: update: {profile.tensors[t].name} is to be updated at {plan.update_places[t]}"
+    for t, (tensor, place) in enumerate(zip(profile.tensors, plan.update_places, strict=True)):
+        if plan.state_bytes[t] < tensor.state_bytes or plan.state_bytes[t] > state_room(tensor.state_bytes):
+            yield f"tensor {tensor.name}: states: {plan.state_bytes[t]} bytes are planned, it has {tensor.state_bytes}"
+        if tensor.trainable != (place != "none"):
+            kind = "trainable" if tensor.trainable else "frozen"
+            yield f"tensor {tensor.name}: update: place {place!r} for a {kind} tensor"
+        elif tensor.trainable and t not in seen:
+            yield f"tensor {tensor.name}: update: no op updates it"
+        elif tensor.trainable:
+            complete = _complete(tensor, profile)
+            if seen[t].step != complete:
+                yield f"{describe(seen[t])}: update: the gradient of {tensor.name} is complete in step {complete}"
+            if place == "host" and t not in sent:
+                yield f"{describe(seen[t])}: update: no op sends the gradient of {tensor.name}"
+
+
+def _complete(tensor: TensorProfile, profile: Profile) -> int | None:
+    """Return the step in which the gradient of ``tensor`` is complete; None if no backward makes one."""
+    return max(backward_steps(tensor.blocks, profile), default=None)
+
+
+def _activations(plan: Plan, profile: Profile) -> Iterator[str]:
+    """What is offloaded comes back, once and in time."""
+    out: dict[int, Op] = {}
+    back: dict[int, Op] = {}
+    for op in plan.ops:
+        if op.payload == "activation":
+            target = out if op.kind == "offload" else back
+            if op.block in target or op.kind == "drop":
+                yield f"{describe(op)}: activation: offloaded and fetched once per iteration"
+            target[op.block] = op
+    for index, (block, option) in enumerate(zip(profile.blocks, plan.options, strict=True)):
+        moves = block.has_backward and block.option(option).offload_bytes > 0
+        if moves != (index in out) or moves != (index in back):
+            found = [describe(op) for op in (out.get(index), back.get(index)) if op] or ["no op"]
+            needed = "both" if moves else "no"
+            yield f"block {block.name}: activation: option {option!r} needs {needed} copies, has {', '.join(found)}"
+        elif moves:
+            until, backward = out[index].until, plan.steps - 1 - index
+            if out[index].step != index or until is None or not index <= until < back[index].step <= backward:
+                yield (
+                    f"{describe(out[index])}: activation: it leaves in steps {out[index].step} to {until} and returns "
+                    f"in {back[index].step}; that has to be in this order between steps {index} and {backward}"
+                )
+
+
+def _budgets(plan: Plan, profile: Profile) -> Iterator[str]:
+    memory = computation_bytes(plan, profile)
+    worst = int(memory.argmax())
+    if memory[worst] > plan.budget_bytes:
+        yield (
+            f"{describe(_computations(plan)[worst])}: budget: {format_bytes(int(memory[worst]))} are needed of "
+            f"{format_bytes(plan.budget_bytes)} ({int(memory[worst]) - plan.budget_bytes} bytes too many)"
+        )
+    ram = host_bytes(plan, profile)
+    if ram > plan.host_budget_bytes:
+        yield f"host budget: {format_bytes(ram)} of RAM are needed of {format_bytes(plan.host_budget_bytes)}"

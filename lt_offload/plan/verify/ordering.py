@@ -1,0 +1,376 @@
+"""Walks two iterations of a plan and watches every access: what is there, what is current, what comes before what.
+
+Order is judged by vector clocks: an op knows how far each lane has come when it starts, from the op before it on its
+own lane and from its ``after``. The host takes updates in an order of its own, so of that lane an op knows a set of
+updates instead. Two accesses to one buffer, at least one of them a write, must be ordered that way.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections import defaultdict
+from dataclasses import dataclass, field, replace
+
+from lt_offload.plan.build.slots import slot_bytes
+from lt_offload.plan.iteration.arena import aligned
+from lt_offload.plan.verify.simulate import label
+from lt_offload.schema.plan import Op, Plan
+from lt_offload.schema.profile import Profile
+
+_LANES = {"compute": 0, "h2d": 1, "d2h": 2, "host": 3}
+_HOST = 3
+_Clock = tuple[int, int, int, int]
+"""How many ops of each copy or compute lane have ended, and the host updates that have, as a set of bits."""
+_START: _Clock = (0, 0, 0, 0)
+_Key = tuple[str, int]
+
+
+def describe(op: Op) -> str:
+    """Return how violations name ``op``."""
+    return f"op {op.id} ({label(op)}, step {op.step})"
+
+
+def replay(plan: Plan, profile: Profile) -> list[str]:
+    """Return the violations of residency and order that a walk through ``plan`` meets."""
+    walk = _Replay(plan, profile)
+    for _ in range(2):
+        walk.iteration()
+    return list(dict.fromkeys(walk.violations))
+
+
+@dataclass(frozen=True, slots=True)
+class _Access:
+    op: Op
+    lane: int
+    count: int
+    """Its position on its lane; of host updates, the order of issue."""
+
+
+@dataclass(slots=True)
+class _Cell:
+    """A buffer or a host copy, with the accesses that later ones have to be ordered after."""
+
+    write: _Access | None = None
+    reads: dict[int, _Access] = field(default_factory=dict)
+
+    def accesses(self) -> list[_Access]:
+        return [*([self.write] if self.write else []), *self.reads.values()]
+
+
+@dataclass(slots=True)
+class _Buffer:
+    """A device copy in the arena."""
+
+    key: _Key
+    low: int
+    high: int
+    cell: _Cell
+    outdated: bool = False
+    """The host has updated the tensor since."""
+    newer: bool = False
+    """It is newer than the host copy."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Freed:
+    """A range that was used before, and what its next writer has to be ordered after."""
+
+    low: int
+    high: int
+    accesses: tuple[_Access, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Arrived:
+    """A range of the host memory of gradients, and the op that copied to it last."""
+
+    low: int
+    high: int
+    op: Op
+
+
+class _Replay:
+    def __init__(self, plan: Plan, profile: Profile) -> None:
+        self.plan, self.profile = plan, profile
+        self.violations: list[str] = []
+        self.of_block: list[list[int]] = [[] for _ in profile.blocks]
+        for index, tensor in enumerate(profile.tensors):
+            for block in tensor.blocks:
+                self.of_block[block].append(index)
+        self.ended: list[_Clock] = [_START] * len(plan.ops)
+        self.lanes: list[_Clock] = [_START] * 4
+        self.updates = 0
+        """Host updates issued so far."""
+        self.cells: dict[tuple[str, str, int], _Cell] = defaultdict(_Cell)
+        self.outdated_hosts: set[_Key] = set()
+        self.live: dict[_Key, _Buffer] = {}
+        self.order: list[int] = []
+        """Offsets of live buffers, ascending."""
+        self.at: dict[int, _Buffer] = {}
+        self.freed: list[_Freed] = []
+        self.releases: dict[int, list[_Key]] = defaultdict(list)
+        self.held: dict[int, list[_Access]] = defaultdict(list)
+        self.given_back: list[_Access] = []
+        self.arrived: list[_Arrived] = []
+        self.computed: _Access | None = None
+        for entry in plan.initial:
+            key = (entry.payload, entry.tensor)
+            if key in self.live:
+                self.violations.append(f"initial: {self._what(key)} is there twice")
+                continue
+            self._place(key, entry.offset, f"initial {self._what(key)}")
+
+    def iteration(self) -> None:
+        """Walk through every op once."""
+        before, self.ended = self.ended, [_START] * len(self.plan.ops)
+        step = 0
+        for op in self.plan.ops:
+            if op.step != step:
+                self._end_step(step)
+                step = op.step
+            self._walk(op, before)
+        self._end_step(step)
+        there: dict[_Key, int] = {key: buffer.low for key, buffer in self.live.items()}
+        wanted: dict[_Key, int] = {(entry.payload, entry.tensor): entry.offset for entry in self.plan.initial}
+        for key in sorted(there.keys() | wanted.keys()):
+            if there.get(key) != wanted.get(key):
+                self.violations.append(
+                    f"cyclic residency: {self._what(key)} begins the iteration at {wanted.get(key)} and ends it at "
+                    f"{there.get(key)}"
+                )
+
+    def _walk(self, op: Op, before: list[_Clock]) -> None:
+        clock = _START
+        for other in op.after:
+            clock = _merge(clock, (self.ended if other < op.id else before)[other])
+        lane = _LANES.get(op.resource)
+        if lane is None:
+            self.ended[op.id] = clock
+            for t in op.tensors:
+                self._drop(op, (op.payload or "", t))
+            return
+        clock = _merge(clock, self.lanes[lane])
+        if lane == _HOST:
+            self.updates += 1
+        access = _Access(op, lane, self.updates if lane == _HOST else clock[lane] + 1)
+        if op.kind in ("forward", "backward"):
+            self._compute(access, clock)
+        elif op.kind == "update":
+            self._update(access, clock)
+        elif op.kind == "prefetch":
+            self._prefetch(access, clock)
+        else:
+            self._offload(access, clock)
+        if lane == _HOST:
+            self.ended[op.id] = (clock[0], clock[1], clock[2], clock[_HOST] | 1 << access.count)
+            return
+        ended = clock[:lane] + (access.count,) + clock[lane + 1 :]
+        self.ended[op.id] = self.lanes[lane] = ended  # type: ignore[assignment]
+
+    # -- ops -------------------------------------------------------------------------------------------------------
+
+    def _compute(self, access: _Access, clock: _Clock) -> None:
+        op = access.op
+        for held in self.given_back:
+            self._require(access, clock, held, "memory that it may take")
+        self.given_back.clear()
+        self.computed = access
+        if op.kind == "backward" and not self.profile.blocks[op.block].has_backward:
+            return
+        for t in self.of_block[op.block]:
+            self._read_weight(access, clock, t)
+            if op.kind == "backward" and self.profile.tensors[t].trainable:
+                self._write(access, clock, self.cells["device", "grad", t], ("grad", t))
+        activation = self.cells["device", "activation", op.block]
+        touch = self._write if op.kind == "forward" else self._read
+        touch(access, clock, activation, ("activation", op.block))
+
+    def _read_weight(self, access: _Access, clock: _Clock, tensor: int) -> None:
+        op, key = access.op, ("weight", tensor)
+        if tensor in op.direct:
+            if key in self.outdated_hosts:
+                self._report(op, f"direct: the host copy of {self._what(key)} is outdated")
+            self._read(access, clock, self.cells["host", "weight", tensor], key)
+            return
+        buffer = self._on_device(op, key)
+        if buffer is not None:
+            if buffer.outdated:
+                self._report(op, f"residency: its {self._what(key)} is from before the host's update")
+            self._read(access, clock, buffer.cell, key)
+
+    def _update(self, access: _Access, clock: _Clock) -> None:
+        op = access.op
+        for t in op.tensors:
+            weight = ("weight", t)
+            if op.resource == "host":
+                self._read(access, clock, self.cells["host", "grad", t], ("grad", t))
+                self._write(access, clock, self.cells["host", "weight", t], weight)
+                if weight in self.live:
+                    self.live[weight].outdated = True
+                continue
+            self._read(access, clock, self.cells["device", "grad", t], ("grad", t))
+            for key in (weight, ("state", t)) if self.plan.state_bytes[t] else (weight,):
+                buffer = self._on_device(op, key)
+                if buffer is not None:
+                    self._write(access, clock, buffer.cell, key)
+                    buffer.newer = True
+                    self.outdated_hosts.add(key)
+
+    def _prefetch(self, access: _Access, clock: _Clock) -> None:
+        op = access.op
+        if op.payload == "activation":
+            for held in [*self.given_back, *([self.computed] if self.computed else [])]:
+                self._require(access, clock, held, "memory that it may take")
+            self._read(access, clock, self.cells["host", "activation", op.block], ("activation", op.block))
+            self._write(access, clock, self.cells["device", "activation", op.block], ("activation", op.block))
+            return
+        for t, offset in zip(op.tensors, op.offsets, strict=True):
+            key = (op.payload or "", t)
+            if key in self.live:
+                self._report(op, f"residency: {self._what(key)} is on the device already")
+                continue
+            if key in self.outdated_hosts:
+                self._report(op, f"host copy: the one of {self._what(key)} is outdated")
+            self._read(access, clock, self.cells["host", key[0], t], key)
+            buffer = self._place(key, offset, describe(op))
+            for former in self._take(buffer):
+                self._require(access, clock, former, f"the arena range of {self._what(key)}")
+            buffer.cell.write = access
+
+    def _offload(self, access: _Access, clock: _Clock) -> None:
+        op = access.op
+        if op.slot is not None:
+            self._arrive(access, clock, op.slot, op.slot + slot_bytes(op, self.profile))
+        if op.payload in ("grad", "activation"):
+            for index in op.tensors or (op.block,):
+                what: _Key = (op.payload, index)
+                self._read(access, clock, self.cells["device", op.payload, index], what)
+                self._write(access, clock, self.cells["host", op.payload, index], what)
+            if op.until is not None:
+                self.held[op.until].append(access)
+            return
+        for t in op.tensors:
+            key = (op.payload or "", t)
+            buffer = self._on_device(op, key)
+            if buffer is None:
+                continue
+            self._read(access, clock, buffer.cell, key)
+            self._write(access, clock, self.cells["host", key[0], t], key)
+            buffer.newer = False
+            self.outdated_hosts.discard(key)
+            if op.until is not None:
+                self.releases[op.until].append(key)
+
+    def _arrive(self, access: _Access, clock: _Clock, low: int, high: int) -> None:
+        """Take a range of the host memory of gradients; what was copied there before has been read."""
+        kept = [_Arrived(low, high, access.op)]
+        for former in self.arrived:
+            if former.low >= high or former.high <= low:
+                kept.append(former)
+                continue
+            for t in former.op.tensors:
+                what, cell = ("grad", t), self.cells["host", "grad", t]
+                for other in cell.accesses():
+                    self._require(access, clock, other, self._what(what))
+                if not cell.reads:
+                    self._report(access.op, f"slot: it overwrites {self._what(what)}, which no update has read")
+            rest = (replace(former, high=low), replace(former, low=high))
+            kept += [part for part in rest if part.low < part.high]
+        self.arrived = kept
+
+    def _drop(self, op: Op, key: _Key) -> None:
+        buffer = self._on_device(op, key)
+        if buffer is None:
+            return
+        if buffer.newer:
+            self._report(op, f"host copy: {self._what(key)} would be lost, the host's is outdated")
+        self._release(key)
+
+    def _end_step(self, step: int) -> None:
+        for key in self.releases.pop(step, ()):
+            if key in self.live:
+                if self.live[key].newer:
+                    self.violations.append(f"step {step}: host copy: {self._what(key)} would be lost")
+                self._release(key)
+        self.given_back += self.held.pop(step, ())
+
+    # -- arena -----------------------------------------------------------------------------------------------------
+
+    def _place(self, key: _Key, offset: int, name: str) -> _Buffer:
+        nbytes = self.profile.tensors[key[1]].bytes if key[0] == "weight" else self.plan.state_bytes[key[1]]
+        buffer = _Buffer(key, offset, offset + aligned(nbytes), _Cell())
+        if buffer.high > self.plan.arena_bytes:
+            self.violations.append(
+                f"{name}: arena: {self._what(key)} ends at {buffer.high}, the extent is {self.plan.arena_bytes}"
+            )
+        at = bisect.bisect_left(self.order, buffer.low)
+        for neighbour in self.order[max(at - 1, 0) : at + 1]:
+            other = self.at[neighbour]
+            if other.low < buffer.high and other.high > buffer.low:
+                self.violations.append(
+                    f"{name}: arena: {self._what(key)} at [{buffer.low}, {buffer.high}) overlaps "
+                    f"{self._what(other.key)} at [{other.low}, {other.high})"
+                )
+        if buffer.low not in self.at:
+            self.order.insert(at, buffer.low)
+        self.at[buffer.low] = buffer
+        self.live[key] = buffer
+        return buffer
+
+    def _release(self, key: _Key) -> None:
+        buffer = self.live.pop(key)
+        if self.at.get(buffer.low) is buffer:
+            del self.at[buffer.low]
+            del self.order[bisect.bisect_left(self.order, buffer.low)]
+        accesses = buffer.cell.accesses()
+        if accesses:
+            self.freed.append(_Freed(buffer.low, buffer.high, tuple(accesses)))
+
+    def _take(self, buffer: _Buffer) -> list[_Access]:
+        """Return the accesses to the range by those that had it before, and forget them."""
+        found: list[_Access] = []
+        kept: list[_Freed] = []
+        for freed in self.freed:
+            if freed.low >= buffer.high or freed.high <= buffer.low:
+                kept.append(freed)
+                continue
+            found += freed.accesses
+            rest = (replace(freed, high=buffer.low), replace(freed, low=buffer.high))
+            kept += [part for part in rest if part.low < part.high]
+        self.freed = kept
+        return found
+
+    # -- accesses --------------------------------------------------------------------------------------------------
+
+    def _on_device(self, op: Op, key: _Key) -> _Buffer | None:
+        if key not in self.live:
+            self._report(op, f"residency: {self._what(key)} is not on the device")
+        return self.live.get(key)
+
+    def _read(self, access: _Access, clock: _Clock, cell: _Cell, key: _Key) -> None:
+        if cell.write is not None:
+            self._require(access, clock, cell.write, self._what(key))
+        cell.reads[access.lane] = access
+
+    def _write(self, access: _Access, clock: _Clock, cell: _Cell, key: _Key) -> None:
+        for other in cell.accesses():
+            self._require(access, clock, other, self._what(key))
+        cell.write = access
+        cell.reads.clear()
+
+    def _require(self, access: _Access, clock: _Clock, other: _Access, what: str) -> None:
+        known = clock[_HOST] >> other.count & 1 if other.lane == _HOST else clock[other.lane] >= other.count
+        if not known:
+            self._report(access.op, f"after: it is not ordered after {describe(other.op)}, which uses {what}")
+
+    def _report(self, op: Op, rule: str) -> None:
+        self.violations.append(f"{describe(op)}: {rule}")
+
+    def _what(self, key: _Key) -> str:
+        if key[0] == "activation":
+            return f"activations of {self.profile.blocks[key[1]].name}"
+        return f"{key[0]} {self.profile.tensors[key[1]].name}"
+
+
+def _merge(a: _Clock, b: _Clock) -> _Clock:
+    return (max(a[0], b[0]), max(a[1], b[1]), max(a[2], b[2]), a[3] | b[3])

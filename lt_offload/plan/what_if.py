@@ -1,0 +1,109 @@
+"""What a little more of each resource would buy: plans solved again for a machine that has it, not derivatives guessed.
+
+Knows profiles and plans; how a plan is found is the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import DirectProfile, Profile, TensorProfile
+from lt_offload.units import format_bytes
+
+Solver = Callable[[Profile, int, int], Plan]
+"""Returns the best plan for a profile, a device budget and a host budget in bytes."""
+
+MORE_MEMORY = 10**9
+MORE_RAM = 8 * 10**9
+FASTER_LINK = 1.5
+FASTER_UPDATE = 2.0
+_ALL_RAM = 0.9
+"""A plan that takes less of the RAM than this is not short of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gain:
+    """One change of the machine and the plan for it."""
+
+    change: str
+    """e.g. ``"1 GB more device memory"``."""
+    iteration_s: float
+    lower_bound_s: float
+    note: str = ""
+    """Why nothing was solved, where nothing was."""
+
+
+def gains(plan: Plan, profile: Profile, solve: Solver, *, say: Callable[[str], None] | None = None) -> tuple[Gain, ...]:
+    """Return what more device memory, more RAM, a faster link and faster updates on the host would buy.
+
+    A plan stays valid where there is more of something, so no change makes it slower.
+
+    Args:
+        plan: the plan to compare with.
+        profile: what it was made for.
+        solve: finds a plan; should have the switches that ``plan`` was found with.
+        say: is told what is being solved.
+    """
+    memory, ram = plan.budget_bytes, plan.host_budget_bytes
+    link = f"a link {FASTER_LINK:g} times as fast"
+    update = f"host updates {FASTER_UPDATE:g} times as fast"
+    found = []
+    for change, machine, device, host in (
+        (f"{format_bytes(MORE_MEMORY)} more device memory", profile, memory + MORE_MEMORY, ram),
+        (f"{format_bytes(MORE_RAM)} more RAM", profile, memory, ram + MORE_RAM),
+        (link, with_faster_link(profile, FASTER_LINK), memory, ram),
+        (update, with_faster_update(profile, FASTER_UPDATE), memory, ram),
+    ):
+        if say is not None:
+            say(f"planning with {change}")
+        found.append(_gain(change, plan, machine, device, host, solve))
+    return tuple(found)
+
+
+def _gain(change: str, plan: Plan, profile: Profile, memory: int, ram: int, solve: Solver) -> Gain:
+    now = plan.predicted
+
+    def unchanged(note: str) -> Gain:
+        return Gain(change=change, iteration_s=now.iteration_s, lower_bound_s=now.lower_bound_s, note=note)
+
+    if ram > plan.host_budget_bytes and now.host_peak_bytes < _ALL_RAM * plan.host_budget_bytes:
+        return unchanged(f"{format_bytes(now.host_peak_bytes)} of {format_bytes(plan.host_budget_bytes)} are needed")
+    try:
+        found = solve(profile, memory, ram).predicted
+    except (InfeasibleError, ConfigError):  # a plan is there, so it is only that none was found in time
+        return unchanged("no other plan was found in time")
+    return Gain(
+        change=change,
+        iteration_s=min(found.iteration_s, now.iteration_s),
+        lower_bound_s=min(found.lower_bound_s, now.lower_bound_s),
+    )
+
+
+def with_faster_link(profile: Profile, factor: float) -> Profile:
+    """Return ``profile`` with copies, and reads and writes of host memory by the device, ``factor`` times as fast."""
+    machine = profile.hardware
+    faster = replace(
+        machine,
+        h2d_bytes_per_s=factor * machine.h2d_bytes_per_s,
+        d2h_bytes_per_s=factor * machine.d2h_bytes_per_s,
+    )
+    return replace(profile, hardware=faster, tensors=tuple(_read_faster(tensor, factor) for tensor in profile.tensors))
+
+
+def _read_faster(tensor: TensorProfile, factor: float) -> TensorProfile:
+    if tensor.direct is None:
+        return tensor
+    reads = tuple(
+        replace(read, forward_s=read.forward_s / factor, backward_s=read.backward_s / factor)
+        for read in tensor.direct.reads
+    )
+    return replace(tensor, direct=DirectProfile(reads=reads, grad_s=tensor.direct.grad_s / factor))
+
+
+def with_faster_update(profile: Profile, factor: float) -> Profile:
+    """Return ``profile`` with updates on the host ``factor`` times as fast."""
+    optimizer = profile.optimizer
+    return replace(profile, optimizer=replace(optimizer, host_bytes_per_s=factor * optimizer.host_bytes_per_s))

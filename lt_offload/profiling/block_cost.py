@@ -1,0 +1,370 @@
+"""Runs one block alone, under one activation option, and measures it. Knows nothing of the model around it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lt_offload.model.call import Call
+from lt_offload.model.compiled import unseen_by_dynamo
+from lt_offload.model.options import for_replay, is_costly, travels
+from lt_offload.profiling.meters import Lap, Meter
+from lt_offload.profiling.watch import Watch
+from lt_offload.schema.profile import OptionProfile
+
+Option = Literal["keep", "recompute", "mixed"]
+"""What is run; ``offload`` computes what ``keep`` computes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockCost:
+    """What one block costs on its own."""
+
+    input_bytes: int
+    output_bytes: int
+    launch_s: float
+    options: tuple[OptionProfile, ...]
+    slack_bytes: int = 0
+    """Device memory that torch's allocator has held beyond what it has allocated, at most."""
+
+
+@dataclass(kw_only=True, slots=True)
+class _Figures:
+    """One option's figures."""
+
+    live: int = 0
+    """Bytes that the forward leaves, its input excluded."""
+    forward_peak: int = 0
+    backward_peak: int = 0
+    held_peak: int = 0
+    """``backward_peak`` with the gradients of parameters, if they stay."""
+    travelling: int = 0
+    """Bytes among ``live`` that may travel."""
+    saves_input: bool = False
+    input_travels: bool = False
+    output_bytes: int = 0
+    slack: int = 0
+    """Bytes that the allocator holds at the peak and has not given to anybody."""
+    forward: Lap = Lap(seconds=0.0, launch_s=0.0)
+    backward: Lap = Lap(seconds=0.0, launch_s=0.0)
+
+
+def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
+    """Run ``call`` under every option that can pay and return what it costs; ``once``: those that run it once."""
+    keep = _measure(call, "keep", meter, timed=True)
+    measured = [keep]
+    input_bytes = storage_bytes(call.inputs)
+    profiles = [_keep(keep)]
+    if call.has_backward and keep.live and not once:
+        measured.append(_measure(call, "recompute", meter, timed=False))
+        recompute = _recompute(keep, measured[-1])
+        profiles += [recompute, *_reload(recompute, call.inputs)]
+    if call.has_backward and (keep.travelling or keep.input_travels):
+        profiles.append(_offload(keep, input_bytes))
+    if (
+        call.has_backward and keep.live and not call.compiled and not once
+    ):  # no operation of compiled code can be left out
+        measured.append(_measure(call, "mixed", meter, timed=True))
+        profiles.append(_mixed(measured[-1], input_bytes))
+    return BlockCost(
+        input_bytes=input_bytes,
+        output_bytes=keep.output_bytes,
+        launch_s=max(keep.forward.launch_s, keep.backward.launch_s),
+        options=tuple(profiles),
+        slack_bytes=max(figures.slack for figures in measured),
+    )
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the bytes of the distinct storages of ``tensors``."""
+    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+
+
+def _keep(keep: _Figures) -> OptionProfile:
+    return OptionProfile(
+        name="keep",
+        forward_s=keep.forward.seconds,
+        backward_s=keep.backward.seconds,
+        saved_bytes=keep.live,
+        keeps_input=keep.saves_input,
+        offload_bytes=0,
+        forward_peak_bytes=keep.forward_peak,
+        backward_peak_bytes=keep.backward_peak,
+        held_peak_bytes=keep.held_peak,
+    )
+
+
+def _recompute(keep: _Figures, recompute: _Figures) -> OptionProfile:
+    return OptionProfile(
+        name="recompute",
+        forward_s=keep.forward.seconds,
+        backward_s=keep.forward.seconds + keep.backward.seconds,
+        saved_bytes=0,
+        keeps_input=True,
+        offload_bytes=0,
+        forward_peak_bytes=recompute.forward_peak,
+        backward_peak_bytes=recompute.backward_peak,
+        held_peak_bytes=recompute.held_peak,
+    )
+
+
+def _reload(recompute: OptionProfile, inputs: Sequence[Tensor]) -> Iterator[OptionProfile]:
+    """``recompute``, but the input travels; offered if it does."""
+    moving = storage_bytes(tensor for tensor in inputs if travels(tensor))
+    if moving:
+        staying = storage_bytes(inputs) - moving
+        yield replace(recompute, name="reload", saved_bytes=staying, keeps_input=False, offload_bytes=moving)
+
+
+def discard(cost: BlockCost) -> OptionProfile | None:
+    """Return the option of saving nothing; None if ``keep`` saves nothing either.
+
+    Before the backward something runs the forward again and saves what ``keep`` saves.
+    """
+    options = {option.name: option for option in cost.options}
+    keep = options["keep"]
+    saved = keep.saved_bytes
+    if not (saved or keep.keeps_input):
+        return None
+    return replace(
+        keep,
+        name="discard",
+        saved_bytes=0,
+        keeps_input=False,
+        forward_peak_bytes=options.get("recompute", keep).forward_peak_bytes,
+        backward_peak_bytes=saved + keep.backward_peak_bytes,
+        held_peak_bytes=None if keep.held_peak_bytes is None else saved + keep.held_peak_bytes,
+    )
+
+
+def _offload(keep: _Figures, input_bytes: int) -> OptionProfile:
+    """Until the copies have ended, and again from their return on, everything is where ``keep`` has it."""
+    return OptionProfile(
+        name="offload",
+        forward_s=keep.forward.seconds,
+        backward_s=keep.backward.seconds,
+        saved_bytes=keep.live - keep.travelling,
+        keeps_input=keep.saves_input and not keep.input_travels,
+        offload_bytes=keep.travelling + (input_bytes if keep.input_travels else 0),
+        forward_peak_bytes=keep.forward_peak + keep.travelling,
+        backward_peak_bytes=keep.backward_peak + keep.travelling,
+        held_peak_bytes=keep.held_peak + keep.travelling,
+    )
+
+
+def _mixed(mixed: _Figures, input_bytes: int) -> OptionProfile:
+    return OptionProfile(
+        name="mixed",
+        forward_s=mixed.forward.seconds,
+        backward_s=mixed.backward.seconds,
+        saved_bytes=mixed.live - mixed.travelling,
+        keeps_input=False,
+        offload_bytes=mixed.travelling + input_bytes,
+        forward_peak_bytes=mixed.forward_peak + mixed.travelling,
+        backward_peak_bytes=mixed.backward_peak + mixed.travelling,
+        held_peak_bytes=mixed.held_peak + mixed.travelling,
+    )
+
+
+def _measure(call: Call, option: Option, meter: Meter, *, timed: bool) -> _Figures:
+    """Run ``call`` once for its bytes, which warms up, and then for its times."""
+    figures = _Figures()
+    if call.compiled:
+        _run(call, option, meter, None)  # compiles
+    forward, backward = _run(call, option, meter, figures)
+    laps = [_run(call, option, meter, None) for _ in range(meter.repeats(forward.seconds) if timed else 0)]
+    figures.forward = _median([lap for lap, _ in laps] or [forward])
+    figures.backward = _median([lap for _, lap in laps] or [backward])
+    return figures
+
+
+def _median(laps: list[Lap]) -> Lap:
+    return Lap(
+        seconds=statistics.median(lap.seconds for lap in laps), launch_s=statistics.median(lap.launch_s for lap in laps)
+    )
+
+
+def _run(call: Call, option: Option, meter: Meter, figures: _Figures | None) -> tuple[Lap, Lap]:
+    """Run forward and backward; fill in ``figures`` if given (which costs time)."""
+    trial = _Trial(call, option)
+    watch = Watch(_device(call)) if figures is not None else None
+    meter.lap()
+    if watch is None:
+        trial.forward()
+    else:
+        with watch:
+            trial.forward()
+    forward = meter.lap()
+    if figures is not None and watch is not None:
+        figures.live = watch.current
+        figures.output_bytes = trial.output_bytes
+        figures.forward_peak = max(0, watch.peak() - figures.live - trial.output_bytes)
+        figures.travelling, figures.saves_input, figures.input_travels = trial.travelling()
+        figures.slack = watch.slack
+    if not call.has_backward:
+        return forward, Lap(seconds=0.0, launch_s=0.0)
+    gradients = trial.incoming_gradients()
+    meter.lap()
+    if watch is None:
+        trial.backward(gradients)
+    else:
+        with watch:
+            trial.backward(gradients, watch.leave_out)
+    backward = meter.lap()
+    if figures is not None and watch is not None:
+        outgoing = sum(x.nbytes for x, need in zip(call.inputs, call.needs_grad, strict=True) if need)
+        figures.held_peak = max(0, watch.held_peak() - figures.live - outgoing)
+        # Compiled code makes all gradients before the first one is used, so that there they count.
+        streamed = watch.whole_peak() - call.passing_bytes if call.compiled else watch.peak()
+        figures.backward_peak = max(0, streamed - figures.live - outgoing)
+        figures.slack = watch.slack
+    return forward, backward
+
+
+def _device(call: Call) -> torch.device:
+    return next((leaf.device for leaf in call.leaves if isinstance(leaf, Tensor)), torch.device("cpu"))
+
+
+class _Trial:
+    """One forward and backward of a block."""
+
+    def __init__(self, call: Call, option: Option) -> None:
+        self.call = call
+        self.option = option
+        self.output_bytes = 0
+        self._inputs: list[Tensor] = []
+        self._roots: dict[int, GradientEdge] = {}
+        """By output: what one needs stays until the backward, whether or not the loss uses it."""
+        self._outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._cache: list[Any] = []
+        self._saved: dict[int, tuple[int, bool]] = {}
+
+    def forward(self) -> None:
+        """Run the forward and keep what the option keeps."""
+        if self.option == "keep":
+            self._inputs = self._enter()
+            with torch.enable_grad(), saved_tensors_hooks(self._note, lambda tensor: tensor):
+                outputs = _numbers(self.call.run(self._inputs))
+        elif self.option == "mixed":
+            with torch.no_grad(), _Collect(self._cache):
+                outputs = _numbers(self.call.run(self.call.inputs))
+            for tensor in tree_leaves(self._cache):
+                self._note(tensor)
+        else:
+            compiled = self.call.compiled  # without a graph it would be other code
+            with torch.set_grad_enabled(compiled):
+                outputs = _numbers(self.call.run(self._enter() if compiled else self.call.inputs))
+                outputs = [output.detach() for output in outputs]
+        self.output_bytes = outputs[0].untyped_storage().nbytes()
+        self._outputs = [(output.shape, output.dtype, output.device) for output in outputs]
+        self._roots = _edges(outputs)
+
+    def incoming_gradients(self) -> dict[int, Tensor]:
+        """Return gradients for the outputs that the loss reaches."""
+        found = {at: self._outputs[at] for at in sorted(self.call.reached) if at < len(self._outputs)}
+        return {at: torch.zeros(shape, dtype=dtype, device=device) for at, (shape, dtype, device) in found.items()}
+
+    def backward(self, gradients: dict[int, Tensor], seen: Callable[[Tensor], None] | None = None) -> None:
+        """Run the backward; gradients of parameters are shown to ``seen`` and dropped as soon as they are complete."""
+        with _dropping_gradients(self.call.module, seen):
+            roots, self._roots = self._roots, {}
+            if self.option != "keep":
+                self._inputs = self._enter()
+                with torch.enable_grad(), _Replay(self._cache) if self._cache else nullcontext():
+                    roots = _edges(_numbers(self.call.run(self._inputs)))
+            reached = [at for at in gradients if at in roots]
+            assert reached
+            torch.autograd.backward([roots[at] for at in reached], [gradients[at] for at in reached])
+        self._inputs = []
+
+    def travelling(self) -> tuple[int, bool, bool]:
+        """Return how many of the saved bytes may travel, whether the input is saved, and whether that may travel."""
+        inputs = {tensor.untyped_storage()._cdata for tensor in self.call.inputs}
+        others = {leaf.untyped_storage()._cdata for leaf in self.call.leaves if isinstance(leaf, Tensor)}
+        others |= {p.untyped_storage()._cdata for p in (*self.call.module.parameters(), *self.call.module.buffers())}
+        moving = [nbytes for key, (nbytes, moves) in self._saved.items() if moves and key not in others]
+        saved_inputs = [self._saved[key][1] for key in inputs if key in self._saved]
+        return sum(moving), bool(saved_inputs), any(saved_inputs)
+
+    def _enter(self) -> list[Tensor]:
+        needs = zip(self.call.inputs, self.call.needs_grad, strict=True)
+        return [tensor.detach().requires_grad_(need) for tensor, need in needs]
+
+    def _note(self, tensor: Any) -> Any:
+        if isinstance(tensor, Tensor):
+            storage = tensor.untyped_storage()
+            moves = travels(tensor) or self._saved.get(storage._cdata, (0, False))[1]
+            self._saved[storage._cdata] = storage.nbytes(), moves
+            return tensor.detach()
+        return tensor
+
+
+@unseen_by_dynamo
+class _Collect(TorchDispatchMode):
+    """Keeps the results of costly operations."""
+
+    def __init__(self, cache: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cache = cache
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if not is_costly(func, args, kwargs or {}):
+            return func(*args, **(kwargs or {}))
+        out = func(*for_replay(func, args), **(kwargs or {}))
+        self._cache.append(out)
+        return out
+
+
+@unseen_by_dynamo
+class _Replay(TorchDispatchMode):
+    """Hands out the kept results in order, instead of running the operations again."""
+
+    def __init__(self, cache: list[Any]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._cache = cache
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        if self._cache and is_costly(func, args, kwargs or {}):
+            return self._cache.pop(0)
+        return func(*args, **(kwargs or {}))
+
+
+def _numbers(out: Any) -> list[Tensor]:
+    """Return the tensors of numbers in an output: the first one goes on to the next block."""
+    return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _edges(outputs: Sequence[Tensor]) -> dict[int, GradientEdge]:
+    return {at: get_gradient_edge(output) for at, output in enumerate(outputs) if output.requires_grad}
+
+
+@contextmanager
+def _dropping_gradients(module: nn.Module, seen: Callable[[Tensor], None] | None) -> Iterator[None]:
+    """Let no gradient of a parameter outlive its completion; gradients that were there are put back."""
+    parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    before = [parameter.grad for parameter in parameters]
+
+    def drop(parameter: Tensor) -> None:
+        if seen is not None and parameter.grad is not None:
+            seen(parameter.grad)
+        parameter.grad = None
+
+    for parameter in parameters:
+        parameter.grad = None
+    register: Callable[[Tensor, Callable[[Tensor], None]], Any] = Tensor.register_post_accumulate_grad_hook
+    hooks = [register(parameter, drop) for parameter in parameters]
+    try:
+        yield
+    finally:
+        for hook, parameter, gradient in zip(hooks, parameters, before, strict=True):
+            hook.remove()
+            parameter.grad = gradient

@@ -1,0 +1,278 @@
+"""Runs a model once to learn what its blocks are called with, and what happens outside them. Measures no block.
+
+Each block runs with a graph of its own, which is dropped when it returns, so that the activations of one block at most
+are kept; what lies between blocks and after the last one (the loss) runs as in training. What then still reaches a
+block's graph by another way than its output is a use that cannot be trained exactly: see ``seams.py``.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
+
+from lt_offload.errors import ModelError
+from lt_offload.machine.accounting import Account
+from lt_offload.model.blocks import Block, Structure
+from lt_offload.model.call import Call
+from lt_offload.model.chain import Handed
+from lt_offload.model.compiled import Forward, intercept, is_compiled, uncompiled
+from lt_offload.model.effects import ambient
+from lt_offload.model.options import is_activation
+from lt_offload.model.seams import Interface, Seams
+from lt_offload.profiling.meters import Lap, Meter
+
+Run = Callable[[Any], Any]
+Stage = Callable[[nn.Module], AbstractContextManager[None]]
+Aside = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(kw_only=True, slots=True)
+class Tail:
+    """What happens between the last block's forward and its backward: the loss. Bytes include that block's output."""
+
+    forward: Lap
+    backward: Lap = Lap(seconds=0.0, launch_s=0.0)
+    forward_peak: int = 0
+    saved: int = 0
+    """In use when the backward begins."""
+    backward_peak: int = 0
+    left: int = 0
+    """In use when the last block's backward begins: the gradient of its output, and what the caller still holds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Capture:
+    """One run of the model."""
+
+    calls: tuple[Call, ...]
+    """One per block; blocks that cost the same share one."""
+    chained: tuple[bool, ...]
+    """Per block: its activations are what the block before returned, untouched."""
+    lingering: tuple[int, ...]
+    """Per block: bytes that blocks before the last one returned and the model's own code still holds (a variable)."""
+    between: int
+    """Bytes that live outside the blocks until the backward: masks, tables, what operations between blocks save."""
+    once: tuple[bool, ...]
+    """Per block: it must not run a second time for its backward, nor without a graph."""
+    held: int
+    """Bytes of what the model returned, which its caller may hold until it has called the model again."""
+    tail: Tail
+
+
+def capture(
+    structure: Structure,
+    run: Run,
+    batch: Any,
+    *,
+    device: torch.device,
+    stage: Stage,
+    meter: Meter,
+    aside: Aside = nullcontext,
+) -> Capture:
+    """Run the model on ``batch`` and return what its blocks were called with.
+
+    Args:
+        structure: the model's blocks.
+        run: calls the model and returns the loss, or something that holds it; what it returns is taken to stay.
+        batch: on the device.
+        device: where blocks run.
+        stage: context in which a block's parameters are on the device.
+        meter: tells the time of the tail.
+        aside: encloses every run of a block beyond the one that the model asked for.
+
+    Raises:
+        ModelError: if a block is not called exactly once, in its place.
+    """
+    with ExitStack() as stack:
+        recorder = _Recorder(structure, device, stage, meter, aside)
+        for index, block in enumerate(structure.blocks):
+            stack.callback(intercept(block.module, recorder.wrap(index, block)))
+        with recorder.account, torch.enable_grad():
+            result = run(batch)
+            return recorder.finish(result)
+
+
+class _Recorder:
+    """Stands between the model and its blocks."""
+
+    def __init__(self, structure: Structure, device: torch.device, stage: Stage, meter: Meter, aside: Aside) -> None:
+        self.account = Account(device_type=device.type)
+        self._blocks = structure.blocks
+        self._stage = stage
+        self._meter = meter
+        self._calls: list[Call] = []
+        self._chained: list[bool] = []
+        self._lingering: list[int] = []
+        self._handed = Handed(())
+        self._by_signature: dict[object, Call] = {}
+        self._shared: list[Tensor] = []  # what blocks are given lives until the backward, and so does
+        self._graph: list[Any] = []  # what operations between blocks save
+        self._interfaces: set[int | None] = set()
+        self._copies: set[int | None] = set()  # what calls hold
+        self._returned: set[int | None] = set()  # by the block before
+        self._anchor = torch.zeros((), requires_grad=True)
+        self._between = self._below = self._output_bytes = 0
+        self._seams = Seams(structure, aside)
+
+    def wrap(self, index: int, block: Block) -> Forward:
+        """Return what is called instead of the block."""
+        original = uncompiled(block.module)  # what a block returns looks the same, and nothing is compiled too early
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self._check_turn(index)
+            call = self._call(block, args, kwargs)
+            self._calls.append(call)
+            last = index == len(self._blocks) - 1
+            if last:
+                # The input is the block's: it is not the loss that gives it back.
+                self._shared += [leaf.detach() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+                live = self.account.live()
+                self._between = sum(nbytes for serial, nbytes in live.items() if serial not in self._interfaces)
+            with self._stage(block.module):
+                out = self._seams.run(index, call, original, args, kwargs)
+            del args, kwargs
+            self._returned = {self.account.serial(t) for t in tree_leaves(out) if isinstance(t, Tensor)}
+            self._interfaces |= self._returned
+            if last:
+                outputs = {self.account.serial(t): t.untyped_storage().nbytes() for t in _numbers(out)}
+                self._output_bytes = sum(outputs.values())
+                self._below = self.account.current - self._output_bytes
+                self.account.reset_peak()
+                self._meter.lap()
+            if call.has_backward:
+                position = itertools.count()
+                out = tree_map(lambda leaf: self._connect(leaf, index, call, position), out)
+            self._handed = Handed(out)
+            return out
+
+        return forward
+
+    def finish(self, result: Any) -> Capture:
+        """Run the loss's backward; to be called with what the model returned."""
+        forward = self._meter.lap()
+        if len(self._calls) < len(self._blocks):
+            raise ModelError(f"block {self._blocks[len(self._calls)].name} was not called by the model's forward")
+        below, live = self._below, self.account.live()
+        results = {self.account.serial(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        held = sum(nbytes for serial, nbytes in live.items() if serial in results)
+        tail = Tail(forward=forward, forward_peak=self.account.peak - below, saved=self.account.current - below)
+        tail.backward_peak = tail.left = tail.saved + self._output_bytes
+        loss = find_loss(result)
+        if loss is not None and loss.requires_grad:
+            self.account.reset_peak()
+            self._seams.check_consumers(loss)
+            self._meter.lap()
+            torch.autograd.backward(loss)
+            tail.backward = self._meter.lap()
+            tail.backward_peak, tail.left = self.account.peak - below, self.account.current - below
+            self._seams.check_gradients()
+        else:
+            self._seams.check_results(result)
+        return Capture(
+            calls=tuple(self._calls),
+            chained=tuple(self._chained),
+            lingering=tuple(self._lingering),
+            between=self._between,
+            once=tuple(index in self._seams.once for index in range(len(self._blocks))),
+            held=held,
+            tail=tail,
+        )
+
+    def _check_turn(self, index: int) -> None:
+        expected = len(self._calls)
+        if index != expected:
+            name = self._blocks[index].name
+            turn = f"before {self._blocks[expected].name}" if index > expected else "a second time"
+            raise ModelError(
+                f"the model calls block {name} {turn}; blocks must be called once each, in the order "
+                f"{', '.join(block.name for block in self._blocks)}"
+            )
+
+    def _call(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """Return the call, the same for blocks that cost the same."""
+        leaves, spec = tree_flatten((args, kwargs))
+        positional = len(tree_leaves(args))
+        tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        slots = tuple(at for at, leaf in tensors if is_activation(leaf, positional=at < positional))
+        needs_grad = tuple(leaves[at].requires_grad for at in slots)
+        self._chained.append(self._handed.sources([leaves[at] for at in slots]) is not None)
+        for at, leaf in tensors:
+            if at in slots:
+                self._interfaces.add(self.account.serial(leaf))
+                self._graph.append(leaf.grad_fn)
+            else:
+                self._shared.append(leaf)
+        given = {self.account.serial(leaf) for _, leaf in tensors}
+        elsewhere = self._interfaces - given - self._returned - self._copies
+        self._lingering.append(sum(size for serial, size in self.account.live().items() if serial in elsewhere))
+        parameters = list(block.module.parameters())
+        signature = (
+            repr(block.module),
+            is_compiled(block.module),
+            tuple((p.shape, p.dtype, p.requires_grad) for p in parameters),
+            tuple(_describe(leaf) for leaf in leaves),
+            spec,
+            needs_grad,
+            ambient(),
+        )
+        key = repr(signature)
+        if key not in self._by_signature:
+            self._by_signature[key] = Call(
+                module=block.module,
+                leaves=[self._own(leaf, copy=at in slots) for at, leaf in enumerate(leaves)],
+                spec=spec,
+                slots=slots,
+                needs_grad=needs_grad,
+                has_backward=any(needs_grad) or any(p.requires_grad for p in parameters),
+                contexts=ambient(),
+                reached={0},
+            )
+        return self._by_signature[key]
+
+    def _own(self, leaf: Any, *, copy: bool) -> Any:
+        """Return an argument as a call keeps it: a copy of an activation, whose own end is to be seen."""
+        if not isinstance(leaf, Tensor):
+            return leaf
+        found = leaf.detach()
+        own = found.clone() if copy else found
+        if own is found or own.stride() != leaf.stride():
+            return found
+        self._copies.add(self.account.serial(own))
+        self._interfaces |= self._copies
+        return own
+
+    def _connect(self, leaf: Any, index: int, call: Call, position: Iterator[int]) -> Any:
+        """Make an output of block ``index`` part of the outer graph."""
+        if isinstance(leaf, Tensor) and leaf.is_floating_point():
+            box = [leaf]
+            del leaf
+            note = partial(call.reached.add, next(position))
+            return Interface.apply(self._anchor, box, index, note)  # type: ignore[no-untyped-call]
+        return leaf
+
+
+def find_loss(result: Any) -> Tensor | None:
+    """Return the loss in what a model or a training step returned, if there is one."""
+    if isinstance(result, Mapping):
+        result = result.get("loss")
+    elif not isinstance(result, Tensor):
+        result = getattr(result, "loss", result[0] if isinstance(result, Sequence) and result else None)
+    return result if isinstance(result, Tensor) and result.numel() == 1 else None
+
+
+def _numbers(out: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor) and leaf.is_floating_point()]
+
+
+def _describe(leaf: Any) -> object:
+    if isinstance(leaf, Tensor):
+        return leaf.shape, leaf.dtype, leaf.stride()
+    return leaf if isinstance(leaf, (bool, int, float, str, type(None))) else type(leaf)

@@ -1,0 +1,177 @@
+"""Profiles a model from its configuration alone: fake tensors instead of weights, a count of work instead of a clock.
+
+Bytes come from the very code that measures real models; times are what the hardware's description allows, and are
+labelled as estimates.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import SGD, Adafactor, Adam, AdamW
+
+from lt_offload.errors import ConfigError
+from lt_offload.model.blocks import find_blocks
+from lt_offload.profiling.hardware import load_hardware
+from lt_offload.profiling.measure import assemble, measure_blocks
+from lt_offload.profiling.meters import Roofline
+from lt_offload.profiling.optimizer import OptimizerFactory, build_optimizer, estimate_optimizer
+from lt_offload.resources import shipped_files
+from lt_offload.resources_paths import is_dir, is_file
+from lt_offload.schema.profile import HardwareProfile, Profile
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+OPTIMIZERS: dict[str, OptimizerFactory] = {
+    "adamw": partial(AdamW, fused=True),
+    "adam": partial(Adam, fused=True),
+    "sgd": partial(SGD, momentum=0.9, fused=True),
+    "adafactor": Adafactor,
+}
+"""Optimizers that have a name here; any other can be given itself."""
+
+
+def profile_config(
+    config: str | Path | PreTrainedConfig,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    dtype: str = "float32",
+    hardware: str | Path | HardwareProfile,
+    optimizer: str | OptimizerFactory = "adamw",
+    lora: Mapping[str, Any] | None = None,
+    padding: bool = True,
+    on_progress: Callable[[str], None] | None = None,
+) -> Profile:
+    """Return the profile of a causal language model without its weights and without the machine it would run on.
+
+    Args:
+        config: a Hugging Face configuration, the name of a shipped one, a JSON file, or a folder with ``config.json``.
+        batch_size: sequences per batch.
+        sequence_length: tokens per sequence.
+        dtype: of the weights: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        hardware: a machine, the name of a shipped description, or a YAML file.
+        optimizer: ``adamw``, ``adam``, ``sgd`` (fused) or ``adafactor``, or what makes one from a list of parameters.
+        lora: arguments of ``peft.LoraConfig``, e.g. ``{"r": 8}``; None: all parameters are trained.
+        padding: whether batches are padded, so that attention gets a mask.
+        on_progress: is told what is being done.
+
+    Raises:
+        ConfigError: if the configuration, hardware, dtype, optimizer or sequence length cannot be used.
+        ModelError: if the model has no block sequence.
+    """
+    say = on_progress or (lambda _message: None)
+    machine = hardware if isinstance(hardware, HardwareProfile) else load_hardware(hardware)
+    if dtype not in machine.flops_per_s:
+        raise ConfigError(f"dtype={dtype!r}: {machine.name} has figures for {', '.join(machine.flops_per_s)} only")
+    factory = _optimizer_factory(optimizer)
+    model_config = load_model_config(config)
+    longest = getattr(model_config, "max_position_embeddings", None)
+    if longest is not None and sequence_length > longest:
+        raise ConfigError(f"sequence_length={sequence_length} is longer than the model's {longest} positions")
+    say("building the model without weights")
+    model = _build(model_config, getattr(torch, dtype), lora)
+    with FakeTensorMode():
+        _make_fake(model)
+        batch = _batch(batch_size, sequence_length, padding=padding)
+        structure = find_blocks(model)
+        with Roofline(machine) as meter:
+            measured = measure_blocks(
+                model,
+                structure,
+                batch,
+                run=lambda batch: model(**batch).loss,
+                device=torch.device("cpu"),
+                meter=meter,
+                say=say,
+            )
+    made = build_optimizer(factory, [p for p in model.parameters() if p.requires_grad])
+    updates = estimate_optimizer(made, machine)
+    return assemble(
+        model, structure, batch, measured, optimizer=made, updates=updates, hardware=machine, estimated=True
+    )
+
+
+def load_model_config(config: str | Path | PreTrainedConfig) -> PreTrainedConfig:
+    """Return a Hugging Face configuration from a shipped name, a JSON file or a folder.
+
+    Raises:
+        ConfigError: if there is no such configuration, or it is not a valid one.
+    """
+    from transformers import AutoConfig
+
+    if not isinstance(config, (str, Path)):
+        return config
+    shipped = shipped_files("configs/models", ".json")
+    path = shipped.get(str(config), Path(config))
+    path = path / "config.json" if is_dir(path) else path
+    if not is_file(path):
+        raise ConfigError(
+            f"config={str(config)!r} is no file, no folder with a config.json and not known; known are "
+            f"{', '.join(shipped)}"
+        )
+    try:
+        loaded: PreTrainedConfig = AutoConfig.for_model(**json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"config {str(path)!r} is not a Hugging Face model configuration: {error}") from None
+    return loaded
+
+
+def _optimizer_factory(optimizer: str | OptimizerFactory) -> OptimizerFactory:
+    if not isinstance(optimizer, str):
+        return optimizer
+    if optimizer.lower() not in OPTIMIZERS:
+        raise ConfigError(f"optimizer={optimizer!r} is not known by name; known are {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[optimizer.lower()]
+
+
+def _build(config: PreTrainedConfig, dtype: torch.dtype, lora: Mapping[str, Any] | None) -> nn.Module:
+    """Return the model in training mode, without memory for its tensors."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        if lora is not None:
+            model = _with_lora(model, lora)
+    return model.train()
+
+
+def _with_lora(model: nn.Module, lora: Mapping[str, Any]) -> nn.Module:
+    try:
+        from peft import LoraConfig, get_peft_model
+    except ImportError:
+        raise ConfigError("lora needs the package peft: pip install peft") from None
+    with warnings.catch_warnings():  # peft asks transformers with a name that is going away
+        warnings.simplefilter("ignore", FutureWarning)
+        adapted: nn.Module = get_peft_model(model, LoraConfig(**lora), low_cpu_mem_usage=True)
+    return adapted
+
+
+def _make_fake(model: nn.Module) -> None:
+    """Replace the tensors of ``model`` by fake ones on the CPU, tied ones by the same; under a ``FakeTensorMode``."""
+    made: dict[int, Any] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                if id(parameter) not in made:
+                    empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                module._parameters[name] = made[id(parameter)]
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = made.setdefault(id(buffer), torch.empty(buffer.shape, dtype=buffer.dtype))
+
+
+def _batch(batch_size: int, sequence_length: int, *, padding: bool) -> dict[str, Tensor]:
+    ids = torch.zeros(batch_size, sequence_length, dtype=torch.long)
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    return batch | {"attention_mask": torch.ones_like(ids)} if padding else batch

@@ -1,0 +1,245 @@
+"""What a machine offers: measured here, or read from a description. Knows nothing of models.
+
+Descriptions are ``configs/hardware/*.yaml``, and ``configs/hardware/hosts/*.yaml`` for what surrounds a card; reading
+them needs no torch.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Callable
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lt_offload.errors import ConfigError
+from lt_offload.resources import shipped_files
+from lt_offload.resources_paths import is_file
+from lt_offload.schema.profile import HardwareProfile
+from lt_offload.schema.profile_valid import problems_of_machine as problems
+from lt_offload.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+_CGROUP = Path("/sys/fs/cgroup")
+_MACHINES = "configs/hardware"
+_HOSTS = "configs/hardware/hosts"
+_LEFT_OVER = 256
+"""One part in so many of a GPU's free memory is not taken for a budget that nobody has named: 30 MB of 8 GB."""
+_HOST_FIELDS = (
+    "host_bytes", "pinnable_bytes", "host_memory_bytes_per_s", "h2d_bytes_per_s", "d2h_bytes_per_s",
+    "staged_bytes_per_s", "source",
+)  # fmt: skip
+"""What a description of a host may say."""
+
+
+def hardware_names() -> list[str]:
+    """Return the names of the shipped descriptions."""
+    return list(shipped_files(_MACHINES, ".yaml"))
+
+
+def load_hardware(name: str | Path) -> HardwareProfile:
+    """Return the machine called ``name``, or described in the YAML file ``name``.
+
+    A shipped name may be cut short where that is unambiguous: ``rtx-3060`` is ``rtx-3060-12gb``. Changes may follow:
+    ``rtx-3060,host=ddr4-64gb,host=pcie3-x8`` or ``rtx-3060,ram=48GB,link=6GB``. A host is a shipped description or a
+    YAML file; it replaces what it says about RAM, and copies are as fast as the slower of card and slot.
+
+    Raises:
+        ConfigError: if there is no such description, or it is not a valid one.
+    """
+    text = str(name)
+    base, *changes = [text] if is_file(text) else text.split(",")
+    path = _description(base, "hardware", _MACHINES)
+    machine = _validated(path, {"name": path.stem} | _read(path))
+    for change in changes:
+        machine = _changed(machine, change.strip())
+    return machine
+
+
+def save_hardware(machine: HardwareProfile, path: str | Path) -> Path:
+    """Write ``machine`` as a description that :func:`load_hardware` reads, with a comment per number."""
+    import yaml
+    from pydantic import TypeAdapter
+
+    lines = [f"# {machine.name}: {machine.source or 'no source given'}", "# Sizes in bytes, speeds per second."]
+    for key, value in TypeAdapter(HardwareProfile).dump_python(machine).items():
+        written = yaml.safe_dump({key: value}, sort_keys=False, width=1000).rstrip()
+        if isinstance(value, int | float):
+            written += f"  # {format_bytes(value)}{'/s' if 'per_s' in key else ''}"
+        lines.append(written)
+    target = Path(path)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return target
+
+
+def _changed(machine: HardwareProfile, change: str) -> HardwareProfile:
+    """Return ``machine`` with one change: ``host=NAME``, ``ram=SIZE`` or ``link=SIZE``."""
+    key, _, value = change.partition("=")
+    if key == "host":
+        path = _description(value, "host", _HOSTS)
+        found = _read(path)
+        if alien := found.keys() - set(_HOST_FIELDS):
+            raise ConfigError(f"host description {str(path)!r}: {min(alien)} is not one of {', '.join(_HOST_FIELDS)}")
+        source = f"{machine.source}; {path.stem}: {found.pop('source', 'no source given')}"
+        values = {field.name: getattr(machine, field.name) for field in fields(machine)}
+        other = _validated(path, values | found | {"name": f"{machine.name}, {path.stem}", "source": source})
+        return replace(
+            other,
+            h2d_bytes_per_s=min(machine.h2d_bytes_per_s, other.h2d_bytes_per_s),
+            d2h_bytes_per_s=min(machine.d2h_bytes_per_s, other.d2h_bytes_per_s),
+        )
+    if key not in ("ram", "link"):
+        raise ConfigError(f"hardware: {change!r} is no change; write host=NAME, ram=64GB or link=12GB (per second)")
+    size = parse_bytes(value, setting=f"hardware: {key}")
+    name = f"{machine.name}, {change}"
+    if key == "ram":
+        return replace(machine, name=name, host_bytes=size, pinnable_bytes=size)
+    return replace(machine, name=name, h2d_bytes_per_s=float(size), d2h_bytes_per_s=float(size))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    import yaml
+
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: a date such as 2001-99-99, or no text
+        raise ConfigError(f"cannot read hardware description {str(path)!r}: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise ConfigError(f"cannot read hardware description {str(path)!r}: it is nested too deeply") from None
+    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        raise ConfigError(f"cannot read hardware description {str(path)!r}: it is no mapping of names to numbers")
+    return values
+
+
+def _validated(path: Path, values: dict[str, Any]) -> HardwareProfile:
+    from pydantic import TypeAdapter, ValidationError
+
+    try:
+        machine = TypeAdapter(HardwareProfile).validate_python(values)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"hardware description {str(path)!r}: {where}: {first['msg']}") from None
+    problem = next(problems(machine), None)
+    if problem is not None:
+        raise ConfigError(f"hardware description {str(path)!r}: {problem}")
+    return machine
+
+
+def _description(name: str, setting: str, folder: str) -> Path:
+    """Return the file of ``name``: a shipped one of ``folder``, whose name may be cut short, or a path."""
+    shipped = shipped_files(folder, ".yaml")
+    wanted = name.strip().lower().replace("_", "-").replace(" ", "-")
+    if wanted in shipped:
+        return shipped[wanted]
+    if is_file(name):
+        return Path(name)
+    # rtx-3060 is rtx-3060-12gb and not rtx-3060ti, should there be one
+    for stem in (f"{wanted}-", wanted):
+        matches = [known for known in shipped if wanted and known.startswith(stem)]
+        if len(matches) == 1:
+            return shipped[matches[0]]
+    near = [known for known in shipped if wanted and wanted in known]
+    near = near or difflib.get_close_matches(wanted, shipped, n=2, cutoff=0.6)
+    why = f"could be {' or '.join(matches)}" if matches else "is no file and not known"
+    hint = f"; did you mean {' or '.join(near)}?" if near and not matches else ""
+    raise ConfigError(f"{setting}={name!r} {why}{hint}; give a YAML file or one of {', '.join(shipped)}")
+
+
+def measure_hardware(
+    device: torch.device | str | None = None, *, on_progress: Callable[[str], None] | None = None
+) -> HardwareProfile:
+    """Measure this machine with ``device`` (None: CUDA if there is any, otherwise the CPU, for the emulated device)."""
+    import torch
+
+    from lt_offload.machine.driver import context_bytes, current, device_for
+    from lt_offload.machine.numa import place_of
+    from lt_offload.machine.pinning import PinLimit, find_pin_limit
+    from lt_offload.machine.zero_copy import register, unregister
+    from lt_offload.profiling.links import LOCKED_BYTES, measure_links
+
+    place = device_for(device)
+    cuda = place.type == "cuda"
+    if on_progress is not None:
+        on_progress("measuring copies between host and device")
+    host = available_host_bytes()
+    with current(place):
+        limit = find_pin_limit(register, unregister, host_bytes=host) if cuda else PinLimit(nbytes=host, how="")
+        links = measure_links(place, pinned=limit.nbytes >= LOCKED_BYTES, place=place_of(place))
+    source = [
+        f"measured; one direction alone: {format_bytes(links.h2d_alone)}/s to the device, "
+        f"{format_bytes(links.d2h_alone)}/s to the host"
+    ]
+    return HardwareProfile(
+        name=torch.cuda.get_device_name(place) if cuda else "emulated",
+        device_bytes=torch.cuda.mem_get_info(place)[1] if cuda else host,
+        host_bytes=host,
+        pinnable_bytes=limit.nbytes,
+        h2d_bytes_per_s=links.h2d,
+        d2h_bytes_per_s=links.d2h,
+        staged_bytes_per_s=links.staged,
+        context_bytes=context_bytes(place) if cuda else 0,
+        source="; ".join([*source, f"page-locked memory: {limit.how}"] if limit.how else source),
+    )
+
+
+def check_memory(memory: int | None, device: torch.device) -> None:
+    """Raise ``ConfigError`` if ``device`` can never have ``memory`` bytes; the emulated one is in RAM."""
+    if memory is None:
+        return
+    if device.type == "cuda":
+        has, where = torch.cuda.get_device_properties(device).total_memory, "the GPU"
+    else:
+        has, where = total_host_bytes(), "RAM, where the emulated device is,"
+    if memory > has:
+        raise ConfigError(
+            f"memory={format_bytes(memory)} is more than there is: {where} has {format_bytes(has)}; lower memory, or "
+            "leave it out for all that is free"
+        )
+
+
+def free_memory(device: torch.device) -> int:
+    """Return the device memory that this process could occupy, its context included; the emulated device is in RAM.
+
+    Of a GPU a little is left: what a desktop takes varies while a plan is made, and all of a budget has to be there.
+    """
+    from lt_offload.machine.driver import occupiable_bytes
+
+    if device.type != "cuda":
+        return available_host_bytes()
+    free = occupiable_bytes(device)
+    return free - free // _LEFT_OVER
+
+
+def available_host_bytes() -> int:
+    """Return the RAM this process may still take: what the system has available, or its control group allows."""
+    import psutil  # type: ignore[import-untyped]
+
+    return max(0, min(int(psutil.virtual_memory().available), *_cgroup_bytes(_CGROUP)))
+
+
+def total_host_bytes() -> int:
+    """Return the RAM of this machine."""
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
+def _cgroup_bytes(root: Path) -> list[int]:
+    """Return what the control group leaves, per version that is mounted; empty without a limit."""
+    left: list[int] = []
+    for limit_file, used_file, cache_key in (
+        (root / "memory.max", root / "memory.current", "inactive_file"),
+        (root / "memory/memory.limit_in_bytes", root / "memory/memory.usage_in_bytes", "total_inactive_file"),
+    ):
+        try:
+            limit, used = limit_file.read_text().strip(), int(used_file.read_text())
+            statistics = dict(line.split() for line in (used_file.parent / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            continue
+        if limit != "max":
+            left.append(int(limit) - used + int(statistics.get(cache_key, 0)))  # the page cache gives way
+    return left

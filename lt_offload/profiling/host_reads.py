@@ -1,0 +1,244 @@
+"""What it costs that layers read their weights in host memory. Knows layers by their structure, no model by name.
+
+Known are layers whose reads can be told: embeddings, products with one matrix (``nn.Linear``, ``Conv1D``), and layers
+that scale or shift features (norms). Tensors of others get no figures, so no plan reads them in host memory.
+
+Bytes are a model, for every device:
+
+* an embedding reads one row per token in the forward, nothing in the backward;
+* a norm reads its vectors once in either direction;
+* a product reads its matrix once for every :data:`TILE` rows of activations, in the forward and again in the backward
+  for the gradient of its input, unless the matrix is so small (:data:`CACHE_BYTES`) that the device's cache has it
+  after the first time. Tiles are not smaller than that, nor are caches: both assumptions are on the safe side.
+
+Seconds are those bytes at the speed of the link, on top of everything else, as if none were hidden behind arithmetic.
+On a CUDA device they are measured instead, one layer of each kind.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+
+from lt_offload.errors import UnsupportedError
+from lt_offload.machine.zero_copy import locked, map_host, mapped_copy, measure_speeds, refusal
+from lt_offload.model.blocks import Structure
+from lt_offload.profiling.meters import Meter
+from lt_offload.schema.profile import DirectProfile, HardwareProfile, ReadProfile
+from lt_offload.units import format_bytes
+
+_log = logging.getLogger(__name__)
+
+Mapped = Callable[[Tensor], AbstractContextManager[Tensor]]
+
+TILE = 128
+"""Rows of activations for which a product reads its matrix once."""
+
+CACHE_BYTES = 1 << 20
+"""Matrices up to this size are taken to stay in the device's cache while a product reads them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Read:
+    """One parameter, read by one call of the layer that owns it."""
+
+    module: nn.Module
+    parameter: str
+    """Its name in ``module``."""
+    given: torch.Size
+    """Shape of the layer's input."""
+    forward_bytes: int
+    backward_bytes: int
+
+    @property
+    def tensor(self) -> nn.Parameter:
+        """The parameter."""
+        return self.module.get_parameter(self.parameter)
+
+    @property
+    def signature(self) -> object:
+        """Equal for reads that take equally long."""
+        return type(self.module), self.parameter, self.given, self.tensor.shape, self.tensor.dtype
+
+
+class Readers:
+    """Within the context, notes which layers of the blocks read which parameters, and how much of them."""
+
+    def __init__(self, structure: Structure) -> None:
+        self._tensors = structure.tensors
+        blocks = list(enumerate(structure.blocks))
+        self._uses = [[at for at, block in blocks if i in block.tensors] for i in range(len(self._tensors))]
+        self._index = {parameter: index for index, (_, parameter) in enumerate(self._tensors)}
+        self._blocks = {module: at for at, block in blocks for module in block.module.modules()}
+        self._reads: dict[tuple[int, int], list[Read]] = {}
+        """By tensor and block."""
+        self._seconds: dict[object, tuple[float, float]] = {}
+        """Of a forward and a backward, by signature, where they have been measured."""
+        self._write_rate = math.inf
+        """Bytes per second of gradients that the device writes to host memory, where it has been measured."""
+        self._hooks: list[Any] = []
+        self._counts = True
+
+    def __enter__(self) -> Self:
+        owners = [module for module in self._blocks if next(module.parameters(recurse=False), None) is not None]
+        self._hooks = [module.register_forward_hook(self._called) for module in owners]
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Enclose a run of a block that is one too many: its reads do not count."""
+        self._counts = False
+        try:
+            yield
+        finally:
+            self._counts = True
+
+    def _called(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
+        for read in reads(module, args, out) if self._counts else ():
+            self._reads.setdefault((self._index[read.tensor], self._blocks[module]), []).append(read)
+
+    def measure_on(self, device: torch.device, meter: Meter, say: Callable[[str], None]) -> None:
+        """Measure one read of every kind on a CUDA ``device``; if it cannot read host memory, no tensor has figures."""
+        say("measuring reads of host memory")
+        try:
+            with locked(torch.empty(1024, dtype=torch.int32)) as probe:
+                reason = refusal(lambda host: map_host(host, device), probe, lambda: torch.cuda.synchronize(device))
+            if not reason:
+                speeds = measure_speeds(
+                    device, lambda: torch.cuda.synchronize(device), lambda host: map_host(host, device)
+                )
+                reason = speeds.too_slow
+            if not reason:
+                self._write_rate = speeds.write
+                _log.info(
+                    "weights can be read in host memory, at %s/s; gradients can be written there, at %s/s",
+                    format_bytes(speeds.read),
+                    format_bytes(speeds.write),
+                )
+                self.measure(lambda data: mapped_copy(data, device), device, meter)
+        except UnsupportedError as error:  # some containers do not allow to lock memory
+            reason = str(error)
+        if reason:
+            say(f"weights cannot be read in host memory: {reason}")
+            _log.info("weights cannot be read in host memory: %s", reason)
+            self._reads.clear()
+
+    def measure(self, mapped: Mapped, device: torch.device, meter: Meter) -> None:
+        """Measure one read of every kind; ``mapped`` gives a copy of a tensor in host memory as ``device`` sees it."""
+        for found in self._reads.values():
+            for read in found:
+                if read.signature not in self._seconds:
+                    self._seconds[read.signature] = _extra_seconds(read, mapped, device, meter)
+
+    def profile(self, tensor: int, hardware: HardwareProfile) -> DirectProfile | None:
+        """Return the costs of ``tensor``; None if the reads of one of the blocks that use it cannot be told."""
+        found = [self._reads.get((tensor, block), []) for block in self._uses[tensor]]
+        parameter = self._tensors[tensor][1]
+        if not all(found) or not parameter.is_contiguous():
+            return None
+        return DirectProfile(
+            reads=tuple(self._of_block(reads, hardware.h2d_bytes_per_s) for reads in found),
+            grad_s=parameter.nbytes / min(hardware.d2h_bytes_per_s, self._write_rate),
+        )
+
+    def _of_block(self, found: list[Read], rate: float) -> ReadProfile:
+        """Return what all reads of one tensor by one block cost together."""
+        costs = [self._cost(read, rate) for read in found]
+        forward_s, backward_s, forward_bytes, backward_bytes = (sum(figures) for figures in zip(*costs, strict=True))
+        return ReadProfile(
+            forward_s=forward_s,
+            backward_s=backward_s,
+            forward_bytes=int(forward_bytes),
+            backward_bytes=int(backward_bytes),
+        )
+
+    def _cost(self, read: Read, rate: float) -> tuple[float, float, float, float]:
+        """Return seconds of forward and backward, and bytes of both: no more than the link carries in that time."""
+        if read.signature not in self._seconds:
+            return read.forward_bytes / rate, read.backward_bytes / rate, read.forward_bytes, read.backward_bytes
+        forward_s, backward_s = self._seconds[read.signature]
+        least = read.tensor.nbytes
+        return (
+            forward_s,
+            backward_s,
+            min(read.forward_bytes, max(least, forward_s * rate)),
+            min(read.backward_bytes, max(least, backward_s * rate)),
+        )
+
+
+def reads(module: nn.Module, args: tuple[Any, ...], out: Any) -> Iterator[Read]:
+    """Yield what a call of ``module`` has read of its own parameters; nothing if that cannot be told."""
+    given = args[0] if args else None
+    if not isinstance(given, Tensor) or not isinstance(out, Tensor):
+        return
+    own = dict(module.named_parameters(recurse=False))
+    weight = own.get("weight")
+    if isinstance(module, nn.Embedding):
+        if module.max_norm is None:  # otherwise the forward writes, too
+            yield _read(module, "weight", given, out.numel() * module.weight.element_size(), 0)
+    elif weight is not None and weight.ndim == 2 and _multiplies(weight, given, out):
+        passes = 1 if weight.nbytes <= CACHE_BYTES else -(-given.numel() // given.shape[-1] // TILE)
+        yield _read(module, "weight", given, passes * weight.nbytes, passes * weight.nbytes)
+        if "bias" in own:
+            yield _read(module, "bias", given, own["bias"].nbytes, 0)
+    elif given.shape == out.shape and all(p.shape == out.shape[-1:] for p in own.values()):
+        for name, parameter in own.items():
+            yield _read(module, name, given, parameter.nbytes, parameter.nbytes)
+
+
+def _multiplies(weight: Tensor, given: Tensor, out: Tensor) -> bool:
+    ends = [given.shape[-1], out.shape[-1]]
+    return ends in (list(weight.shape), list(weight.shape)[::-1]) and given.shape[:-1] == out.shape[:-1]
+
+
+def _read(module: nn.Module, name: str, given: Tensor, forward: int, backward: int) -> Read:
+    return Read(module=module, parameter=name, given=given.shape, forward_bytes=forward, backward_bytes=backward)
+
+
+def _extra_seconds(read: Read, mapped: Mapped, device: torch.device, meter: Meter) -> tuple[float, float]:
+    """Return how much longer forward and backward of a layer take when they read one parameter in host memory."""
+    held = [(parameter, parameter.data) for parameter in read.module.parameters(recurse=False)]
+    own, data = read.tensor, read.tensor.data
+    try:
+        for parameter, before in held:
+            parameter.data = before.to(device)
+        near = _seconds(read, device, meter)
+        with mapped(data) as own.data:
+            far = _seconds(read, device, meter)
+    finally:
+        for parameter, before in held:
+            parameter.data = before
+    return max(0.0, far[0] - near[0]), max(0.0, far[1] - near[1])
+
+
+def _seconds(read: Read, device: torch.device, meter: Meter) -> tuple[float, float]:
+    """Return the time of the layer's forward and of the part of its backward that leads to its input."""
+    module = read.module
+    if isinstance(module, nn.Embedding):
+        x = torch.arange(read.given.numel(), device=device).remainder(module.num_embeddings).view(read.given)
+    else:
+        x = torch.zeros(read.given, dtype=read.tensor.dtype, device=device, requires_grad=True)
+    laps: list[tuple[float, float]] = []
+    for _ in range(1 + max(1, meter.repeats(0.0))):
+        meter.lap()
+        out = module.forward(x)
+        forward = meter.lap().seconds
+        if x.requires_grad:
+            gradient = torch.zeros_like(out)
+            meter.lap()
+            torch.autograd.grad(out, x, gradient)
+        laps.append((forward, meter.lap().seconds if x.requires_grad else 0.0))
+    forwards, backwards = zip(*laps[1:], strict=True)
+    return statistics.median(forwards), statistics.median(backwards)

@@ -1,0 +1,395 @@
+"""Measures a model with its real weights on the device it will be trained on, one block at a time.
+
+The device needs room for one block, its activations and one batch; the model may be larger than the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves, tree_map
+
+from lt_offload.machine.driver import (
+    context_bytes,
+    current,
+    device_for,
+    page_table_bytes,
+    use_expandable_segments,
+    warm_up,
+)
+from lt_offload.model.blocks import Structure, find_blocks
+from lt_offload.model.caches import caches_off
+from lt_offload.model.compiled import forget_compiled, is_compiled
+from lt_offload.model.snapshot import untouched
+from lt_offload.profiling.block_cost import BlockCost, discard, measure_block, storage_bytes
+from lt_offload.profiling.capture import Capture, Run, Tail, capture
+from lt_offload.profiling.hardware import measure_hardware
+from lt_offload.profiling.host_reads import Readers
+from lt_offload.profiling.meters import Meter, Stopwatch
+from lt_offload.profiling.optimizer import OptimizerFactory, StateSizes, build_optimizer, measure_optimizer
+from lt_offload.schema.profile import (
+    RECORDED,
+    BlockProfile,
+    HardwareProfile,
+    OptimizerProfile,
+    OptionProfile,
+    Profile,
+    TensorProfile,
+)
+
+ALLOCATOR_SLACK = 0.02
+"""Part of the memory of a GPU that plans leave to torch's allocator; an emulated device has none."""
+
+Progress = Callable[[str], None]
+
+
+def profile(
+    model: nn.Module,
+    sample_batch: Any,
+    *,
+    optimizer: Optimizer | OptimizerFactory,
+    device: torch.device | str | None = None,
+    hardware: HardwareProfile | None = None,
+    run: Run | None = None,
+    structure: Structure | None = None,
+    on_progress: Progress | None = None,
+) -> Profile:
+    """Measure what ``model`` costs on ``sample_batch``; neither weights, gradients, buffers nor random numbers change.
+
+    If blocks are compiled, everything that ``torch.compile`` has compiled in this process is compiled again when it is
+    called next, as in a process that starts.
+
+    Args:
+        model: with its weights, anywhere; its modules are measured in the mode (training or not) they are in.
+        sample_batch: of the largest shape that training will see. A mapping is passed as keyword arguments, a tuple or
+            list as positional ones.
+        optimizer: the one that will be used, or what makes it from a list of parameters, e.g. ``torch.optim.AdamW``.
+        device: where blocks run; None: CUDA if there is any, otherwise the CPU (for the emulated device).
+        hardware: the machine, if it has been measured before.
+        run: calls the model on a batch and returns the loss or something that holds it, which the caller may keep until
+            the next batch; None: the model itself, whose result often holds the logits.
+        structure: the model's blocks, if they have been found before.
+        on_progress: is told what is being measured.
+
+    Raises:
+        ModelError: if the model has no block sequence, or calls its blocks in another order or more than once.
+    """
+    say = on_progress or _silent
+    place = device_for(device)
+    structure = structure or find_blocks(model)
+    optimizer = build_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad])
+    if place.type == "cuda":
+        use_expandable_segments(place)  # as the device does: what the allocator wastes is measured below
+    machine = hardware or _with_model(measure_hardware(place, on_progress=on_progress), model, optimizer)
+    say("measuring the optimizer")
+    with current(place):
+        updates = measure_optimizer(optimizer, place)
+    with ExitStack() as stack:
+        batch = stack.enter_context(_trial(model, sample_batch, place, optimizer=optimizer, run=run))
+        run = run or call_with_batch(model)
+        if place.type == "cuda":
+            warm_up(place)  # or the first block would be charged for the libraries' workspaces
+        if any(is_compiled(block.module) for block in structure.blocks):
+            stack.callback(forget_compiled)  # training compiles for the shapes that it sees, not for the sample's
+        measured = measure_blocks(model, structure, batch, run=run, device=place, meter=Stopwatch(place), say=say)
+    if place.type == "cuda":  # by now all kernels are there
+        machine = replace(machine, context_bytes=max(machine.context_bytes, context_bytes(place)))
+    return assemble(
+        model, structure, batch, measured, optimizer=optimizer, updates=updates, hardware=machine, estimated=False
+    )
+
+
+def check_use(
+    model: nn.Module, sample_batch: Any, *, device: torch.device, optimizer: Optimizer, structure: Structure
+) -> None:
+    """Run ``model`` once, as :func:`profile` does, to refuse what no plan could train exactly; measures nothing.
+
+    Raises:
+        UnsupportedError: naming the block or weight, see ``seams.py``.
+        ModelError: if the model calls its blocks in another order or more than once.
+    """
+    stay = [*(parameter for _, parameter in structure.rest), *model.buffers()]
+    with ExitStack() as stack:
+        batch = stack.enter_context(_trial(model, sample_batch, device, optimizer=optimizer))
+        for context in (caches_off(model), _gradients_kept(model), _staged(stay, device)):
+            stack.enter_context(context)
+        stage = partial(_stage, device)
+        capture(structure, call_with_batch(model), batch, device=device, stage=stage, meter=Stopwatch(device))
+
+
+@contextmanager
+def _trial(model: nn.Module, sample_batch: Any, device: torch.device, **others: Any) -> Iterator[Any]:
+    """Enclose runs of ``model`` that leave no trace; yields the batch on ``device``."""
+    devices = [device.index] if device.type == "cuda" else []
+    roots = {type(model).__name__: model, "sample_batch": sample_batch, **others}
+    with current(device), untouched(devices=devices, **roots):
+        yield tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, Tensor) else leaf, sample_batch)
+
+
+def _stage(device: torch.device, module: nn.Module) -> AbstractContextManager[None]:
+    """Have the parameters of ``module`` on ``device``."""
+    return _staged(module.parameters(), device)
+
+
+def _with_model(machine: HardwareProfile, model: nn.Module, optimizer: Optimizer) -> HardwareProfile:
+    """Return ``machine`` with the RAM that weights and optimizer states take already: plans count them once more."""
+    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
+    on_host = storage_bytes(tensor for tensor in (*model.parameters(), *states) if tensor.device.type == "cpu")
+    memory = psutil.Process().memory_info()
+    # What is mapped from files counts as free.
+    held = max(0, min(on_host, memory.rss - getattr(memory, "shared", 0)))
+    free, pinnable = machine.host_bytes, machine.pinnable_bytes
+    return replace(machine, host_bytes=free + held, pinnable_bytes=free + held if pinnable == free else pinnable)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measured:
+    """What the blocks of a model cost, and what lies outside them."""
+
+    captured: Capture
+    costs: list[BlockCost]
+    """One per block."""
+    readers: Readers
+
+
+def measure_blocks(
+    model: nn.Module,
+    structure: Structure,
+    batch: Any,
+    *,
+    run: Run,
+    device: torch.device,
+    meter: Meter,
+    say: Progress,
+) -> Measured:
+    """Run the model once and every kind of block alone; ``meter`` decides whether times are measured or estimated."""
+    stay = [*(parameter for _, parameter in structure.rest), *model.buffers()]
+    with caches_off(model), _gradients_kept(model), _staged(stay, device):
+        say("running the model once")
+        with Readers(structure) as readers:
+            stage = partial(_stage, device)
+            captured = capture(structure, run, batch, device=device, stage=stage, meter=meter, aside=readers.paused)
+        costs = _block_costs(captured, device, meter, say)
+        if device.type == "cuda":
+            readers.measure_on(device, meter, say)
+        return Measured(captured=captured, costs=costs, readers=readers)
+
+
+def assemble(
+    model: nn.Module,
+    structure: Structure,
+    batch: Any,
+    measured: Measured,
+    *,
+    optimizer: Optimizer,
+    updates: OptimizerProfile,
+    hardware: HardwareProfile,
+    estimated: bool,
+) -> Profile:
+    """Return the profile of a model that has been measured."""
+    sizes = StateSizes(optimizer)
+    batch_size, sequence_length = _extent(batch)
+    gpu = hardware.context_bytes > 0
+    return Profile(
+        model=_base_name(model),
+        dtype=_main_dtype(model),
+        batch_size=batch_size,
+        sequence_length=sequence_length,
+        tensors=_tensor_profiles(structure, sizes, measured.readers, hardware),
+        blocks=_block_profiles(structure, measured.captured, measured.costs),
+        optimizer=updates,
+        hardware=hardware,
+        shared_bytes=measured.captured.between
+        + measured.captured.held
+        + storage_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
+        + storage_bytes(model.buffers())
+        + sum(p.nbytes * (2 if p.requires_grad else 1) + sizes.of(p) for _, p in structure.rest),
+        page_table_bytes=_page_tables(structure, sizes) if gpu else 0,
+        slack_bytes=max(cost.slack_bytes for cost in measured.costs),
+        slack_share=ALLOCATOR_SLACK if gpu else 0.0,
+        estimated=estimated,
+    )
+
+
+def _page_tables(structure: Structure, sizes: StateSizes) -> int:
+    """Return the device memory that the host copies of all tensors take once they are page-locked.
+
+    Wherever a tensor is updated: its weight has a host copy, and either its states have one, too, or its gradient.
+    """
+    return sum(
+        page_table_bytes(p.nbytes + (max(p.nbytes, sizes.of(p)) if p.requires_grad else 0))
+        for _, p in structure.tensors
+    )
+
+
+def call_with_batch(model: nn.Module) -> Run:
+    """Return a function that calls ``model`` on a batch."""
+
+    def run(batch: Any) -> Any:
+        if isinstance(batch, Mapping):
+            return model(**batch)
+        return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+    return run
+
+
+def _block_costs(captured: Capture, device: torch.device, meter: Meter, say: Progress) -> list[BlockCost]:
+    """Measure every distinct call once; return one cost per block."""
+    known: dict[int, BlockCost] = {}
+    distinct = len({id(call) for call in captured.calls})
+    again = {id(call) for call, once in zip(captured.calls, captured.once, strict=True) if not once}
+    for call in captured.calls:
+        if id(call) not in known:
+            say(f"measuring {type(call.module).__name__} ({len(known) + 1} of {distinct} kinds of blocks)")
+            with _staged(call.module.parameters(), device):
+                known[id(call)] = measure_block(call, meter, once=id(call) not in again)
+    return [known[id(call)] for call in captured.calls]
+
+
+def _block_profiles(structure: Structure, captured: Capture, costs: list[BlockCost]) -> tuple[BlockProfile, ...]:
+    profiles: list[BlockProfile] = []
+    arrived = 0
+    tail = _without_held(captured)
+    for index, (block, call, cost) in enumerate(zip(structure.blocks, captured.calls, costs, strict=True)):
+        last = index == len(costs) - 1
+        # What the block before handed on stays while a block runs that does not take it (a second embedding).
+        waiting = arrived if not call.slots else 0
+        grad = max((p.nbytes for p in block.module.parameters() if p.requires_grad), default=0)
+        options = [_with_tail(option, cost, tail, grad) if last else option for option in cost.options]
+        chained = captured.chained[index]
+        nothing = discard(cost) if chained and not last else None
+        options += [nothing] if nothing else []
+        options = [option for option in options if option.name in RECORDED or not captured.once[index]]
+        profiles.append(
+            BlockProfile(
+                name=block.name,
+                kind=block.kind,
+                input_bytes=cost.input_bytes,
+                output_bytes=0 if last else cost.output_bytes,
+                launch_s=cost.launch_s + (max(tail.forward.launch_s, tail.backward.launch_s) if last else 0.0),
+                options=tuple(_raised(option, waiting, captured.lingering[index]) for option in options),
+                has_backward=call.has_backward,
+                chained=chained,
+            )
+        )
+        arrived = cost.output_bytes
+    return tuple(profiles)
+
+
+def _without_held(captured: Capture) -> Tail:
+    """Return the loss's figures from when on the caller has the new result: room for one is there all the time.
+
+    Until then it may hold that of the batch before as well, so that the forward needs room for two.
+    """
+    tail, held = captured.tail, captured.held
+    return replace(tail, saved=tail.saved - held, backward_peak=tail.backward_peak - held, left=tail.left - held)
+
+
+def _with_tail(option: OptionProfile, cost: BlockCost, tail: Tail, grad_bytes: int) -> OptionProfile:
+    """Charge the loss to the last block, whose output nobody else counts.
+
+    Whoever adds up a backward adds at least the block's largest gradient (``grad_bytes``). While the loss is
+    differentiated that gradient does not exist yet, so as much of the peak is left out.
+    """
+    block_forward = option.forward_peak_bytes + cost.output_bytes
+    block_backward = option.backward_peak_bytes + tail.left
+    held = None
+    if option.held_peak_bytes is not None:
+        held = max(option.held_peak_bytes + tail.left, tail.backward_peak, tail.saved) - tail.saved
+    return replace(
+        option,
+        forward_s=option.forward_s + tail.forward.seconds,
+        backward_s=option.backward_s + tail.backward.seconds,
+        saved_bytes=option.saved_bytes + tail.saved,
+        forward_peak_bytes=max(block_forward, tail.forward_peak) - tail.saved,
+        backward_peak_bytes=max(block_backward, tail.backward_peak - grad_bytes, tail.saved) - tail.saved,
+        held_peak_bytes=held,
+    )
+
+
+def _raised(option: OptionProfile, by: int, in_forward: int) -> OptionProfile:
+    return replace(
+        option,
+        forward_peak_bytes=option.forward_peak_bytes + by + in_forward,
+        backward_peak_bytes=option.backward_peak_bytes + by,
+        held_peak_bytes=None if option.held_peak_bytes is None else option.held_peak_bytes + by,
+    )
+
+
+def _tensor_profiles(
+    structure: Structure, sizes: StateSizes, readers: Readers, hardware: HardwareProfile
+) -> tuple[TensorProfile, ...]:
+    return tuple(
+        TensorProfile(
+            name=name,
+            shape=tuple(parameter.shape),
+            dtype=str(parameter.dtype).removeprefix("torch."),
+            bytes=parameter.nbytes,
+            trainable=parameter.requires_grad,
+            blocks=tuple(at for at, block in enumerate(structure.blocks) if index in block.tensors),
+            state_bytes=sizes.of(parameter),
+            direct=readers.profile(index, hardware),
+        )
+        for index, (name, parameter) in enumerate(structure.tensors)
+    )
+
+
+def _base_name(model: nn.Module) -> str:
+    """Return the class name of the model itself, not of what wraps it."""
+    named = [module for module in model.modules() if hasattr(module, "_no_split_modules")]
+    return type(named[0] if named else model).__name__
+
+
+def _main_dtype(model: nn.Module) -> str:
+    totals: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        totals[parameter.dtype] = totals.get(parameter.dtype, 0) + parameter.numel()
+    return str(max(totals, key=lambda dtype: totals[dtype])).removeprefix("torch.")
+
+
+def _extent(batch: Any) -> tuple[int, int]:
+    """Return batch size and sequence length: the sizes of the token ids, or of the first tensor that has two."""
+    leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+    if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
+        leaves.insert(0, batch["input_ids"])
+    shape = next((leaf.shape for leaf in leaves if leaf.ndim >= 2), None)
+    if shape is None:
+        shape = torch.Size([*(leaves[0].shape[:1] if leaves else ()), 1, 1])
+    return shape[0], shape[1]
+
+
+def _silent(_message: str) -> None:
+    pass
+
+
+@contextmanager
+def _staged(tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]:
+    """Have ``tensors`` on ``device``; they return to the very memory where they were."""
+    moved = [(tensor, tensor.data) for tensor in tensors if tensor.device.type != device.type]
+    try:
+        for tensor, data in moved:
+            tensor.data = data.to(device)
+        yield
+    finally:
+        for tensor, data in moved:
+            tensor.data = data
+
+
+@contextmanager
+def _gradients_kept(model: nn.Module) -> Iterator[None]:
+    before = [(parameter, parameter.grad) for parameter in model.parameters()]
+    for parameter, _ in before:
+        parameter.grad = None
+    try:
+        yield
+    finally:
+        for parameter, gradient in before:
+            parameter.grad = gradient

@@ -1,0 +1,132 @@
+"""Two ways to tell how long a computation takes: a clock, and a count of its work for machines that are not here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, Self
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from lt_offload.machine.accounting import tensors_in
+from lt_offload.schema.profile import HardwareProfile
+
+LAUNCH_SECONDS = 1e-5
+"""Host time to launch one operation, for estimates."""
+
+_LONG = 0.3
+_aten = torch.ops.aten
+_attention: Callable[..., int] = sdpa_flop_count
+_attention_backward: Callable[..., int] = sdpa_backward_flop_count
+_GATHERS = frozenset({_aten.embedding.default})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lap:
+    """Time since the lap before."""
+
+    seconds: float
+    launch_s: float
+    """Part of it that the host needed to launch the work; 0 where the host does the work itself."""
+
+
+class Meter(Protocol):
+    """Tells the time of computations that ran between two calls of :meth:`lap`."""
+
+    def lap(self) -> Lap:
+        """Return the time since the last call."""
+        ...
+
+    def repeats(self, first: float) -> int:
+        """Return how often to run again what took ``first`` seconds at first; 0: the first time counts."""
+        ...
+
+
+class Stopwatch:
+    """Measures on ``device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._device = device
+        self._last = time.perf_counter()
+
+    def lap(self) -> Lap:
+        """Return the time since the last call, all work of the device included."""
+        launched = time.perf_counter()
+        if self._cuda:
+            torch.cuda.synchronize(self._device)
+        now = time.perf_counter()
+        lap = Lap(seconds=now - self._last, launch_s=launched - self._last if self._cuda else 0.0)
+        self._last = time.perf_counter()
+        return lap
+
+    def repeats(self, first: float) -> int:
+        """Twice after a warm-up; once if that was long, because then start-up effects no longer matter."""
+        return 1 if first > _LONG else 2
+
+
+class Roofline(TorchDispatchMode):
+    """Counts flops and bytes of every operation and divides by the rates of ``hardware``: nothing need be computed."""
+
+    def __init__(self, hardware: HardwareProfile) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._rates = {getattr(torch, name): rate for name, rate in hardware.flops_per_s.items()}
+        self._memory_rate = hardware.device_memory_bytes_per_s
+        self._seconds = self._launch_s = 0.0
+        self.traffic = 0
+        """Bytes read and written so far."""
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run the operation (on fake tensors: only its shapes) and count it."""
+        out = func(*args, **(kwargs or {}))
+        read = list(tensors_in((args, kwargs or {})))
+        written = _written(func, read, out)
+        if written:
+            if func in _GATHERS:  # reads as many rows of its table as it returns
+                read = [*read[1:], *written]
+            traffic = sum(tensor.nbytes for tensor in (*read, *written))
+            work = self._flops(func, args, kwargs or {}, out) / self._rate(read)
+            self.traffic += traffic
+            self._seconds += max(work, traffic / self._memory_rate)
+            self._launch_s += LAUNCH_SECONDS
+        return out
+
+    def lap(self) -> Lap:
+        """Return the estimate for what ran since the last call."""
+        lap = Lap(seconds=self._seconds, launch_s=self._launch_s)
+        self._seconds = self._launch_s = 0.0
+        return lap
+
+    def repeats(self, first: float) -> int:
+        """Return 0: counting again gives the same."""
+        return 0
+
+    def _rate(self, read: list[Tensor]) -> float:
+        rates = [self._rates[tensor.dtype] for tensor in read if tensor.dtype in self._rates]
+        return min(rates or self._rates.values())
+
+    @staticmethod
+    def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
+        if func is _aten._scaled_dot_product_flash_attention_for_cpu.default:
+            return _attention(*(tensor.shape for tensor in args[:3]))
+        if func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+            return _attention_backward(*(tensor.shape for tensor in args[:4]))
+        count = flop_registry.get(func._overloadpacket)
+        return float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
+
+
+def _written(func: Any, read: list[Tensor], out: Any) -> list[Tensor]:
+    """Return what an operation writes: nothing, if all it does is to show its arguments in another way."""
+    results = list(tensors_in(out))
+    if func._schema.is_mutable:
+        return results or read
+    known = {tensor.untyped_storage()._cdata for tensor in read}
+    return [tensor for tensor in results if tensor.untyped_storage()._cdata not in known]

@@ -1,0 +1,284 @@
+"""What an optimizer costs: bytes of state per tensor, and the speed of updates. Knows optimizers, not models.
+
+Any ``torch.optim.Optimizer`` that updates each tensor on its own is measured by running it on stand-ins; none is known
+by name. Host updates are measured in memory like the engine's, with far more of it than caches hold.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+import threading
+from collections import OrderedDict, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+from torch.optim import Optimizer
+
+from lt_offload.errors import ConfigError
+from lt_offload.machine.accounting import Account
+from lt_offload.machine.numa import Place, place_of
+from lt_offload.machine.pages import map_pages
+from lt_offload.profiling.hardware import available_host_bytes
+from lt_offload.profiling.meters import Roofline, Stopwatch
+from lt_offload.schema.profile import HardwareProfile, OptimizerProfile
+
+OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
+
+_STATE_ALIGNMENT = 8
+_SAMPLE_ELEMENTS = 1 << 22
+_ESTIMATE_SHAPE = (256, 256)
+_HOST_ELEMENTS = 1 << 25
+"""With gradients and states half a gigabyte, for an fp32 AdamW: more than caches hold."""
+_RAM_SHARE = 0.1
+_TOLERANCE = 0.03
+"""More threads are not taken for less than this gain."""
+_LONG = 1.0
+"""Seconds of updates that are enough of a measurement."""
+
+
+def build_optimizer(optimizer: Optimizer | OptimizerFactory, parameters: list[nn.Parameter]) -> Optimizer:
+    """Return ``optimizer``, made for ``parameters`` if it is what makes one.
+
+    Raises:
+        ConfigError: if there is nothing to train.
+    """
+    if isinstance(optimizer, Optimizer):
+        return optimizer
+    if not parameters:
+        raise ConfigError("the model has no trainable parameter; set requires_grad_(True) on those to be trained")
+    return optimizer(parameters)
+
+
+class StateSizes:
+    """Bytes of optimizer state per tensor: all state tensors of more than one element, each rounded up to 8 bytes."""
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        self._group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._known: dict[object, int] = {}
+
+    def of(self, parameter: nn.Parameter) -> int:
+        """Return the bytes for ``parameter``; 0 if the optimizer does not update it."""
+        index = self._group_of.get(parameter)
+        if index is None or not parameter.requires_grad:
+            return 0
+        key = tuple(parameter.shape), parameter.dtype, index
+        if key not in self._known:
+            state = self._optimizer.state.get(parameter) or _state_after_one_step(self._optimizer, parameter, index)
+            tensors = {id(value): value for value in state.values() if isinstance(value, Tensor) and value.numel() > 1}
+            self._known[key] = sum(-(-t.nbytes // _STATE_ALIGNMENT) * _STATE_ALIGNMENT for t in tensors.values())
+        return self._known[key]
+
+
+def _state_after_one_step(optimizer: Optimizer, parameter: nn.Parameter, group: int) -> dict[str, Any]:
+    """Step a stand-in on fake tensors, which takes no memory; on real ones where that does not work."""
+    sample = _Sample(optimizer, group, tuple(parameter.shape), parameter.dtype, parameter)
+    try:
+        with FakeTensorMode(allow_fallback_kernels=False):  # a fallback would compute on real tensors
+            stand_in = _StandIn(sample, torch.device("cpu"))
+            stand_in.choose_plain_kernels()
+            try:
+                stand_in.step()
+            except DataDependentOutputException:  # asks for a number in the update proper: the state exists by then
+                if not stand_in.state:
+                    raise
+            return stand_in.state
+    except Exception:  # whatever a foreign optimizer meets on fake tensors: it is asked again with real ones
+        stand_in = _StandIn(sample, torch.device("cpu"))
+        stand_in.step()
+        return stand_in.state
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """What is updated for a trial, and by whom."""
+
+    optimizer: Optimizer
+    group: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    like: nn.Parameter
+    """The parameter it stands for, perhaps larger."""
+
+
+class _StandIn:
+    """Tensors of its own with a copy of the optimizer that updates them: same class and options, no state, no hooks."""
+
+    def __init__(self, sample: _Sample, device: torch.device, *, copies: int = 1) -> None:
+        self._sample = sample
+        made = [torch.zeros(sample.shape, dtype=sample.dtype, device=device) for _ in range(copies)]
+        self.parameters = [nn.Parameter(tensor) for tensor in made]
+        self._optimizer: Optimizer = object.__new__(type(sample.optimizer))
+        vars(self._optimizer).update(vars(sample.optimizer))
+        vars(self._optimizer).pop("step", None)  # a scheduler's wrapper around the real optimizer's step
+        self._optimizer._optimizer_step_pre_hooks = OrderedDict()
+        self._optimizer._optimizer_step_post_hooks = OrderedDict()
+        group = sample.optimizer.param_groups[sample.group]
+        options = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
+        self._optimizer.param_groups = [options | {"params": self.parameters}]
+        self._optimizer.state = defaultdict(dict)
+
+    def choose_plain_kernels(self) -> None:
+        """Do without fused kernels, not all of which run on fake tensors; the state is the same."""
+        for option in ("fused", "foreach"):
+            if option in self._optimizer.param_groups[0]:
+                self._optimizer.param_groups[0][option] = False
+
+    @property
+    def state(self) -> dict[str, Any]:
+        return dict(self._optimizer.state[self.parameters[0]])
+
+    @property
+    def nbytes(self) -> int:
+        return sum(parameter.nbytes for parameter in self.parameters)
+
+    def map(self) -> None:
+        """Move everything to memory like that of the engine for a GPU."""
+        states = [value for state in self._optimizer.state.values() for value in state.values()]
+        grads = [parameter.grad for parameter in self.parameters]
+        for tensor in (*self.parameters, *grads, *states):
+            if isinstance(tensor, Tensor) and tensor.numel() > 1:
+                mapped = map_pages(tensor.nbytes).view(tensor.dtype, tensor.numel(), 0)
+                tensor.data = mapped.view(tensor.shape).copy_(tensor.data)
+
+    def step(self) -> None:
+        for parameter in self.parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.full_like(parameter, 1e-3)
+        try:
+            type(self._optimizer).step(self._optimizer)
+        except KeyError:
+            if self.state or not self._sample.optimizer.state.get(self._sample.like):
+                raise
+            self._copy_state()  # it was made with the optimizer, not by its first step (Adagrad)
+            type(self._optimizer).step(self._optimizer)
+
+    def _copy_state(self) -> None:
+        like = self._sample.like
+        for mine in self.parameters:
+            for key, value in self._sample.optimizer.state[like].items():
+                if isinstance(value, Tensor):
+                    value = torch.ones_like(mine, dtype=value.dtype) if value.shape == like.shape else value.clone()
+                self._optimizer.state[mine][key] = value
+
+
+def measure_optimizer(optimizer: Optimizer, device: torch.device) -> OptimizerProfile:
+    """Time updates of large tensors on the host and on ``device``, with the flags and the dtype that will be used.
+
+    Beside a GPU, the host is tried with several numbers of threads; on the emulated device, which computes with the
+    same cores, it keeps those that torch uses.
+    """
+    name, sample = type(optimizer).__name__, _largest(optimizer)
+    if device.type != "cuda":
+        speed = _speed(_host_stand_in(optimizer, sample), device)
+        scratch = _scratch(_StandIn(sample, device))
+        return OptimizerProfile(name=name, host_bytes_per_s=speed, device_bytes_per_s=speed, scratch_ratio=scratch)
+    threads, host_speed = _fastest(optimizer, sample, place_of(device))
+    on_device = _StandIn(sample, device)
+    device_speed = _speed(on_device, device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    on_device.step()
+    scratch_bytes = torch.cuda.max_memory_allocated(device) - before
+    return OptimizerProfile(
+        name=name,
+        host_bytes_per_s=host_speed,
+        device_bytes_per_s=device_speed,
+        scratch_ratio=scratch_bytes / on_device.nbytes,
+        host_threads=threads,
+    )
+
+
+def _fastest(optimizer: Optimizer, sample: _Sample, place: Place) -> tuple[int, float]:
+    """Return the number of threads for updates on the host, and their speed, measured as the engine will run them."""
+    cores = len(place.cores) or len(os.sched_getaffinity(0))
+    speeds: dict[int, float] = {}
+    errors: list[BaseException] = []
+
+    def measure() -> None:
+        try:
+            place.bind()
+            stand_in = _host_stand_in(optimizer, sample)
+            stand_in.step()  # makes the state
+            stand_in.map()
+            for threads in thread_counts(cores - 1):
+                torch.set_num_threads(threads)
+                speeds[threads] = _speed(stand_in, torch.device("cpu"))
+        except BaseException as error:
+            errors.append(error)
+
+    before = torch.get_num_threads()
+    worker = threading.Thread(target=measure, name="lt_offload measures updates")
+    worker.start()
+    worker.join()
+    torch.set_num_threads(before)  # torch gives the worker's choice to threads that are yet to come
+    if errors:
+        raise errors[0]
+    best = max(speeds.values())
+    return next((threads, speed) for threads, speed in speeds.items() if speed >= (1 - _TOLERANCE) * best)
+
+
+def thread_counts(most: int) -> list[int]:
+    """Return the numbers of threads to try: powers of two, and ``most`` (at least one)."""
+    counts = [1 << k for k in range(max(1, most).bit_length())]
+    return counts if counts[-1] >= most else [*counts, most]
+
+
+def _host_stand_in(optimizer: Optimizer, sample: _Sample) -> _StandIn:
+    """Return copies of ``sample``, in total as large as the parameters, within bounds."""
+    elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
+    room = _RAM_SHARE * available_host_bytes() / 16  # bytes per element of fp32 AdamW, or of bfloat16 with masters
+    copies = min(elements, _HOST_ELEMENTS, int(room)) // max(1, math.prod(sample.shape))
+    return _StandIn(sample, torch.device("cpu"), copies=max(1, copies))
+
+
+def estimate_optimizer(optimizer: Optimizer, hardware: HardwareProfile) -> OptimizerProfile:
+    """Estimate the speed of updates from the bytes that one moves."""
+    stand_in = _StandIn(replace(_largest(optimizer), shape=_ESTIMATE_SHAPE), torch.device("cpu"))
+    stand_in.step()  # makes the state
+    with Roofline(hardware) as meter:
+        stand_in.step()
+    ratio = meter.traffic / stand_in.nbytes
+    return OptimizerProfile(
+        name=type(optimizer).__name__,
+        host_bytes_per_s=hardware.host_memory_bytes_per_s / ratio,
+        device_bytes_per_s=hardware.device_memory_bytes_per_s / ratio,
+        scratch_ratio=_scratch(stand_in),
+    )
+
+
+def _largest(optimizer: Optimizer) -> _Sample:
+    """Return the largest tensor, cut down to what can be updated quickly."""
+    pairs = [(index, parameter) for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]]
+    group, parameter = max(pairs, key=lambda pair: pair[1].numel())
+    shape = tuple(parameter.shape)
+    if shape:
+        row = max(1, parameter.numel() // shape[0])
+        shape = (max(1, min(shape[0], _SAMPLE_ELEMENTS // row)), *shape[1:])
+    return _Sample(optimizer, group, shape, parameter.dtype, parameter)
+
+
+def _speed(stand_in: _StandIn, device: torch.device) -> float:
+    """Return parameter bytes per second."""
+    watch = Stopwatch(device)
+    stand_in.step()  # makes the state
+    times: list[float] = []
+    while len(times) < 3 and sum(times) < _LONG:
+        watch.lap()
+        stand_in.step()
+        times.append(watch.lap().seconds)
+    return stand_in.nbytes / statistics.median(times)
+
+
+def _scratch(stand_in: _StandIn) -> float:
+    """Return the bytes that an update takes for a moment, per parameter byte."""
+    stand_in.step()  # makes the state
+    with Account() as account:
+        stand_in.step()
+    return account.peak / stand_in.nbytes

@@ -1,0 +1,266 @@
+"""The report of a run: one self-contained HTML page that shows the plan, what was predicted and what happened.
+
+Knows plans, profiles and traces; not trainers and not torch, so that a plan can be reported on any machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from lt_offload.plan.sweep import Sweep
+from lt_offload.plan.what_if import Gain
+from lt_offload.report import drawing as drawing
+from lt_offload.report import tables as tables
+from lt_offload.report.html import NONE, page, section, table, unbroken
+from lt_offload.report.plot import Line, bars, chart
+from lt_offload.report.sweep_page import sweep_page
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
+from lt_offload.schema.trace import Trace
+from lt_offload.units import format_bytes, format_seconds
+
+_COMMON_AXIS = 3.0
+"""Two iterations share one time scale unless one is so many times longer than the other."""
+
+
+def write_report(
+    run_dir: str | Path,
+    *,
+    plan: Plan,
+    profile: Profile,
+    predicted: Trace,
+    measured: Trace | None,
+    summary: Mapping[str, object],
+    gains: Sequence[Gain] = (),
+) -> Path:
+    """Write ``report.html`` into a run folder and return its path.
+
+    Args:
+        run_dir: the run folder; it is made if it does not exist.
+        plan: the plan that ran.
+        profile: what it was made for.
+        predicted: the simulated iteration.
+        measured: the recorded iteration, if there is one.
+        summary: ``loss_before``, ``loss_after`` and ``sample`` (generated text) have their own places; ``step_s``,
+            ``device_peak_bytes`` and ``host_peak_bytes`` are figures of the whole run, where ``measured`` has those of
+            one iteration. Everything else is listed under the settings, in the given order.
+        gains: what more of each resource would buy.
+    """
+    return _write(Path(run_dir) / "report.html", _page(plan, profile, predicted, measured, summary, gains))
+
+
+def write_plan_report(
+    path: str | Path, plan: Plan, profile: Profile, predicted: Trace, gains: Sequence[Gain] = ()
+) -> Path:
+    """Write the report of a plan that has not run to ``path`` and return the path; ``gains`` as for a run."""
+    return _write(Path(path), _page(plan, profile, predicted, None, {}, gains))
+
+
+def write_sweep_report(path: str | Path, sweep: Sweep) -> Path:
+    """Write the curves and the table of a sweep to ``path`` and return the path."""
+    return _write(Path(path), sweep_page(sweep))
+
+
+def _write(path: Path, html: str) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(html, encoding="utf-8")
+    return path
+
+
+def _page(
+    plan: Plan,
+    profile: Profile,
+    predicted: Trace,
+    measured: Trace | None,
+    summary: Mapping[str, object],
+    gains: Sequence[Gain],
+) -> str:
+    title = f"{plan.model} in {format_bytes(plan.budget_bytes)}"
+    outcome = _outcome(plan, measured, summary)
+    kind = "training report" if measured else "plan"
+    tokens = f"{plan.batch_size} × {plan.sequence_length} tokens"
+    about = ", ".join((tokens, profile.dtype, profile.optimizer.name, profile.hardware.name))
+    return page(
+        title,
+        [
+            f"<header><h1>{escape(title)}</h1><p>{kind} · {escape(about)}</p></header>",
+            f'<p class="lead">{unbroken(_lead(plan, profile, outcome))}</p>',
+            _figures(plan, profile, outcome, summary),
+            _times(plan, outcome),
+            _iterations(plan, profile, predicted, measured),
+            tables.gains(plan, gains),
+            _batch(plan),
+            tables.decisions(plan, profile),
+            tables.traffic(plan, profile, predicted, measured),
+            tables.alternatives(plan, predicted.iteration_time),
+            tables.settings(plan, profile, summary),
+            _sample(summary),
+            "<footer>Made by lt_offload. The same data is in plan.json, profile.json and trace.json; "
+            "trace.perfetto.json opens in ui.perfetto.dev and chrome://tracing.</footer>"
+            if measured
+            else "<footer>Made by lt_offload.</footer>",
+        ],
+    )
+
+
+# -- figures ---------------------------------------------------------------------------------------------------------
+
+
+def _needed(profile: Profile) -> int:
+    """Return the bytes of weights, gradients and optimizer state."""
+    return sum(t.bytes * (2 if t.trainable else 1) + t.state_bytes for t in profile.tensors)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Outcome:
+    """Headline figures: of the run, or else of the plan."""
+
+    measured: bool
+    step_s: float
+    device_peak: float
+    host_peak: float
+
+
+def _outcome(plan: Plan, measured: Trace | None, summary: Mapping[str, object]) -> _Outcome:
+    promise = plan.predicted
+    if measured is None:
+        return _Outcome(
+            measured=False,
+            step_s=promise.iteration_s,
+            device_peak=promise.device_peak_bytes,
+            host_peak=promise.host_peak_bytes,
+        )
+
+    def figure(key: str, otherwise: float) -> float:
+        value = summary.get(key)
+        return float(value) if isinstance(value, int | float) and value > 0 else otherwise
+
+    return _Outcome(
+        measured=True,
+        step_s=figure("step_s", measured.iteration_time),
+        device_peak=figure("device_peak_bytes", measured.device_peak),
+        host_peak=figure("host_peak_bytes", measured.host_peak),
+    )
+
+
+def _lead(plan: Plan, profile: Profile, outcome: _Outcome) -> str:
+    promise = plan.predicted
+    needed, budget = format_bytes(_needed(profile)), format_bytes(plan.budget_bytes)
+    size = f"Weights, gradients and optimizer state take {needed} before the first activation; the budget is {budget}."
+    if outcome.measured:
+        ratio = f"{outcome.step_s / promise.iteration_s:.2f} times the planned {format_seconds(promise.iteration_s)}"
+        time = f"One iteration took {format_seconds(outcome.step_s)}, {ratio}."
+    else:
+        basis = "estimated from the hardware's description" if plan.estimated else "by simulation of measured blocks"
+        time = f"One iteration should take {format_seconds(promise.iteration_s)}, {basis}."
+    bound = (
+        f"No plan of this kind can take less than {format_seconds(promise.lower_bound_s)} within this budget; "
+        f"a device that holds everything would need {format_seconds(promise.no_offload_s)}."
+    )
+    return f"{size} {time} {bound}"
+
+
+def _figures(plan: Plan, profile: Profile, outcome: _Outcome, summary: Mapping[str, object]) -> str:
+    promise = plan.predicted
+    share = plan.budget_bytes / _needed(profile)
+    size = f"{share:.0%} of" if share < 1 else f"{share:.1f} times"
+    peak = format_bytes(promise.device_peak_bytes) if outcome.measured else ""
+    step = format_seconds(promise.iteration_s) if outcome.measured else ""
+    entries = [
+        ("Budget", format_bytes(plan.budget_bytes), f"{size} weights, gradients and state"),
+        ("Device peak", format_bytes(outcome.device_peak), f"predicted {peak}"),
+        ("Step time", format_seconds(outcome.step_s), f"predicted {step}"),
+        ("Plan's gap", f"{promise.gap:.1%}", f"to the lower bound of {format_seconds(promise.lower_bound_s)}"),
+    ]
+    if promise.no_offload_s > 0:
+        slower = f"{outcome.step_s / promise.no_offload_s:.2f}×"
+        entries.append(("Against no offload", slower, f"{format_seconds(promise.no_offload_s)} with enough memory"))
+    entries.append(("Host peak", format_bytes(outcome.host_peak), f"of {format_bytes(plan.host_budget_bytes)} allowed"))
+    before, after = summary.get("loss_before"), summary.get("loss_after")
+    if isinstance(before, int | float) and isinstance(after, int | float):
+        entries.append(("Held-out loss", f"{after:.3f}", f"{before:.3f} before training"))
+    cells = "".join(f"<div><dt>{name}</dt><dd>{value}<small>{note}</small></dd></div>" for name, value, note in entries)
+    return f'<dl class="figures">{cells}</dl>'
+
+
+def _times(plan: Plan, outcome: _Outcome) -> str:
+    promise = plan.predicted
+    rows = [
+        ("no offload", promise.no_offload_s),
+        ("lower bound", promise.lower_bound_s),
+        ("predicted", promise.iteration_s),
+    ]
+    if outcome.measured:
+        rows.append(("measured", outcome.step_s))
+    return bars([(name, seconds, format_seconds(seconds)) for name, seconds in rows], chosen=len(rows) - 1)
+
+
+def _iterations(plan: Plan, profile: Profile, predicted: Trace, measured: Trace | None) -> str:
+    names = tables.block_names(profile)
+    lengths = [trace.iteration_time for trace in (predicted, measured) if trace]
+    common = max(lengths) <= _COMMON_AXIS * min(lengths)
+    shown = []
+    for name, trace in (("Predicted", predicted), ("Measured", measured)):
+        if trace:
+            axis = max(lengths) if common else trace.iteration_time
+            waits = max(0.0, trace.iteration_time - trace.busy("compute"))
+            shown.append(
+                f'<figure data-source="{trace.source}"><figcaption>{name} {format_seconds(trace.iteration_time)} '
+                f"<small>compute {f'waits {format_seconds(waits)}' if waits > 1e-6 else 'never waits'}</small>"
+                "</figcaption>"
+                f'{drawing.iteration(trace, plan, names, axis)}<p class="readout"></p></figure>'
+            )
+    scale = " Both are drawn to the same scale." if measured and common else ""
+    scale = " The two have different time scales." if measured and not common else scale
+    drawn = [bar for trace in (predicted, measured) if trace for bar in drawing.bars(trace, plan)]
+    return section(
+        "One iteration",
+        "What each part of the machine does; point at a bar for block, size and time. Shades alternate from block to "
+        f"block; iterations repeat, so work that runs into the next one is seen at the beginning.{scale}",
+        drawing.legend(drawn),
+        *shown,
+    )
+
+
+def _batch(plan: Plan) -> str:
+    """Return the throughput against the batch size, if that was chosen with the plan."""
+    curve = plan.batch_curve
+    if not curve:
+        return ""
+    chosen = next(at for at, point in enumerate(curve) if point.batch_size == plan.batch_size)
+    drawing = chart(
+        "Samples per second",
+        [float(point.batch_size) for point in curve],
+        [
+            Line(name="relaxed program", values=[point.relaxed_samples_per_s for point in curve]),
+            Line(name="plan", values=[point.samples_per_s for point in curve], main=True),
+        ],
+        x_text=lambda x: f"{x:g}",
+        y_text=lambda y: f"{y:.3g}",
+        chosen=chosen,
+    )
+    rows = [
+        [
+            str(point.batch_size),
+            NONE if point.samples_per_s is None else f"{point.samples_per_s:.3g}",
+            NONE if point.iteration_s is None else format_seconds(point.iteration_s),
+            NONE if point.device_peak_bytes is None else format_bytes(point.device_peak_bytes),
+            escape(point.reason),
+        ]
+        for point in curve
+    ]
+    head = ("batch size", "samples/s", "iteration", "device peak", "outcome")
+    return section(
+        "Batch size",
+        f"Chosen with the plan: {plan.batch_size}. Sizes without a point were judged by the relaxed program alone.",
+        drawing,
+        table(head, rows, numeric=(1, 2, 3), marked=chosen, label="Batch sizes"),
+    )
+
+
+def _sample(summary: Mapping[str, object]) -> str:
+    sample = summary.get("sample")
+    return section("Sample", "", f"<blockquote>{escape(str(sample))}</blockquote>") if sample else ""

@@ -1,0 +1,291 @@
+"""The tables of a report: what is done with each block, what travels, what lost, what more of something would buy."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from html import escape
+from itertools import groupby
+
+from lt_offload.plan.what_if import Gain
+from lt_offload.report.html import NONE, section, table
+from lt_offload.report.perfetto import LANES
+from lt_offload.schema.plan import Payload, Plan, Resource, UpdatePlace
+from lt_offload.schema.profile import Profile
+from lt_offload.schema.trace import Trace
+from lt_offload.units import format_bytes, format_seconds
+
+PLACED = ("loss_before", "loss_after", "sample", "step_s", "device_peak_bytes", "host_peak_bytes")
+"""Keys of the summary that have places of their own."""
+_PAYLOADS: dict[Payload, str] = {
+    "weight": "weights",
+    "grad": "gradients",
+    "state": "optimizer state",
+    "activation": "activations",
+}
+_PLACES: dict[UpdatePlace, str] = {
+    "device": "device",
+    "paged": "device, state fetched",
+    "host": "host",
+    "none": "nowhere",
+}
+_OPTIONS = {
+    "keep": "what the backward needs stays on the device",
+    "recompute": "only the input is kept, the forward runs again for the backward",
+    "offload": "what the backward needs waits in host memory",
+    "mixed": "results of costly operations wait in host memory, cheap ones are computed again",
+    "reload": "only the input waits in host memory, the forward runs again for the backward",
+    "discard": "nothing is kept, the forward runs again from an earlier block's input",
+}
+_NOTICEABLE = 0.005
+"""A change of the time that is worth a figure."""
+
+
+# -- decisions -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Travels:
+    """Totals of a plan's ops, per tensor and per block."""
+
+    fetched: Counter[int] = field(default_factory=Counter)
+    """Bytes of weights copied to the device, per tensor."""
+    read: set[int] = field(default_factory=set)
+    """Tensors that computations read in host memory."""
+    read_bytes: Counter[int] = field(default_factory=Counter)
+    """Bytes read so, per block."""
+    reruns: Counter[int] = field(default_factory=Counter)
+    """Forwards that run again, per block."""
+
+
+def _travels(plan: Plan, profile: Profile) -> _Travels:
+    found = _Travels()
+    for op in plan.ops:
+        if op.kind == "prefetch" and op.payload == "weight":
+            for tensor in op.tensors:
+                found.fetched[tensor] += profile.tensors[tensor].bytes
+        if op.direct:
+            found.read.update(op.direct)
+            found.read_bytes[op.block] += op.bytes
+        if op.save is not None:
+            found.reruns[op.block] += 1
+    return found
+
+
+def decisions(plan: Plan, profile: Profile) -> str:
+    """Return what is done with the weights, the activations and the update of each block."""
+    travels = _travels(plan, profile)
+    names = block_names(profile)
+    reads = bool(travels.read)
+    rows = []
+    described = [(block, _decision(block, plan, profile, travels)) for block in range(len(profile.blocks))]
+    for cells, run in groupby(described, key=lambda item: item[1]):
+        rows.append([_range([names[block] for block, _ in run]), *(cells if reads else cells[:3] + cells[4:])])
+    read = ("read in place per iteration",) if reads else ()
+    head = ("block", "weights", "stay on device", "fetched per iteration", *read, "activations", "updated on")
+    meanings = "".join(
+        f"<div><dt>{name}</dt><dd>{meaning}</dd></div>" for name, meaning in _OPTIONS.items() if name in plan.options
+    )
+    return section(
+        "Decisions",
+        "Neighbouring blocks that are treated alike share a row; sizes are per block.",
+        table(head, rows, numeric=(1, 3, 4) if reads else (1, 3), label="Decisions per block"),
+        f'<dl class="meanings">{meanings}</dl>',
+    )
+
+
+def _decision(block: int, plan: Plan, profile: Profile, travels: _Travels) -> tuple[str, ...]:
+    mine = [i for i, tensor in enumerate(profile.tensors) if block in tensor.blocks]
+    size = sum(profile.tensors[i].bytes for i in mine)
+    gone = travels.fetched.keys() | travels.read
+    stay = sum(profile.tensors[i].bytes for i in mine if i not in gone) / size if size else 1.0
+    moved = sum(travels.fetched[i] for i in mine)
+    read = travels.read_bytes[block]
+    tied = " (tied)" if any(len(profile.tensors[i].blocks) > 1 for i in mine) else ""
+    places: dict[UpdatePlace, int] = {}
+    for i in mine:
+        if profile.tensors[i].trainable:
+            place = plan.update_places[i]
+            places[place] = places.get(place, 0) + profile.tensors[i].bytes
+    return (
+        f"{format_bytes(size)}{tied}",
+        f'<span class="share"><i style="width:{stay:.0%}"></i></span>{stay:.0%}',
+        format_bytes(moved) if moved else NONE,
+        format_bytes(read) if read else NONE,
+        _activations(block, plan, profile, travels.reruns[block]),
+        _shares(places) or "frozen",
+    )
+
+
+def _activations(block: int, plan: Plan, profile: Profile, reruns: int) -> str:
+    option = profile.blocks[block].option(plan.options[block])
+    said: str = option.name
+    if option.offload_bytes:
+        said += f", {format_bytes(option.offload_bytes)} to host"
+    if reruns:
+        said += f", runs again {reruns}×"
+    return said
+
+
+def _shares(places: Mapping[UpdatePlace, int]) -> str:
+    total = sum(places.values())
+    ordered = sorted(places.items(), key=lambda item: -item[1])
+    if len(ordered) == 1:
+        return _PLACES[ordered[0][0]]
+    return ", ".join(f"{_PLACES[place]} {_percent(size / total)}" for place, size in ordered)
+
+
+def _percent(share: float) -> str:
+    """Return a share of several; none of them is nothing or everything."""
+    return "&lt;1%" if share < 0.005 else "&gt;99%" if share > 0.995 else f"{share:.0%}"
+
+
+def block_names(profile: Profile) -> list[str]:
+    """Return the names of the blocks without the dotted prefix that all of them share."""
+    paths = [block.name.split(".") for block in profile.blocks]
+    shared = 0
+    while all(len(path) > shared + 1 and path[shared] == paths[0][shared] for path in paths):
+        shared += 1
+    return [".".join(path[shared:]) for path in paths]
+
+
+def _range(names: Sequence[str]) -> str:
+    if len(names) == 1:
+        return escape(names[0])
+    return f"{escape(names[0])} – {escape(names[-1].rpartition('.')[2])} <small>{len(names)} blocks</small>"
+
+
+# -- traffic ---------------------------------------------------------------------------------------------------------
+
+
+def traffic(plan: Plan, profile: Profile, predicted: Trace, measured: Trace | None) -> str:
+    """Return the bytes and the load per lane."""
+    rows = []
+    reads = sum(op.bytes for op in plan.ops if op.direct)
+    for lane in LANES:
+        on_lane = [op for op in plan.ops if op.resource == lane]
+        sizes = [sum(op.bytes for op in on_lane if op.payload == payload) for payload in _PAYLOADS]
+        updated = [t for op in on_lane for t in op.tensors] if lane == "host" else []
+        if reads:
+            sizes.append(reads if lane == "compute" else 0)
+        sizes.append(sum(sizes) + sum(profile.tensors[t].bytes for t in updated))
+        busy = [_busy(trace, lane) for trace in (predicted, measured) if trace]
+        rows.append([LANES[lane], *(format_bytes(size) if size else NONE for size in sizes), *busy])
+    read = ["weights read in place"] if reads else []
+    last = ["busy, predicted", *(["busy, measured"] if measured else [])]
+    head = ["lane", *_PAYLOADS.values(), *read, "together", *last]
+    return section(
+        "Traffic and load",
+        "Bytes per iteration, and the share of the iteration during which each part works; the row of the host update "
+        "counts the weights it updates.",
+        table(head, rows, numeric=range(1, len(head)), label="Bytes and load per lane"),
+    )
+
+
+def _busy(trace: Trace, lane: Resource) -> str:
+    seconds = trace.busy(lane)
+    share = f" <small>{seconds / trace.iteration_time:.0%}</small>" if trace.iteration_time > 0 else ""
+    return format_seconds(seconds) + share
+
+
+# -- what else -------------------------------------------------------------------------------------------------------
+
+
+def alternatives(plan: Plan, chosen_s: float) -> str:
+    """Return the candidates and why they lost."""
+    if not plan.alternatives:
+        return ""
+    rows = [[escape(plan.planner), format_seconds(chosen_s), "chosen"]]
+    rows += [
+        [escape(a.planner), format_seconds(a.iteration_s) if a.iteration_s is not None else NONE, escape(a.reason)]
+        for a in dict.fromkeys(plan.alternatives)
+    ]
+    return section(
+        "Runners-up",
+        "Candidates that were generated and simulated.",
+        table(("planner", "iteration", "outcome"), rows, numeric=(1,), marked=0, label="Candidates and why they lost"),
+    )
+
+
+def gains(plan: Plan, found: Sequence[Gain]) -> str:
+    """Return what more of each resource would buy."""
+    if not found:
+        return ""
+    now = plan.predicted
+    best = min(range(len(found)), key=lambda at: found[at].iteration_s)
+    saved = 1 - found[best].iteration_s / now.iteration_s
+    if saved > _NOTICEABLE:
+        change = found[best].change
+        answer = f"{escape(change[0].upper() + change[1:])} would buy the most: {saved:.1%} less time."
+    else:
+        computing = sum(op.seconds for op in plan.ops if op.resource == "compute") / now.iteration_s
+        why = f": the device computes during {computing:.0%} of the time" if computing > 0.9 else ""
+        answer = f"None of these would make a noticeable difference{why}."
+    rows = [["as planned", format_seconds(now.iteration_s), NONE, format_seconds(now.lower_bound_s), ""]]
+    for gain in found:
+        less = 1 - gain.iteration_s / now.iteration_s
+        rows.append(
+            [
+                escape(gain.change),
+                format_seconds(gain.iteration_s),
+                f"−{less:.1%}" if less > _NOTICEABLE else "no change",
+                format_seconds(gain.lower_bound_s),
+                escape(gain.note),
+            ]
+        )
+    head = ["change", "iteration", "time", "lower bound", "why"]
+    if not any(gain.note for gain in found):
+        head, rows = head[:-1], [row[:-1] for row in rows]
+    return section(
+        "What more would buy",
+        f"Planned again for a machine that differs in one thing only. {answer}",
+        table(head, rows, numeric=(1, 2, 3), marked=best + 1 if saved > _NOTICEABLE else None, label="Gains"),
+    )
+
+
+# -- settings --------------------------------------------------------------------------------------------------------
+
+
+def settings(plan: Plan, profile: Profile, summary: Mapping[str, object]) -> str:
+    """Return what the plan was made for, the plan's notes, and what ``summary`` says beyond its own places."""
+    hardware, optimizer = profile.hardware, profile.optimizer
+    pairs: list[tuple[str, object]] = [
+        ("planner", plan.planner),
+        ("device budget", format_bytes(plan.budget_bytes)),
+        ("host budget", format_bytes(plan.host_budget_bytes)),
+        ("batch", f"{plan.batch_size} × {plan.sequence_length} tokens"),
+        *_fixed(plan, profile),
+        ("optimizer", optimizer.name),
+        ("update on the host", f"{format_bytes(optimizer.host_bytes_per_s)}/s"),
+        ("update on the device", f"{format_bytes(optimizer.device_bytes_per_s)}/s"),
+        ("host to device", f"{format_bytes(hardware.h2d_bytes_per_s)}/s"),
+        ("device to host", f"{format_bytes(hardware.d2h_bytes_per_s)}/s"),
+        ("machine", hardware.name),
+        ("times", "estimated" if profile.estimated else "measured"),
+        ("source of the machine's figures", hardware.source or "not given"),
+        ("model structure", plan.fingerprint),
+    ]
+    pairs += [(key.replace("_", " "), value) for key, value in summary.items() if key not in PLACED]
+    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(_plain(value))}</dd></div>" for name, value in pairs)
+    notes = "".join(f"<li>{escape(note)}</li>" for note in plan.notes)
+    return section(
+        "Settings", "", f'<dl class="pairs">{cells}</dl>', f'<ul class="notes">{notes}</ul>' if notes else ""
+    )
+
+
+def _fixed(plan: Plan, profile: Profile) -> Iterator[tuple[str, str]]:
+    """Yield the parts of device memory that last, and how well the arena is filled."""
+    yield "taken before the first tensor", format_bytes(profile.hardware.context_bytes)
+    yield "page tables of host memory", format_bytes(profile.page_table_bytes)
+    yield "shared by all blocks", format_bytes(profile.shared_bytes)
+    yield "allocator slack", format_bytes(profile.slack_bytes)
+    yield "arena for weights and states", format_bytes(plan.arena_bytes)
+    packing = plan.packing
+    if packing is not None:
+        yield "arena in use at most", f"{format_bytes(packing.live_peak)} ({packing.waste:.1%} are lost)"
+        yield "transfers of weights and states", f"{packing.transfers} for {packing.tensors} copies"
+
+
+def _plain(value: object) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

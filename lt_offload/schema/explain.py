@@ -1,0 +1,310 @@
+"""A plan as text for people. Knows the plan only, so that a saved one can be explained without its profile."""
+
+from __future__ import annotations
+
+import textwrap
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby, zip_longest
+
+from lt_offload.schema.plan import Alternative, Op, Plan, UpdatePlace
+from lt_offload.units import format_bytes, format_seconds
+
+WIDTH = 100
+_LABEL = 16
+_MOST_ALTERNATIVES = 6
+_BAR = 20
+_NOT_SIMULATED = "not simulated"
+_MOST_CHAINS = 12
+_LANES = {"compute": "compute", "h2d": "copies to device", "d2h": "copies to host", "host": "updates on host"}
+_MEANINGS = {
+    "keep": "activations stay on the device between forward and backward",
+    "recompute": "only the block's input is kept; the backward runs the forward again",
+    "offload": "activations wait on the host between forward and backward",
+    "mixed": "results of costly operations wait on the host, cheap ones are computed again",
+    "reload": "only the block's input is kept, on the host; the backward runs the forward again",
+    "discard": "nothing is kept; forwards of earlier blocks run again until its input is there",
+    "again": "how often the forward runs again, before the backward",
+    "direct": "bytes that computations read or write in host memory themselves, without a copy on the device",
+    "host": "the gradient is sent to the host, which updates the weight there",
+    "paged": "updated on the device, with optimizer states that are fetched for it and sent back",
+    "device": "updated on the device, where the optimizer states stay",
+    "none": "frozen",
+    "in, out": "bytes per block and iteration that are copied to the device and to the host; - if nothing is",
+}
+_PLACES: dict[UpdatePlace, str] = {
+    "device": "the device",
+    "paged": "the device (paged)",
+    "host": "the host",
+}
+_HEADERS = ("blocks", "activations", "weights in", "states in", "gradients out", "tensors updated on")
+_LIMITS = (7, 20, 17, 11, 17)
+"""Characters of each column but the last, which takes what is left."""
+
+
+def explain(plan: Plan) -> str:
+    """Return what ``plan`` does with each block, what it costs, and why it was chosen, in at most 100 columns."""
+    rows = [_HEADERS, *(_row(list(run)) for _, run in groupby(_blocks(plan), key=_kind))]
+    lines = [
+        *_fields([("model", _inputs(plan)), *_prediction(plan), *_memory(plan), *_traffic(plan)]),
+        "",
+        *_table(rows),
+        "",
+        *_fields(_legend(plan)),
+    ]
+    again = _chains(plan)
+    if again:
+        lines += ["", *_fields([("run again", again)])]
+    if plan.notes:
+        lines += ["", *_fields([("note", note) for note in plan.notes])]
+    if plan.batch_curve:
+        lines += ["", "Batch sizes:", *_fields(_batch_sizes(plan))]
+    if plan.alternatives:
+        lines += ["", "Not chosen:", *_fields(_alternative(a) for a in plan.alternatives[:_MOST_ALTERNATIVES])]
+    return "\n".join(lines) + "\n"
+
+
+def brief(plan: Plan) -> str:
+    """Return one short paragraph about ``plan``, in at most 100 columns: time, memory, copies, updates."""
+    found = plan.predicted
+    counts = Counter(plan.update_places)
+    updates = [f"{counts[place]} on {where}" for place, where in _PLACES.items() if counts[place]]
+    options = ", ".join(f"{count} {option}" for option, count in Counter(plan.options).most_common())
+    fields = dict([*_prediction(plan), *_traffic(plan)])
+    text = (
+        f"{_inputs(plan)}. {_sentence(fields['iteration'])}. "
+        f"Device memory: {format_bytes(found.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}; RAM: "
+        f"{format_bytes(found.host_peak_bytes)} of {format_bytes(plan.host_budget_bytes)}. "
+        f"Copied: {fields['copies']}. Activations of blocks: {options}. "
+        f"Tensors updated: {', '.join(updates) or 'none'}."
+    )
+    lines = textwrap.wrap(text, WIDTH, break_long_words=False)
+    if plan.batch_curve:
+        lines += ["", "Batch sizes:", *_fields(_batch_sizes(plan))]
+    return "\n".join(lines)
+
+
+def _sentence(iteration: str) -> str:
+    return "It was not simulated" if iteration == _NOT_SIMULATED else f"An iteration takes {iteration}"
+
+
+# -- totals ----------------------------------------------------------------------------------------------------------
+
+
+def _inputs(plan: Plan) -> str:
+    tokens = f"batch {plan.batch_size} x {plan.sequence_length} tokens"
+    estimated = "; the profile was estimated, not measured" if plan.estimated else ""
+    return f"{plan.model}, {len(plan.options)} blocks, {tokens}, planner {plan.planner}{estimated}"
+
+
+def _prediction(plan: Plan) -> Iterator[tuple[str, str]]:
+    found = plan.predicted
+    if not found.iteration_s:
+        yield "iteration", _NOT_SIMULATED
+        return
+    slower = found.iteration_s / found.no_offload_s if found.no_offload_s else 1.0
+    about = "about " if plan.estimated else ""
+    yield (
+        "iteration",
+        f"{about}{format_seconds(found.iteration_s)}, {found.gap:.1%} above the lower bound of "
+        f"{format_seconds(found.lower_bound_s)}; {slower:.2f} times the {format_seconds(found.no_offload_s)} "
+        "of a device with enough memory",
+    )
+
+
+def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
+    found = plan.predicted
+    rest = max(found.device_peak_bytes - plan.arena_bytes, 0)
+    yield (
+        "device memory",
+        f"{format_bytes(found.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}: "
+        f"{format_bytes(plan.arena_bytes)} for weights and optimizer states, up to {format_bytes(rest)} for all else",
+    )
+    packing = plan.packing
+    if packing is not None:
+        yield (
+            "arena",
+            f"{format_bytes(packing.extent)} for {format_bytes(packing.live_peak)} in use at most, "
+            f"{packing.waste:.1%} more; transfers per iteration: {packing.transfers} for {packing.tensors} weights and "
+            "states",
+        )
+    ram = f"{format_bytes(found.host_peak_bytes)} of {format_bytes(plan.host_budget_bytes)}"
+    arriving = sum(op.bytes for op in plan.ops if op.slot is not None)
+    if arriving:
+        ram += f": {format_bytes(plan.gradient_bytes)} for gradients, in which {format_bytes(arriving)} take turns"
+    yield "host memory", ram
+
+
+def _traffic(plan: Plan) -> Iterator[tuple[str, str]]:
+    moved: dict[str, int] = defaultdict(int)
+    busy: dict[str, float] = defaultdict(float)
+    for op in plan.ops:
+        written = op.payload == "grad" and op.resource == "compute"
+        moved["written" if written else op.resource] += op.bytes
+        busy[op.resource] += op.seconds
+    to_device, to_host = format_bytes(moved["h2d"]), format_bytes(moved["d2h"])
+    copies = f"{to_device} to the device, {to_host} to the host per iteration"
+    if moved["compute"]:
+        copies += f"; {format_bytes(moved['compute'])} read directly"
+    if moved["written"]:
+        copies += f"; {format_bytes(moved['written'])} written directly"
+    yield "copies", copies
+    if plan.predicted.iteration_s:
+        parts = [f"{name} {busy[lane] / plan.predicted.iteration_s:.0%}" for lane, name in _LANES.items() if busy[lane]]
+        yield "busy", ", ".join(parts)
+
+
+def _chains(plan: Plan) -> str:
+    """Return how many forwards run again, and in which chains, e.g. ``"2x blocks 3-5"``; empty if none does."""
+    chains: list[list[Op]] = []
+    again = [op for op in plan.ops if op.save is not None]
+    for op in again:
+        if chains and chains[-1][-1].id == op.id - 1 and chains[-1][-1].block == op.block - 1:
+            chains[-1].append(op)
+        else:
+            chains.append([op])
+    counts = sorted(Counter((chain[0].block, chain[-1].block) for chain in chains).items())
+    texts = [f"{count}x {_span(first, last)}" for (first, last), count in counts]
+    if len(texts) > _MOST_CHAINS:
+        texts = [*texts[: _MOST_CHAINS - 1], f"and {len(texts) - _MOST_CHAINS + 1} more"]
+    seconds = format_seconds(sum(op.seconds for op in again))
+    return f"{len(again)} forwards per iteration, {seconds}, in chains: {', '.join(texts)}" if again else ""
+
+
+def _span(first: int, last: int) -> str:
+    return f"block {first}" if first == last else f"blocks {first}-{last}"
+
+
+def _batch_sizes(plan: Plan) -> Iterator[tuple[str, str]]:
+    most = max((point.samples_per_s or 0.0 for point in plan.batch_curve), default=0.0)
+    for point in plan.batch_curve:
+        if point.samples_per_s is None or point.iteration_s is None:
+            yield str(point.batch_size), point.reason
+            continue
+        bar = "#" * round(_BAR * point.samples_per_s / most)
+        speed = f"{point.samples_per_s:.3g} samples/s, {format_seconds(point.iteration_s)} per iteration"
+        yield str(point.batch_size), f"{bar:<{_BAR}} {speed}: {point.reason}"
+
+
+def _alternative(found: Alternative) -> tuple[str, str]:
+    seconds = "no plan" if found.iteration_s is None else format_seconds(found.iteration_s)
+    return seconds, f"{found.planner}: {found.reason}"
+
+
+# -- blocks ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Block:
+    index: int
+    option: str
+    moved: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
+    """Bytes per (kind, payload)."""
+    places: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    """Tensors per update place."""
+    again: int = 0
+    """Forwards that run again."""
+    read: int = 0
+    """Bytes that computations read directly."""
+    written: int = 0
+    """Bytes of gradients that the backward writes to the host itself."""
+
+
+def _blocks(plan: Plan) -> list[_Block]:
+    blocks = [_Block(index, option) for index, option in enumerate(plan.options)]
+    for op in plan.ops:
+        if op.payload == "grad" and op.resource == "compute":
+            blocks[op.block].written += op.bytes
+        elif op.payload is not None:
+            blocks[op.block].moved[op.kind, op.payload] += op.bytes
+        elif op.kind != "update":
+            blocks[op.block].read += op.bytes
+            blocks[op.block].again += op.save is not None
+        if op.kind == "update":
+            for tensor in op.tensors:
+                blocks[op.block].places[plan.update_places[tensor]] += 1
+    return blocks
+
+
+def _kind(block: _Block) -> tuple[object, ...]:
+    """Blocks in a row with equal kinds share a line."""
+    fetched = tuple(bool(block.moved["prefetch", payload]) for payload in ("weight", "state"))
+    direct = bool(block.read), bool(block.written)
+    return block.option, bool(block.again), fetched, direct, tuple(sorted(block.places))
+
+
+def _row(run: Sequence[_Block]) -> tuple[str, ...]:
+    first, last = run[0].index, run[-1].index
+    copied = _sizes(block.moved["offload", "activation"] for block in run)
+    places = {place: [block.places[place] for block in run] for place in _MEANINGS if place in run[0].places}
+    activations = run[0].option if copied == "-" else f"{run[0].option} {copied}"
+    if run[0].again:
+        activations += f", again {_range([block.again for block in run])}x"
+    return (
+        str(first) if first == last else f"{first}-{last}",
+        activations,
+        _with_direct([block.moved["prefetch", "weight"] for block in run], [block.read for block in run]),
+        _sizes(block.moved["prefetch", "state"] for block in run),
+        _with_direct([block.moved["offload", "grad"] for block in run], [block.written for block in run]),
+        ", ".join(f"{place} {_range(counts)}" for place, counts in places.items()) or "none",
+    )
+
+
+def _with_direct(copied: list[int], direct: list[int]) -> str:
+    if not any(direct):
+        return _sizes(copied)
+    return f"{_sizes(copied)}, direct {_sizes(direct)}" if any(copied) else f"direct {_sizes(direct)}"
+
+
+def _range(counts: Sequence[int]) -> str:
+    low, high = min(counts), max(counts)
+    return str(low) if low == high else f"{low}-{high}"
+
+
+def _sizes(sizes: Iterable[int]) -> str:
+    found = list(sizes)
+    low, high = format_bytes(min(found)), format_bytes(max(found))
+    if not max(found):
+        return "-"
+    if low == high:
+        return high
+    number, _, unit = low.partition(" ")
+    return f"{number}-{high}" if high.endswith(unit) and min(found) else f"{low if min(found) else 0}-{high}"
+
+
+# -- layout ----------------------------------------------------------------------------------------------------------
+
+
+def _legend(plan: Plan) -> list[tuple[str, str]]:
+    used = {*plan.options, *plan.update_places, "in, out"}
+    if any(op.save is not None for op in plan.ops):
+        used.add("again")
+    if any(op.bytes and op.resource == "compute" for op in plan.ops):
+        used.add("direct")
+    return [(word, meaning) for word, meaning in _MEANINGS.items() if word in used]
+
+
+def _fields(pairs: Iterable[tuple[str, str]]) -> Iterator[str]:
+    """Yield lines of a label and a text that is wrapped to the right of it."""
+    for label, text in pairs:
+        lines = textwrap.wrap(text, WIDTH - _LABEL, break_long_words=False) or [""]
+        for at, line in enumerate(lines):
+            yield f"{label if at == 0 else '':<{_LABEL}}{line}"
+
+
+def _table(rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
+    """Yield lines; cells that are too wide take several."""
+    cells = [
+        [textwrap.wrap(cell, limit, break_long_words=False) or [""] for cell, limit in zip(row, _LIMITS, strict=False)]
+        for row in rows
+    ]
+    widths = [max(len(line) for row in cells for line in row[column]) for column in range(len(_LIMITS))]
+    indent = sum(width + 2 for width in widths)
+    last = [textwrap.wrap(row[-1], max(WIDTH - indent, len(_HEADERS[-1]))) or [""] for row in rows]
+    for at, (row, rest) in enumerate(zip(cells, last, strict=True)):
+        for lines in zip_longest(*row, rest, fillvalue=""):
+            *fixed, free = lines
+            yield "  ".join([*(cell.ljust(width) for cell, width in zip(fixed, widths, strict=True)), free]).rstrip()
+        if at == 0:
+            yield "-" * min(WIDTH, indent + max(len(line) for lines in last for line in lines))

@@ -1,0 +1,251 @@
+"""The plan of one iteration: the only contract between planning and execution. Pure data, JSON both ways.
+
+An iteration has ``T = 2L`` steps: forward of block ``i`` is step ``i``, its backward step ``2L - 1 - i``. A plan is
+cyclic: what is resident at the start of step 0 is resident again after step ``T - 1``.
+
+Ops stand in *issue order*; their id is their position. Within a step the order is
+
+1. ``prefetch`` ops: device memory is taken, then the copies are queued in this order;
+2. (backward) forwards that run again, ascending; then the step's one ``forward`` or ``backward`` op;
+3. (backward) ``offload`` of gradients and ``update`` on the device, carried out tensor by tensor as each gradient is
+   complete, and the host ``update`` ops that become possible with this step's gradients;
+4. other ``offload`` ops (saved activations, updated weights, states), then ``drop`` ops.
+
+``Op.after`` are ids of ops that must have ended before this one starts; an id that is not smaller than the op's own
+means the previous iteration. Because every op depends only on ops issued before it, a plan that passes
+:func:`lt_offload.plan.check` cannot deadlock.
+
+Each lane works through its ops in the order of issue, except ``host``: of the updates whose gradients have arrived it
+takes the one that is needed first (:func:`deadlines`). Gradients arrive in the order opposite to that in which the next
+forward needs the weights; in order of arrival, the first blocks would wait for all updates.
+
+Gradients that are copied to the host share memory there (``Op.slot``): each op has a place of its own from its copy to
+the update that reads it, and the next copy to any of those addresses is ordered ``after`` that update.
+
+A forward that runs again (``Op.save`` is not None) takes its block's saved input, or the output of the forward of the
+block before if that is the op right before it, and draws the random numbers of the first run again. What it saves
+replaces what the block had saved. A block of option ``discard`` has saved nothing until a forward of it runs again.
+
+A computation may read some weights directly in host memory (``Op.direct``): they need no device copy for it, and what
+it reads crosses the link to the device while it runs. An ``offload`` of gradients on the ``compute`` lane is the same
+the other way: the backward itself writes them to host memory, tensor by tensor, and nothing is held afterwards.
+
+Device memory is two pools: the *arena* holds weights and optimizer states at offsets fixed by the plan, everything else
+(activations, gradients, workspaces) is allocated as the framework goes. Arena memory released by an op may be reused by
+any op issued later; the later op is ordered after the release by events. Tensors that are in the same ops through the
+whole iteration lie side by side there, in ascending order, as far as that wastes little memory: where the offset of one
+is the end of the one before, and so on the host, one transfer moves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar, Literal
+
+from pydantic import ConfigDict
+
+from lt_offload.schema.files import load_json, save_json
+from lt_offload.schema.profile import OptionName
+
+if TYPE_CHECKING:
+    from lt_offload.schema.packing import Packing
+
+PLAN_SCHEMA = 1
+ALIGNMENT = 512
+"""Every arena offset is a multiple of this many bytes."""
+
+OpKind = Literal["forward", "backward", "prefetch", "offload", "drop", "update"]
+Payload = Literal["weight", "grad", "state", "activation"]
+Resource = Literal["compute", "h2d", "d2h", "host", "none"]
+UpdatePlace = Literal["device", "paged", "host", "none"]
+PlannerName = Literal["auto", "offmate", "stream", "greedy", "l2l", "memferry", "pofo", "resident"]
+Save = Literal["nothing", "input", "all"]
+"""What a forward leaves: ``input`` keeps the block's input, ``all`` what its backward needs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Op:
+    """One operation of the plan."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    id: int
+    kind: OpKind
+    step: int
+    """The step during which it is issued."""
+    block: int
+    """The block it serves."""
+    resource: Resource
+    """What it occupies: ``compute``, a copy direction, the host update worker, or ``none`` (drop). An offload of
+    gradients on ``compute`` is written by the backward itself."""
+    payload: Payload | None = None
+    """What is copied or dropped; None for computations and updates."""
+    tensors: tuple[int, ...] = ()
+    """Indices into ``Profile.tensors``; empty for computations and activations (those belong to ``block``)."""
+    offsets: tuple[int, ...] = ()
+    """Arena offset per tensor, for prefetches of weights and states."""
+    slot: int | None = None
+    """For gradients that are copied to the host: where those of this op begin in the memory that all of them share.
+    They take as much as their tensors would in the arena."""
+    bytes: int = 0
+    """What is copied or dropped; for computations, what they read directly in host memory."""
+    seconds: float = 0.0
+    """Expected duration on its resource."""
+    after: tuple[int, ...] = ()
+    until: int | None = None
+    """For offloads: the step at whose end the device memory is given back. None: the device copy stays."""
+    save: Save | None = None
+    """For a forward that runs again, in a backward step: what it saves. None: a first forward, its option says it."""
+    direct: tuple[int, ...] = ()
+    """For computations: the tensors that they read in host memory."""
+
+
+def deadlines(ops: Sequence[Op]) -> dict[int, int]:
+    """Return, per update on the host, the position of the first op that waits for it.
+
+    That may be a copy of gradients to the memory that the update reads: what has to make room is taken before what only
+    the next forward needs.
+    Positions count on into the next iteration: a value of ``len(ops)`` or more means an op of that.
+    """
+    found: dict[int, int] = {}
+    for op in ops:
+        for other in op.after:
+            if ops[other].kind == "update" and ops[other].resource == "host":
+                position = op.id if other < op.id else op.id + len(ops)
+                found[other] = min(position, found.get(other, position))
+    return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Residency:
+    """A weight, or a tensor's optimizer states, on the device at the start of step 0."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    payload: Literal["weight", "state"]
+    tensor: int
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prediction:
+    """What the simulator says about a plan; times in seconds, sizes in bytes."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    iteration_s: float
+    lower_bound_s: float
+    """No plan of this model under these budgets is faster, whichever method makes it: the value of a relaxed program
+    without barriers between steps. Two things are left out: copies outside the windows around uses (they change the
+    bound by less than 0.01 %) and matrices that are read in host memory only because memory is short."""
+    no_offload_s: float
+    """The same iteration on a device with enough memory: everything kept, device update."""
+    device_peak_bytes: int
+    host_peak_bytes: int
+
+    @property
+    def gap(self) -> float:
+        """Relative distance to the lower bound, e.g. 0.02 for 2 %."""
+        return self.iteration_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Alternative:
+    """A candidate that was generated and not chosen."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    planner: str
+    iteration_s: float | None
+    """None if it was not feasible."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchPoint:
+    """One batch size that was considered when the plan's was chosen."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    batch_size: int
+    samples_per_s: float | None = None
+    """Simulated; None if there is no plan for this size."""
+    iteration_s: float | None = None
+    device_peak_bytes: int | None = None
+    relaxed_samples_per_s: float | None = None
+    """Of the relaxed program: what plans of this size come near to; None where it was not solved or does not fit."""
+    reason: str = ""
+    """Why it was chosen or not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One planned iteration. See the module's first lines for what the ops mean."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    fingerprint: str
+    """``Profile.fingerprint`` of the model it was made for."""
+    model: str
+    planner: str
+    batch_size: int
+    sequence_length: int
+    budget_bytes: int
+    host_budget_bytes: int
+    options: tuple[OptionName, ...]
+    """Activation option per block."""
+    update_places: tuple[UpdatePlace, ...]
+    """Per tensor; ``none`` for frozen tensors."""
+    state_bytes: tuple[int, ...]
+    """Per tensor: arena bytes that its optimizer states take when on the device; 0 if it has none."""
+    initial: tuple[Residency, ...]
+    ops: tuple[Op, ...]
+    arena_bytes: int
+    """Extent of the arena; the rest of the budget is for activations, gradients and workspaces."""
+    predicted: Prediction
+    gradient_bytes: int = 0
+    """Extent of the host memory to which gradients are copied; see ``Op.slot``."""
+    estimated: bool = False
+    """True if the profile was an estimate."""
+    notes: tuple[str, ...] = ()
+    alternatives: tuple[Alternative, ...] = ()
+    batch_curve: tuple[BatchPoint, ...] = ()
+    """Throughput against batch size, ascending, if the batch size was chosen with the plan."""
+    weight_bytes: tuple[int, ...] = ()
+    """Per tensor: arena bytes that its weight takes when on the device; empty in plans that do not say."""
+    host_threads: int = 0
+    """Threads with which the host shall update; 0: as many as torch uses, or the plan does not say."""
+    context_bytes: int = 0
+    """Device memory that is left to the context and to workspaces of libraries; 0 in plans that do not say."""
+    schema: int = PLAN_SCHEMA
+
+    @property
+    def steps(self) -> int:
+        """Number of steps of an iteration, ``2L``."""
+        return 2 * len(self.options)
+
+    @property
+    def packing(self) -> Packing | None:
+        """How well the arena is filled and how many transfers are made; None if ``weight_bytes`` is empty."""
+        from lt_offload.schema.packing import packing
+
+        return packing(self) if self.weight_bytes else None
+
+    def save(self, path: str | Path) -> Path:
+        """Write JSON."""
+        return save_json(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Plan:
+        """Read JSON; raises ``PlanError`` if it is not a plan of this schema version."""
+        from lt_offload.schema.plan_valid import problems
+
+        return load_json(cls, path, schema=PLAN_SCHEMA, problems=problems)
+
+    def explain(self) -> str:
+        """Return a table of what stays, travels, is recomputed and is updated where, and of the predictions."""
+        from lt_offload.schema.explain import explain
+
+        return explain(self)

@@ -1,0 +1,246 @@
+"""What a model and a machine cost: frozen data, JSON both ways. Imports no torch, so plans can be made anywhere.
+
+Sizes are bytes, times seconds, speeds bytes per second. Block ``i`` of ``L`` runs its forward at step ``i`` and its
+backward at step ``2L - 1 - i`` of an iteration.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict
+
+from lt_offload.schema.files import load_json, save_json
+
+PROFILE_SCHEMA = 2
+
+COLLECTED_BELOW = 16 << 20
+"""Gradients smaller than this are collected before an update on the device uses them up."""
+
+GATHERED_BELOW = 256 << 10
+"""Gradients smaller than this are gathered on the device before they leave for the host."""
+
+OptionName = Literal["keep", "recompute", "offload", "mixed", "reload", "discard"]
+"""See :mod:`lt_offload.model.options`."""
+RECORDED: tuple[OptionName, ...] = ("keep", "offload")
+"""Options with which a block runs once, with a graph."""
+BlockKind = Literal["embedding", "layer", "head", "other"]
+
+
+def fingerprint(tensors: Sequence[tuple[tuple[int, ...], str, bool, tuple[int, ...]]], blocks: int) -> str:
+    """Return the identity of a model structure.
+
+    Args:
+        tensors: (shape, dtype, trainable, indices of the blocks that use it) per tensor.
+        blocks: number of blocks.
+    """
+    return hashlib.sha256(repr([*tensors, blocks]).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReadProfile:
+    """What it costs that one block reads one tensor in host memory instead of a device copy."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    forward_s: float
+    """Device seconds that its forward takes longer."""
+    backward_s: float
+    """Device seconds that its backward takes longer."""
+    forward_bytes: int
+    """Bytes that cross the link to the device in its forward: for an embedding the rows of the batch only."""
+    backward_bytes: int
+    """Bytes that cross the link to the device in its backward."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DirectProfile:
+    """What it costs that computations access one tensor in host memory."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    reads: tuple[ReadProfile, ...]
+    """One per block that uses the tensor, in their order: of a tied table, the embedding's and the projection's."""
+    grad_s: float
+    """Device seconds that the backward takes longer if it writes the gradient to host memory itself."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorProfile:
+    """One parameter tensor. Its index in :attr:`Profile.tensors` identifies it in plans."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: str
+    """Name in ``model.named_parameters()`` (the first one, if tied)."""
+    shape: tuple[int, ...]
+    dtype: str
+    """torch name without prefix, e.g. ``"float32"``."""
+    bytes: int
+    """Size of the parameter; its gradient has the same size."""
+    trainable: bool
+    blocks: tuple[int, ...]
+    """Indices of the blocks that use it, ascending; more than one if tied."""
+    state_bytes: int = 0
+    """Optimizer state that is paged with it: all state tensors of more than one element."""
+    direct: DirectProfile | None = None
+    """None: it cannot be accessed in host memory."""
+
+    def read(self, block: int) -> ReadProfile:
+        """Return what it costs that ``block``, which uses the tensor, reads it in host memory."""
+        assert self.direct is not None, f"{self.name} cannot be read in host memory"
+        return self.direct.reads[self.blocks.index(block)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptionProfile:
+    """One way to handle a block's activations. ``saved`` excludes the block's input, see ``keeps_input``."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: OptionName
+    forward_s: float
+    """Device time of the forward, without waits for copies."""
+    backward_s: float
+    """Device time of the backward including what is recomputed, without waits and without the optimizer."""
+    saved_bytes: int
+    """Device bytes held from the end of the forward to the start of the backward."""
+    keeps_input: bool
+    """Whether the block's input stays on the device between forward and backward."""
+    offload_bytes: int
+    """Copied to the host in the forward and back in the backward; they stay allocated on the host."""
+    forward_peak_bytes: int
+    """Peak above saved bytes, input and output while the forward runs."""
+    backward_peak_bytes: int
+    """Peak above saved bytes, input, output and the gradient of the input while the backward runs, parameter gradients
+    excluded; includes everything that is rebuilt or fetched back."""
+    held_peak_bytes: int | None = None
+    """The same with the gradients of all the block's parameters in it, from when each is complete to the end of the
+    backward: less than the sum of both, as activations go while gradients come. None: not known, take the sum."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BlockProfile:
+    """One element of the block sequence."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: str
+    """Module path."""
+    kind: BlockKind
+    input_bytes: int
+    """Interface activation that arrives from the block before (0 for the first: token ids are not counted)."""
+    output_bytes: int
+    """Interface activation handed on; 0 for the last block."""
+    launch_s: float
+    """Host time to launch the kernels of one forward or backward."""
+    options: tuple[OptionProfile, ...]
+    has_backward: bool = True
+    """False for frozen blocks before the first trainable parameter."""
+    chained: bool = False
+    """Whether its activation inputs are outputs of the block before, untouched: running that block again gives them."""
+
+    def option(self, name: str) -> OptionProfile:
+        """Return the option called ``name``; raises ``KeyError`` if the block does not offer it."""
+        for option in self.options:
+            if option.name == name:
+                return option
+        raise KeyError(f"block {self.name} has no option {name!r}; it offers {[o.name for o in self.options]}")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerProfile:
+    """Cost of one update, for the optimizer and dtype that will really run."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: str
+    host_bytes_per_s: float
+    """Parameter bytes updated per second by the host."""
+    device_bytes_per_s: float
+    """Parameter bytes updated per second by the device."""
+    scratch_ratio: float = 0.0
+    """Temporary bytes per parameter byte during a device update (foreach 1-2, fused 0)."""
+    host_threads: int = 0
+    """Threads with which the host was measured and shall update; 0: as many as torch uses."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HardwareProfile:
+    """One machine: measured by ``profile.hardware``, or read from ``configs/hardware/*.yaml``."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    name: str
+    device_bytes: int
+    """Memory of the device."""
+    host_bytes: int
+    """RAM that training may take."""
+    pinnable_bytes: int
+    """RAM that may be pinned; equals ``host_bytes`` where there is no limit. What comes first gets it."""
+    h2d_bytes_per_s: float
+    """Host to device, while the other direction is busy too."""
+    d2h_bytes_per_s: float
+    """Device to host, while the other direction is busy too."""
+    staged_bytes_per_s: float = 0.0
+    """The slower direction while both are busy, for RAM that cannot be pinned; 0: not measured."""
+    context_bytes: int = 0
+    """Device memory taken before the first tensor: context, kernels, library workspaces."""
+    flops_per_s: dict[str, float] = field(default_factory=dict)
+    """Sustained matrix multiplication rate per dtype, for estimated profiles."""
+    device_memory_bytes_per_s: float = 0.0
+    """For estimated profiles."""
+    host_memory_bytes_per_s: float = 0.0
+    """For estimated profiles."""
+    source: str = ""
+    """Where the numbers come from."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Profile:
+    """Everything the planner needs to know."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    model: str
+    """Class name or config name, for people."""
+    dtype: str
+    batch_size: int
+    sequence_length: int
+    tensors: tuple[TensorProfile, ...]
+    blocks: tuple[BlockProfile, ...]
+    optimizer: OptimizerProfile
+    hardware: HardwareProfile
+    shared_bytes: int = 0
+    """On the device during the whole iteration: masks, rotary tables, buffers, parameters outside the blocks."""
+    page_table_bytes: int = 0
+    """Device memory through which the device reaches the host copies, once they are page-locked."""
+    slack_bytes: int = 0
+    """Device memory that the framework's allocator holds beyond what it has allocated: rounding, fragmentation."""
+    slack_share: float = 0.0
+    """At least this part of the device memory that a plan takes is added as slack, 0.02 being 2 %: blocks are measured
+    one at a time, and an allocator that has come to its limit waits for the device each time it gives something back.
+    """
+    estimated: bool = False
+    """True if times are a roofline estimate and not a measurement."""
+    schema: int = PROFILE_SCHEMA
+
+    @property
+    def fingerprint(self) -> str:
+        """Identity of the model structure (not of names, sizes of batches or hardware): what a plan must match."""
+        return fingerprint([(t.shape, t.dtype, t.trainable, t.blocks) for t in self.tensors], len(self.blocks))
+
+    def save(self, path: str | Path) -> Path:
+        """Write JSON."""
+        return save_json(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Profile:
+        """Read JSON; raises ``PlanError`` if it is not a profile of this schema version."""
+        from lt_offload.schema.profile_valid import problems
+
+        return load_json(cls, path, schema=PROFILE_SCHEMA, problems=problems)

@@ -1,0 +1,65 @@
+"""What an iteration did (measured) or would do (simulated), in one form, so that comparing them is a subtraction."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar, Literal
+
+from pydantic import ConfigDict
+
+from lt_offload.schema.files import load_json, save_json
+from lt_offload.schema.plan import Resource
+
+TRACE_SCHEMA = 1
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Span:
+    """One op on one lane; times in seconds from the start of the iteration."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    op: int
+    lane: Resource
+    label: str
+    """e.g. ``"forward 3"``, ``"prefetch weight 4"``."""
+    start: float
+    end: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Trace:
+    """One iteration in the steady state."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    source: Literal["simulated", "measured"]
+    iteration_time: float
+    device_peak: int
+    host_peak: int
+    budget_bytes: int
+    spans: tuple[Span, ...]
+    memory: tuple[tuple[float, int], ...]
+    """(time, device bytes in use from then on), ascending."""
+    allocator_retries: int = 0
+    """Allocations of the framework that worked only after it had given back what it did not use. Zero in the steady
+    state of a run whose budget holds what it should: each makes the launching thread wait for the device."""
+    allocator_frees: int = 0
+    """Times that the framework's allocator gave memory back to the driver."""
+    allocator_failures: int = 0
+    """Allocations that did not work."""
+    schema: int = TRACE_SCHEMA
+
+    def busy(self, lane: Resource) -> float:
+        """Seconds during which ``lane`` works."""
+        return sum(span.end - span.start for span in self.spans if span.lane == lane)
+
+    def save(self, path: str | Path) -> Path:
+        """Write JSON."""
+        return save_json(self, path)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read JSON; raises ``PlanError`` if it is not a trace of this schema version."""
+        return load_json(cls, path, schema=TRACE_SCHEMA)

@@ -1,0 +1,1 @@
+"""The Lightning strategy ``"offmate"``: all that knows Trainers."""

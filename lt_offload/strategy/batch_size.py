@@ -1,0 +1,250 @@
+"""The batch size of a run: where it is kept, and which one is best. Knows Trainers and the planner; trains nothing.
+
+The size must be known before the loaders and the optimizers' schedules are made, because schedules count batches. To
+profile a training step at several sizes, an optimizer is made for that purpose and thrown away. Like everything in
+``prepare.py`` this leaves no trace: data, their order and generators are as if the size had been given.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.plan.batch.choose import LARGEST, BatchChoice, choose_batch
+from lt_offload.profiling.hardware import free_memory
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
+from lt_offload.strategy import sample as prepare
+
+_KEY = "lt_offload"
+"""Of what the strategy adds to a checkpoint."""
+_SOME_BATCHES = 1000
+"""How many batches an epoch has for schedules that are thrown away."""
+
+
+class BatchSize:
+    """The attribute, or hyperparameter, ``batch_size`` of what makes the training loader.
+
+    Raises:
+        ConfigError: if there is none, or if it would have no effect.
+    """
+
+    def __init__(self, trainer: Any, asked: object) -> None:
+        source = trainer.fit_loop._data_source
+        if not source.is_module():
+            raise ConfigError(
+                f"batch_size={asked!r} cannot be set: the loader was given to fit(), ready made; make it in "
+                "train_dataloader() of a datamodule or of the LightningModule, from self.batch_size"
+            )
+        owners = (source.instance, trainer.datamodule, trainer.lightning_module)
+        found = next((owner for owner in owners if owner is not None and _holders(owner)), None)
+        if found is None:
+            raise ConfigError(
+                f"batch_size={asked!r} cannot be set: neither the datamodule nor the LightningModule has an "
+                "attribute batch_size; set it where the dataloader is made and use batch_size=None"
+            )
+        self.owner = found
+
+    @property
+    def value(self) -> int:
+        """What it is."""
+        value = _holders(self.owner)[0]["batch_size"]
+        return int(value)
+
+    @value.setter
+    def value(self, size: int) -> None:
+        for holder in _holders(self.owner):
+            holder["batch_size"] = size
+
+    @contextmanager
+    def at(self, size: int) -> Iterator[None]:
+        """Within the context it is ``size``."""
+        before = self.value
+        self.value = size
+        try:
+            yield
+        finally:
+            self.value = before
+
+
+class _Attributes:
+    """The attributes of an object as a mapping."""
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+
+    def __getitem__(self, name: str) -> Any:
+        return getattr(self.owner, name)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        setattr(self.owner, name, value)
+
+
+def _holders(owner: Any) -> list[Any]:
+    """Return the mappings in which ``owner`` has its batch size."""
+    holders: list[Any] = [_Attributes(owner)] if hasattr(owner, "batch_size") else []
+    hyperparameters = getattr(owner, "hparams", None)
+    if isinstance(hyperparameters, Mapping) and "batch_size" in hyperparameters:
+        holders.append(hyperparameters)
+    return holders
+
+
+# -- which one --------------------------------------------------------------------------------------------------------
+
+
+def settle(strategy: Any, trainer: Any) -> BatchChoice | None:
+    """Set the batch size of a run with ``batch_size="auto"``; return the choice if one was made.
+
+    A resumed run has the size of the run that it continues, and a saved plan the size that it was made for.
+
+    Raises:
+        ConfigError: if the size cannot be found out, or cannot be set.
+        InfeasibleError: if not even one sample fits.
+    """
+    size = BatchSize(trainer, "auto")
+    before = recorded(trainer)
+    planned = None if strategy.plan_path is None else Plan.load(strategy.plan_path).batch_size
+    if _resumed(trainer):
+        if before is None:
+            raise ConfigError(
+                "batch_size='auto': the checkpoint does not say which batch size its run had; set batch_size to that"
+            )
+        if planned not in (None, before):
+            raise ConfigError(
+                f"plan={str(strategy.plan_path)!r} is for batch_size={planned}, the run of the checkpoint had "
+                f"batch_size={before}; use a plan for that, or plan=None"
+            )
+    known = before or planned
+    if known is not None:
+        rank_zero_info(f"offmate: batch_size={known}, as in the {'checkpoint' if before else 'plan'}")
+        size.value = known
+        return None
+    choice = _choose(strategy, trainer, size)
+    rank_zero_info(f"offmate: {choice.why}")
+    size.value = choice.batch_size
+    return choice
+
+
+def _choose(strategy: Any, trainer: Any, size: BatchSize) -> BatchChoice:
+    with _spare_optimizer(strategy, trainer) as optimizer:
+        return choose_batch(
+            _profiles(trainer, optimizer, size),
+            most=_rows(trainer, size),
+            memory=strategy.memory or free_memory(strategy.root_device),
+            on_progress=lambda message: rank_zero_info(f"offmate: {message}"),
+            **strategy.planning,
+        )
+
+
+def _profiles(trainer: Any, optimizer: Optimizer, size: BatchSize) -> Callable[[int], Profile]:
+    """Return what measures a training step at a batch size; machine and optimizer count as measured the first time."""
+    first: list[Profile] = []
+
+    def measured(wanted: int) -> Profile:
+        with size.at(wanted):
+            problem = None
+            try:
+                profile = prepare.measure(trainer, optimizer, hardware=first[0].hardware if first else None)
+            except Exception as error:
+                if not _out_of_memory(error):
+                    raise
+                problem = str(error).partition("\n")[0]
+        if problem is not None:  # outside of the handler, which keeps what the failed step has allocated
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            raise InfeasibleError(f"batch_size={wanted} does not fit while one block is measured: {problem}")
+        if profile.batch_size != wanted:
+            raise ConfigError(
+                f"batch_size='auto' asked {type(size.owner).__name__} for a batch of {wanted} and got "
+                f"{profile.batch_size}; make train_dataloader(), or the method {' or '.join(prepare.BATCH_METHODS)}() "
+                "if there is one, return self.batch_size samples, or give batch_size as an integer"
+            )
+        first.append(profile)
+        return replace(profile, optimizer=first[0].optimizer)
+
+    return measured
+
+
+@contextmanager
+def _spare_optimizer(strategy: Any, trainer: Any) -> Iterator[Optimizer]:
+    """Yield an optimizer like the one that will be used; no loader is made for its schedules."""
+    from lt_offload import limits
+
+    loop = trainer.fit_loop
+    before = loop._combined_loader, loop.max_batches
+    loop._combined_loader, loop.max_batches = SimpleNamespace(iterables=[]), _SOME_BATCHES
+    try:
+        with prepare.untouched(trainer):
+            strategy.setup_optimizers(trainer)
+    finally:
+        loop._combined_loader, loop.max_batches = before
+    limits.check("optimizer", limits.Run(model=strategy.model, optimizers=strategy.optimizers))
+    (optimizer,) = strategy.optimizers
+    try:
+        yield optimizer
+    finally:
+        strategy.optimizers, strategy.lr_scheduler_configs = [], []
+
+
+def _rows(trainer: Any, size: BatchSize) -> int:
+    """Return how many samples the training data have, as far as that is known."""
+    with size.at(1):
+        return int(prepare.from_data(trainer, _shortest))
+
+
+def _shortest(loader: Any) -> int:
+    counts = [len(member.dataset) for member in _loaders(loader) if hasattr(member.dataset, "__len__")]
+    return max(1, min(counts, default=LARGEST))
+
+
+def _loaders(found: Any) -> list[DataLoader[Any]]:
+    members = getattr(found, "flattened", None)  # a CombinedLoader
+    if members is None and isinstance(found, Mapping):
+        members = list(found.values())
+    if members is not None or isinstance(found, (list, tuple)):
+        return [loader for member in (found if members is None else members) for loader in _loaders(member)]
+    return [found] if isinstance(found, DataLoader) else []
+
+
+def _out_of_memory(error: Exception) -> bool:
+    # What the host's allocator raises is a RuntimeError like any other.
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "DefaultCPUAllocator" in str(error)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def record(checkpoint: dict[str, Any], batch_size: int) -> None:
+    """Note in ``checkpoint`` which batch size its run has."""
+    checkpoint[_KEY] = {"batch_size": batch_size}
+
+
+def recorded(trainer: Any) -> int | None:
+    """Return the batch size of the run that ``trainer`` continues, None if it is a new one or says nothing."""
+    size: int | None = trainer._checkpoint_connector._loaded_checkpoint.get(_KEY, {}).get("batch_size")
+    return size
+
+
+def warn_of_change(trainer: Any, batch_size: int) -> None:
+    """Warn if ``trainer`` continues a run of another batch size."""
+    before = recorded(trainer)
+    if before not in (None, batch_size):
+        rank_zero_warn(
+            f"offmate: the run of the checkpoint had batch_size={before}, this one has {batch_size}: the order of the "
+            "data and the number of steps change; batch_size='auto' keeps what it was"
+        )
+
+
+def _resumed(trainer: Any) -> bool:
+    return bool(trainer._checkpoint_connector._loaded_checkpoint)

@@ -1,0 +1,91 @@
+"""The order of a plain DataLoader, taken up in the middle of an epoch.
+
+A DataLoader has no place that could be saved: its order, and the seeds of its workers, come from random states when
+an epoch begins. Those states are kept, and to resume, the epoch begins again from them and the batches that training
+has seen are fetched once more and dropped. That is exact for whatever the states decide, at the price of fetching.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from lt_offload.strategy.checkpoint import random_state
+
+
+class Repeatable:
+    """What :func:`repeatable` adds to a DataLoader; the methods of the state are those that Lightning looks for."""
+
+    _passes: tuple[dict[str, Any], ...] = ()
+    """The random states from which the passes of this epoch began; more than one where a short loader is repeated."""
+    _again: tuple[dict[str, Any], ...] = ()
+    """Those from which the next passes shall begin."""
+
+    def __iter__(self) -> Iterator[Any]:
+        # Workers get their seeds when the iterator is made, a sampler draws its order for the first batch.
+        again, self._again = self._again[:1], self._again[1:]
+        for states in again:
+            self._set(states["made"])
+        made = {"made": self._states()}
+        self._passes += (made,)
+        return self._batches(super().__iter__(), made, again)  # type: ignore[misc]
+
+    def _batches(
+        self, batches: Iterator[Any], made: dict[str, Any], again: tuple[dict[str, Any], ...]
+    ) -> Iterator[Any]:
+        for states in again:
+            self._set(states["first"])
+        made["first"] = self._states()
+        yield from batches
+
+    def forget(self) -> None:
+        """Forget the passes of an epoch that has ended."""
+        self._passes = self._again = ()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the random states from which the passes of this epoch began, as far as they have given a batch."""
+        return {"passes": [states for states in self._passes if "first" in states]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Begin the next passes from ``state``."""
+        self._again, self._passes = tuple(state["passes"]), ()
+
+    def _states(self) -> dict[str, Any]:
+        return {"global": random_state.capture(), "own": random_state.capture_from(self._held())}
+
+    def _set(self, states: dict[str, Any]) -> None:
+        random_state.restore(states["global"])
+        random_state.restore_to(self._held(), states["own"])
+
+    def _held(self) -> dict[str, random_state.Generator]:
+        return random_state.generators(loader_parts(self))
+
+
+def repeatable(loader: object) -> object:
+    """Return ``loader`` as one whose epochs can begin again; itself if it keeps its place on its own, or is no loader.
+
+    The result is a shallow copy, of a subclass of its class: the user's object stays what it is.
+    """
+    if not isinstance(loader, DataLoader) or hasattr(loader, "state_dict"):
+        return loader
+    kind: Any = type(loader)
+    made: Any = object.__new__(_class(kind))
+    vars(made).update(vars(loader))
+    return made
+
+
+def loader_parts(loader: Any) -> dict[str, object]:
+    """Return ``loader`` and what it takes its order and its samples from, by name."""
+    parts = {"loader": loader}
+    for name in ("sampler", "batch_sampler", "dataset", "collate_fn"):
+        parts[name] = getattr(loader, name, None)
+    parts["batch_sampler.sampler"] = getattr(parts["batch_sampler"], "sampler", None)
+    return parts
+
+
+@cache
+def _class(base: type) -> type[Any]:
+    return type(base.__name__, (Repeatable, base), {"__module__": base.__module__, "__doc__": base.__doc__})

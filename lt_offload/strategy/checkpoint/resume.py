@@ -1,0 +1,229 @@
+"""Checkpoints that training goes on from as if it had never stopped, one of them at Ctrl-C and SIGTERM.
+
+Free of Lightning imports, so that one class serves every namespace; with Lightning's base it is
+``lt_offload.ExactResume``.
+"""
+
+from __future__ import annotations
+
+import signal
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lt_offload.strategy.checkpoint import files as files
+from lt_offload.strategy.checkpoint import progress, random_state
+from lt_offload.strategy.checkpoint.data_order import Repeatable, loader_parts
+from lt_offload.strategy.checkpoint.interrupts import Interrupts
+from lt_offload.strategy.register import bind
+
+if TYPE_CHECKING:
+    from lightning.pytorch.callbacks import Callback as _Base
+else:
+    _Base = object
+
+KEY = "exact_resume"
+"""Of what a checkpoint holds beside Lightning's own."""
+FILE = "interrupted.ckpt"
+"""The checkpoint of an interrupted run, beside those of its ModelCheckpoint."""
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+"""As shells count them: 128 and the signal's number."""
+
+
+class ResumeCore(_Base):
+    """Everything of ``ExactResume`` but its Lightning base class."""
+
+    namespace = "lightning.pytorch"
+
+    def __init__(self, *, random_states: bool = True, on_interrupt: bool = True) -> None:
+        super().__init__()
+        self.random_states = random_states
+        self.on_interrupt = on_interrupt
+        self._interrupts = Interrupts()
+        self._loaded: dict[str, Any] | None = None
+        self._before_validation: dict[str, Any] | None = None
+        """The random states after the training batch on which the present validation follows."""
+
+    # -- before training ---------------------------------------------------------------------------------------------
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        """See whether checkpoints can be written, and remove what a killed run has left of one."""
+        if stage == "fit" and not trainer.fast_dev_run:
+            for folder in _folders(trainer):
+                files.prepare(folder)
+
+    def on_load_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Say where in its loops the run was; keep the states until training begins: what comes before draws, too."""
+        self._loaded = checkpoint.get(KEY) if trainer.state.fn == "fit" else None
+        if self._loaded is not None:
+            progress.rewrite(checkpoint["loops"]["fit_loop"], self._loaded["moment"])
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        """Go on where the checkpoint was made."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            self._resume(trainer, pl_module, loaded)
+        if self.on_interrupt and trainer.checkpoint_callbacks and not trainer.fast_dev_run:
+            self._interrupts.install()
+
+    def _resume(self, trainer: Any, pl_module: Any, loaded: dict[str, Any]) -> None:
+        states = loaded["random"] if self.random_states else None
+        midway = progress.is_midway(trainer)
+        if states is not None:
+            _warn_of_workers(_loaders(trainer), trainer.current_epoch)
+            _take_up_data(trainer, loaded["loaders"], midway=midway)
+            _set_states(trainer, pl_module, states)
+        progress.go_on(trainer, loaded["moment"])
+        self._before_validation = states
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        """Write the checkpoint that a signal has asked for, unless the epoch ends here."""
+        due = progress.moment(trainer) == "validation due"
+        self._before_validation = _states(trainer, pl_module) if due and self.random_states else None
+        if due or not trainer.fit_loop.epoch_loop._is_training_done:
+            self._leave_if_asked(trainer)
+
+    def on_validation_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
+        """Write it in the middle of a validation, which is done again when the run is resumed."""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            self._leave_if_asked(trainer)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        """Write it between two epochs."""
+        progress.end_epoch(trainer)
+        for loader in _repeatable(trainer):
+            loader.forget()
+        self._leave_if_asked(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Give the signals back."""
+        self._interrupts.remove()
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Give the signals back."""
+        self._interrupts.remove()
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    def on_save_checkpoint(self, trainer: Any, pl_module: Any, checkpoint: dict[str, Any]) -> None:
+        """Add the random states, and at which moment of an epoch this is."""
+        moment = progress.moment(trainer)
+        states = None
+        if self.random_states:
+            validating = moment == "validation running"
+            states = self._before_validation if validating else _states(trainer, pl_module)
+        loaders = _take_out_loaders(trainer, checkpoint["loops"]["fit_loop"])
+        checkpoint[KEY] = {"moment": moment, "random": states, "loaders": loaders}
+
+    def _leave_if_asked(self, trainer: Any) -> None:
+        if self._interrupts.received is not None:
+            self._leave(trainer, self._interrupts.received)
+
+    def _leave(self, trainer: Any, number: signal.Signals) -> NoReturn:
+        path = _folders(trainer)[0] / FILE
+        trainer.save_checkpoint(path)
+        rank_zero_info(f"{number.name}: step {trainer.global_step} is saved in {path}")
+        self._interrupts.pass_on()
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt
+        raise import_module(f"{self.namespace}.utilities.exceptions").SIGTERMException(EXIT_CODES[number])
+
+
+def add(trainer: Any, namespace: str) -> None:
+    """Give ``trainer`` an ``ExactResume`` unless it has one; behind all other callbacks, whose changes it must see."""
+    own = [callback for callback in trainer.callbacks if isinstance(callback, ResumeCore)]
+    for callback in own:
+        trainer.callbacks.remove(callback)
+    trainer.callbacks.extend(own or [bind(ResumeCore, namespace, "callbacks.Callback", name="ExactResume")()])
+
+
+# -- random states and data -------------------------------------------------------------------------------------------
+
+
+def _states(trainer: Any, pl_module: Any) -> dict[str, Any]:
+    return {"global": random_state.capture(), "own": random_state.capture_from(_held(trainer, pl_module))}
+
+
+def _set_states(trainer: Any, pl_module: Any, states: dict[str, Any]) -> None:
+    random_state.restore(states["global"])
+    for name in random_state.restore_to(_held(trainer, pl_module), states["own"]):
+        rank_zero_warn(f"the generator {name} is not both in the checkpoint and in this run; it stays as it is")
+
+
+def _held(trainer: Any, pl_module: Any) -> dict[str, random_state.Generator]:
+    """Return the generators that belong to the run beside the global ones."""
+    owners: dict[str, object] = {f"module.{name}": module for name, module in pl_module.named_modules()}
+    owners["datamodule"] = trainer.datamodule
+    for index, loader in enumerate(_loaders(trainer)):
+        owners |= {f"{index}.{name}": part for name, part in loader_parts(loader).items()}
+    return random_state.generators(owners)
+
+
+def _loaders(trainer: Any) -> list[Any]:
+    combined = trainer.fit_loop._combined_loader
+    return [] if combined is None else list(combined.flattened)
+
+
+def _warn_of_workers(loaders: list[Any], epoch: int) -> None:
+    """Say that workers which live through all epochs have random states that no checkpoint holds."""
+    if epoch > 0 and any(getattr(loader, "persistent_workers", False) for loader in loaders):
+        rank_zero_warn(
+            "a DataLoader has persistent_workers=True: what its workers draw at random (not the order of the data) "
+            f"goes on from epoch to epoch, is in no checkpoint, and begins anew in epoch {epoch}; with "
+            "persistent_workers=False this run would go on exactly"
+        )
+
+
+def _repeatable(trainer: Any) -> list[Repeatable]:
+    return [loader for loader in _loaders(trainer) if isinstance(loader, Repeatable)]
+
+
+def _mixed(trainer: Any) -> bool:
+    """Return whether there are loaders that keep their place themselves; Lightning then restores all together."""
+    return any(hasattr(loader, "state_dict") and not isinstance(loader, Repeatable) for loader in _loaders(trainer))
+
+
+def _take_out_loaders(trainer: Any, loops: dict[str, Any]) -> list[Any]:
+    """Return the states of our loaders, taken from the loops', where a stock Trainer would find no loader for them."""
+    return [] if _mixed(trainer) else list(loops["state_dict"].pop("combined_loader", []))
+
+
+def _take_up_data(trainer: Any, states: list[Any], *, midway: bool) -> None:
+    """Bring the loaders to the batch that comes next in the epoch of the checkpoint; nothing if that has ended."""
+    fit_loop = trainer.fit_loop
+    fetcher, repeated, mixed = fit_loop._data_fetcher, _repeatable(trainer), _mixed(trainer)
+    if fit_loop._combined_loader_states_to_load:  # the loaders were made before, when a schedule counted the steps
+        fit_loop._combined_loader._load_state_dicts(fit_loop._combined_loader_states_to_load)
+        fit_loop._combined_loader_states_to_load = []
+        if midway:
+            iter(fetcher)
+    if not midway:
+        for loader in repeated:
+            loader.forget()
+        return
+    if not mixed and len(states) != len(repeated):
+        rank_zero_warn(
+            f"the checkpoint holds the order of {len(states)} training dataloaders, this run has {len(repeated)} whose "
+            "order can be set: its epoch begins at the first batch again"
+        )
+        return
+    if states and not mixed:
+        for loader, state in zip(repeated, states, strict=True):
+            loader.load_state_dict(state)
+        iter(fetcher)
+    if repeated:
+        seen = fit_loop.epoch_loop.batch_progress.current.ready
+        for _ in range(seen):
+            next(fetcher)
+        fetcher.fetched -= seen  # Lightning adds them itself
+
+
+def _folders(trainer: Any) -> list[Path]:
+    """Return the local folders into which checkpoints of this run go."""
+    found = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+    local = [path for folder in found if folder is not None and (path := files.local(folder)) is not None]
+    return list(dict.fromkeys(local)) or [Path(trainer.default_root_dir) / "checkpoints"]

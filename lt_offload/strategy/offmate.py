@@ -1,0 +1,433 @@
+"""The strategy without Lightning: which hook of a Trainer's life calls which part of profile, plan and execute.
+
+Holds no logic beyond that order. Free of Lightning imports, so that one class serves every namespace: see
+``strategy.py`` and ``_register.strategy_class``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from lt_offload import limits
+from lt_offload.errors import ConfigError
+from lt_offload.execute import open_device
+from lt_offload.execute.device.base import Device
+from lt_offload.execute.engine import Engine
+from lt_offload.model.caches import caches_off
+from lt_offload.plan.batch.choose import BatchChoice
+from lt_offload.plan.solve import check_planner, check_reserve
+from lt_offload.profiling.hardware import check_memory, free_memory
+from lt_offload.report.perfetto import save_perfetto
+from lt_offload.schema.explain import brief
+from lt_offload.schema.plan import Plan, PlannerName
+from lt_offload.schema.profile import Profile
+from lt_offload.schema.trace import Trace
+from lt_offload.strategy import batch_size as batching
+from lt_offload.strategy import sample as prepare
+from lt_offload.strategy.checkpoint import resume
+from lt_offload.strategy.checkpoint.data_order import repeatable
+from lt_offload.strategy.checkpoint.files import AtomicCheckpointIO, load_optimizer_state
+from lt_offload.strategy.checkpoint.foreign import check_checkpoint, check_optimizer, check_weights, loading_state
+from lt_offload.strategy.metrics import Metrics, logs_after
+from lt_offload.strategy.register import bind
+from lt_offload.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.strategies import Strategy as _Base
+else:
+    _Base = object
+
+
+class OffmateCore(_Base):
+    """Everything of the strategy but its Lightning base class; for the options see ``OffmateStrategy``."""
+
+    strategy_name = "offmate"
+    namespace = "lightning.pytorch"
+    num_nodes = 1  # set by the Trainer
+    global_rank = local_rank = 0
+    world_size = 1
+
+    def __init__(
+        self,
+        *,
+        memory: str | int | float | None = None,
+        host_memory: str | int | float | None = None,
+        planner: PlannerName = "auto",
+        batch_size: int | Literal["auto"] | None = None,
+        host_update: bool = True,
+        activation_offload: bool = True,
+        recompute: bool = True,
+        gradient_reserve: float | None = None,
+        plan: str | Path | None = None,
+        solver_time_limit: float = 30.0,
+        report_dir: str | Path | None = None,
+    ) -> None:
+        super().__init__()
+        check_planner(planner)
+        if batch_size not in (None, "auto") and (not isinstance(batch_size, int) or batch_size < 1):
+            raise ConfigError(f"batch_size={batch_size!r} must be at least 1, 'auto', or None for the datamodule's")
+        if solver_time_limit <= 0:
+            raise ConfigError(f"solver_time_limit={solver_time_limit} must be a positive number of seconds")
+        self.memory = None if memory is None else parse_bytes(memory)
+        self.host_memory = None if host_memory is None else parse_bytes(host_memory, setting="host_memory")
+        self.planner: PlannerName = planner
+        self.batch_size = batch_size
+        self.switches: dict[str, Any] = {
+            "host_update": host_update,
+            "activation_offload": activation_offload,
+            "recompute": recompute,
+            "gradient_reserve": check_reserve(gradient_reserve),
+        }
+        self.plan_path = plan
+        self.solver_time_limit = solver_time_limit
+        self.report_dir = report_dir
+        self.explain = False
+        """Whether the whole plan is shown before training, and not just one paragraph about it."""
+        self.parallel_devices: list[torch.device] | None = None  # filled in by the Trainer
+        self.profile: Profile | None = None
+        self.plan: Plan | None = None
+        self.trace: Trace | None = None
+        """Of the last complete iteration, once training has ended."""
+        self.engine: Engine | None = None
+        """Present between ``setup`` and ``teardown``."""
+        self._device: Device | None = None
+        self._signature: object = None
+        self._updating = False
+        """Some weights of the present iteration are updated and others are not."""
+        self._undo = ExitStack()
+        """What ``teardown`` puts back."""
+        self._watch = ExitStack()  # holds the budget between iterations, too
+
+    @property
+    def planning(self) -> dict[str, Any]:
+        """Arguments of :func:`~lt_offload.plan.solve` beside the profile and the device budget."""
+        settings = {"host_memory": self.host_memory, "planner": self.planner, "time_limit": self.solver_time_limit}
+        return settings | self.switches
+
+    # -- one process, one device -------------------------------------------------------------------------------------
+
+    @property
+    def root_device(self) -> torch.device:
+        """Where batches go and blocks run."""
+        assert self.parallel_devices, "the Trainer has not chosen a device yet"
+        return self.parallel_devices[0]
+
+    @property
+    def is_global_zero(self) -> bool:
+        """There is only one process."""
+        return True
+
+    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Return ``tensor``."""
+        return tensor
+
+    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Return ``tensor``."""
+        return tensor
+
+    def barrier(self, *args: Any, **kwargs: Any) -> None:
+        """Return at once."""
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        """Return ``obj``."""
+        return obj
+
+    # -- before training ---------------------------------------------------------------------------------------------
+
+    def connect(self, model: LightningModule) -> None:
+        """Take the module, and give its Trainer the callbacks that every run has: exact resuming, metrics."""
+        super().connect(model)
+        trainer: Any = model._trainer
+        if trainer is None or trainer.barebones:
+            return
+        resume.add(trainer, self.namespace)
+        if any(isinstance(c, Metrics) for c in trainer.callbacks):
+            return
+        metrics = bind(Metrics, self.namespace, "callbacks.Callback")()
+        checkpoints = {id(callback) for callback in trainer.checkpoint_callbacks}
+        at = next((i for i, c in enumerate(trainer.callbacks) if id(c) in checkpoints), len(trainer.callbacks))
+        trainer.callbacks.insert(at, metrics)
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Let the epochs of training loaders begin again, so that a resumed run has the order of the first one."""
+        trainer = self._trainer
+        return repeatable(dataloader) if _fitting(trainer) and trainer.training else dataloader
+
+    def setup_environment(self) -> None:
+        """Refuse what the Trainer asks for and cannot have, before anything is downloaded or loaded."""
+        trainer = self._trainer
+        limits.check("trainer", limits.Run(trainer=trainer), training=_fitting(trainer))
+        check_memory(self.memory, self.root_device)
+        if self.plan_path is not None and _fitting(trainer):
+            prepare.load_plan(self.plan_path, self.memory or free_memory(self.root_device))
+        if self.batch_size is not None and _fitting(trainer):
+            size = batching.BatchSize(trainer, self.batch_size)
+            if self.batch_size != "auto":
+                size.value = self.batch_size
+        super().setup_environment()
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Models are made on the host, whatever the device."""
+        with torch.device("cpu"), self.precision_plugin.tensor_init_context():
+            yield
+
+    def model_to_device(self) -> None:
+        """Move metrics only: weights go to the device block by block, and the engine takes care of what is left."""
+        from torchmetrics import Metric
+
+        for module in self._module.modules():
+            if isinstance(module, Metric):
+                module.to(self.root_device)
+
+    def setup(self, trainer: Any) -> None:
+        """Make optimizers, profile, plan, and install the engine."""
+        assert self.accelerator is not None and self.model is not None
+        self._updating = False
+        self.accelerator.setup(trainer)
+        self.model = self.precision_plugin.convert_module(self.model)
+        self.model_to_device()
+        limits.check("model", limits.Run(model=self.model), training=_fitting(trainer))
+        choice = None
+        if _fitting(trainer):
+            if self.batch_size == "auto":
+                with prepare.isolated(self.namespace):
+                    choice = batching.settle(self, trainer)
+            self.setup_optimizers(trainer)
+            limits.check("optimizer", limits.Run(model=self.model, optimizers=self.optimizers))
+            if self.plan_path is not None:
+                prepare.check_same_model(self.plan_path, self._module, self.optimizers[0])
+        self.setup_precision_plugin()
+        if _fitting(trainer):
+            self._prepare_training(trainer, choice)
+        else:
+            self._install(None, None, self.memory or free_memory(self.root_device))
+
+    def _prepare_training(self, trainer: Any, choice: BatchChoice | None) -> None:
+        (optimizer,) = self.optimizers
+        if limits.unknown_optimizer(optimizer):
+            rank_zero_warn(
+                f"offmate: {type(optimizer).__name__} is assumed to update each tensor on its own, from that tensor's "
+                "gradient alone; if it does not, results differ from plain training"
+            )
+        self.trace = None
+        self._undo.enter_context(caches_off(self._module))
+        if choice is not None:
+            self.profile, self.plan = choice.profile, choice.plan
+        else:
+            with prepare.isolated(self.namespace):
+                self.profile = prepare.measure(trainer, optimizer)
+            batching.warn_of_change(trainer, self.profile.batch_size)
+            self.plan = self._make_plan(self.profile)
+        folder = self._folder(trainer)
+        if folder is not None:
+            self.profile.save(folder / "profile.json")
+            self.plan.save(folder / "plan.json")
+        rank_zero_info(f"offmate: {prepare.summary(self.plan)}" + (f"; saved in {folder}" if folder else ""))
+        rank_zero_info(self.plan.explain() if self.explain else brief(self.plan))
+        self._install(optimizer, self.plan, self.plan.budget_bytes)
+
+    def _make_plan(self, profile: Profile) -> Plan:
+        from lt_offload.plan import solve
+
+        memory = self.memory or free_memory(self.root_device)
+        if self.plan_path is not None:
+            return prepare.replay(self.plan_path, profile, memory)
+        rank_zero_info(f"offmate: planning for {format_bytes(memory)}, {self.solver_time_limit:g} s at most")
+        return solve(profile, memory=memory, **self.planning)
+
+    def _install(self, optimizer: Optimizer | None, plan: Plan | None, budget: int) -> None:
+        threads = self.profile.optimizer.host_threads if self.profile is not None else 0
+        context = plan.context_bytes if plan is not None else 0
+        self._device = open_device(budget, str(self.root_device), host_threads=threads or None, context=context)
+        self.engine = Engine(self._module, optimizer, plan, self._device)
+        self.engine.install()
+        self._watch.enter_context(self._device.between())
+
+    def _folder(self, trainer: Any) -> Path | None:
+        """Return the run folder, None if the run keeps nothing."""
+        if self.report_dir is not None:
+            return Path(self.report_dir)
+        kept = trainer.loggers and not trainer.fast_dev_run and trainer.log_dir
+        return Path(trainer.log_dir) if kept else None
+
+    # -- training and evaluation -------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        """Remember the shapes of the batch."""
+        self._signature = tuple((t.shape, t.dtype) for t in tree_leaves(batch) if isinstance(t, Tensor))
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Run one planned iteration: the closure's forward and backward contain every update."""
+        assert self.engine is not None
+        trainer = self._trainer
+        norm = logs_after(trainer, trainer.global_step + 1)
+        with self.engine.iteration(grad_norm=norm, signature=self._signature):
+            result = super().optimizer_step(optimizer, closure, model, **kwargs)
+        self._updating = False
+        return result
+
+    def pre_backward(self, closure_loss: Tensor) -> None:
+        """From here until the end of the iteration the weights are of two steps."""
+        self._updating = True
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Stream the forward."""
+        with self._streaming():
+            return super().validation_step(*args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Stream the forward."""
+        with self._streaming():
+            return super().test_step(*args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Stream the forward."""
+        with self._streaming():
+            return super().predict_step(*args, **kwargs)
+
+    def on_train_end(self) -> None:
+        """Keep the record of the last iteration."""
+        assert self.engine is not None
+        if self.engine.stats.iterations == 0:
+            return
+        self.trace = self.engine.trace()
+        folder = self._folder(self._trainer)
+        if folder is not None:
+            self.trace.save(folder / "trace.json")
+            save_perfetto(self.trace, folder / "trace.perfetto.json")
+
+    # -- checkpoints -------------------------------------------------------------------------------------------------
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """The Trainer's plugin if it has one, else files without a second copy in RAM."""
+        io: Any = self._checkpoint_io
+        if io is None or getattr(io, "checkpoint_io", self) is None:  # none, or a wrapper around none
+            ours = bind(AtomicCheckpointIO, self.namespace, "plugins.TorchCheckpointIO")()
+            if io is None:
+                self._checkpoint_io = io = ours
+            else:
+                io.checkpoint_io = ours
+        return io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights, complete on the host."""
+        self._complete()
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Return the optimizer's state, complete on the host."""
+        self._complete()
+        return super().optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write the checkpoint, unless an iteration was interrupted between two updates."""
+        if self._updating:
+            rank_zero_warn(
+                f"offmate: {filepath} is not written: the iteration was interrupted when some weights were updated and "
+                "others were not; resume from the last complete checkpoint"
+            )
+            return
+        if self.profile is not None:
+            batching.record(checkpoint, self.profile.batch_size)
+        super().save_checkpoint(checkpoint, filepath, storage_options)
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read a checkpoint, which must be one of a Trainer."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        check_checkpoint(checkpoint, checkpoint_path)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights into the host copies."""
+        check_weights(checkpoint["state_dict"], self._module.state_dict(), strict=strict)
+        with self._rewriting():
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizer's state into host memory of its own, in the dtypes in which it was saved."""
+        saved = {name: t.dtype for name, t in checkpoint["state_dict"].items() if isinstance(t, Tensor)}
+        unchanged = {p for name, p in self._module.named_parameters() if saved.get(name) == p.dtype}
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            check_optimizer(optimizer, state)
+        with self._rewriting():
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+                with loading_state(optimizer):
+                    load_optimizer_state(optimizer, state, unchanged)
+
+    # -- afterwards --------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Leave the iteration; a second error must not hide the first."""
+        if self.engine is not None:
+            try:
+                self.engine.abort()
+            except Exception as second:
+                rank_zero_warn(f"offmate: while leaving the iteration: {second}")
+
+    def teardown(self) -> None:
+        """Give the model back with complete host weights and release the device."""
+        engine, device = self.engine, self._device
+        self.engine = self._device = None
+        self._watch.close()
+        try:
+            if engine is not None:
+                engine.close()
+        finally:
+            if device is not None:
+                device.close()
+            self._undo.close()
+            super().teardown()
+
+    # -- helpers -----------------------------------------------------------------------------------------------------
+
+    @property
+    def _module(self) -> LightningModule:
+        module = self.lightning_module
+        assert module is not None
+        return module
+
+    @property
+    def _trainer(self) -> Any:
+        return self._module.trainer
+
+    def _complete(self) -> None:
+        """Wait for what is on its way to the host, unless the iteration was left halfway."""
+        if self.engine is not None and not self._updating:
+            self.engine.drain()
+
+    @contextmanager
+    def _rewriting(self) -> Iterator[None]:
+        """Enclose changes of the host copies from outside."""
+        if self.engine is not None:
+            self.engine.drain()
+            self.engine.invalidate()
+        yield
+
+    def _streaming(self) -> AbstractContextManager[None]:
+        return self.engine.inference() if self.engine is not None else nullcontext()
+
+
+def _fitting(trainer: Any) -> bool:
+    return bool(trainer.state.fn == "fit")

@@ -1,0 +1,201 @@
+"""From a Trainer to a profile and a plan. Knows Trainers, loaders and the planner's entry points; trains nothing.
+
+Preparing leaves no trace in the run that follows: the data are asked in a process of their own, and what a training
+step changes is put back. The caller isolates the global generators.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader
+
+from lt_offload.errors import ConfigError, PlanError
+from lt_offload.execute.program import check_match
+from lt_offload.model.blocks import find_blocks
+from lt_offload.model.snapshot import untouched as kept
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import HardwareProfile, Profile
+from lt_offload.strategy.aside import aside
+from lt_offload.units import format_bytes, format_seconds
+
+BATCH_METHODS = ("worst_case_batch", "sample_batch")
+"""Methods of the module or the datamodule that are asked for a batch first; the largest is the best one to plan for."""
+
+
+def isolated(namespace: str) -> AbstractContextManager[None]:
+    """Return a context that leaves all global generators as they were; ``namespace`` is that of the Trainer."""
+    context: AbstractContextManager[None] = import_module(f"{namespace}.utilities.seed").isolate_rng()
+    return context
+
+
+def sample_batch(trainer: Any) -> Any:
+    """Return a training batch of ``trainer`` as its module will see it, on the device.
+
+    Raises:
+        ConfigError: if there is none, or if taking it would disturb the data's order.
+    """
+    batch = None
+    for owner in (trainer.lightning_module, trainer.datamodule):
+        for name in BATCH_METHODS:
+            if batch is None and callable(getattr(owner, name, None)):
+                batch = getattr(owner, name)()
+    if batch is None:
+        batch = from_data(trainer, first_batch)
+    batch = trainer.precision_plugin.convert_input(batch)
+    return trainer.strategy.batch_to_device(trainer.lightning_module._on_before_batch_transfer(batch))
+
+
+def from_data(trainer: Any, ask: Callable[[Any], Any]) -> Any:
+    """Return what ``ask`` finds out about a training dataloader; loader, data and generators do not notice.
+
+    Raises:
+        ConfigError: if the loader cannot be asked, see :func:`~lt_offload.strategy.aside.aside`.
+    """
+    return aside(
+        lambda: ask(trainer.fit_loop._data_source.dataloader()),
+        what="asking the training dataloader",
+        way_out=f"give the LightningModule or the datamodule a method {BATCH_METHODS[1]}() that returns a batch",
+    )
+
+
+def first_batch(loader: Any) -> Any:
+    """Return the first batch of a loader, or of each loader in a collection. It is not used again afterwards."""
+    if isinstance(loader, Mapping):
+        return {key: first_batch(member) for key, member in loader.items()}
+    if isinstance(loader, (list, tuple)):
+        return [first_batch(member) for member in loader]
+    members = getattr(loader, "flattened", None)  # of Lightning's CombinedLoader
+    for member in [loader] if members is None else members:
+        if isinstance(member, DataLoader):
+            member.num_workers, member.timeout, member.pin_memory = 0, 0, False
+    try:
+        first = next(iter(loader))
+    except StopIteration:
+        raise ConfigError("the training dataloader has no batch; give it at least one") from None
+    return first if members is None else first[0]
+
+
+def measure(trainer: Any, optimizer: Optimizer, hardware: HardwareProfile | None = None) -> Profile:
+    """Return the profile of one training iteration of ``trainer``; ``hardware``: the machine, if it was measured."""
+    from lt_offload.profiling.measure import profile
+
+    module, strategy = trainer.lightning_module, trainer.strategy
+    with untouched(trainer):
+        return profile(
+            module,
+            sample_batch(trainer),
+            optimizer=optimizer,
+            device=strategy.root_device,
+            hardware=hardware,
+            run=lambda batch: _loss(strategy, batch),
+            on_progress=lambda message: rank_zero_info(f"offmate: {message}"),
+        )
+
+
+@contextmanager
+def untouched(trainer: Any) -> Iterator[None]:
+    """Let hooks and ``training_step`` run without a trace: logs go nowhere, whatever they change is put back.
+
+    Raises:
+        UnsupportedError: afterwards, if something cannot be put back.
+    """
+    module, data = trainer.lightning_module, trainer.datamodule
+    roots = {type(owner).__name__: owner for owner in (module, data) if owner is module or _takes_part(owner)}
+    with kept(**roots):
+        loggers = trainer.loggers
+        nowhere = import_module(f"{trainer.strategy.namespace}.loggers.logger").DummyLogger
+        trainer.loggers = [nowhere() for _ in loggers]
+        silenced = dict.fromkeys(("log", "log_dict"), lambda *args, **kwargs: None)
+        own = {name: vars(module)[name] for name in silenced if name in vars(module)}
+        vars(module).update(silenced)
+        try:
+            yield
+        finally:
+            trainer.loggers = loggers
+            for name in silenced:
+                del vars(module)[name]
+            vars(module).update(own)
+
+
+def _takes_part(data: Any) -> bool:
+    """Return whether a datamodule does more than make loaders, which happens in another process."""
+    base = next((cls for cls in type(data).__mro__ if cls.__name__ == "LightningDataModule"), None)
+    hooks = ("on_before_batch_transfer", "transfer_batch_to_device", "on_after_batch_transfer")
+    own = any(getattr(type(data), hook) is not getattr(base, hook) for hook in hooks if base is not None)
+    return own or any(hasattr(data, name) for name in BATCH_METHODS)
+
+
+def _loss(strategy: Any, batch: Any) -> Tensor:
+    """Return the loss of one training step."""
+    module = strategy.lightning_module
+    indexed = len(inspect.signature(module.training_step).parameters) > 1
+    found = strategy.training_step(batch, 0) if indexed else strategy.training_step(batch)
+    loss = found.get("loss") if isinstance(found, Mapping) else found
+    if not isinstance(loss, Tensor):
+        raise ConfigError(
+            f"{type(module).__name__}.training_step returned {type(found).__name__} for the sample batch; it must "
+            "return the loss, or a dict with the key 'loss'"
+        )
+    return loss
+
+
+def load_plan(path: str | Path, memory: int) -> Plan:
+    """Return the saved plan at ``path``: all that can be known about it before there is a model.
+
+    Raises:
+        PlanError: if it is no plan, or needs more than ``memory`` bytes.
+    """
+    plan = Plan.load(path)
+    if plan.budget_bytes > memory:
+        raise PlanError(
+            f"plan={str(path)!r} needs memory={plan.budget_bytes}, there are {memory} bytes; raise memory or plan again"
+        )
+    return plan
+
+
+def check_same_model(path: str | Path, module: nn.Module, optimizer: Optimizer) -> None:
+    """Raise ``PlanError`` if the saved plan at ``path`` is not for ``module``; needs no profile."""
+    try:
+        check_match(find_blocks(module), optimizer, Plan.load(path))
+    except PlanError as error:
+        raise PlanError(f"plan={str(path)!r}: {error}") from None
+
+
+def replay(path: str | Path, profile: Profile, memory: int) -> Plan:
+    """Return the saved plan at ``path``.
+
+    Raises:
+        PlanError: if it is no plan, is of another model, or does not fit today's batch or memory.
+    """
+    from lt_offload.plan import check
+
+    plan = load_plan(path, memory)
+    if plan.fingerprint != profile.fingerprint:
+        raise PlanError(
+            f"plan={str(path)!r} was made for another model ({plan.model}, {len(plan.options)} blocks) or for other "
+            f"shapes, dtypes or frozen weights; this is {profile.model} with {len(profile.blocks)} blocks; plan again"
+        )
+    problems = check(plan, profile)
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise PlanError(f"plan={str(path)!r} cannot be carried out: {problems[0]}{more}; plan again")
+    return plan
+
+
+def summary(plan: Plan) -> str:
+    """Return one line about ``plan``."""
+    found = plan.predicted
+    return (
+        f"plan by {plan.planner}: {format_seconds(found.iteration_s)} per iteration predicted "
+        f"({found.gap:.1%} above the bound), {format_bytes(found.device_peak_bytes)} of "
+        f"{format_bytes(plan.budget_bytes)} on the device, {format_bytes(found.host_peak_bytes)} on the host"
+    )

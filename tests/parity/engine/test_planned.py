@@ -1,0 +1,180 @@
+"""Plans made by the planner, carried out in a plain loop on a device with a hard budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import lt_offload
+from lt_offload.errors import InfeasibleError, OverBudget, UnsupportedError
+from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.execute.engine import Engine
+from lt_offload.plan.build.slots import slot_bytes
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
+from tests.support import models
+from tests.support.engines import make_optimizer
+
+LAYERS = 6
+
+
+def fresh(family: str = "llama") -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    model = models.build(family, layers=LAYERS, dropout=0.1)
+    return model, make_optimizer(model, "adamw-fused")
+
+
+def trained(family: str, batch: dict[str, torch.Tensor], steps: int = 3) -> tuple[list[torch.Tensor], torch.nn.Module]:
+    model, optimizer = fresh(family)
+    torch.manual_seed(1)
+    losses = []
+    for _ in range(steps):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return losses, model
+
+
+def profiled(family: str) -> tuple[Profile, dict[str, torch.Tensor]]:
+    model, optimizer = fresh(family)
+    batch = models.batch(model)
+    return lt_offload.profile(model, batch, optimizer=optimizer), batch
+
+
+def run(plan: Plan, family: str, batch: dict[str, torch.Tensor], steps: int = 3):  # noqa: ANN201
+    """Return losses, model and the measured peak."""
+    model, optimizer = fresh(family)
+    device = EmulatedDevice(plan.budget_bytes, mode="lazy", check=True, accounting="always")
+    engine = Engine(model, optimizer, plan, device)
+    try:
+        engine.install()
+        torch.manual_seed(1)
+        losses = []
+        for _ in range(steps):
+            with engine.iteration():
+                out = model(**batch)  # holds the logits until the next call, as the profile supposes
+                out.loss.backward()
+                optimizer.step()
+            losses.append(out.loss.detach().clone())
+        peak = engine.stats.device_peak_bytes
+    finally:
+        engine.remove()
+        device.close()
+    return losses, model, peak
+
+
+def floor(profile: Profile) -> int:
+    """The planner's own smallest budget."""
+    with pytest.raises(InfeasibleError) as error:
+        lt_offload.solve(profile, memory=10_000)
+    assert error.value.needed_bytes is not None
+    return error.value.needed_bytes
+
+
+@pytest.mark.parametrize("family", [*models.FAMILIES, "gemma3"])
+@pytest.mark.parametrize("share", [0.0, 0.3, 2.0], ids=["smallest", "tight", "ample"])
+def test_exact_within_a_hard_budget(family: str, share: float) -> None:
+    """At the planner's floor, somewhat above it, and where everything fits; the plan says how much it will take."""
+    profile, batch = profiled(family)
+    smallest = floor(profile)
+    state = sum(t.bytes * 2 + t.state_bytes for t in profile.tensors)
+    plan = lt_offload.solve(profile, memory=int(smallest + share * max(state - smallest, 0)))
+    losses, model, peak = run(plan, family, batch)
+    expected, reference = trained(family, batch)
+    assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
+    assert peak <= plan.budget_bytes
+    assert 0.95 * plan.predicted.device_peak_bytes <= peak <= plan.predicted.device_peak_bytes
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+def test_exact_where_gradients_take_turns_in_little_ram(family: str) -> None:
+    """Room for those of one block: every copy waits for an update, and the device runs updates as late as it can."""
+    profile, batch = profiled(family)
+    ample = lt_offload.solve(profile, planner="l2l")
+    copies = [slot_bytes(op, profile) for op in ample.ops if op.slot is not None]
+    ram = ample.predicted.host_peak_bytes - ample.gradient_bytes + max(copies)
+    plan = lt_offload.solve(profile, planner="l2l", host_memory=ram)
+    assert plan.gradient_bytes == max(copies) < sum(copies)
+    losses, model, _ = run(plan, family, batch)
+    expected, reference = trained(family, batch)
+    assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("family", ["llama", "llama-tied"])
+def test_the_smallest_budget_is_what_the_planner_says(family: str) -> None:
+    """Bisect the budget at which the smallest plan still runs."""
+    profile, batch = profiled(family)
+    plan = lt_offload.solve(profile, memory=floor(profile))
+    low, high = 1, plan.budget_bytes
+    while high - low > high // 200:
+        middle = (low + high) // 2
+        try:
+            device = EmulatedDevice(middle, mode="lazy", accounting="always")
+            model, optimizer = fresh(family)
+            engine = Engine(model, optimizer, plan, device)
+            try:
+                engine.install()
+                with engine.iteration():
+                    out = model(**batch)  # holds the logits as well, as the profile supposes
+                    out.loss.backward()
+            finally:
+                engine.remove()
+                device.close()
+            high = middle
+        except OverBudget:
+            low = middle
+    print(f"runs within {high}, planned for {plan.budget_bytes}, predicted {plan.predicted.device_peak_bytes}")
+    assert 0.995 * high <= plan.predicted.device_peak_bytes <= 1.01 * high
+
+
+def test_plain_loop() -> None:
+    batch = profiled("llama")[1]
+    expected, reference = trained("llama", batch)
+    model, optimizer = fresh("llama")
+    model.config.use_cache = True
+    with lt_offload.offloaded(model, optimizer, batch, memory="700kB", accelerator="cpu") as engine:
+        torch.manual_seed(1)
+        losses = []
+        for _ in range(3):
+            loss = model(**batch).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.detach().clone())
+        assert engine.stats.iterations == 3
+        trace = engine.trace()
+    assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
+    assert trace.device_peak <= 700_000
+    assert {span.lane for span in trace.spans} >= {"compute", "h2d", "d2h"}
+    assert model.config.use_cache
+
+
+def test_a_device_that_cannot_hold_the_plan_is_the_error_that_is_shown() -> None:
+    profile, batch = profiled("llama")
+    plan = lt_offload.solve(profile, memory="700kB")
+    model, optimizer = fresh("llama")
+    small = replace(plan, budget_bytes=plan.arena_bytes - 1)
+    with (
+        pytest.raises(OverBudget, match="exceeds the budget"),
+        lt_offload.offloaded(model, optimizer, batch, plan=small, accelerator="cpu"),
+    ):
+        pass
+    model(**batch).loss.backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+def test_plain_loop_refuses_what_it_cannot_do() -> None:
+    model, optimizer = fresh("llama")
+    enable = "activation_checkpointing_enable"  # as newer transformers call it
+    getattr(model, enable if hasattr(model, enable) else "gradient_checkpointing_enable")()
+    with (
+        pytest.raises(UnsupportedError, match="checkpointing"),
+        lt_offload.offloaded(model, optimizer, models.batch(model), memory="700kB", accelerator="cpu"),
+    ):
+        pass

@@ -1,0 +1,180 @@
+"""Every planner's plan trains, bit for bit as plain PyTorch, dropout included: small models, and the quickstart's."""
+
+from __future__ import annotations
+
+import copy
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import lt_offload
+from lt_offload.errors import InfeasibleError, UnsupportedError
+from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.execute.engine import Engine
+from lt_offload.plan.planners.offmate.config import allowed_options
+from lt_offload.plan.planners.offmate.program import OffmateConfig
+from lt_offload.plan.planners.pofo.propose import propose_pofo
+from lt_offload.plan.planners.request import NotApplicable, Request
+from lt_offload.schema.plan import Plan, PlannerName
+from lt_offload.schema.profile import Profile
+from tests.support import models
+from tests.support.engines import make_optimizer
+
+PLANNERS: tuple[PlannerName, ...] = ("offmate", "greedy", "l2l", "memferry", "pofo", "resident")
+ROOT = Path(__file__).resolve().parents[3]
+STEPS = 3
+
+
+@dataclass
+class Task:
+    """A model, a batch and what plain training makes of them."""
+
+    start: nn.Module
+    batch: dict[str, torch.Tensor]
+    losses: list[torch.Tensor]
+    end: nn.Module
+    optimizer: torch.optim.Optimizer
+    random: torch.Tensor
+    """State of the generator after training."""
+    profile: Profile
+
+
+def task(start: nn.Module, batch: dict[str, torch.Tensor]) -> Task:
+    profiled = copy.deepcopy(start)
+    profile = lt_offload.profile(profiled, batch, optimizer=make_optimizer(profiled, "adamw-fused"))
+    end = copy.deepcopy(start)
+    optimizer = make_optimizer(end, "adamw-fused")
+    torch.manual_seed(7)
+    losses = []
+    for _ in range(STEPS):
+        loss = end(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return Task(start, batch, losses, end, optimizer, torch.get_rng_state(), profile)
+
+
+def require_equal(task: Task, plan: Plan) -> None:
+    """Carry out ``plan`` and compare."""
+    model = copy.deepcopy(task.start)
+    optimizer = make_optimizer(model, "adamw-fused")
+    device = EmulatedDevice(plan.budget_bytes, mode="lazy", check=True, accounting="always")
+    engine = Engine(model, optimizer, plan, device)
+    try:
+        engine.install()
+        torch.manual_seed(7)
+        losses = []
+        for _ in range(STEPS):
+            with engine.iteration():
+                loss = model(**task.batch).loss
+                loss.backward()
+                optimizer.step()
+            losses.append(loss.detach().clone())
+        random = torch.get_rng_state()
+        peak = engine.stats.device_peak_bytes
+    finally:
+        engine.remove()
+        device.close()
+    assert peak <= plan.predicted.device_peak_bytes <= plan.budget_bytes
+    assert torch.equal(random, task.random)
+    assert all(torch.equal(a, b) for a, b in zip(task.losses, losses, strict=True))
+    for (name, expected), found in zip(task.end.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(expected, found), name
+    states = [o.state_dict()["state"] for o in (task.optimizer, optimizer)]
+    for key, expected in states[0].items():
+        assert all(torch.equal(expected[field], states[1][key][field]) for field in expected), key
+
+
+def smallest(profile: Profile, planner: PlannerName) -> Plan:
+    """The plan of ``planner`` for the smallest of a series of budgets that it finds one for."""
+    budget = sum(t.bytes for t in profile.tensors) // 3
+    while True:
+        try:
+            return lt_offload.solve(profile, memory=budget, planner=planner, time_limit=2.0)
+        except (InfeasibleError, UnsupportedError) as error:
+            assert budget < 10**9
+            budget = max(int(1.2 * budget), getattr(error, "needed_bytes", None) or 0)
+
+
+@cache
+def small(family: str, layers: int = 6, sequence_length: int = 12) -> Task:
+    model = models.build(family, layers=layers, dropout=0.1)
+    return task(model, models.batch(model, sequence_length=sequence_length))
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_small_models(planner: PlannerName, family: str) -> None:
+    made = small(family)
+    plan = smallest(made.profile, planner)
+    print(f"{plan.planner} in {plan.budget_bytes} bytes, options {sorted(set(plan.options))}")
+    require_equal(made, plan)
+
+
+def smallest_without_copies(profile: Profile) -> int:
+    """The budget from which on POFO finds a plan that offloads nothing."""
+    config = OffmateConfig(budget_bytes=None, activation_offload=False)
+    allowed = tuple(allowed_options(block, config) for block in profile.blocks)
+    low, high = 0, 10**8
+    while high - low > low // 100:
+        middle = (low + high) // 2
+        try:
+            propose_pofo(
+                Request(
+                    profile=profile,
+                    budget_bytes=middle,
+                    host_budget_bytes=profile.hardware.host_bytes,
+                    allowed=allowed,
+                    activation_offload=False,
+                )
+            )
+            high = middle
+        except NotApplicable:
+            low = middle
+    return high
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_forwards_of_several_blocks_run_again(family: str) -> None:
+    """POFO where activations are most of the memory and may not travel: not even all inputs can be saved."""
+    made = small(family, layers=10, sequence_length=64)
+    budget = smallest_without_copies(made.profile)
+    plan = lt_offload.solve(made.profile, memory=budget, planner="pofo", activation_offload=False)
+    again = [op.block for op in plan.ops if op.save is not None]
+    print(f"{plan.budget_bytes} bytes, forwards again: {again}, options {plan.options}")
+    assert "discard" in plan.options
+    assert again
+    require_equal(made, plan)
+
+
+@cache
+def quickstart(layers: int | None = None) -> Task:
+    """SmolLM2-135M as it is or with less layers, random weights, dropout, on sequences short enough for a test."""
+    config = json.loads((ROOT / "configs/models/smollm2-135m.json").read_text(encoding="utf-8"))
+    config["num_hidden_layers"] = layers or config["num_hidden_layers"]
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config, attention_dropout=0.1, use_cache=False))
+    ids = torch.randint(0, config["vocab_size"], (2, 48))
+    return task(model.train(), {"input_ids": ids, "labels": ids.clone()})
+
+
+def test_the_quickstart_model() -> None:
+    made = quickstart()
+    plan = lt_offload.solve(made.profile, memory="430MB")
+    print(plan.explain())
+    require_equal(made, plan)
+
+
+@pytest.mark.parametrize("planner", PLANNERS)
+def test_large_tensors(planner: PlannerName) -> None:
+    made = quickstart(layers=3)
+    plan = smallest(made.profile, planner)
+    print(plan.explain())
+    require_equal(made, plan)

@@ -1,0 +1,252 @@
+"""Weights that computations read in host memory, and gradients that the backward writes there: still bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import lt_offload
+from lt_offload.errors import PlanError, Race
+from lt_offload.execute.activations import WeightAlias
+from lt_offload.execute.device.cuda import CudaDevice
+from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.plan import check
+from lt_offload.plan.build.plan import build as build_plan
+from lt_offload.plan.iteration.decisions import Choices, Stay, TensorChoice, block_choices, uses
+from lt_offload.plan.iteration.memory import device_bytes
+from lt_offload.plan.planners.baselines import streaming_choices
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import OptionName, Profile
+from tests.support.engines import Case, Result, batches, build, changed, differences, make_optimizer, plain, trained_on
+from tests.support.gpu_model import Gpu
+
+How = Callable[[int, tuple[int, ...], list[int]], list[int]]
+"""Index of a tensor, its blocks, the steps that use it -> the steps that read it in host memory."""
+
+
+def embedding(index: int, blocks: tuple[int, ...], steps: list[int]) -> list[int]:
+    """The first forward and the last backward; the output projection of a tied table has a device copy."""
+    return [steps[0], steps[-1]] if blocks[0] == 0 else []
+
+
+def everything(index: int, blocks: tuple[int, ...], steps: list[int]) -> list[int]:
+    return steps
+
+
+def forwards(index: int, blocks: tuple[int, ...], steps: list[int]) -> list[int]:
+    """Forward in host memory, backward on a device copy."""
+    return [step for step in steps if step in blocks]
+
+
+def mixture(index: int, blocks: tuple[int, ...], steps: list[int]) -> list[int]:
+    backwards = [step for step in steps if step not in blocks]
+    return ([], steps, forwards(index, blocks, steps), backwards)[index % 4]
+
+
+def nothing(index: int, blocks: tuple[int, ...], steps: list[int]) -> list[int]:
+    return []
+
+
+def stays(steps: list[int], first: int) -> tuple[Stay, ...]:
+    """One per use, from the step before it; those that touch become one."""
+    found: list[Stay] = []
+    for step in steps:
+        start = max(step - 1, first)
+        if found and found[-1].end >= start - 1:
+            found[-1] = Stay(start=found[-1].start, end=step)
+        else:
+            found.append(Stay(start=start, end=step))
+    return tuple(found)
+
+
+def options(profile: Profile, case: Case) -> tuple[OptionName, ...]:
+    """The options of ``case`` in turn; ``keep`` for blocks that do not offer them."""
+    offers = [{option.name: option.name for option in block.options} for block in profile.blocks]
+    return tuple(offer.get(case.options[i % len(case.options)], "keep") for i, offer in enumerate(offers))  # type: ignore[call-overload]
+
+
+def choices(profile: Profile, case: Case, how: How, *, grad_direct: bool) -> Choices:
+    host = case.places == ("host",)
+    base = streaming_choices(profile, options(profile, case), host_update=host, lead=1, lag=1)
+    tensors = []
+    for index, (tensor, choice) in enumerate(zip(profile.tensors, base.tensors, strict=True)):
+        steps = uses(tensor.blocks, profile)
+        direct = how(index, tensor.blocks, steps)
+        if choice.place in ("device", "paged"):  # the update needs a device copy
+            direct = [step for step in direct if step != steps[-1]]
+        rest = [step for step in steps if step not in direct]
+        changed: TensorChoice = replace(choice, stays=stays(rest, 0), direct=tuple(direct))
+        if grad_direct and choice.place == "host":
+            changed = replace(changed, grad_until=None, grad_direct=True)
+        tensors.append(changed)
+    return replace(base, tensors=tuple(tensors))
+
+
+def profiled(case: Case) -> Profile:
+    model = build(case)
+    return lt_offload.profile(model, batches(case, model)[0], optimizer=make_optimizer(model, case.optimizer))
+
+
+def planned(case: Case, how: How, *, grad_direct: bool = False) -> tuple[Plan, int]:
+    """Return the plan and what it needs on the device."""
+    profile = profiled(case)
+    made = choices(profile, case, how, grad_direct=grad_direct)
+    plan = build_plan(made, profile, planner="test", budget_bytes=1 << 40, host_budget_bytes=1 << 40)
+    budget = int(device_bytes(plan, profile).max())
+    plan = replace(plan, budget_bytes=budget)
+    assert check(plan, profile) == []
+    return plan, budget
+
+
+def trained(case: Case, plan: Plan, budget: int, **device_options: Any) -> tuple[Result, int]:
+    """Return the model trained on an emulated device, and the peak of device memory."""
+    options = {"mode": case.mode, "seed": case.seed, "check": True, "accounting": "always"} | device_options
+    return trained_on(EmulatedDevice(budget, **options), case, plan)
+
+
+HOST = ("host",)
+CASES = [
+    (Case(places=HOST), embedding, False),
+    (Case(places=HOST, mode="random", dtype="bfloat16"), everything, False),
+    (Case(places=HOST, mode="thread", dropout=0.1), everything, True),
+    (Case(places=HOST), forwards, False),
+    (Case(places=("paged",), mode="random"), forwards, False),
+    (Case(places=("paged",), options=("recompute", "offload"), family="bloom"), mixture, False),
+    (Case(places=HOST, mode="random", options=("keep", "recompute", "offload", "mixed"), dropout=0.1), mixture, True),
+    (Case(places=HOST, family="llama-tied", mode="thread"), forwards, True),
+    (Case(places=HOST, family="llama-tied", options=("offload",)), everything, True),
+    (Case(places=HOST, family="llama-tied", mode="random", dtype="bfloat16"), embedding, False),
+    (Case(places=HOST, family="bloom", mode="thread", options=("recompute", "offload"), dropout=0.1), embedding, True),
+    (Case(places=HOST, family="phi", options=("mixed",)), everything, False),
+    (Case(places=HOST, lora=True, mode="random", options=("recompute", "keep")), everything, True),
+    (Case(places=HOST, lora=True, dropout=0.1), mixture, False),
+    (Case(places=HOST, family="phi3", optimizer="sgd", mode="thread"), nothing, True),
+]
+
+
+@pytest.mark.parametrize(
+    ("case", "how", "grad_direct"), CASES, ids=lambda value: getattr(value, "__name__", str(value))
+)
+def test_equal_to_plain_pytorch(case: Case, how: How, grad_direct: bool) -> None:
+    plan, budget = planned(case, how, grad_direct=grad_direct)
+    actual, peak = trained(case, plan, budget)
+    assert differences(plain(case), actual) == []
+    assert changed(case, actual)
+    assert peak <= budget
+
+
+@pytest.mark.parametrize(("case", "how", "grad_direct"), CASES[4:7])
+def test_on_a_model_of_cuda(case: Case, how: How, grad_direct: bool) -> None:
+    """The order of issue on a GPU; the computations themselves run on the CPU, and nothing says what a GPU does."""
+    plan, _ = planned(case, how, grad_direct=grad_direct)
+    actual, _ = trained_on(CudaDevice(1 << 29, runtime=Gpu(free=1 << 30)), case, plan)
+    assert differences(plain(case), actual) == []
+
+
+@pytest.mark.parametrize(("how", "in_host_memory"), [(forwards, {False}), (everything, {True}), (nothing, {False})])
+def test_the_backward_finds_a_saved_weight_where_its_own_step_has_it(
+    how: How, in_host_memory: set[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever the forward has read: what it saved is no reference to that memory."""
+    case, found = Case(places=HOST), set()
+    restore = WeightAlias.restore
+
+    def spy(alias: WeightAlias) -> torch.Tensor:
+        tensor = restore(alias)
+        found.add(tensor.untyped_storage().data_ptr() == alias.weight.host.untyped_storage().data_ptr())
+        return tensor
+
+    monkeypatch.setattr(WeightAlias, "restore", spy)
+    plan, budget = planned(case, how)
+    trained(case, plan, budget)
+    assert found == in_host_memory
+
+
+def test_what_is_read_in_host_memory_takes_none_on_the_device() -> None:
+    case = Case(places=HOST)
+    assert planned(case, everything)[0].arena_bytes == 0
+    plan, budget = planned(case, everything, grad_direct=True)
+    held = planned(case, everything)[1]
+    assert trained(case, plan, budget)[1] < held
+    assert not [op for op in plan.ops if op.resource in ("h2d", "d2h")]
+
+
+def test_a_tied_table_is_read_by_the_embedding_and_copied_for_the_projection() -> None:
+    case = Case(places=HOST, family="llama-tied")
+    profile, (plan, _) = profiled(case), planned(case, embedding)
+    (table,) = [tensor for tensor in profile.tensors if len(tensor.blocks) > 1]
+    index, last = profile.tensors.index(table), len(profile.blocks) - 1
+    computed = [op for op in plan.ops if op.kind in ("forward", "backward") and op.block in table.blocks]
+    assert [(op.block, index in op.direct, op.bytes) for op in computed] == [
+        (0, True, table.read(0).forward_bytes),
+        (last, False, 0),
+        (last, False, 0),
+        (0, True, 0),
+    ]
+    assert 0 < table.read(0).forward_bytes < table.bytes
+    (copy,) = [op for op in plan.ops if op.kind == "prefetch" and op.payload == "weight" and index in op.tensors]
+    assert 0 < copy.step <= last
+
+
+@pytest.mark.parametrize("mode", ["lazy", "random", "thread"])
+def test_a_direct_read_waits_for_the_update_on_the_host(mode: str) -> None:
+    case = Case(places=HOST, mode=mode)
+    plan, budget = planned(case, everything)
+
+    def ignore(what: str, event: str) -> bool:
+        return what == "compute" and event.startswith("update")
+
+    with pytest.raises(Race, match=r'"compute" on compute reads .host weight .* not ordered after: "update'):
+        trained(case, plan, budget, ignore=ignore)
+
+
+def test_a_direct_read_waits_for_a_copy_to_the_host() -> None:
+    case = Case(places=("device",), optimizer="sgd-plain")
+    plan, budget = planned(case, forwards)
+
+    def ignore(what: str, event: str) -> bool:
+        return what == "compute" and event.startswith("offload weight")
+
+    with pytest.raises(Race, match=r'"compute" on compute reads .host weight .* not ordered after: "offload weight'):
+        trained(case, plan, budget, ignore=ignore)
+
+
+def test_an_update_on_the_host_waits_for_what_the_backward_writes_there() -> None:
+    case = Case(places=HOST)
+    plan, budget = planned(case, everything, grad_direct=True)
+
+    def ignore(what: str, event: str) -> bool:
+        return what.startswith("update") and event == "compute"
+
+    with pytest.raises(Race, match=r'"update \d+" on host reads .host grad .* not ordered after: "backward'):
+        trained(case, plan, budget, ignore=ignore)
+
+
+def test_the_backward_writes_after_the_last_update_has_read() -> None:
+    case = Case(places=HOST)
+    plan, budget = planned(case, nothing, grad_direct=True)
+
+    def ignore(what: str, event: str) -> bool:
+        return event.startswith("update")
+
+    with pytest.raises(Race, match=r"writes .host grad .* not ordered after: \"update|reads .host weight"):
+        trained(case, plan, budget, ignore=ignore)
+
+
+def test_a_plan_that_would_read_an_outdated_copy_is_refused() -> None:
+    """The device has updated the weight, and nobody has copied it to the host."""
+    case = Case(places=("device",))
+    profile = profiled(case)
+    tensors = tuple(TensorChoice(place="device") for _ in profile.tensors)
+    blocks = block_choices(profile, tuple("keep" for _ in profile.blocks), lag=0, lead=0)
+    made = Choices(tensors=tensors, blocks=blocks)
+    plan = build_plan(made, profile, planner="test", budget_bytes=1 << 40, host_budget_bytes=1 << 40)
+    nbytes = profile.tensors[0].read(0).forward_bytes
+    spoilt = replace(plan, ops=(replace(plan.ops[0], direct=(0,), bytes=nbytes), *plan.ops[1:]))
+    assert any("outdated" in problem for problem in check(spoilt, profile))
+    with pytest.raises(PlanError, match=r"op 0 reads weight .* in host memory, which is older than the device copy"):
+        trained(case, spoilt, 1 << 30)

@@ -1,0 +1,361 @@
+"""Training through a Lightning Trainer: the offmate strategy against the stock one, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import csv
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+from lt_offload import OffmateStrategy
+from lt_offload.errors import ConfigError, PlanError, UnsupportedError
+from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.execute.engine import Engine
+from lt_offload.plan.verify.check import check
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
+from lt_offload.schema.trace import Trace
+from lt_offload.strategy import offmate as lifecycle
+from lt_offload.strategy.metrics import Metrics
+from tests.support.trainers import (
+    BATCHES,
+    Forced,
+    Run,
+    differences,
+    fit,
+    seeded_module,
+    state_differences,
+    trainer,
+)
+
+MEMORY = "200MB"
+NAMESPACES = (lightning.pytorch, pytorch_lightning)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+]
+
+
+@pytest.fixture
+def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run tasks as late as possible, overwrite freed memory and check the order of every access."""
+    monkeypatch.setattr(lifecycle, "open_device", lambda budget, *_, **__: EmulatedDevice(budget, "lazy", check=True))
+
+
+# -- one fit ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("_hostile")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dropout": 0.1},
+        {"dropout": 0.1, "lora": True},
+        {"family": "llama-tied", "use_cache": True},
+        {"family": "bloom", "dropout": 0.1},
+    ],
+    ids=str,
+)
+def test_every_option_and_place_equals_stock(options: dict[str, Any], precision: Any) -> None:
+    stock = fit("auto", seeded_module(**options), precision=precision)
+    ours = fit(Forced(), seeded_module(**options), precision=precision)
+    assert differences(stock, ours) == []
+    assert ours.trainer.strategy.engine is None
+    if "use_cache" in options:
+        assert ours.module.model.config.use_cache
+
+
+def test_the_public_class_trains_under_pytorch_lightning() -> None:
+    strategy = OffmateStrategy(memory=MEMORY)
+    ours = fit(strategy, L=pytorch_lightning, max_epochs=1)
+    assert isinstance(strategy, pytorch_lightning.strategies.Strategy)
+    assert strategy.plan is not None
+    assert differences(ours, fit("auto", L=pytorch_lightning, max_epochs=1)) == []
+
+
+@pytest.mark.parametrize("L", NAMESPACES, ids=lambda L: L.__name__)
+def test_by_name_in_both_namespaces(L: ModuleType) -> None:
+    ours = fit("offmate", L=L)
+    assert ours.trainer.strategy.namespace == L.__name__
+    assert differences(fit("auto", L=L), ours) == []
+
+
+def test_a_planned_run_on_a_small_device_equals_stock() -> None:
+    stock = fit("auto", seeded_module(layers=6))
+    memory = 2 * sum(p.nbytes for p in stock.module.parameters())  # training takes four times the weights
+    ours = fit(OffmateStrategy(memory=memory), seeded_module(layers=6))
+    assert differences(stock, ours) == []
+    plan = ours.trainer.strategy.plan
+    assert plan.predicted.device_peak_bytes <= memory
+    assert any(op.kind == "prefetch" for op in plan.ops), "nothing had to travel: the device was not small"
+
+
+def test_a_second_fit_continues_like_stock() -> None:
+    runs = []
+    for strategy in ("auto", OffmateStrategy(memory=MEMORY)):
+        run = fit(strategy, max_epochs=1)
+        run.trainer.fit_loop.max_epochs = 2
+        runs.append(fit(None, run.module, made=run.trainer))
+    assert runs[0].trainer.global_step == 2 * BATCHES
+    assert differences(*runs) == []
+    assert sum(isinstance(c, Metrics) for c in runs[1].trainer.callbacks) == 1
+
+
+def test_fits_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[weakref.ref[Any]] = []
+    install = Engine.install
+
+    def watched(engine: Engine) -> None:
+        install(engine)
+        seen.extend([weakref.ref(engine), weakref.ref(engine.device)])
+
+    monkeypatch.setattr(Engine, "install", watched)
+    made = trainer(OffmateStrategy(memory=MEMORY), max_epochs=1)
+    first = fit(None, made=made).module
+    seen.append(weakref.ref(first))
+    del first
+    made.fit_loop.max_epochs = 2
+    second = fit(None, made=made).module
+    gc.collect()
+    assert [ref() for ref in seen] == [None] * 5
+    assert not any("forward" in vars(module) for module in second.model.modules())
+    assert not any(p._post_accumulate_grad_hooks for p in second.parameters())
+
+
+# -- evaluation -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("memory", [MEMORY, "100KB"])
+def test_validate_and_predict_without_training_then_train(memory: str) -> None:
+    runs, answers = [], []
+    for offmate in (False, True):
+        module, made = seeded_module(layers=6), trainer(OffmateStrategy(memory=memory) if offmate else "auto")
+        (metrics,) = made.validate(module, verbose=False)
+        (logits,) = made.predict(module)
+        answers.append((metrics["val_loss"], logits))
+        runs.append(fit(OffmateStrategy(memory=MEMORY) if offmate else "auto", module))
+    assert answers[0][0] == answers[1][0]
+    assert torch.equal(answers[0][1], answers[1][1])
+    assert differences(*runs) == []
+
+
+def test_predict_after_fit() -> None:
+    logits = []
+    for strategy in ("auto", OffmateStrategy(memory=MEMORY)):
+        run = fit(strategy)
+        logits.append(run.trainer.predict(run.module)[0])
+    assert torch.equal(*logits)
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+MAKERS: dict[str, Callable[[], Any]] = {"stock": lambda: "auto", "ours": Forced}
+
+
+def half(strategy: Any, folder: Path, **settings: Any) -> Path:
+    """Train for one of two epochs; return the checkpoint."""
+    saver = ModelCheckpoint(folder, filename="half", every_n_train_steps=BATCHES)
+    fit(strategy, seeded_module(shuffle=False), callbacks=[saver], enable_checkpointing=True, max_epochs=1, **settings)
+    return folder / "half.ckpt"
+
+
+@pytest.mark.usefixtures("_hostile")
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize(("first", "second"), [("ours", "ours"), ("ours", "stock"), ("stock", "ours")])
+def test_resumed_training_equals_one_run(first: str, second: str, precision: Any, tmp_path: Path) -> None:
+    whole = fit("auto", seeded_module(shuffle=False), precision=precision)
+    path = half(MAKERS[first](), tmp_path, precision=precision)
+    other = seeded_module(seed=99, shuffle=False)
+    resumed = fit(MAKERS[second](), other, ckpt=path, precision=precision)
+    assert resumed.trainer.global_step == 2 * BATCHES
+    assert len(resumed.module.losses) == BATCHES
+    for left, right in zip(whole.module.losses[BATCHES:], resumed.module.losses, strict=True):
+        assert torch.equal(left, right)
+    assert whole.module.lrs[BATCHES:] == resumed.module.lrs
+    assert state_differences(whole, resumed) == []
+
+
+class Rollback(Callback):
+    """Goes back to the state after the first step, after the third, while weights are on the device."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        strategy, optimizer = trainer.strategy, trainer.optimizers[0]
+        if trainer.global_step == 1:
+            weights, state = strategy.lightning_module_state_dict(), strategy.optimizer_state(optimizer)
+            self.saved = copy.deepcopy({"state_dict": weights, "optimizer_states": [state]})
+        elif trainer.global_step == 3:
+            strategy.load_model_state_dict(self.saved)
+            strategy.load_optimizer_state_dict(copy.deepcopy(self.saved))
+
+
+@pytest.mark.usefixtures("_hostile")
+def test_loading_in_the_middle_of_training_equals_stock() -> None:
+    assert differences(fit("auto", callbacks=[Rollback()]), fit(Forced(), callbacks=[Rollback()])) == []
+
+
+@pytest.mark.usefixtures("_hostile")
+def test_a_checkpoint_written_behind_training_is_of_one_step(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_top_k=-1)
+    fit(Forced(), callbacks=[saver], plugins=[AsyncCheckpointIO()], enable_checkpointing=True)
+    weights = fit("auto", max_steps=2).module.state_dict()
+    saved = torch.load(tmp_path / "step=2.ckpt")["state_dict"]
+    assert all(torch.equal(saved[name], weights[name]) for name in weights)
+
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+class Stop(BaseException):
+    """Not an Exception, like KeyboardInterrupt."""
+
+
+class Fault(Callback):
+    """Raises in the middle of the training batch ``batch_idx``."""
+
+    def __init__(self, where: str, batch_idx: int = 2) -> None:
+        self.where, self.batch_idx = where, batch_idx
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+        layer = pl_module.model.model.layers[1]
+        if batch_idx == self.batch_idx and self.where == "forward":
+            layer.register_forward_pre_hook(self.fail)
+        elif batch_idx == self.batch_idx:
+            layer.register_forward_hook(lambda module, args, out: out.register_hook(self.fail) and None)
+
+    def on_validation_batch_end(self, *args: Any) -> None:
+        if self.where == "validation":
+            self.fail()
+
+    def fail(self, *args: Any) -> None:
+        raise Stop(self.where)
+
+
+@pytest.mark.usefixtures("_hostile")
+@pytest.mark.parametrize("where", ["forward", "backward", "validation"])
+def test_a_fault_is_reported_and_leaves_a_usable_model_and_process(where: str) -> None:
+    module = seeded_module()
+    with pytest.raises(Stop, match=where):
+        fit(Forced(), module, callbacks=[Fault(where)])
+    assert not any("forward" in vars(m) for m in module.model.modules())
+    assert all(p.isfinite().all() and p.grad is None for p in module.parameters())
+    assert differences(fit("auto"), fit(Forced())) == []
+
+
+@pytest.mark.usefixtures("_hostile")
+def test_an_interrupt_between_updates_saves_the_last_step(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="last", save_on_exception=True)
+    with pytest.raises(Stop):
+        fit(Forced(), callbacks=[saver, Fault("forward")], enable_checkpointing=True)
+    saved = torch.load(tmp_path / "last.ckpt")
+    expected = fit("auto", max_steps=2)
+    weights = expected.module.state_dict()
+    assert saved["global_step"] == 2
+    assert all(torch.equal(saved["state_dict"][name], weights[name]) for name in weights)
+    for index, state in expected.optimizer.state_dict()["state"].items():
+        for key, value in state.items():
+            assert torch.equal(saved["optimizer_states"][0]["state"][index][key], value)
+
+
+def test_an_interrupt_between_two_updates_saves_nothing(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="last", save_on_exception=True)
+    with pytest.warns(UserWarning, match="last.ckpt is not written"), pytest.raises(Stop):
+        fit(Forced(), callbacks=[saver, Fault("backward")], enable_checkpointing=True)
+    assert not list(tmp_path.iterdir())
+
+
+# -- what a run keeps and shows ---------------------------------------------------------------------------------------
+
+
+def test_run_folder_metrics_and_replay(tmp_path: Path) -> None:
+    logger = CSVLogger(tmp_path, name="", version="run")
+    saver = ModelCheckpoint(tmp_path / "checkpoints")
+    run = fit(OffmateStrategy(memory=MEMORY), logger=logger, enable_checkpointing=True, callbacks=[saver])
+    folder = tmp_path / "run"
+    plan, profile = Plan.load(folder / "plan.json"), Profile.load(folder / "profile.json")
+    assert plan.fingerprint == profile.fingerprint
+    assert check(plan, profile) == []
+    trace = Trace.load(folder / "trace.json")
+    assert trace.source == "measured"
+    assert {span.op for span in trace.spans} >= {op.id for op in plan.ops if op.kind in ("forward", "backward")}
+
+    header, *rows = csv.reader((folder / "metrics.csv").read_text().splitlines())
+    columns = {name: [row[i] for row in rows if row[i]] for i, name in enumerate(header)}
+    steps = 2 * BATCHES // 2
+    for name in ("tokens_per_s", "step_s", "step_vs_plan", "device_peak_gb", "host_peak_gb", "grad_norm", "loss"):
+        assert len(columns[name]) == steps, name
+        assert all(float(value) > 0 for value in columns[name])
+    assert float(columns["device_peak_gb"][-1]) * 1e9 == pytest.approx(trace.device_peak, rel=1e-6)
+    order = [type(c).__name__ for c in run.trainer.callbacks]
+    assert order.index("Metrics") < order.index("ModelCheckpoint")
+    assert {"tokens_per_s", "device_peak_gb", "host_peak_gb"} <= set(run.trainer.progress_bar_metrics)
+
+    again = fit(OffmateStrategy(plan=folder / "plan.json"))
+    assert again.trainer.strategy.plan == plan
+    assert differences(run, again) == []
+
+
+def test_grad_norm_is_the_norm_of_the_gradients(tmp_path: Path) -> None:
+    run = fit(OffmateStrategy(memory=MEMORY), max_steps=1, log_every_n_steps=1)
+    module = seeded_module()
+    lightning.pytorch.seed_everything(8, verbose=False)
+    batch = next(iter(module.train_dataloader()))
+    module.model(**batch).loss.backward()
+    norm = torch.nn.utils.get_total_norm([p.grad for p in module.parameters()])
+    assert float(run.trainer.callback_metrics["grad_norm"]) == pytest.approx(float(norm), rel=1e-5)
+
+
+def test_a_plan_of_another_model_or_a_larger_device_is_refused(tmp_path: Path) -> None:
+    fit(OffmateStrategy(memory="400KB", report_dir=tmp_path), max_steps=1)
+    with pytest.raises(PlanError, match="another model"):
+        fit(OffmateStrategy(plan=tmp_path / "plan.json"), seeded_module(layers=2))
+    with pytest.raises(PlanError, match="raise memory"):
+        fit(OffmateStrategy(plan=tmp_path / "plan.json", memory="300KB"))
+    with pytest.raises(PlanError, match="cannot be carried out"):
+        fit(OffmateStrategy(plan=tmp_path / "plan.json"), seeded_module(batch_size=5))
+
+
+# -- batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_batch_size_is_set_before_the_loaders_are_made() -> None:
+    ours = fit(OffmateStrategy(memory=MEMORY, batch_size=1), max_epochs=1)
+    assert ours.trainer.global_step == 2 * BATCHES
+    assert differences(fit("auto", seeded_module(batch_size=1), max_epochs=1), ours) == []
+
+
+def test_refusals_come_before_anything_is_loaded() -> None:
+    module = seeded_module()
+    module.prepare_data = lambda: pytest.fail("data was prepared")
+    with pytest.raises(UnsupportedError, match=r"gradient_clip_val=1\.0"):
+        fit(OffmateStrategy(memory=MEMORY), module, gradient_clip_val=1.0)
+    module = seeded_module()
+    del module.batch_size
+    with pytest.raises(ConfigError, match="batch_size=2 cannot be set"):
+        fit(OffmateStrategy(memory=MEMORY, batch_size=2), module)
+
+
+def test_a_step_without_loss_is_skipped_like_stock() -> None:
+    def skipping(strategy: Any) -> Run:
+        module = seeded_module()
+        step = module.training_step
+        module.training_step = lambda batch, batch_idx: step(batch, batch_idx) if batch_idx != 1 else None
+        return fit(strategy, module)
+
+    with pytest.warns(UserWarning, match="returned `None`"):
+        assert differences(skipping("auto"), skipping(Forced())) == []

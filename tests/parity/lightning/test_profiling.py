@@ -1,0 +1,131 @@
+"""Objects around a training step are, after training, what plain Lightning leaves: the profile's own run is undone."""
+
+from __future__ import annotations
+
+import csv
+import random
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lt_offload import OffmateStrategy
+from lt_offload.errors import UnsupportedError
+from tests.support.trainers import Forced, Module, Tokens, differences, fit
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Experiment logs directory"),
+]
+
+
+class Drawing(Dataset[dict[str, Tensor]]):
+    """Replaces a token by one that its own generators draw, and counts."""
+
+    def __init__(self, rows: Tokens) -> None:
+        self.rows, self.calls = rows, 0
+        self.torch, self.numpy = torch.Generator().manual_seed(3), np.random.default_rng(3)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        self.calls += 1
+        row = {name: tensor.clone() for name, tensor in self.rows[index].items()}
+        row["input_ids"][0] = 3 + torch.randint(90, (), generator=self.torch)
+        row["input_ids"][1] = 3 + self.numpy.integers(90)
+        return row
+
+
+class Collate:
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+        self.calls += 1
+        return torch.utils.data.default_collate(rows)
+
+
+class Weighting:
+    """A plain object that the module holds: the weight of the loss depends on how often it was asked."""
+
+    def __init__(self) -> None:
+        self.calls, self.history = 0, {"weights": [1.0]}
+        self.own, self.total = random.Random(3), torch.zeros(())
+
+    def __call__(self, loss: Tensor) -> Tensor:
+        self.calls += 1
+        self.history["weights"].append(1 / self.calls + self.own.random())
+        self.total.add_(loss.detach())
+        return loss * self.history["weights"][-1]
+
+
+class Held(Module):
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self.weighting, self.collate, self.made = Weighting(), Collate(), 0
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = self.weighting(self.model(**batch).loss)
+        self.losses.append(loss.detach().clone())
+        if self.logger is not None:
+            self.logger.log_metrics({"weight": self.weighting.history["weights"][-1]}, step=self.weighting.calls)
+        return loss
+
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        self.made += 1
+        self.data = Drawing(Tokens(self.model, 6, 0))
+        return DataLoader(self.data, batch_size=self.batch_size, collate_fn=self.collate, shuffle=True)
+
+    def held(self) -> Any:
+        states = self.data.torch.get_state().tolist(), self.data.numpy.bit_generator.state
+        weighting = self.weighting
+        counts = self.data.calls, self.collate.calls, self.made, weighting.calls
+        return states, counts, weighting.history, weighting.own.getstate(), weighting.total.item()
+
+
+def trained(strategy: Any, folder: Path, **options: Any) -> Any:
+    L.seed_everything(7, verbose=False)
+    return fit(strategy, Held(**options), logger=CSVLogger(folder), log_every_n_steps=1)
+
+
+def logged(folder: Path) -> list[str]:
+    """What the training step itself gave to the logger."""
+    (path,) = folder.glob("**/metrics.csv")
+    with path.open() as file:
+        return [row["weight"] for row in csv.DictReader(file) if row["weight"]]
+
+
+@pytest.mark.parametrize("kind", ["forced", "planned", "chosen size"])
+def test_data_collate_and_held_objects_are_as_in_plain_training(tmp_path: Path, kind: str) -> None:
+    if kind == "forced":
+        strategy: OffmateStrategy = Forced()
+    elif kind == "planned":
+        strategy = OffmateStrategy(memory="300kB")
+    else:
+        strategy = OffmateStrategy(memory="100MB", batch_size="auto")
+    run = trained(strategy, tmp_path / "offmate")
+    plain = trained("auto", tmp_path / "plain", batch_size=run.module.batch_size)
+    assert differences(plain, run) == []
+    assert run.module.held() == plain.module.held()
+    assert logged(tmp_path / "offmate") == logged(tmp_path / "plain")
+
+
+def test_what_cannot_be_undone_is_named_before_training() -> None:
+    class Advancing(Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.schedule = (0.5**i for i in range(100))
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return self.model(**batch).loss * next(self.schedule)
+
+    with pytest.raises(UnsupportedError, match=r"Advancing\.schedule changes when the training step runs"):
+        fit(Forced(), Advancing())

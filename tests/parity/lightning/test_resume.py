@@ -1,0 +1,192 @@
+"""Runs that are resumed from any checkpoint, or interrupted and resumed, against runs that never stopped."""
+
+from __future__ import annotations
+
+import functools
+import os
+import random
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lt_offload.strategy import sample as prepare
+from lt_offload.strategy.checkpoint.resume import FILE, _warn_of_workers
+from tests.support.trainers import Forced, Run, fit, seeded_module, state_differences
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_profile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Profile once: the plan is forced, and all runs are of one model."""
+    monkeypatch.setattr(prepare, "measure", lambda trainer, optimizer: measured(trainer, optimizer))
+
+
+@functools.cache
+def _first() -> list[Any]:
+    return []
+
+
+def measured(trainer: Any, optimizer: Any) -> Any:
+    if not _first():
+        _first().append(MEASURE(trainer, optimizer))
+    return _first()[0]
+
+
+MEASURE = prepare.measure
+STEPS = {"max_epochs": -1, "max_steps": 7}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "validation after each epoch": {},
+    "no validation": {"limit_val_batches": 0},
+    "no validation, steps": {"limit_val_batches": 0} | STEPS,
+    "validation after 2, steps": {"val_check_interval": 2, "check_val_every_n_epoch": None} | STEPS,
+}
+SAVERS: dict[str, dict[str, Any]] = {
+    "batch end": {"every_n_train_steps": 1},
+    "epoch end": {"every_n_epochs": 1, "save_on_train_epoch_end": True},
+    "validation end": {"every_n_epochs": 1, "save_on_train_epoch_end": False},
+}
+
+
+class Log(Callback):
+    """What happens, with the tokens of each batch and a number of every global generator."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[Any, ...]] = []
+
+    def on_train_epoch_start(self, trainer: Any, *args: Any) -> None:
+        self.events.append(("epoch start", trainer.current_epoch))
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+        drawn = random.random(), np.random.random(), torch.rand(()).item()
+        logged = trainer.fit_loop.epoch_loop._batches_that_stepped
+        self.events.append((trainer.current_epoch, index, logged, batch["input_ids"].tolist(), drawn))
+
+    def on_validation_end(self, trainer: Any, *args: Any) -> None:
+        if not trainer.sanity_checking:  # a second one comes with a resumed run
+            self.events.append(("validation", trainer.global_step, float(trainer.callback_metrics["val_loss"])))
+
+    def on_train_epoch_end(self, trainer: Any, *args: Any) -> None:
+        self.events.append(("epoch end", trainer.current_epoch, trainer.global_step))
+
+
+def run(*callbacks: Any, ckpt: Path | None = None, **settings: Any) -> tuple[Run, list[tuple[Any, ...]]]:
+    """Train with dropout and shuffled data; return the run and what happened."""
+    log = Log()
+    module = seeded_module(dropout=0.1, seed=7 if ckpt is None else 99)
+    saving = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
+    done = fit(Forced(), module, ckpt=ckpt, callbacks=[log, *callbacks], enable_checkpointing=saving, **settings)
+    return done, log.events
+
+
+def same_end(whole: tuple[Run, list[tuple[Any, ...]]], resumed: tuple[Run, list[tuple[Any, ...]]]) -> list[str]:
+    """Name what differs from the resumption on."""
+    found = state_differences(whole[0], resumed[0])
+    count = len(resumed[0].module.losses)
+    pairs = zip(whole[0].module.losses[-count:], resumed[0].module.losses, strict=False) if count else ()
+    found += [f"loss {i}" for i, (left, right) in enumerate(pairs) if not torch.equal(left, right)]
+    events = len(resumed[1])
+    if not events or whole[1][-events:] != resumed[1]:
+        found.append(f"events: {resumed[1]}")
+    return found
+
+
+@pytest.mark.parametrize("saver", SAVERS)
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_run_resumed_from_any_checkpoint_equals_one_run(setting: str, saver: str, tmp_path: Path) -> None:
+    settings = SETTINGS[setting]
+    if saver == "validation end" and settings.get("limit_val_batches") == 0:
+        settings = settings | {"limit_val_batches": 1}  # else there would be no checkpoint
+    whole = run(ModelCheckpoint(tmp_path, save_top_k=-1, filename="{step}", **SAVERS[saver]), **settings)
+    paths = [tmp_path / f"step={step}.ckpt" for step in (2, 3)]
+    made = [path for path in paths if path.exists()]
+    assert made
+    for path in made:
+        assert same_end(whole, run(ckpt=path, **settings)) == [], path.name
+
+
+# -- interrupts -------------------------------------------------------------------------------------------------------
+
+
+class Signal(Callback):
+    """Sends a signal to this process in a hook of the given step."""
+
+    def __init__(self, number: int, hook: str, step: int) -> None:
+        self.number, self.step = number, step
+        setattr(self, hook, self.send)
+
+    def send(self, trainer: Any, *args: Any) -> None:
+        if trainer.global_step == self.step and not trainer.sanity_checking:
+            self.step = -1
+            os.kill(os.getpid(), self.number)
+
+
+@pytest.fixture(autouse=True)
+def _handlers_come_back() -> Iterator[None]:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    left = signal.getsignal(signal.SIGTERM)
+    signal.signal(signal.SIGINT, before[0])
+    signal.signal(signal.SIGTERM, before[1])
+    assert left == before[1]
+
+
+MOMENTS = [  # hook, step, saved after how many steps, settings, signal
+    ("on_train_batch_start", 1, 2, {}, signal.SIGINT),
+    ("on_before_zero_grad", 1, 2, {"limit_val_batches": 0}, signal.SIGTERM),
+    (
+        "on_train_batch_start",
+        2,
+        3,
+        {},
+        signal.SIGINT,
+    ),  # before the last batch of an epoch, on which a validation follows
+    ("on_train_batch_start", 2, 3, {"limit_val_batches": 0}, signal.SIGTERM),
+    ("on_train_batch_start", 2, 3, {"limit_val_batches": 0} | STEPS, signal.SIGINT),
+    ("on_validation_start", 3, 3, {}, signal.SIGTERM),
+    (
+        "on_validation_batch_start",
+        4,
+        4,
+        {"val_check_interval": 2, "check_val_every_n_epoch": None} | STEPS,
+        signal.SIGINT,
+    ),
+    ("on_validation_end", 3, 3, {}, signal.SIGTERM),
+    ("on_train_epoch_start", 3, 4, {}, signal.SIGINT),
+]
+
+
+@pytest.mark.parametrize(("hook", "step", "saved", "settings", "number"), MOMENTS)
+def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
+    hook: str, step: int, saved: int, settings: dict[str, Any], number: int, tmp_path: Path
+) -> None:
+    if hook == "on_before_zero_grad":
+        hook = "on_train_batch_end"  # before ours: ours is the last callback
+        step = saved
+    whole = run(**settings)
+    with pytest.raises(SystemExit) as left:
+        run(Signal(number, hook, step), ModelCheckpoint(tmp_path, every_n_train_steps=100), **settings)
+    assert left.value.code == (1 if number == signal.SIGINT else 143)
+    assert torch.load(tmp_path / FILE)["global_step"] == saved
+    assert same_end(whole, run(ckpt=tmp_path / FILE, **settings)) == []
+
+
+def test_workers_that_live_through_epochs_are_warned_of() -> None:
+    loader = DataLoader([0], num_workers=1, persistent_workers=True)  # type: ignore[arg-type]
+    _warn_of_workers([loader], 0)
+    with pytest.warns(UserWarning, match="persistent_workers=True.*begins anew in epoch 1"):
+        _warn_of_workers([loader], 1)

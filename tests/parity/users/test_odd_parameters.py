@@ -1,0 +1,143 @@
+"""Parameters without elements, in one storage, or used for some shapes only: the same numbers as plain training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lt_offload
+from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.execute.engine import Engine
+from lt_offload.model.blocks import find_blocks
+from tests.support import plans
+from tests.support.engines import BUDGET, Result, differences
+
+WIDTH = 32
+
+
+class Layer(nn.Module):
+    """``kind``: of its odd parameter; ``long`` and ``short`` are used for batches above and up to 2 rows."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind = kind
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        if kind.startswith("empty"):
+            self.empty = nn.Parameter(torch.zeros(0, WIDTH))
+        if kind in ("long", "short"):
+            self.extra = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.linear(x))
+        if self.kind == "empty and used":
+            return y + self.empty.sum(0)
+        if self.kind == ("long" if x.shape[0] > 2 else "short"):
+            return y + self.extra(x)
+        return y
+
+
+class Model(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, WIDTH)
+        self.layers = nn.ModuleList(Layer(kind) for _ in range(4))
+        self.head = nn.Linear(WIDTH, 4)
+        if kind == "one storage":
+            flat = torch.randn(4, WIDTH, WIDTH) / 8
+            for layer, matrix in zip(self.layers, flat, strict=True):
+                layer.linear.weight = nn.Parameter(matrix)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.cross_entropy(self.head(x), y)
+
+
+def build(kind: str) -> tuple[Model, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = Model(kind)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def batches(kind: str) -> list[dict[str, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = (8, 2, 8, 2, 3, 8) if kind in ("long", "short") else (8, 8, 8)
+    return [
+        {"x": torch.randn(n, 8, generator=generator), "y": torch.randint(4, (n,), generator=generator)} for n in sizes
+    ]
+
+
+def loop(model: nn.Module, optimizer: torch.optim.Optimizer, made: list[dict[str, Tensor]]) -> list[Tensor]:
+    losses = []
+    for batch in made:
+        optimizer.zero_grad()
+        loss = model(**batch)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach().clone())
+        del loss
+    return losses
+
+
+def plain(kind: str) -> Result:
+    model, optimizer = build(kind)
+    return Result(loop(model, optimizer, batches(kind)), model, optimizer)
+
+
+KINDS = ("empty", "empty and used", "one storage", "long", "short")
+
+
+@pytest.mark.parametrize("planner", ["memferry", "l2l", "resident"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_planned(kind: str, planner: Any) -> None:
+    model, optimizer = build(kind)
+    made, memory = batches(kind), "10MB" if planner == "resident" else "90kB"
+    with lt_offload.offloaded(model, optimizer, made[0], memory=memory, planner=planner, accelerator="cpu"):
+        losses = loop(model, optimizer, made)
+    assert differences(plain(kind), Result(losses, model, optimizer)) == []
+
+
+@pytest.mark.parametrize("place", ["device", "paged", "host"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_everything_travels(kind: str, place: str) -> None:
+    model, optimizer = build(kind)
+    options = ("keep", "recompute", "offload", "mixed", "reload")
+    plan = plans.streamed(find_blocks(model), optimizer, options=options, places=(place,))
+    device = EmulatedDevice(BUDGET, mode="lazy", check=True)
+    engine = Engine(model, optimizer, plan, device)
+    try:
+        engine.install()
+        engine.follow(optimizer)
+        losses = loop(model, optimizer, batches(kind))
+        engine.drain()
+    finally:
+        engine.remove()
+        device.close()
+    assert differences(plain(kind), Result(losses, model, optimizer)) == []
+
+
+@pytest.mark.parametrize("kind", ["long", "short"])
+def test_gradients_that_do_not_come_leave_their_place_to_others(kind: str) -> None:
+    """On the host, all arrive at one address; those that the layers send are for some batches missing altogether."""
+    model, optimizer = build(kind)
+    structure = find_blocks(model)
+    places = ["device" if "linear" in name else "host" for name, _ in structure.tensors]
+    plan = plans.streamed(structure, optimizer, options=("keep",), places=places)
+    copies = [op for op in plan.ops if op.payload == "grad"]
+    assert len(copies) == 6
+    assert {op.slot for op in copies} == {0}
+    device = EmulatedDevice(BUDGET, mode="lazy", check=True)
+    engine = Engine(model, optimizer, plan, device)
+    try:
+        engine.install()
+        engine.follow(optimizer)
+        losses = loop(model, optimizer, batches(kind))
+        engine.drain()
+    finally:
+        engine.remove()
+        device.close()
+    assert differences(plain(kind), Result(losses, model, optimizer)) == []

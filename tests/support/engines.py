@@ -1,0 +1,171 @@
+"""Trains one model twice, plainly and through the engine, and compares everything bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from lt_offload.execute.device.base import Device
+from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.execute.engine import Engine
+from lt_offload.model.blocks import find_blocks
+from lt_offload.schema.plan import Plan
+from tests.support import models, plans
+
+BUDGET = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the matrix."""
+
+    family: str = "llama"
+    options: tuple[str, ...] = ("keep",)
+    places: tuple[str, ...] = ("device",)
+    mode: str = "lazy"
+    dtype: str = "float32"
+    dropout: float = 0.0
+    lora: bool = False
+    optimizer: str = "adamw-fused"
+    lag: int = 1
+    lead: int = 1
+    roomy: bool = False
+    seed: int = 0
+    shapes: tuple[tuple[int, int], ...] = ((2, 12), (2, 12), (2, 12))
+
+    def __str__(self) -> str:
+        return "-".join(str(v) for v in vars(self).values()).replace(" ", "")
+
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "adamw-fused": lambda groups: torch.optim.AdamW(groups, lr=1e-2, fused=True),
+    "adamw": lambda groups: torch.optim.AdamW(groups, lr=1e-2, foreach=False),
+    "adam": lambda groups: torch.optim.Adam(groups, lr=1e-2),
+    "sgd": lambda groups: torch.optim.SGD(groups, lr=1e-1, momentum=0.9),
+    "sgd-plain": lambda groups: torch.optim.SGD(groups, lr=1e-1),
+    "adafactor": lambda groups: torch.optim.Adafactor(groups, lr=1e-2),
+}
+
+
+def make_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
+    """Two parameter groups: matrices with weight decay, vectors without."""
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+    return OPTIMIZERS[name]([group for group in groups if group["params"]])
+
+
+def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (1 + step))
+
+
+def build(case: Case) -> nn.Module:
+    return models.build(
+        case.family, dropout=case.dropout, dtype=getattr(torch, case.dtype), lora=case.lora, seed=case.seed
+    )
+
+
+def batches(case: Case, model: nn.Module, device: torch.device | None = None) -> list[dict[str, torch.Tensor]]:
+    """The batches on ``device``; None: where the model is."""
+    made = [
+        models.batch(model, batch_size=b, sequence_length=s, seed=case.seed + i) for i, (b, s) in enumerate(case.shapes)
+    ]
+    return made if device is None else [{name: tensor.to(device) for name, tensor in batch.items()} for batch in made]
+
+
+@dataclass
+class Result:
+    losses: list[torch.Tensor]
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+
+
+def plain(case: Case) -> Result:
+    model = build(case)
+    optimizer = make_optimizer(model, case.optimizer)
+    schedule = scheduler(optimizer)
+    torch.manual_seed(case.seed + 1)
+    losses = []
+    for batch in batches(case, model):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        losses.append(loss.detach())
+    return Result(losses, model, optimizer)
+
+
+def planned(case: Case) -> Plan:
+    model = build(case)
+    layout = {name: getattr(case, name) for name in ("options", "places", "lag", "lead", "roomy")}
+    return plans.streamed(find_blocks(model), make_optimizer(model, case.optimizer), **layout)
+
+
+def offloaded(case: Case, **device_options: Any) -> Result:
+    device = EmulatedDevice(BUDGET, **{"mode": case.mode, "seed": case.seed, "check": True} | device_options)
+    return trained_on(device, case, planned(case))[0]
+
+
+def trained_on(device: Device, case: Case, plan: Plan) -> tuple[Result, int]:
+    """Return the model trained by ``plan``, and the peak of device memory; closes ``device``."""
+    model = build(case)
+    optimizer = make_optimizer(model, case.optimizer)
+    schedule = scheduler(optimizer)
+    engine = Engine(model, optimizer, plan, device)
+    losses, peak = [], 0
+    try:
+        engine.install()
+        torch.manual_seed(case.seed + 1)
+        for batch in batches(case, model, device.torch_device):
+            with engine.iteration():
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+            schedule.step()
+            losses.append(loss.detach().clone())
+            peak = max(peak, engine.stats.device_peak_bytes)
+        engine.drain()
+    finally:
+        engine.remove()
+        device.close()
+    return Result(losses, model, optimizer), peak
+
+
+def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors are equal bit for bit; they may be on different devices."""
+    return torch.equal(a.cpu(), b.cpu())
+
+
+def differences(a: Result, b: Result) -> list[str]:
+    """Name everything that is not bitwise equal, wherever it is."""
+    found = [f"loss {i}" for i, (x, y) in enumerate(zip(a.losses, b.losses, strict=True)) if not equal(x, y)]
+    names = [name for name, _ in a.model.named_parameters()]
+    state_a, state_b = a.model.state_dict(), b.model.state_dict()
+    found += [f"weight {name}" for name in state_a if not equal(state_a[name], state_b[name])]
+    left, right = a.optimizer.state_dict(), b.optimizer.state_dict()
+    if left["param_groups"] != right["param_groups"]:
+        found.append("param_groups")
+    if left["state"].keys() != right["state"].keys():
+        found.append("state keys")
+    for key in left["state"].keys() & right["state"].keys():
+        for field, value in left["state"][key].items():
+            other = right["state"][key][field]
+            same = equal(value, other) if isinstance(value, torch.Tensor) else value == other
+            if not same:
+                found.append(f"state {field} of tensor {key} ({names[key] if key < len(names) else '?'})")
+    return found
+
+
+def changed(case: Case, result: Result) -> bool:
+    """Whether training moved every trainable matrix: equality of untrained models would prove nothing."""
+    start = dict(build(case).named_parameters())
+    return all(
+        not equal(p, start[name]) for name, p in result.model.named_parameters() if p.requires_grad and p.ndim > 1
+    )

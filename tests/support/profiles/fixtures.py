@@ -1,0 +1,36 @@
+"""Profiles with published numbers, which the scripts for the papers' tables use as well."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from paper_profiles import (
+    ADAM_3060,
+    GB,
+    PAPER,
+    RTX_3060,
+    llama7b_b4,
+    llama7b_b8_3090,
+    option,
+    tensor,
+)
+
+from lt_offload.schema.profile import Profile
+
+__all__ = [
+    "ADAM_3060",
+    "GB",
+    "PAPER",
+    "RTX_3060",
+    "llama7b_b4",
+    "llama7b_b8_3090",
+    "option",
+    "tensor",
+    "with_bandwidth",
+]
+
+
+def with_bandwidth(profile: Profile, gb_per_s: float) -> Profile:
+    """``profile`` with another link, the same in both directions."""
+    speed = gb_per_s * GB
+    return replace(profile, hardware=replace(profile.hardware, h2d_bytes_per_s=speed, d2h_bytes_per_s=speed))

@@ -1,0 +1,71 @@
+"""Plans that must stay as they are: 20 profiles, every planner, with a clock that stands still.
+
+``python -m tests.support.profiles.golden_plans`` writes ``golden_plans.json`` again, which is only right where plans
+were meant to change. A digest covers all that a plan tells the engine; the figures beside it say what changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from lt_offload.errors import InfeasibleError, UnsupportedError
+from lt_offload.plan import Plan, solve
+from tests.unit.plan.test_planner_bounds import PLANNERS, rich_profile
+
+FILE = Path(__file__).with_suffix(".json")
+SEEDS = range(20)
+SHARES = (0.45, 0.8, 1.6)
+
+
+@contextmanager
+def clock_stopped() -> Iterator[None]:
+    """No search ends because of the time it took, so that the same profile gives the same plan."""
+    real = time.monotonic
+    time.monotonic = lambda: 0.0
+    try:
+        yield
+    finally:
+        time.monotonic = real
+
+
+def normal_form(plan: Plan) -> list[Any]:
+    """Return what the plan tells the engine, free of how it is written down."""
+    ops = [
+        (op.kind, op.step, op.block, op.resource, op.payload, op.tensors, op.offsets, op.slot, op.bytes)
+        + (f"{op.seconds:.9e}", op.after, op.until, op.save, op.direct)
+        for op in plan.ops
+    ]
+    initial = [(copy.payload, copy.tensor, copy.offset) for copy in plan.initial]
+    return [plan.options, plan.update_places, initial, plan.arena_bytes, plan.gradient_bytes, ops]
+
+
+def row(seed: int, planner: Any) -> dict[str, Any]:
+    """Plan profile ``seed``."""
+    profile = rich_profile(seed)
+    everything = sum(2 * tensor.bytes + tensor.state_bytes for tensor in profile.tensors)
+    try:
+        with clock_stopped():
+            plan = solve(profile, memory=int(SHARES[seed % len(SHARES)] * everything), planner=planner)
+    except (InfeasibleError, UnsupportedError) as error:
+        return {"error": type(error).__name__}
+    written = json.dumps(normal_form(plan), sort_keys=True).encode()
+    return {
+        "planner": plan.planner,
+        "iteration_s": float(f"{plan.predicted.iteration_s:.9g}"),
+        "lower_bound_s": float(f"{plan.predicted.lower_bound_s:.6g}"),
+        "device_peak_bytes": plan.predicted.device_peak_bytes,
+        "host_peak_bytes": plan.predicted.host_peak_bytes,
+        "ops": len(plan.ops),
+        "digest": hashlib.sha256(written).hexdigest()[:16],
+    }
+
+
+if __name__ == "__main__":
+    rows = {f"{seed} {planner}": row(seed, planner) for seed in SEEDS for planner in PLANNERS}
+    FILE.write_text(json.dumps(rows, indent=1) + "\n")

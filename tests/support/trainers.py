@@ -1,0 +1,175 @@
+"""A LightningModule that records what it computes, and runs of it to compare bit for bit. Works in both namespaces."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import lightning.pytorch
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from lt_offload import OffmateStrategy
+from lt_offload.model.blocks import find_blocks
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
+from tests.support import models, plans
+from tests.support.engines import equal
+
+BATCHES = 3
+"""Training batches per epoch."""
+
+
+class Tokens(Dataset[dict[str, Tensor]]):
+    """Random rows of tokens, every second one padded."""
+
+    def __init__(self, model: torch.nn.Module, rows: int, seed: int) -> None:
+        self.rows = []
+        for i in range(rows):
+            row = models.batch(model, batch_size=1, padding=i % 2 == 1, seed=seed + i)
+            row.setdefault("attention_mask", torch.ones_like(row["input_ids"]))
+            self.rows.append({name: tensor[0] for name, tensor in row.items()})
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self.rows[index]
+
+
+def module_class(L: ModuleType) -> type[Any]:
+    """Return the module's class for a Lightning namespace."""
+
+    class Module(L.LightningModule):  # type: ignore[misc, name-defined]
+        def __init__(self, *, shuffle: bool = True, batch_size: int = 2, **options: Any) -> None:
+            super().__init__()
+            self.model = models.build(**options)
+            self.shuffle, self.batch_size = shuffle, batch_size
+            self.losses: list[Tensor] = []
+            self.validation: list[Tensor] = []
+            self.lrs: list[list[float]] = []
+
+        def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            loss = self.model(**batch).loss
+            self.log("loss", loss, prog_bar=True)
+            self.losses.append(loss.detach().clone())
+            return loss
+
+        def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
+            loss = self.model(**batch).loss
+            self.log("val_loss", loss)
+            self.validation.append(loss.detach().clone())
+
+        def predict_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+            return self.model(**batch).logits
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.lrs.append([group["lr"] for group in self.trainer.optimizers[0].param_groups])
+
+        def configure_optimizers(self) -> dict[str, Any]:
+            parameters = [p for p in self.parameters() if p.requires_grad]
+            groups = [
+                {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.1},
+                {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
+            ]
+            groups = [group for group in groups if group["params"]]
+            optimizer = torch.optim.AdamW(groups, lr=1e-2, fused=True)
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+            return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+        def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+            rows = Tokens(self.model, 2 * BATCHES, 0)
+            return DataLoader(rows, batch_size=self.batch_size, shuffle=self.shuffle)
+
+        def val_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+            return DataLoader(Tokens(self.model, 2, 100), batch_size=2)
+
+        predict_dataloader = val_dataloader
+
+    return Module
+
+
+Module = module_class(lightning.pytorch)
+
+
+class Forced(OffmateStrategy):
+    """Has a plan that uses every option and every place, instead of a good one."""
+
+    places: tuple[str, ...] = ("device", "paged", "host")
+
+    def _make_plan(self, profile: Profile) -> Plan:
+        return plans.streamed(
+            find_blocks(self._module),
+            self.optimizers[0],
+            options=("keep", "recompute", "offload", "mixed"),
+            places=self.places,
+        )
+
+
+@dataclass
+class Run:
+    module: Any
+    trainer: Any
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.trainer.optimizers[0]
+
+
+def seeded_module(seed: int = 7, *, L: ModuleType = lightning.pytorch, **options: Any) -> Any:
+    L.seed_everything(seed, verbose=False)
+    return (Module if L is lightning.pytorch else module_class(L))(**options)
+
+
+def trainer(strategy: Any, L: ModuleType = lightning.pytorch, **settings: Any) -> Any:
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False)
+    defaults = {"accelerator": "cpu", "max_epochs": 2, "log_every_n_steps": 2} | quiet
+    return L.Trainer(strategy=strategy, **defaults | settings)
+
+
+def fit(
+    strategy: Any,
+    module: Any = None,
+    *,
+    L: ModuleType = lightning.pytorch,
+    made: Any = None,
+    ckpt: Path | None = None,
+    **settings: Any,
+) -> Run:
+    """Train with ``strategy``, or with the trainer ``made`` already."""
+    module = seeded_module(L=L) if module is None else module
+    made = trainer(strategy, L, **settings) if made is None else made
+    L.seed_everything(8, verbose=False)
+    made.fit(module, ckpt_path=ckpt)
+    return Run(module, made)
+
+
+def differences(a: Run, b: Run) -> list[str]:
+    """Name everything that is not bitwise equal."""
+    found = []
+    for name in ("losses", "validation"):
+        left, right = getattr(a.module, name), getattr(b.module, name)
+        if len(left) != len(right) or not left:
+            found.append(f"{len(left)} and {len(right)} {name}")
+        found += [f"{name} {i}" for i, (x, y) in enumerate(zip(left, right, strict=False)) if not equal(x, y)]
+    if a.module.lrs != b.module.lrs:
+        found.append("learning rates")
+    if a.trainer.global_step != b.trainer.global_step:
+        found.append("global_step")
+    return found + state_differences(a, b)
+
+
+def state_differences(a: Run, b: Run) -> list[str]:
+    """Name every weight and optimizer state that is not bitwise equal."""
+    weights, others = a.module.state_dict(), b.module.state_dict()
+    found = [name for name in weights if not equal(weights[name], others[name])]
+    left, right = a.optimizer.state_dict(), b.optimizer.state_dict()
+    if left["param_groups"] != right["param_groups"] or left["state"].keys() != right["state"].keys():
+        return [*found, "optimizer groups or keys"]
+    for index, state in left["state"].items():
+        other = right["state"][index]
+        found += [f"{key} of tensor {index}" for key, value in state.items() if not equal(value, other[key])]
+    return found

@@ -1,0 +1,205 @@
+"""What travels together lies side by side; how well the arena is filled, and how many transfers that makes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lt_offload import Plan, solve
+from lt_offload.plan.build.copies import device_copies
+from lt_offload.plan.build.fit import fit
+from lt_offload.plan.build.groups import CUTS, GOAL, runs
+from lt_offload.plan.build.plan import build, room_needed
+from lt_offload.plan.iteration.arena import aligned
+from lt_offload.plan.iteration.decisions import Choices, TensorChoice
+from lt_offload.plan.iteration.memory import budget_for
+from lt_offload.plan.planners.baselines import streaming_choices
+from lt_offload.plan.planners.offmate.discretise import Slack, discretise
+from lt_offload.plan.verify.check import check
+from lt_offload.schema.packing import Packing, packing, transfer_groups
+from lt_offload.schema.plan import PlannerName
+from lt_offload.schema.profile import Profile
+from tests.support.profiles.fixtures import llama7b_b4
+from tests.support.profiles.program_rules import random_profile
+from tests.support.profiles.random_choices import random_choices
+from tests.support.profiles.random_solutions import random_solution
+from tests.support.profiles.small import HUGE, chained, changed, resident, small_profile, stays, with_direct
+
+KINDS = ("plain", "tied", "half", "lora", "frozen start")
+SMALLEST = CUTS[-1]
+
+
+def built(choices: Choices, profile: Profile) -> Plan:
+    return build(choices, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+
+
+def with_small_tensors(profile: Profile) -> Profile:
+    """Return ``profile`` with a third of its tensors so small that they are always joined to others."""
+    return replace(
+        profile,
+        tensors=tuple(
+            replace(tensor, bytes=1_000 + at, state_bytes=2_000 if tensor.state_bytes else 0) if at % 3 == 0 else tensor
+            for at, tensor in enumerate(profile.tensors)
+        ),
+    )
+
+
+def ranges(plan: Plan, profile: Profile) -> dict[tuple[str, int, tuple[int, ...]], list[int]]:
+    """By payload, op and group: the bytes of each range that the op copies to the device."""
+    found: dict[tuple[str, int, tuple[int, ...]], list[int]] = defaultdict(list)
+    groups = {
+        (payload, tensor): group
+        for payload in ("weight", "state")
+        for group in transfer_groups(plan, payload)  # type: ignore[arg-type]
+        for tensor in group
+    }
+    for op in plan.ops:
+        if op.kind != "prefetch" or op.payload not in ("weight", "state"):
+            continue
+        ends: dict[tuple[int, ...], int] = {}
+        assert list(op.tensors) == sorted(op.tensors)
+        for tensor, offset in zip(op.tensors, op.offsets, strict=True):
+            size = aligned(profile.tensors[tensor].bytes) if op.payload == "weight" else plan.state_bytes[tensor]
+            group = groups[op.payload, tensor]
+            sizes = found[op.payload, op.id, group]
+            if ends.get(group) == offset:
+                sizes[-1] += size
+            else:
+                sizes.append(size)
+            ends[group] = offset + size
+    return found
+
+
+def random_plan(seed: int) -> tuple[Profile, Choices]:
+    rng = np.random.default_rng(seed)
+    profile = with_small_tensors(random_profile(rng, KINDS[seed % len(KINDS)]))
+    return profile, discretise(random_solution(rng, profile), profile, Slack())
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_small_tensors_travel_with_their_neighbours(seed: int) -> None:
+    profile, choices = random_plan(seed)
+    plan = built(choices, profile)
+    found = ranges(plan, profile)
+    for (_, _, group), sizes in found.items():
+        assert len(sizes) == 1 or min(sizes) >= SMALLEST, f"group {group} is parted into {sizes}"
+    assert plan.packing is not None
+    assert plan.packing.transfers <= plan.packing.tensors
+
+
+@pytest.mark.parametrize("seed", range(20, 40))
+def test_so_they_do_in_a_budget_that_is_short(seed: int) -> None:
+    profile, choices = random_plan(seed)
+    needed = room_needed(choices, profile)
+    fitting = 0
+    for part in (1.0, 0.97, 0.94, 0.9, 0.85):
+        room = int(part * needed)
+        fitted = fit(choices, profile, room)
+        if fitted.over > 0:
+            break
+        fitting += 1
+        plan = build(
+            fitted.choices,
+            profile,
+            planner="test",
+            budget_bytes=room + budget_for(0, profile),
+            host_budget_bytes=HUGE,
+            placement=fitted.placement,
+        )
+        assert check(plan, profile) == []
+        for sizes in ranges(plan, profile).values():
+            assert len(sizes) == 1 or min(sizes) >= SMALLEST
+    assert fitting
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_runs_are_in_the_same_ops_all_the_time(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    profile = with_direct(chained(small_profile(int(rng.integers(2, 6)))))
+    choices = random_choices(rng, profile)
+    copies = device_copies(choices, profile)
+    for cut in CUTS:
+        parts = runs(copies, choices, profile, cut=cut)
+        assert sorted(id(copy) for part in parts for copy in part.copies) == sorted(map(id, copies))
+    plan = built(choices, profile)
+    group = {t: g for g in transfer_groups(plan, "weight") for t in g}
+    for part in runs(copies, choices, profile, cut=None):
+        if part.copies[0].payload == "weight" and part.stay is not None:
+            assert {copy.tensor for copy in part.copies} <= set(group[part.copies[0].tensor])
+
+
+def test_runs_end_where_they_are_long_enough_and_so_is_the_rest() -> None:
+    mib = 1 << 20
+    profile = small_profile(1)
+    (one,) = profile.tensors
+    sizes = [mib // 2, mib // 2, 3 * mib, mib // 4, 2 * mib, mib // 4]
+    tensors = tuple(replace(one, name=str(at), bytes=size) for at, size in enumerate(sizes))
+    profile = replace(profile, tensors=tensors)
+    choice = TensorChoice(place="device", stays=stays((1, 0)), write_back=1)
+    choices = Choices(tensors=(choice,) * len(sizes), blocks=resident(profile).blocks)
+    copies = [copy for copy in device_copies(choices, profile) if copy.payload == "weight"]
+    found = runs(copies, choices, profile, cut=mib)
+    assert [[copy.tensor for copy in part.copies] for part in found] == [[0, 1], [2], [3, 4, 5]]
+    assert len(runs(copies, choices, profile, cut=None)) == 1
+
+
+def test_what_always_stays_is_one_range_of_weights_and_one_of_states() -> None:
+    profile = small_profile(4)
+    plan = built(resident(profile), profile)
+    at = {(entry.payload, entry.tensor): entry.offset for entry in plan.initial}
+    weights = [at["weight", t] for t in range(4)]
+    states = [at["state", t] for t in range(4)]
+    assert weights == [1024 * t for t in range(4)]
+    assert states == [4096 + plan.state_bytes[0] * t for t in range(4)]
+
+
+def test_packing_counts_live_bytes_and_transfers() -> None:
+    profile = small_profile(3)
+    moving = TensorChoice(place="host", stays=stays((0, 1)), grad_until=5)
+    choices = changed(resident(profile), 0, replace(moving, stays=stays((0, 0), (5, 5)), grad_until=5))
+    plan = built(choices, profile)
+    always = 2 * (1024 + plan.state_bytes[0])
+    assert plan.packing == Packing(extent=always + 1024, live_peak=always + 1024, tensors=2, transfers=2)
+    assert plan.packing.waste == 0
+    loose = replace(plan, arena_bytes=2 * plan.arena_bytes)
+    assert packing(loose).waste == pytest.approx(1.0)
+    assert replace(plan, weight_bytes=()).packing is None
+
+
+def test_tensors_side_by_side_are_one_transfer() -> None:
+    profile = small_profile(1)
+    (one,) = profile.tensors
+    profile = replace(profile, tensors=(one, replace(one, name="b"), replace(one, name="c")))
+    choices = streaming_choices(profile, ("keep",), host_update=True, lead=0, lag=0)
+    plan = built(choices, profile)
+    assert transfer_groups(plan, "weight") == [(0, 1, 2)]
+    assert transfer_groups(plan, "state") == [(0, 1, 2)]
+    assert plan.packing is not None
+    assert (plan.packing.tensors, plan.packing.transfers) == (3, 1)
+    (fetch,) = [op for op in plan.ops if op.kind == "prefetch"]
+    apart = replace(fetch, offsets=(0, 2048, 3072))
+    ops = tuple(apart if op is fetch else op for op in plan.ops)
+    # The first iteration begins with what the plan says is there.
+    initial = tuple(replace(entry, offset=apart.offsets[entry.tensor]) for entry in plan.initial)
+    parted = replace(plan, ops=ops, initial=initial).packing
+    assert parted is not None
+    assert parted.transfers == 2
+
+
+def test_sizes_of_weights_are_checked() -> None:
+    profile = small_profile(2)
+    plan = built(resident(profile), profile)
+    assert "sizes in the arena" in check(replace(plan, weight_bytes=(512, 512)), profile)[0]
+    assert check(replace(plan, weight_bytes=()), profile) == []
+
+
+@pytest.mark.parametrize("planner", ["offmate", "greedy", "l2l"])
+@pytest.mark.parametrize("memory", ["9GB", "14GB"])
+def test_little_memory_is_wasted(planner: PlannerName, memory: str) -> None:
+    packing = solve(llama7b_b4(14), memory=memory, planner=planner, time_limit=5).packing
+    assert packing is not None
+    assert packing.waste <= GOAL
+    assert packing.transfers <= packing.tensors

@@ -1,0 +1,314 @@
+"""Forwards that run again: ops, dependencies, memory; random decisions with them and with direct access."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lt_offload.plan.build.fit import fit
+from lt_offload.plan.build.plan import build
+from lt_offload.plan.build.squeeze import squeeze_framework
+from lt_offload.plan.iteration.decisions import BlockChoice, Choices, Rerun, TensorChoice
+from lt_offload.plan.iteration.memory import budget_for, computation_bytes, device_bytes, framework_bytes, usage
+from lt_offload.plan.verify.check import check
+from lt_offload.plan.verify.simulate import simulate
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import OptionProfile, Profile
+from tests.support.profiles.random_choices import random_choices
+from tests.support.profiles.small import (
+    HUGE,
+    chained,
+    changed,
+    resident,
+    small_profile,
+    stays,
+    waits_for,
+    with_direct,
+    words,
+)
+
+
+def built(choices: Choices, profile: Profile) -> Plan:
+    return build(choices, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+
+
+def random_model(rng: np.random.Generator) -> Profile:
+    blocks = int(rng.integers(2, 8))
+    frozen = tuple(index for index in range(1, blocks) if rng.uniform() < 0.2)
+    profile = small_profile(blocks, tied=bool(rng.integers(2)), states=int(rng.integers(3)))
+    if rng.uniform() < 0.3:
+        frozen, profile = (0,), small_profile(blocks, states=1, frozen=(0,), no_backward=1)
+    elif not rng.integers(2):
+        profile = small_profile(blocks, states=1, frozen=frozen)
+    return with_direct(chained(profile))
+
+
+def with_again(profile: Profile, options: list[str], reruns: dict[int, list[tuple[int, str]]]) -> Choices:
+    return replace(
+        resident(profile),
+        blocks=tuple(BlockChoice(option=option) for option in options),  # type: ignore[arg-type]
+        reruns={
+            step: tuple(Rerun(block=block, save=save) for block, save in chain)  # type: ignore[arg-type]
+            for step, chain in reruns.items()
+        },
+    )
+
+
+PROFILE = chained(small_profile(4))
+CHAINS = with_again(
+    PROFILE,
+    ["recompute", "discard", "discard", "keep"],
+    {5: [(0, "input"), (1, "nothing"), (2, "all")], 6: [(0, "all"), (1, "input")]},
+)
+
+
+# -- ops -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_runs_again_stands_before_the_backward() -> None:
+    plan = built(CHAINS, PROFILE)
+    assert [words(op) for op in plan.ops if op.resource == "compute"] == [
+        "0 forward 0",
+        "1 forward 1",
+        "2 forward 2",
+        "3 forward 3",
+        "4 backward 3",
+        "4 update 3",
+        "5 forward 0",
+        "5 forward 1",
+        "5 forward 2",
+        "5 backward 2",
+        "5 update 2",
+        "6 forward 0",
+        "6 forward 1",
+        "6 backward 1",
+        "6 update 1",
+        "7 backward 0",
+        "7 update 0",
+    ]
+    assert [op.save for op in plan.ops if op.save] == ["input", "nothing", "all", "all", "input"]
+    assert check(plan, PROFILE) == []
+
+
+def test_a_backward_lasts_as_long_as_what_it_finds_makes_it() -> None:
+    plan = built(CHAINS, PROFILE)
+    # Everything is saved of blocks 2 and 0, the input of block 1.
+    assert [op.seconds for op in plan.ops if op.kind == "backward"] == [20, 20, 30, 20]
+    assert {op.seconds for op in plan.ops if op.kind == "forward"} == {10}
+
+
+def test_blocks_without_recompute_are_described_by_keep() -> None:
+    blocks = tuple(
+        replace(block, options=tuple(o for o in block.options if o.name != "recompute")) for block in PROFILE.blocks
+    )
+    profile = replace(PROFILE, blocks=blocks)
+    choices = with_again(profile, ["keep", "reload", "discard", "keep"], {5: [(1, "input"), (2, "input")]})
+    choices = replace(
+        choices, blocks=(choices.blocks[0], BlockChoice(option="reload", until=2, fetch=5), *choices.blocks[2:])
+    )
+    plan = built(choices, profile)
+    assert check(plan, profile) == []
+    assert [op.seconds for op in plan.ops if op.kind == "backward"] == [20, 30, 30, 20]
+    assert computation_bytes(plan, profile).tolist() == computation_bytes(built(choices, PROFILE), PROFILE).tolist()
+
+
+def test_what_runs_again_waits_for_its_weights_and_for_its_input() -> None:
+    choices = with_again(PROFILE, ["keep", "reload", "discard", "keep"], {5: [(1, "input"), (2, "all")]})
+    blocks = list(choices.blocks)
+    blocks[1] = BlockChoice(option="reload", until=2, fetch=4)
+    choices = replace(choices, blocks=tuple(blocks))
+    choices = changed(choices, 1, TensorChoice(place="host", stays=stays((0, 1), (4, 6)), grad_until=7))
+    choices = changed(choices, 2, TensorChoice(place="device", stays=stays((0, 2), (4, 5)), write_back=5))
+    plan = built(choices, PROFILE)
+    assert check(plan, PROFILE) == []
+    assert waits_for(plan, "5 forward 1") == {"4 prefetch activation 1", "4 prefetch weight 1"}
+    assert waits_for(plan, "5 forward 2") == {"4 prefetch weight 2"}
+    assert "4 prefetch weight 1" in waits_for(plan, "6 backward 1")
+
+
+def test_what_runs_again_takes_over_memory_that_was_given_back() -> None:
+    choices = with_again(PROFILE, ["recompute", "recompute", "keep", "keep"], {5: [(1, "all")]})
+    choices = changed(choices, 3, TensorChoice(place="host", stays=stays((0, 4)), grad_until=4))
+    plan = built(choices, PROFILE)
+    assert waits_for(plan, "5 forward 1") == {"4 offload grad 3"}
+    assert check(plan, PROFILE) == []
+
+
+# -- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_memory_of_each_computation() -> None:
+    plan = built(CHAINS, PROFILE)
+    fixed = plan.arena_bytes + 50 + 20
+    # Interfaces have 10 bytes, a graph 300; working memory is 5 or 7 beside a graph, 305 or 307 with one that is not
+    # kept; gradients have 1000.
+    expected = [
+        10 + 305,  # forward 0
+        10 + 10 + 305,
+        10 + 10 + 305,
+        300 + 10 + 5,  # forward 3 has no output
+        300 + 2 * 10 + 7 + 1000,  # backward 3: input, its gradient
+        # The gradient of block 2's output waits; the input of block 0 has no bytes.
+        10 + 10 + 305,  # block 0 again
+        10 + (10 + 10) + 305,  # block 1 again: what block 0 has returned, what it returns
+        10 + (10 + 10) + 300 + 5,  # block 2 again, saving all
+        300 + (2 * 10 + 10) + 7 + 1000,  # backward 2
+        10 + 10 + 300 + 5,  # block 0 again, saving all
+        10 + 300 + (10 + 10) + 305,  # block 1 again
+        300 + (2 * 10 + 10) + 307 + 1000,  # backward 1
+        300 + 10 + 7 + 1000,  # backward 0
+    ]
+    assert computation_bytes(plan, PROFILE).tolist() == [fixed + size for size in expected]
+    steps = [*expected[:5], max(expected[5:9]), max(expected[9:12]), expected[12]]
+    assert device_bytes(plan, PROFILE).tolist() == [fixed + size for size in steps]
+    assert [size for _, size in simulate(plan, PROFILE).memory] == [fixed + size for size in expected]
+
+
+def test_a_saved_input_is_held_until_it_is_dropped() -> None:
+    kept = with_again(PROFILE, ["recompute", "recompute", "discard", "recompute"], {5: [(1, "input"), (2, "all")]})
+    dropped = replace(kept, reruns={5: (Rerun(block=1, save="nothing"), *kept.reruns[5][1:]), 6: CHAINS.reruns[6]})
+    sizes = [computation_bytes(built(choices, PROFILE), PROFILE) for choices in (kept, dropped)]
+    # forwards, backward 3, blocks 1 and 2 again, backward 2
+    assert (sizes[0][:8] - sizes[1][:8]).tolist() == [0] * 6 + [10, 10]
+    assert check(built(dropped, PROFILE), PROFILE) == []
+
+
+def test_reloaded_inputs_count_from_their_return() -> None:
+    options = ["recompute", "reload", "discard", "keep"]
+    chain = with_again(PROFILE, options, {5: [(1, "input"), (2, "all")]})
+    found = []
+    for until, fetch in ((1, 5), (2, 4)):
+        blocks = (chain.blocks[0], BlockChoice(option="reload", until=until, fetch=fetch), *chain.blocks[2:])
+        plan = built(replace(chain, blocks=blocks), PROFILE)
+        assert check(plan, PROFILE) == []
+        found.append(device_bytes(plan, PROFILE))
+        assert simulate(plan, PROFILE).host_peak == 4 * 3000 + 10
+    assert (found[1] - found[0]).tolist() == [0, 0, 10, 0, 10, 0, 0, 0]
+
+
+def reference(plan: Plan, profile: Profile) -> list[int]:
+    """Count what is allocated while each computation runs, by walking through the ops."""
+    held: dict[tuple[str, int], int] = {}
+    leaves: dict[int, list[tuple[str, int]]] = {}
+    found, step, again = [], 0, {}
+    for op in plan.ops:
+        while step < op.step:
+            for name in leaves.pop(step, ()):
+                del held[name]
+            step += 1
+        block = profile.blocks[op.block]
+        option = block.option(plan.options[op.block])
+        if op.kind == "prefetch" and op.payload == "activation":
+            held["fetched", op.block] = option.offload_bytes
+        if op.kind == "offload" and op.payload == "activation":
+            held["leaving", op.block] = option.offload_bytes
+            leaves.setdefault(op.until or 0, []).append(("leaving", op.block))
+        if op.kind == "offload" and op.payload == "grad" and op.resource == "d2h":
+            for t in op.tensors:
+                held["grad", t] = profile.tensors[t].bytes
+                leaves.setdefault(op.until or 0, []).append(("grad", t))
+        if op.kind == "forward" and op.save is None:
+            inside = block.input_bytes + block.output_bytes + option.forward_peak_bytes
+            found.append(sum(held.values()) + inside + (option.saved_bytes if block.has_backward else 0))
+            if block.has_backward:
+                held["saved", op.block] = option.saved_bytes
+                held["input", op.block] = block.input_bytes if option.keeps_input else 0
+        elif op.kind == "forward":
+            current = profile.blocks[plan.steps - 1 - op.step]
+            cost = block.option("keep" if op.save == "all" else "recompute")
+            own = held.pop(("input", op.block), 0) + held.pop(("fetched", op.block), 0) or block.input_bytes
+            own += held.pop(("saved", op.block), 0) + (cost.saved_bytes if op.save == "all" else 0)
+            delta = current.output_bytes if current.has_backward else 0
+            found.append(sum(held.values()) + own + block.output_bytes + cost.forward_peak_bytes + delta)
+            if op.save != "nothing":
+                held["input", op.block] = block.input_bytes
+            if op.save == "all":
+                held["saved", op.block] = cost.saved_bytes
+            again[op.block] = op.save
+        elif op.kind == "backward":
+            held.pop(("input", op.block), None)
+            held.pop(("fetched", op.block), None)
+            total = sum(held.values())
+            if block.has_backward:
+                name = {"all": "keep", "input": "recompute"}.get(again.get(op.block, ""), option.name)
+                total += 2 * block.input_bytes + block.output_bytes
+                total += in_backward(plan, profile, op.step, held, block.option(name))
+            found.append(total)
+            held.pop(("saved", op.block), None)
+    return found
+
+
+def in_backward(
+    plan: Plan, profile: Profile, step: int, held: dict[tuple[str, int], int], option: OptionProfile
+) -> int:
+    """Return what comes with a backward; sums of tied tensors are held from their first one to their last."""
+    staying = passing = 0
+    gathered: list[int] = []
+    copied = {t for op in plan.ops if op.payload == "grad" and op.resource == "d2h" for t in op.tensors}
+    for t, tensor in enumerate(profile.tensors):
+        steps = sorted(plan.steps - 1 - block for block in tensor.blocks if profile.blocks[block].has_backward)
+        if not tensor.trainable or step not in steps:
+            continue
+        if step == steps[0]:
+            staying += tensor.bytes
+        else:
+            passing = max(passing, tensor.bytes)
+        if step == steps[-1] and t in copied:
+            gathered.append(tensor.bytes)
+        if len(steps) > 1 and step == steps[0]:
+            held["sum", t] = tensor.bytes
+        elif len(steps) > 1 and step == steps[-1]:
+            del held["sum", t]
+    middle = option.backward_peak_bytes + staying + passing
+    if option.held_peak_bytes is not None:
+        middle = min(middle, option.held_peak_bytes)
+    last = step == len(profile.blocks)
+    copies = sum(gathered) if len(gathered) > 1 else 0
+    return max(middle, staying + copies - (0 if last else option.saved_bytes))
+
+
+def with_held_peaks(profile: Profile, rng: np.random.Generator) -> Profile:
+    """Return ``profile`` with gradients that come while activations go."""
+
+    def known(option: OptionProfile) -> OptionProfile:
+        return replace(option, held_peak_bytes=option.backward_peak_bytes + int(rng.integers(0, 300)))
+
+    blocks = [replace(block, options=tuple(known(option) for option in block.options)) for block in profile.blocks]
+    return replace(profile, blocks=tuple(blocks))
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_choices_are_valid_and_counted_to_the_byte(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    profile = random_model(rng)
+    profile = with_held_peaks(profile, rng) if seed % 2 else profile
+    choices = random_choices(rng, profile)
+    plan = built(choices, profile)
+    assert check(plan, profile) == []
+    assert (framework_bytes(choices.usage, profile) == framework_bytes(usage(plan), profile)).all()
+    counted = computation_bytes(plan, profile) - plan.arena_bytes - budget_for(0, profile)
+    assert counted.tolist() == reference(plan, profile)
+    trace = simulate(plan, profile)
+    assert check(replace(plan, budget_bytes=trace.device_peak), profile) == []
+    (violation,) = check(replace(plan, budget_bytes=trace.device_peak - 1), profile)
+    assert "1 bytes too many" in violation
+    for lane in ("compute", "h2d", "d2h", "host"):
+        assert trace.iteration_time >= sum(op.seconds for op in plan.ops if op.resource == lane) * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("seed", range(60, 90))
+def test_random_choices_are_squeezed_without_harm(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    profile = random_model(rng)
+    choices = random_choices(rng, profile)
+    least = squeeze_framework(choices, profile, 0)
+    assert least.reruns == choices.reruns
+    assert framework_bytes(least.usage, profile).max() <= framework_bytes(choices.usage, profile).max()
+    assert check(built(least, profile), profile) == []
+    peak = int(framework_bytes(choices.usage, profile).max()) + built(choices, profile).arena_bytes
+    fitted = fit(choices, profile, int(peak * rng.uniform(0.7, 1.0)))
+    assert fitted.choices.reruns == choices.reruns
+    assert [tensor.direct for tensor in fitted.choices.tensors] == [tensor.direct for tensor in choices.tensors]
+    assert check(built(fitted.choices, profile), profile) == []

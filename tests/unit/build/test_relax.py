@@ -1,0 +1,58 @@
+"""More time for copies where memory is not short, and which steps count as time."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lt_offload.plan.build.plan import build
+from lt_offload.plan.build.relax import relax
+from lt_offload.plan.iteration.memory import framework_bytes
+from lt_offload.plan.iteration.pace import Pace
+from lt_offload.plan.planners.baselines import streaming_choices
+from lt_offload.plan.verify.check import check
+from lt_offload.plan.verify.simulate import simulate
+from tests.support.profiles.program_rules import random_profile
+from tests.support.profiles.small import HUGE, small_profile
+
+KINDS = ("plain", "tied", "half", "lora", "frozen start")
+
+
+@pytest.mark.parametrize("earlier", [False, True])
+@pytest.mark.parametrize("seed", range(10))
+def test_time_is_taken_from_spare_memory_only(seed: int, earlier: bool) -> None:
+    profile = random_profile(np.random.default_rng(seed), KINDS[seed % len(KINDS)])
+    names = [[o.name for o in block.options] for block in profile.blocks]
+    options = tuple("offload" if "offload" in found else found[0] for found in names)
+    choices = streaming_choices(profile, options, host_update=True, lead=0, lag=0)
+    peak = int(framework_bytes(choices.usage, profile).max())
+    for limit in (peak, int(1.3 * peak), HUGE):
+        relaxed = relax(choices, profile, limit, earlier=earlier)
+        assert framework_bytes(relaxed.usage, profile).max() <= limit
+        for before, after in zip(choices.blocks, relaxed.blocks, strict=True):
+            assert (after.until or 0) >= (before.until or 0)
+            assert (after.fetch or 0) <= (before.fetch or 0)
+            assert earlier or after.fetch == before.fetch
+        for old, new in zip(choices.tensors, relaxed.tensors, strict=True):
+            assert (new.grad_until or 0) >= (old.grad_until or 0)
+            assert replace(new, grad_until=None) == replace(old, grad_until=None)
+        plan = build(relaxed, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+        assert check(plan, profile) == []
+        if limit == HUGE and not earlier:
+            stiff = build(choices, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+            assert simulate(plan, profile).iteration_time <= simulate(stiff, profile).iteration_time * (1 + 1e-9)
+    assert relax(choices, profile, HUGE, earlier=earlier) != choices
+
+
+def test_steps_without_work_do_not_count() -> None:
+    profile = small_profile(4)
+    norm = profile.blocks[2]
+    options = tuple(replace(option, forward_s=0.01, backward_s=0.01) for option in norm.options)
+    pace = Pace(replace(profile, blocks=(*profile.blocks[:2], replace(norm, options=options), profile.blocks[3])))
+    # Steps 0 to 7; block 2 is at steps 2 and 5.
+    assert [pace.later(1, count) for count in (0, 1, 2)] == [1, 3, 4]
+    assert [pace.earlier(6, count) for count in (0, 1, 2)] == [6, 4, 3]
+    assert pace.later(7, 3) == 7
+    assert pace.earlier(0, 3) == 0

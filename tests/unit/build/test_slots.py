@@ -1,0 +1,217 @@
+"""Gradients that share host memory: never two at one address, whatever takes how long, and no slower for it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from lt_offload.plan.build.plan import build
+from lt_offload.plan.build.slots import share_slots, slot_bytes
+from lt_offload.plan.iteration.decisions import Choices, TensorChoice
+from lt_offload.plan.iteration.memory import host_bytes, lasting_host_bytes
+from lt_offload.plan.planners.baselines import streaming_choices
+from lt_offload.plan.solve import solve
+from lt_offload.plan.verify.check import check
+from lt_offload.plan.verify.simulate import simulate
+from lt_offload.schema.explain import explain
+from lt_offload.schema.plan import Op, Plan
+from lt_offload.schema.plan_valid import problems
+from lt_offload.schema.profile import Profile
+from tests.support.profiles.random_choices import random_choices
+from tests.support.profiles.small import HUGE, chained, changed, named, resident, small_profile, stays, with_direct
+
+BLOCKS = 6
+LAST = 2 * BLOCKS - 1
+
+
+def built(choices: Choices, profile: Profile) -> Plan:
+    return build(choices, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+
+
+def all_on_the_host(seconds: float) -> tuple[Plan, Profile]:
+    """Every weight is updated on the host, ``seconds`` each, one or two backwards (20 s each) long."""
+    profile = small_profile(BLOCKS)
+    profile = replace(profile, optimizer=replace(profile.optimizer, host_bytes_per_s=1000 / seconds))
+    profile = replace(profile, hardware=replace(profile.hardware, h2d_bytes_per_s=1e6, d2h_bytes_per_s=1e6))
+    choices = resident(profile)
+    for block in range(BLOCKS):
+        update = LAST - block
+        choice = TensorChoice(place="host", stays=stays((block, update)), grad_until=min(update + 1, LAST))
+        choices = changed(choices, block, choice)
+    return built(choices, profile), profile
+
+
+def shared(plan: Plan, profile: Profile, room: int = HUGE) -> Plan:
+    """``plan`` with shared slots, for which the host has ``room`` bytes."""
+    plan = replace(plan, host_budget_bytes=host_bytes(plan, profile) - plan.gradient_bytes + room)
+    return share_slots(plan, profile, simulate(plan, profile))[0]
+
+
+def arrivals(plan: Plan) -> list[Op]:
+    return [op for op in plan.ops if op.slot is not None]
+
+
+def crosses(one: Op, other: Op, profile: Profile) -> bool:
+    assert one.slot is not None
+    assert other.slot is not None
+    return one.slot < other.slot + slot_bytes(other, profile) and other.slot < one.slot + slot_bytes(one, profile)
+
+
+def updates(plan: Plan, op: Op) -> list[Op]:
+    return [o for o in plan.ops if o.kind == "update" and set(o.tensors) & set(op.tensors)]
+
+
+def overwritten(plan: Plan, profile: Profile) -> list[tuple[int, int]]:
+    """Pairs of copies in one iteration, the later of which begins before the earlier one's update has ended."""
+    spans = {span.op: span for span in simulate(plan, profile).spans}
+    ops = arrivals(plan)
+    return [
+        (one.id, other.id)
+        for at, one in enumerate(ops)
+        for other in ops[at + 1 :]
+        if crosses(one, other, profile)
+        and any(spans[update.id].end > spans[other.id].start + 1e-9 for update in updates(plan, one))
+    ]
+
+
+def twice(profile: Profile) -> Profile:
+    """Two tensors instead of each, so that gradients of one step may leave in different ops."""
+    tensors = [replace(t, name=f"{t.name}{part}") for t in profile.tensors for part in "ab"]
+    return replace(profile, tensors=tuple(tensors))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_no_gradient_is_overwritten_however_long_things_take(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    profile = chained(twice(small_profile(int(rng.integers(2, 7)), tied=bool(seed % 2))))
+    profile = with_direct(profile) if seed % 3 == 0 else profile
+    optimizer = replace(profile.optimizer, host_bytes_per_s=float(rng.choice([20.0, 60.0, 500.0])))
+    profile = replace(profile, optimizer=optimizer)
+    choices = random_choices(rng, profile)
+    plan = built(choices, profile)
+    assert check(plan, profile) == []
+    lasting = lasting_host_bytes(plan.options, choices.usage.grad_direct, profile)
+    least = choices.least_host_bytes(profile) - lasting
+    for room in {HUGE, least, (least + plan.gradient_bytes) // 2}:
+        found = shared(plan, profile, room)
+        assert found.gradient_bytes <= room
+        assert check(found, profile) == []
+        assert host_bytes(found, profile) == lasting + found.gradient_bytes
+        for _ in range(5):
+            ops = tuple(replace(op, seconds=op.seconds * float(rng.uniform(0.1, 10))) for op in found.ops)
+            assert overwritten(replace(found, ops=ops), profile) == []
+
+
+def test_gradients_of_one_step_never_share() -> None:
+    profile = twice(small_profile(3))
+    choices = streaming_choices(profile, ("keep",) * 3, host_update=True, lead=0, lag=1)
+    tensors = [replace(t, grad_until=min(5, (t.grad_until or 0) + at % 2)) for at, t in enumerate(choices.tensors)]
+    plan = built(replace(choices, tensors=tuple(tensors)), profile)
+    least = choices.least_host_bytes(profile) - lasting_host_bytes(plan.options, (), profile)
+    found = shared(plan, profile, least)
+    assert found.gradient_bytes == least == 2 * 1024
+    by_step = [[op for op in arrivals(found) if op.step == step] for step in range(3, 6)]
+    assert max(map(len, by_step)) == 2
+    assert not any(crosses(one, other, profile) for one, other in (pair for pair in by_step if len(pair) == 2))
+
+
+def test_memory_is_shared_without_loss_of_time_where_updates_keep_up() -> None:
+    plan, profile = all_on_the_host(5.0)
+    trace = simulate(plan, profile)
+    found, after = share_slots(plan, profile, trace)
+    assert plan.gradient_bytes == BLOCKS * 1024
+    assert found.gradient_bytes == 1024
+    assert after.iteration_time == trace.iteration_time
+    assert after.host_peak == trace.host_peak - (BLOCKS - 1) * 1024
+    # In a steady state as well with updates that are 10 % slower, where nothing waits for them.
+    slower = replace(profile, optimizer=replace(profile.optimizer, host_bytes_per_s=1000 / 5.5))
+    assert shared(plan, slower).gradient_bytes == 1024
+
+
+def test_all_gradients_may_be_there_where_updates_are_slow() -> None:
+    plan, profile = all_on_the_host(200.0)
+    assert shared(plan, profile).gradient_bytes == BLOCKS * 1024
+
+
+def test_copies_wait_where_ram_is_short() -> None:
+    plan, profile = all_on_the_host(30.0)
+    ample = shared(plan, profile)
+    short = shared(plan, profile, 1024)
+    assert ample.gradient_bytes > 1024 == short.gradient_bytes
+    assert simulate(short, profile).iteration_time > simulate(ample, profile).iteration_time
+    assert check(short, profile) == []
+
+
+# -- what check() finds ------------------------------------------------------------------------------------------------
+
+
+def short() -> tuple[Plan, Profile]:
+    plan, profile = all_on_the_host(30.0)
+    return shared(plan, profile, 2048), profile
+
+
+SHORT, PROFILE = short()
+RING = [(op, other) for op in arrivals(SHORT) for other in op.after if SHORT.ops[other].resource == "host"]
+
+
+def with_op(op: Op, **fields: object) -> Plan:
+    ops = list(SHORT.ops)
+    ops[op.id] = replace(op, **fields)
+    return replace(SHORT, ops=tuple(ops))
+
+
+def test_there_is_something_to_break() -> None:
+    assert check(SHORT, PROFILE) == []
+    assert len([op for op, other in RING if other < op.id]) >= 3
+
+
+@pytest.mark.parametrize(("op", "other"), [(op.id, other) for op, other in RING if other < op.id])
+def test_a_copy_that_does_not_wait_is_found(op: int, other: int) -> None:
+    left = tuple(o for o in SHORT.ops[op].after if o != other)
+    found = check(with_op(SHORT.ops[op], after=left), PROFILE)
+    assert any(v.startswith(f"op {op} ") and f"not ordered after op {other} " in v for v in found), found
+
+
+@pytest.mark.parametrize("op", [op.id for op in arrivals(SHORT)[1:]])
+def test_a_shifted_slot_is_found(op: int) -> None:
+    """Each has one of two places; half in both, it would overwrite what it does not wait for."""
+    found = check(with_op(SHORT.ops[op], slot=512), PROFILE)
+    assert any("not ordered after" in v and "grad" in v for v in found), found
+
+
+def test_single_slots_are_checked() -> None:
+    op = arrivals(SHORT)[0]
+    for slot, words in ((None, "have one"), (8, "multiple of 512"), (-512, "multiple of 512"), (2048, "the extent is")):
+        found = check(with_op(op, slot=slot), PROFILE)
+        assert any(v.startswith(f"op {op.id} ") and words in v for v in found), found
+    forward = named(SHORT, "0 forward 0")
+    assert any("nothing else has" in v for v in check(with_op(forward, slot=0), PROFILE))
+    assert any("have one" in problem for problem in problems(with_op(op, slot=None)))
+
+
+def test_a_gradient_that_nobody_has_read_is_not_overwritten() -> None:
+    profile = twice(small_profile(3))
+    choices = streaming_choices(profile, ("keep",) * 3, host_update=True, lead=0, lag=0)
+    tensors = [replace(t, grad_until=min(5, (t.grad_until or 0) + at % 2)) for at, t in enumerate(choices.tensors)]
+    plan = built(replace(choices, tensors=tuple(tensors)), profile)
+    one, other = [op for op in arrivals(plan) if op.step == 3]
+    ops = list(plan.ops)
+    ops[other.id] = replace(other, slot=one.slot)
+    found = check(replace(plan, ops=tuple(ops)), profile)
+    assert any(v.startswith(f"op {other.id} ") and "which no update has read" in v for v in found), found
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_is_found_that_needs_to_share() -> None:
+    _, profile = all_on_the_host(30.0)
+    ample = solve(profile, planner="l2l", memory=HUGE, host_memory=HUGE)
+    lasting = host_bytes(ample, profile) - ample.gradient_bytes
+    tight = solve(profile, planner="l2l", memory=HUGE, host_memory=lasting + 1024)
+    assert tight.gradient_bytes == 1024 < ample.gradient_bytes
+    assert tight.predicted.host_peak_bytes == lasting + 1024
+    assert tight.predicted.iteration_s >= ample.predicted.iteration_s
+    assert "1.02 kB for gradients, in which 6 kB take turns" in " ".join(explain(tight).split())

@@ -1,0 +1,143 @@
+import threading
+
+import pytest
+import torch
+
+from lt_offload.errors import OverBudget
+from lt_offload.machine.accounting import Account
+from tests.support import models
+
+KB = torch.empty(256).nbytes
+
+
+def test_new_storages_are_charged_once_and_discharged_when_they_die() -> None:
+    with Account() as account:
+        a = torch.zeros(256)
+        b = a.view(16, 16).t()
+        a.add_(1)
+        assert account.current == KB
+        c = a + 1
+        assert account.current == 2 * KB
+    del a
+    assert account.current == 2 * KB  # b still holds it
+    del b, c
+    assert account.current == 0
+    assert account.peak == 2 * KB
+    account.reset_peak()
+    assert account.peak == 0
+
+
+def test_views_and_in_place_results_of_what_was_there_are_free() -> None:
+    weight = torch.ones(16, 16, requires_grad=True)
+    with Account() as account:
+        view = weight.t()
+        with torch.no_grad():
+            weight.mul_(2)
+            weight.detach().view(-1)[3:].zero_()
+        assert account.current == 0
+        kept = view.contiguous()
+        assert account.current == kept.nbytes
+
+
+def test_saved_tensors_live_until_the_backward() -> None:
+    x = torch.ones(256, requires_grad=True)
+    with Account() as account:
+        y = x.exp().sin().sum()
+    assert (
+        account.current == KB + y.nbytes
+    )  # exp saves its result, which is the input that sin saves; sin's result is gone
+    with account:
+        y.backward()
+    assert x.grad is not None
+    assert account.current == KB + y.nbytes
+
+
+def test_limit_refuses_before_the_allocation_is_kept() -> None:
+    account = Account(limit=2 * KB)
+    with account:
+        kept = torch.zeros(256)
+        message = r"aten\.exp.* needs 1.02 kB \(1024 bytes\) .* 2.05 kB of 2.05 kB \(2048 bytes\) are in use"
+        with pytest.raises(OverBudget, match=message):
+            torch.zeros(256).exp()
+        assert account.current == kept.nbytes
+        exact = torch.zeros(256)
+    assert account.peak == account.limit == kept.nbytes + exact.nbytes
+
+
+def test_charge_and_exclude() -> None:
+    account = Account()
+    batch, host = torch.zeros(256), torch.zeros(256)
+    account.charge(batch, batch.view(16, 16))
+    account.exclude(host)
+    account.charge(host)
+    assert account.current == KB
+    assert sorted(account.live().values()) == [0, KB]
+    del batch
+    assert account.current == 0
+
+
+def test_other_devices_are_not_charged() -> None:
+    with Account(device_type="meta") as account:
+        kept = torch.zeros(256), torch.zeros(256, device="meta")
+        assert account.current == KB
+    assert len(kept) == 2
+
+
+def test_storages_may_die_on_other_threads() -> None:
+    account = Account()
+    with account:
+        tensors = [torch.zeros(256) for _ in range(400)]
+    halves = [tensors[:200], tensors[200:]]
+    del tensors
+
+    def drop(half: list[torch.Tensor]) -> None:
+        while half:
+            half.pop()
+
+    threads = [threading.Thread(target=drop, args=(half,)) for half in halves]
+    for thread in threads:
+        thread.start()
+    with account:
+        for _ in range(200):
+            torch.zeros(256)
+    for thread in threads:
+        thread.join()
+    assert account.current == 0
+
+
+def test_addresses_are_reused_without_confusion() -> None:
+    with Account() as account:
+        for size in range(1, 300):
+            kept = torch.zeros(size)
+            assert account.current == kept.nbytes
+            del kept
+    assert account.current == 0
+    assert account.peak == 299 * 4
+
+
+def test_peak_without_some_storages() -> None:
+    with Account(timeline=True) as account:
+        a = torch.zeros(256)
+        b = torch.zeros(512)
+        serial = account.serial(b)
+        assert serial is not None
+        del b
+        c = torch.zeros(128)
+    assert account.peak == 3 * KB
+    assert account.peak_without([serial]) == a.nbytes + c.nbytes
+    account.reset_peak()
+    del c
+    assert account.peak_without([]) == 1.5 * KB
+    assert account.peak_holding([]) == 1.5 * KB
+    assert account.serial(torch.zeros(1)) is None
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_a_whole_step_returns_to_the_gradients(family: str) -> None:
+    model = models.build(family, dropout=0.1)
+    with Account() as account:
+        model(**models.batch(model)).loss.backward()
+    gradients = {p.grad.untyped_storage().data_ptr(): p.grad.nbytes for p in model.parameters() if p.grad is not None}
+    assert account.current == sum(gradients.values())
+    model.zero_grad()
+    assert account.current == 0

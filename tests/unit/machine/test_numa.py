@@ -1,0 +1,104 @@
+"""Where memory near a GPU is, read from a made-up sysfs."""
+
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from lt_offload.machine.numa import Place, place_near, place_of
+
+GPU = "0000:65:00.0"
+
+
+@pytest.fixture
+def sysfs(tmp_path: Path) -> Path:
+    for number, cores in enumerate(["0-3,8-11", "4-7,12-15"]):
+        node = tmp_path / f"devices/system/node/node{number}"
+        node.mkdir(parents=True)
+        (node / "cpulist").write_text(f"{cores}\n")
+    pci = tmp_path / "bus/pci/devices" / GPU
+    pci.mkdir(parents=True)
+    (pci / "numa_node").write_text("1\n")
+    return tmp_path
+
+
+def test_the_node_of_the_gpu(sysfs: Path) -> None:
+    place = place_near(GPU, sysfs, allowed=frozenset(range(16)))
+    assert place == Place(cores=frozenset({4, 5, 6, 7, 12, 13, 14, 15}), about="node 1 of 2, 8 of 16 cores")
+    assert place_near(GPU, sysfs, allowed=frozenset({0, 5})).cores == {5}
+
+
+def test_cores_that_a_process_may_not_use(sysfs: Path) -> None:
+    place = place_near(GPU, sysfs, allowed=frozenset({0, 1}))
+    assert place == Place(about="node 1 of 2, but this process may use none of its cores")
+
+
+@pytest.mark.parametrize("node", ["-1\n", "\n", None, "7\n"])
+def test_a_system_that_does_not_say(sysfs: Path, node: str | None) -> None:
+    path = sysfs / "bus/pci/devices" / GPU / "numa_node"
+    path.unlink()
+    if node is not None:
+        path.write_text(node)
+    place = place_near(GPU, sysfs, allowed=frozenset(range(16)))
+    assert not place.cores
+    assert "of 2" in place.about
+
+
+def test_unreadable_cores(sysfs: Path) -> None:
+    (sysfs / "devices/system/node/node1/cpulist").write_text("some\n")
+    assert not place_near(GPU, sysfs, allowed=frozenset(range(16))).cores
+
+
+def test_one_node_or_no_sysfs(sysfs: Path, tmp_path: Path) -> None:
+    assert place_near(GPU, tmp_path / "none", allowed=frozenset({0})) == Place(about="unknown: the system does not say")
+    for path in (sysfs / "devices/system/node/node1").iterdir():
+        path.unlink()
+    (sysfs / "devices/system/node/node1").rmdir()
+    assert place_near(GPU, sysfs, allowed=frozenset({0})) == Place(about="one node")
+
+
+def test_no_gpu() -> None:
+    assert place_of(torch.device("cpu")) == Place(about="no GPU")
+
+
+def test_an_older_torch_does_not_tell_addresses(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    card = type("Properties", (), {"pci_domain_id": 0, "pci_bus_id": 0x65, "pci_device_id": 0})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
+    monkeypatch.setattr("lt_offload.machine.numa._allowed", lambda: frozenset({4}))
+    assert place_of(torch.device("cuda"), sysfs).about == "node 1 of 2, 1 of 1 cores"
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: object())
+    assert place_of(torch.device("cuda"), sysfs).about == "unknown: the system does not say which of 2"
+
+
+def test_work_is_done_there_and_nobody_else_is_moved() -> None:
+    mine = os.sched_getaffinity(0)
+    core = frozenset({max(mine)})
+    seen: list[set[int]] = []
+    Place(cores=core).run(lambda: seen.append(os.sched_getaffinity(0)))
+    assert seen == [core]
+    assert os.sched_getaffinity(0) == mine
+
+
+def test_without_a_choice_the_caller_works_itself() -> None:
+    seen: list[object] = []
+    Place().run(lambda: seen.append(threading.current_thread()))
+    assert seen == [threading.current_thread()]
+
+
+def test_without_permission_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: int, cores: frozenset[int]) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "sched_setaffinity", refuse)
+    Place(cores=frozenset({0})).bind()
+
+
+def test_a_failure_reaches_the_caller() -> None:
+    def fail() -> None:
+        raise MemoryError("no pages")
+
+    for place in (Place(), Place(cores=frozenset(os.sched_getaffinity(0)))):
+        with pytest.raises(MemoryError, match="no pages"):
+            place.run(fail)

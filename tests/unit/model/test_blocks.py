@@ -1,0 +1,103 @@
+import pytest
+import torch
+from torch import nn
+
+from lt_offload.errors import ModelError
+from lt_offload.model.blocks import find_blocks
+from tests.support import models
+
+
+class Wrapper(nn.Module):
+    """Like a LightningModule: the model is one attribute among others."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.scale = nn.Parameter(torch.ones(()))
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_every_family_is_found_with_every_parameter_once(family: str, lora: bool) -> None:
+    model = models.build(family, lora=lora)
+    structure = find_blocks(model)
+    kinds = ["embedding", *["other"] * (family == "bloom"), "layer", "layer", "layer", "other", "head"]
+    assert [block.kind for block in structure.blocks] == kinds
+    assert [(name, id(parameter)) for name, parameter in structure.rest] == []
+    named = dict(model.named_parameters())
+    assert sorted(name for name, _ in structure.tensors) == sorted(named)
+    assert all(named[name] is parameter for name, parameter in structure.tensors)
+    for block in structure.blocks:
+        assert model.get_submodule(block.name) is block.module
+        assert [id(structure.tensors[i][1]) for i in block.tensors] == [id(p) for p in block.module.parameters()]
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_order_is_the_order_of_calls(family: str) -> None:
+    model = models.build(family)
+    blocks = find_blocks(model).blocks
+    called: list[str] = []
+    for block in blocks:
+        block.module.register_forward_pre_hook(lambda module, args, name=block.name: called.append(name))
+    model(**models.batch(model))
+    assert called == [block.name for block in blocks]
+
+
+def test_tied_tensor_is_listed_once_and_used_twice() -> None:
+    structure = find_blocks(models.build("llama-tied"))
+    assert structure.blocks[0].tensors == structure.blocks[-1].tensors == (0,)
+    assert structure.tensors[0][0] == "model.embed_tokens.weight"
+
+
+def test_wrapped_model_has_prefixed_names_and_a_rest() -> None:
+    wrapper = Wrapper(models.build("llama"))
+    structure = find_blocks(wrapper)
+    assert structure.blocks[0].name == "model.model.embed_tokens"
+    assert structure.blocks[-1].name == "model.lm_head"
+    assert [name for name, _ in structure.rest] == ["scale"]
+
+
+def test_norm_registered_before_the_layers_is_put_where_it_is_called() -> None:
+    from transformers import OPTConfig, OPTForCausalLM
+
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "ffn_dim": 48, "max_position_embeddings": 64}
+    sizes |= {"vocab_size": 97, "hidden_size": 32, "word_embed_proj_dim": 32}
+    model = OPTForCausalLM(OPTConfig(dropout=0.1, **sizes)).train()
+    decoder = model.model.decoder
+    rng = torch.get_rng_state()
+    structure = find_blocks(model)
+    kinds = [block.kind for block in structure.blocks]
+    assert kinds == ["embedding", "embedding", "layer", "layer", "layer", "other", "head"]
+    assert structure.blocks[-2].module is decoder.final_layer_norm
+    # the call that found it out left nothing behind
+    assert len(decoder.layers) == 3
+    assert all(module.training for module in model.modules())
+    assert torch.equal(rng, torch.get_rng_state())
+    assert not decoder.final_layer_norm._forward_pre_hooks
+
+
+def test_modules_without_hugging_face_attributes() -> None:
+    class Plain(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(10, 8)
+            self.small = nn.ModuleList(nn.Linear(8, 1) for _ in range(4))
+            self.stack = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16) for _ in range(2))
+            self.out = nn.Linear(8, 10)
+
+    structure = find_blocks(Plain())
+    assert [block.name for block in structure.blocks] == ["embed", "small", "stack.0", "stack.1", "out"]
+    assert structure.blocks[-1].kind == "head"
+
+
+@pytest.mark.parametrize(
+    ("model", "named"),
+    [
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), "Sequential has no block sequence.*none at all"),
+        (Wrapper(nn.Sequential(nn.ModuleList([nn.Linear(4, 4), nn.ReLU()]))), r"model\.0 \(2 of Linear, ReLU\)"),
+        (Wrapper(nn.ModuleList([nn.Linear(4, 4)])), r"model \(1 of Linear\)"),
+    ],
+)
+def test_models_without_a_block_sequence_are_refused(model: nn.Module, named: str) -> None:
+    with pytest.raises(ModelError, match=named):
+        find_blocks(model)

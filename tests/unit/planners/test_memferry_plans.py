@@ -1,0 +1,403 @@
+"""MemFerry's plans: they pass every check, fit, and use what they are allowed to."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lt_offload.plan.build.fit import fit
+from lt_offload.plan.build.plan import build
+from lt_offload.plan.build.slots import share_slots
+from lt_offload.plan.iteration.decisions import Choices, TensorChoice, uses
+from lt_offload.plan.planners.baselines import streaming_choices
+from lt_offload.plan.planners.memferry.chain import Reading, chain, to_choices
+from lt_offload.plan.planners.memferry.embeddings import direct_embeddings
+from lt_offload.plan.planners.memferry.propose import propose_memferry
+from lt_offload.plan.planners.memferry.relax import Given, relaxations, relaxed
+from lt_offload.plan.planners.offmate.discretise import Slack, discretise
+from lt_offload.plan.planners.request import NotApplicable, Request
+from lt_offload.plan.verify.check import check
+from lt_offload.plan.verify.simulate import simulate
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import DirectProfile, Profile, ReadProfile, TensorProfile
+from lt_offload.schema.trace import Trace
+from tests.support.profiles.fixtures import llama7b_b4, with_bandwidth
+from tests.support.profiles.random_solutions import random_solution
+from tests.support.profiles.small import changed, small_profile, stays
+
+ROWS = llama7b_b4(1).blocks[0].output_bytes
+"""Bytes of an embedding that one batch reads."""
+
+
+def with_direct(profile: Profile, *, tiles: float = 16.0, of_tied: bool = True) -> Profile:
+    """``profile`` with figures for direct host access: rows of embeddings, ``tiles`` times every matrix.
+
+    ``of_tied``: whether tied tensors have some.
+    """
+    link = profile.hardware.h2d_bytes_per_s
+
+    def read(tensor: TensorProfile, block: int) -> ReadProfile:
+        embedding = profile.blocks[block].kind == "embedding"
+        passes = 1.0 if len(tensor.shape) == 1 else tiles
+        forward = min(ROWS, tensor.bytes) if embedding else int(passes * tensor.bytes)
+        backward = 0 if embedding else forward
+        seconds = {"forward_s": forward / link, "backward_s": backward / link}
+        return ReadProfile(forward_bytes=forward, backward_bytes=backward, **seconds)
+
+    tensors = []
+    for tensor in profile.tensors:
+        reads = tuple(read(tensor, block) for block in tensor.blocks)
+        direct = DirectProfile(reads=reads, grad_s=tensor.bytes / profile.hardware.d2h_bytes_per_s)
+        tensors.append(replace(tensor, direct=direct if of_tied or len(tensor.blocks) == 1 else None))
+    return replace(profile, tensors=tuple(tensors))
+
+
+def fast_host(profile: Profile) -> Profile:
+    """``profile`` with a host that does not hold up the iteration."""
+    return replace(profile, optimizer=replace(profile.optimizer, host_bytes_per_s=20e9))
+
+
+def mostly_frozen(*, tied: bool) -> Profile:
+    """A profile of which the last tensor is trained only."""
+    profile = with_direct(llama7b_b4(6, tied=tied, trainable=False))
+    last = profile.tensors[-1]
+    trained = replace(last, trainable=True, state_bytes=2 * last.bytes)
+    return replace(profile, tensors=(*profile.tensors[:-1], trained))
+
+
+def request(profile: Profile, budget: float, **kwargs: Any) -> Request:
+    defaults: dict[str, Any] = {
+        "host_budget_bytes": 10**12,
+        "allowed": tuple(block.options for block in profile.blocks),
+    }
+    return Request(profile=profile, budget_bytes=int(budget), **(defaults | kwargs))
+
+
+def planned(choices: Choices, asked: Request) -> tuple[Plan, Trace]:
+    """The plan of ``choices`` as select makes it, checked, and its simulation."""
+    fitted = fit(choices, asked.profile, asked.room)
+    assert fitted.over <= 0
+    plan = build(
+        fitted.choices,
+        asked.profile,
+        planner="memferry",
+        budget_bytes=asked.budget_bytes,
+        host_budget_bytes=asked.host_budget_bytes,
+        placement=fitted.placement,
+    )
+    plan, trace = share_slots(plan, asked.profile, simulate(plan, asked.profile))
+    assert check(plan, asked.profile) == []
+    return plan, trace
+
+
+def proposals(asked: Request) -> dict[str, tuple[Choices, Trace]]:
+    """Proposals by name, each planned."""
+    found = propose_memferry(asked)
+    assert len({proposal.name for proposal in found}) == len(found)
+    assert all(proposal.name.startswith("memferry, ") for proposal in found)
+    return {proposal.name: (proposal.choices, planned(proposal.choices, asked)[1]) for proposal in found}
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("budget", [40e9, 12e9, 7e9, 5e9], ids=lambda budget: f"{budget / 1e9:g} GB")
+def test_plans_pass_every_check_and_fit(tied: bool, budget: float) -> None:
+    profile = fast_host(with_direct(llama7b_b4(6, tied=tied)))
+    found = proposals(request(profile, budget))
+    best = min(trace.iteration_time for _, trace in found.values())
+    compute = sum(o.forward_s + o.backward_s for o in (block.options[0] for block in profile.blocks))
+    assert compute <= best <= 1.5 * compute
+    for choices, _ in found.values():
+        assert all(choice.place == "host" for choice in choices.tensors)
+
+
+def test_the_embedding_is_read_directly_and_saves_its_copy() -> None:
+    profile = fast_host(with_direct(llama7b_b4(4)))
+    found = proposals(request(profile, 40e9))
+    choices, best = found["memferry, best forward"]
+    assert choices.tensors[0].direct == (0, 11)
+    assert choices.tensors[0].stays == ()
+    copied, slower = found["memferry, all weights copied"]
+    assert not any(choice.direct for choice in copied.tensors)
+    less_s = (profile.tensors[0].bytes - ROWS) / profile.hardware.h2d_bytes_per_s
+    # Its copy cannot begin before its update, which is the last.
+    assert slower.iteration_time - best.iteration_time >= 0.99 * less_s
+
+
+def test_a_tied_table_is_read_by_the_embedding_only() -> None:
+    profile = fast_host(with_direct(llama7b_b4(3, tied=True)))
+    choice = proposals(request(profile, 40e9))["memferry, best forward"][0].tensors[0]
+    assert choice.direct == (0, 9)
+    (stay,) = choice.stays
+    assert 0 < stay.start <= stay.end == 5
+    # Without figures it has to be copied before the first step and to stay to the last.
+    profile = fast_host(with_direct(llama7b_b4(3, tied=True), of_tied=False))
+    choice = proposals(request(profile, 40e9))["memferry, best forward"][0].tensors[0]
+    assert (choice.direct, choice.stays) == ((), stays((0, 9)))
+
+
+def test_matrices_that_are_cheap_to_read_are_read_and_copied_for_the_backward() -> None:
+    """On a machine where most of a direct read hides behind arithmetic, and the link to the device is slow."""
+    profile = fast_host(llama7b_b4(4))
+    profile = replace(profile, hardware=replace(profile.hardware, h2d_bytes_per_s=2e9))
+    profile = with_direct(profile, tiles=0.6)
+    found = proposals(request(profile, 40e9))
+    choices, best = found["memferry, best forward"]
+    pairs = zip(profile.tensors, choices.tensors, strict=True)
+    switched = [c for tensor, c in pairs if len(c.direct) == 1 and c.stays and len(tensor.shape) == 2]
+    assert switched
+    for choice in switched:
+        (stay,) = choice.stays
+        assert choice.direct[0] < stay.start <= stay.end == 11 - choice.direct[0]
+    _, without = found["memferry, no copies after the forward"]
+    _, copied = found["memferry, all weights copied"]
+    assert best.iteration_time < without.iteration_time
+    assert best.iteration_time < copied.iteration_time
+
+
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("reserve", [0.0, 0.3, 1.0])
+def test_gradients_are_kept_within_the_reserve(reserve: float, tied: bool) -> None:
+    profile = fast_host(with_direct(llama7b_b4(4, tied=tied)))
+    total = sum(tensor.bytes for tensor in profile.tensors)
+    for choices, _ in proposals(request(profile, 30e9, gradient_reserve=reserve)).values():
+        pairs = list(zip(profile.tensors, choices.tensors, strict=True))
+        kept = sum(tensor.bytes for tensor, choice in pairs if not choice.grad_direct)
+        assert 0.95 * reserve * total <= kept <= reserve * total
+        assert all((choice.grad_until is None) == choice.grad_direct for _, choice in pairs)
+
+
+def test_more_reserve_and_a_faster_link_never_hurt() -> None:
+    profile = fast_host(with_direct(llama7b_b4(4)))
+
+    def fastest(asked: Request) -> float:
+        return min(trace.iteration_time for _, trace in proposals(asked).values())
+
+    times = [fastest(request(profile, 30e9, gradient_reserve=reserve)) for reserve in (0.0, 0.25, 0.5, 0.75, 1.0)]
+    assert times == sorted(times, reverse=True)
+    assert times[0] > times[-1]
+    links = [fastest(request(with_direct(fast_host(with_bandwidth(profile, speed))), 30e9)) for speed in (2, 5, 10, 50)]
+    assert links == sorted(links, reverse=True)
+
+
+def test_gradients_are_written_directly_where_they_do_not_fit() -> None:
+    profile = fast_host(with_direct(llama7b_b4(6)))
+    (roomy, _), (tight, _) = (proposals(request(profile, b))["memferry, best forward"] for b in (40e9, 4.1e9))
+    assert not any(choice.grad_direct for choice in roomy.tensors)
+    assert any(choice.grad_direct for choice in tight.tensors)
+
+
+def test_frozen_weights_stay_until_memory_is_short() -> None:
+    profile = mostly_frozen(tied=False)
+    roomy = proposals(request(profile, 40e9))["memferry, best forward"][0]
+    assert [c.place for c in roomy.tensors] == ["none"] * (len(profile.tensors) - 1) + ["host"]
+    assert not any(c.stays or c.direct for c in roomy.tensors[:-1])
+    tight = proposals(request(profile, 5e9))["memferry, best forward"][0]
+    assert any(c.stays or c.direct for c in tight.tensors[:-1])
+
+
+def test_a_frozen_tied_table_that_has_to_travel_is_read_by_the_embedding() -> None:
+    profile = mostly_frozen(tied=True)
+    found = proposals(request(profile, 4e9))
+    choices, best = found["memferry, best forward"]
+    assert choices.tensors[0].direct == (0, 15)
+    (stay,) = choices.tensors[0].stays
+    assert 0 < stay.start <= stay.end == 8
+    copied, slower = found["memferry, all weights copied"]
+    assert not any(choice.direct for choice in copied.tensors)
+    assert best.iteration_time < slower.iteration_time
+
+
+def test_switches_are_honoured() -> None:
+    profile = fast_host(with_direct(llama7b_b4(6)))
+    for names in (("keep", "offload"), ("keep", "recompute")):
+        allowed = tuple(tuple(o for o in block.options if o.name in names) for block in profile.blocks)
+        for choices, _ in proposals(request(profile, 8e9, allowed=allowed)).values():
+            assert {block.option for block in choices.blocks} == set(names)
+
+
+def test_activations_stay_off_the_host_if_ram_is_short() -> None:
+    profile = fast_host(with_direct(llama7b_b4(6)))
+    of_blocks = [sum(t.bytes for t in profile.tensors if block in t.blocks) for block in range(len(profile.blocks))]
+    ram = sum(tensor.bytes + tensor.state_bytes for tensor in profile.tensors) + max(of_blocks)
+    for choices, _ in proposals(request(profile, 8e9, host_budget_bytes=ram)).values():
+        assert {block.option for block in choices.blocks} == {"keep", "recompute"}
+    with pytest.raises(NotApplicable, match=r"need .* GB of .* GB of RAM"):
+        propose_memferry(request(profile, 8e9, host_budget_bytes=ram - 1))
+
+
+def test_what_does_not_apply_says_why() -> None:
+    profile = with_direct(llama7b_b4(2))
+    with pytest.raises(NotApplicable, match="host_update=False"):
+        propose_memferry(request(profile, 40e9, host_update=False))
+    with pytest.raises(NotApplicable, match="no figures for direct host access"):
+        propose_memferry(request(llama7b_b4(2), 40e9))
+    with pytest.raises(NotApplicable, match=r"its smallest plan needs 3\.\d+ GB of the 2 GB on the device"):
+        propose_memferry(request(profile, 2e9))
+    tied = with_direct(llama7b_b4(2, tied=True), of_tied=False)
+    with pytest.raises(NotApplicable, match=r"gradient_reserve=0.1, and the backward cannot write .*0\.\d+ or more"):
+        propose_memferry(request(tied, 40e9, gradient_reserve=0.1))
+
+
+def test_a_model_of_few_blocks_and_one_that_starts_frozen() -> None:
+    for profile in (small_profile(1), small_profile(2), small_profile(4, frozen=(0, 1), no_backward=2)):
+        asked = request(with_direct(profile), 10**6)
+        assert proposals(asked)
+
+
+def test_the_chain_has_what_the_profile_says() -> None:
+    profile = with_direct(llama7b_b4(2, tied=True), tiles=3.0)
+    readings = [Reading() for _ in profile.tensors]
+    options = ("keep", "recompute", "keep", "keep")
+    found = chain(profile, options, readings)
+    assert [len(layer.weights) for layer in found.layers] == [1, 9, 9, 1]
+    assert found.layers[0].weights[0].forward_s == float("inf")
+    q, link = profile.tensors[found.tensors[1][0]], profile.hardware.h2d_bytes_per_s
+    weight = found.layers[1].weights[0]
+    assert weight.transfer_s == q.bytes / link
+    assert weight.forward_s == weight.forward_read_s == pytest.approx(3 * q.bytes / link)
+    # A backward that runs the forward again reads twice.
+    assert weight.backward_s == pytest.approx(6 * q.bytes / link)
+    assert found.layers[2].weights[0].backward_s == pytest.approx(3 * q.bytes / link)
+    # Read directly by the embedding, the tied table is a weight of the head; its rows are time of the embedding.
+    readings[0] = Reading(direct=(0, 7))
+    mixed = chain(profile, options, readings)
+    assert [len(layer.weights) for layer in mixed.layers] == [0, 9, 9, 2]
+    assert mixed.layers[0].forward_s == pytest.approx(found.layers[0].forward_s + ROWS / link)
+
+
+def test_copies_begin_as_late_as_the_link_allows() -> None:
+    profile = with_direct(small_profile(4))  # 10 s to copy a weight, 10 s per forward
+    options = ("keep",) * 4
+    late = to_choices(profile, options, [Reading()] * 4, written=(), early=False)
+    assert [c.stays for c in late.tensors] == [stays((0, 7)), stays((0, 6)), stays((0, 5)), stays((1, 4))]
+    slow = replace(profile, hardware=replace(profile.hardware, h2d_bytes_per_s=30.0))
+    early = to_choices(slow, options, [Reading()] * 4, written=(), early=True)
+    starts = [c.stays[0].start for c in early.tensors]
+    assert starts[0] == 0
+    # The link is behind: the others come in the iteration before, as soon as the host has updated them.
+    assert starts[3] == 6
+    assert all(planned(choices, request(profile, 10**6)) for choices in (late, early))
+
+
+def test_relaxations_are_sorted_and_shrink_what_they_change() -> None:
+    profile = with_direct(llama7b_b4(5))
+    given = Given(
+        options=tuple(block.options[0].name for block in profile.blocks),
+        readings=tuple(Reading() for _ in profile.tensors),
+    )
+    allowed = tuple(block.options for block in profile.blocks)
+    steps = relaxations(profile, given, allowed, link_price=1.0, copying=True)
+    assert [step.price for step in steps] == sorted(step.price for step in steps)
+    after = relaxed(given, steps)
+    assert all(reading.leaves or reading.direct for reading in after.readings)
+    assert all(option != "keep" for option in after.options[1:-1])
+    copied = relaxations(profile, given, allowed, link_price=1.0, copying=False)
+    assert {step.option for step in copied} == {None, "recompute"}
+
+
+# -- embeddings of other plans ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("lead", [0, 1])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+def test_streaming_plans_may_read_their_embedding_directly(tied: bool, lead: int) -> None:
+    profile = fast_host(with_direct(llama7b_b4(4, tied=tied)))
+    asked = request(profile, 40e9)
+    before = streaming_choices(profile, ("keep",) * 6, host_update=True, lead=lead, lag=1)
+    after = direct_embeddings(before, asked)
+    assert after is not None
+    assert after.tensors[0].direct == (0, 11)
+    assert after.tensors[1:] == before.tensors[1:]
+    assert all(5 <= stay.end <= 6 and stay.start >= 5 - lead for stay in after.tensors[0].stays)
+    assert bool(after.tensors[0].stays) == tied
+    (_, old), (plan, new) = planned(before, asked), planned(after, asked)
+    assert new.iteration_time < old.iteration_time
+    assert [op.direct for op in plan.ops if op.kind == "forward" and op.block == 0] == [(0,)]
+    assert direct_embeddings(after, asked) is None
+
+
+def test_a_table_that_stays_between_two_uses_is_shortened_only_where_nothing_needs_it() -> None:
+    profile = with_direct(llama7b_b4(4, tied=True))
+    asked = request(profile, 40e9)
+    before = streaming_choices(profile, ("keep",) * 6, host_update=True, lead=1, lag=1)
+    whole = changed(before, 0, replace(before.tensors[0], stays=stays((0, 11))))
+    after = direct_embeddings(whole, asked)
+    assert after is not None
+    assert after.tensors[0].stays == stays((5, 6))
+    assert uses(profile.tensors[0].blocks, profile) == [0, 5, 6, 11]
+    planned(after, asked)
+
+
+def test_embeddings_updated_on_the_device_are_left_alone() -> None:
+    profile = with_direct(llama7b_b4(2))
+    resident = Choices(
+        tensors=tuple(TensorChoice(place="device") for _ in profile.tensors),
+        blocks=streaming_choices(profile, ("keep",) * 4, host_update=True, lead=1, lag=1).blocks,
+    )
+    assert direct_embeddings(resident, request(profile, 40e9)) is None
+    without = llama7b_b4(2)
+    streaming = streaming_choices(without, ("keep",) * 4, host_update=True, lead=1, lag=1)
+    assert direct_embeddings(streaming, request(without, 40e9)) is None
+
+
+def test_embeddings_of_arbitrary_plans() -> None:
+    rng = np.random.default_rng(7)
+    changes = 0
+    for case in range(40):
+        profile = with_direct(llama7b_b4(int(rng.integers(1, 4)), tied=bool(rng.integers(2))))
+        asked = request(profile, 10**12)
+        before = discretise(random_solution(rng, profile), profile, Slack())
+        after = direct_embeddings(before, asked)
+        on_host = before.tensors[0].place == "host"
+        assert (after is not None) == on_host, case
+        if after is not None:
+            changes += 1
+            planned(after, asked)
+    assert 5 < changes < 35
+
+
+def test_arbitrary_small_models() -> None:
+    """Weights of one size, arbitrary costs of direct access, some without, and budgets from hopeless to ample."""
+    rng = np.random.default_rng(8)
+    planned_ones, reasons = 0, []
+    for _ in range(60):
+        blocks = int(rng.integers(1, 7))
+        frozen = tuple(int(block) for block in np.flatnonzero(rng.uniform(size=blocks) < rng.choice([0.0, 0.4])))
+        tied = blocks > 1 and 0 not in frozen and blocks - 1 not in frozen and bool(rng.uniform() < 0.3)
+        no_backward = 0 if tied else next((at for at in range(blocks) if at not in frozen), blocks)
+        if no_backward == blocks or (tied and frozen):
+            continue
+        profile = small_profile(blocks, tied=tied, frozen=frozen, no_backward=int(no_backward), launch_s=0.1)
+        profile = with_random_direct(rng, profile)
+        asked = request(profile, rng.choice([2000, 3000, 4500, 7000, 20000]), gradient_reserve=rng.choice([None, 1.0]))
+        try:
+            found = propose_memferry(asked)
+        except NotApplicable as reason:
+            reasons.append(str(reason))
+            continue
+        for proposal in found:
+            planned(proposal.choices, asked)
+        planned_ones += 1
+    assert planned_ones > 25
+    assert all(reason.startswith(("its smallest plan", "the profile has no figures")) for reason in reasons)
+
+
+def random_read(rng: np.random.Generator) -> ReadProfile:
+    forward, backward = (float(x) for x in rng.uniform(0, 20, 2))
+    sizes = {"forward_bytes": int(100 * forward), "backward_bytes": int(100 * backward)}
+    return ReadProfile(forward_s=forward, backward_s=backward, **sizes)
+
+
+def with_random_direct(rng: np.random.Generator, profile: Profile) -> Profile:
+    tensors = []
+    for tensor in profile.tensors:
+        reads = tuple(random_read(rng) for _ in tensor.blocks)
+        direct = DirectProfile(reads=reads, grad_s=float(rng.uniform(0, 20)))
+        tensors.append(replace(tensor, direct=direct if rng.uniform() < 0.8 else None))
+    blocks = tuple(
+        replace(block, kind="embedding" if at == 0 else block.kind) for at, block in enumerate(profile.blocks)
+    )
+    return replace(profile, tensors=tuple(tensors), blocks=blocks)

@@ -1,0 +1,233 @@
+"""POFO as a planner: its proposals become plans that are valid, fit and do what the sequences say."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lt_offload.plan.build.plan import build
+from lt_offload.plan.iteration.decisions import Choices, Rerun
+from lt_offload.plan.iteration.memory import device_bytes
+from lt_offload.plan.planners.pofo.convert import MOST_LAYERS, as_chain, as_choices
+from lt_offload.plan.planners.pofo.copies import with_copies
+from lt_offload.plan.planners.pofo.propose import propose_pofo
+from lt_offload.plan.planners.pofo.sequence import Operation, from_scratch, memory, sequential, walk
+from lt_offload.plan.planners.request import NotApplicable, Proposal, Request
+from lt_offload.plan.verify.check import check
+from lt_offload.plan.verify.simulate import simulate
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import OptionProfile, Profile
+from tests.support.profiles.small import HUGE, chained, small_profile
+
+FIXED = 70
+"""Context and shared bytes of the small profile."""
+STATES = 3072
+"""Arena bytes that one trainable weight takes with its states: 1000 bytes and 2000, each rounded up."""
+
+
+def chained_profile(blocks: int = 8, *, link: float = 100.0, trainable: tuple[int, ...] = (), **kwargs: Any) -> Profile:
+    """Blocks whose input is the output of the one before, and that offer every option; all frozen but ``trainable``.
+
+    Saved 300 bytes, 10 of interface, 10 s forward and 20 s backward, as in ``small_profile``.
+    """
+    trainable = trainable or tuple(range(blocks))
+    profile = small_profile(blocks, frozen=tuple(at for at in range(blocks) if at not in trainable), **kwargs)
+
+    return chained(replace(profile, hardware=replace(profile.hardware, h2d_bytes_per_s=link, d2h_bytes_per_s=link)))
+
+
+def request(profile: Profile, activations: int, **kwargs: Any) -> Request:
+    """A budget that leaves ``activations`` bytes beside weights and states."""
+    count = sum(tensor.trainable for tensor in profile.tensors)
+    arena = count * STATES + (len(profile.tensors) - count) * 1024
+    allowed = kwargs.pop("allowed", tuple(block.options for block in profile.blocks))
+    return Request(
+        profile=profile,
+        budget_bytes=FIXED + arena + activations,
+        host_budget_bytes=kwargs.pop("host_budget_bytes", HUGE),
+        allowed=allowed,
+        **kwargs,
+    )
+
+
+def planned(proposal: Proposal, asked: Request) -> Plan:
+    return build(
+        proposal.choices,
+        asked.profile,
+        planner="pofo",
+        budget_bytes=asked.budget_bytes,
+        host_budget_bytes=asked.host_budget_bytes,
+    )
+
+
+def seconds(asked: Request) -> float:
+    """The time of the best proposal; all are checked."""
+    times = []
+    for proposal in propose_pofo(asked):
+        plan = planned(proposal, asked)
+        assert check(plan, asked.profile) == []
+        assert device_bytes(plan, asked.profile).max() <= asked.budget_bytes
+        times.append(simulate(plan, asked.profile).iteration_time)
+    assert times == sorted(times)
+    return times[0]
+
+
+def options(choices: Choices) -> list[str]:
+    return [block.option for block in choices.blocks]
+
+
+@pytest.mark.parametrize("link", [0.5, 2.0, 10.0, 100.0])
+def test_plans_are_valid_at_every_budget_and_faster_with_more(link: float) -> None:
+    profile = chained_profile(link=link)
+    computed = 8 * (10.0 + 20.0 + 1.0)  # with the update
+    times = []
+    for activations in range(1900, 4200, 300):
+        times.append(seconds(request(profile, activations)))
+        assert times[-1] >= computed - 1e-6
+    assert all(before >= after - 1e-6 for before, after in zip(times, times[1:], strict=False))
+    assert times[-1] == pytest.approx(computed)
+    assert (times[0] > computed + 1) == (link < 100)  # the fastest link hides all its copies
+
+
+def test_with_room_for_everything_nothing_is_decided() -> None:
+    asked = request(chained_profile(), 10_000)
+    (proposal,) = propose_pofo(asked)
+    assert options(proposal.choices) == ["keep"] * 8
+    assert proposal.choices.reruns == {}
+
+
+def test_forwards_run_again_where_the_link_is_slow() -> None:
+    profile = chained_profile(link=0.01)
+    # Other planners cannot use ``discard``, so it is not among the options that the switches leave.
+    allowed = tuple(tuple(o for o in block.options if o.name != "discard") for block in profile.blocks)
+    asked = request(profile, 1700, allowed=allowed)
+    best = propose_pofo(asked)[0].choices
+    assert "discard" in options(best)
+    assert any(len(found) > 1 for found in best.reruns.values())
+    assert not any(block.option(o).offload_bytes for block, o in zip(asked.profile.blocks, options(best), strict=True))
+
+
+def test_switches_are_respected() -> None:
+    profile = chained_profile(link=10.0)
+    mixed = seconds(request(profile, 2200))
+
+    def only(*names: str) -> tuple[tuple[OptionProfile, ...], ...]:
+        return tuple(tuple(o for o in block.options if o.name in names) for block in profile.blocks)
+
+    for switch, names in (
+        ("activation_offload", ("keep", "recompute", "discard")),
+        ("recompute", ("keep", "offload")),
+    ):
+        asked = request(profile, 2200, allowed=only(*names), **{switch: False})
+        for proposal in propose_pofo(asked):
+            assert set(options(proposal.choices)) <= set(names)
+            assert switch != "recompute" or not proposal.choices.reruns
+        assert seconds(asked) >= mixed - 1e-6
+
+
+def test_frozen_weights_are_not_updated_and_their_blocks_still_run_again() -> None:
+    asked = request(chained_profile(link=0.01, trainable=(3,)), 1400)
+    best = propose_pofo(asked)[0].choices
+    assert [choice.place for choice in best.tensors] == ["none"] * 3 + ["device"] + ["none"] * 4
+    assert "discard" in options(best)
+    assert seconds(asked) > 0
+
+
+def test_blocks_without_a_backward_are_left_alone() -> None:
+    profile = chained_profile(link=2.0, trainable=(4, 5, 6, 7), no_backward=4)
+    asked = request(profile, 1700)
+    layout = as_chain(profile, asked.allowed)
+    assert [list(blocks) for blocks in layout.layers] == [[4], [5], [6]]
+    assert layout.held_bytes == 0
+    assert seconds(asked) > 0
+
+
+def test_weights_that_do_not_fit_are_named() -> None:
+    with pytest.raises(NotApplicable, match="weights and optimizer states take 24.6 kB of 20 kB; this planner keeps"):
+        propose_pofo(replace(request(chained_profile(), 0), budget_bytes=FIXED + 20_000))
+
+
+def test_too_little_beside_the_weights_is_said() -> None:
+    with pytest.raises(NotApplicable, match="the rest is too little for the activations"):
+        propose_pofo(request(chained_profile(), 1100))
+
+
+def test_host_memory_is_respected() -> None:
+    profile = chained_profile(link=100.0)
+    roomy = propose_pofo(request(profile, 2200))[0].choices
+    assert "offload" in options(roomy)
+    ram = 8 * 3000
+    asked = request(profile, 2200, host_budget_bytes=ram)
+    assert not {"offload", "reload"} & set(options(propose_pofo(asked)[0].choices))
+    assert seconds(asked) > seconds(request(profile, 2200))
+
+
+def test_layers_are_the_blocks_between_the_embedding_and_the_loss() -> None:
+    profile = chained_profile(6)
+    kinds = ("embedding", "layer", "layer", "layer", "other", "head")
+    blocks = tuple(replace(block, kind=kind) for block, kind in zip(profile.blocks, kinds, strict=True))
+    profile = replace(profile, blocks=blocks)  # type: ignore[arg-type]
+    layout = as_chain(profile, tuple(block.options for block in blocks))
+    assert [list(found) for found in layout.layers] == [[1], [2], [3]]
+    assert layout.held_bytes == 300
+    assert layout.chain.loss.saved_bytes == 300 + 300 + 10
+
+
+def test_without_keep_or_without_layers_it_does_not_apply() -> None:
+    profile = chained_profile(3)
+    stripped = tuple(tuple(o for o in block.options if o.name != "keep") for block in profile.blocks)
+    with pytest.raises(NotApplicable, match="block block0 cannot keep its activations"):
+        propose_pofo(request(profile, 3000, allowed=stripped))
+    with pytest.raises(NotApplicable, match="no block between the first trainable parameter and the loss"):
+        propose_pofo(request(chained_profile(1), 3000))
+
+
+def test_many_blocks_share_layers_and_the_plans_stay_valid() -> None:
+    profile = chained_profile(MOST_LAYERS + 7, link=2.0)
+    asked = request(profile, 9000, time_limit=2.0)
+    layout = as_chain(profile, asked.allowed)
+    assert {len(blocks) for blocks in layout.layers} == {2}
+    choices = as_choices(from_scratch(layout.chain), layout, profile, asked.allowed)
+    assert options(choices)[:3] == ["recompute", "discard", "discard"]
+    assert seconds(asked) > 0
+
+
+def test_the_chain_counts_what_the_plan_will() -> None:
+    profile = chained_profile(8)
+    asked = request(profile, 10_000)
+    layout = as_chain(profile, asked.allowed)
+    for operations in (sequential(layout.chain), from_scratch(layout.chain)):
+        needed = max(memory(walk(operations, layout.chain)))
+        choices = as_choices(operations, layout, profile, asked.allowed)
+        plan = planned(Proposal(name="", choices=choices), asked)
+        exact = int(device_bytes(plan, profile).max()) - plan.arena_bytes - FIXED
+        assert exact <= needed <= exact + 40
+
+
+def test_a_sequence_in_steps() -> None:
+    """One of each: kept, offloaded, checkpointed here and on the host, discarded, and run again in several ways."""
+    profile = chained_profile(7)
+    asked = request(profile, 10_000)
+    layout = as_chain(profile, asked.allowed)
+    text = (
+        "all 1, offload 2, checkpoint 2, none 3, none 4, offload 5, checkpoint 5, all 6, loss 7, prefetch 5, "
+        "prefetch 2, backward 6, all 5, backward 5, checkpoint 2, none 3, all 4, backward 4, all 2, all 3, backward 3, "
+        "backward 2, backward 1"
+    )
+    operations = [Operation(kind, int(layer)) for kind, layer in (part.split() for part in text.split(", "))]  # type: ignore[arg-type]
+    choices = as_choices(operations, layout, profile, asked.allowed)
+    assert options(choices) == ["offload", "reload", "discard", "discard", "reload", "keep", "keep"]
+    assert choices.reruns == {
+        10: (Rerun(block=1, save="input"), Rerun(block=2, save="nothing"), Rerun(block=3, save="all")),
+        11: (Rerun(block=1, save="all"), Rerun(block=2, save="all")),
+    }
+    fitted = with_copies(choices, profile, 10**9)
+    assert fitted is not None
+    # What layer 2 reloads is needed two steps before its backward, and nothing is fetched before the loss.
+    assert 7 <= fitted.blocks[4].fetch <= 9  # type: ignore[operator]
+    assert 7 <= fitted.blocks[1].fetch <= 10  # type: ignore[operator]
+    assert check(planned(Proposal(name="", choices=fitted), asked), profile) == []
+    tight = with_copies(choices, profile, 0)
+    assert tight is None

@@ -1,0 +1,205 @@
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from lt_offload.errors import ConfigError
+from lt_offload.machine import driver
+from lt_offload.profiling.hardware import (
+    _cgroup_bytes,
+    available_host_bytes,
+    free_memory,
+    hardware_names,
+    load_hardware,
+    measure_hardware,
+    save_hardware,
+)
+from lt_offload.resources import shipped_files
+
+NAMES = ["a100-80gb", "h200", "rtx-3060-12gb", "rtx-3070-8gb", "rtx-3090", "rtx-4060ti-16gb", "rtx-4090", "v100-16gb"]
+
+
+def test_shipped_names() -> None:
+    assert hardware_names() == NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_shipped_descriptions_are_complete_and_sourced(name: str) -> None:
+    found = load_hardware(name)
+    assert found.name == name
+    assert found.source
+    numbers = (found.device_bytes, found.context_bytes, found.host_bytes, found.pinnable_bytes, found.h2d_bytes_per_s)
+    rates = (found.d2h_bytes_per_s, found.device_memory_bytes_per_s, found.host_memory_bytes_per_s)
+    assert all(number > 0 for number in (*numbers, *rates, *found.flops_per_s.values()))
+    assert "float32" in found.flops_per_s
+    assert found.device_memory_bytes_per_s > found.host_memory_bytes_per_s > found.h2d_bytes_per_s
+    for line in shipped_files("configs/hardware", ".yaml")[name].read_text().splitlines():
+        assert line.startswith("source:") or line.rstrip().endswith("flops_per_s:") or "# " in line, line
+
+
+def test_measured_values_of_the_paper() -> None:
+    small, large = load_hardware("rtx-3060"), load_hardware("rtx-3090")
+    assert (small.h2d_bytes_per_s, small.d2h_bytes_per_s) == (10.4e9, 10.4e9)
+    assert (large.h2d_bytes_per_s, large.d2h_bytes_per_s) == (18.8e9, 18.8e9)
+
+
+@pytest.mark.parametrize(
+    ("alias", "name"),
+    [("rtx-3060", "rtx-3060-12gb"), ("RTX 3090", "rtx-3090"), ("rtx_4060ti", "rtx-4060ti-16gb"), ("v100", "v100-16gb")],
+)
+def test_aliases(alias: str, name: str) -> None:
+    assert load_hardware(alias) == load_hardware(name)
+
+
+def test_own_description(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    text = shipped_files("configs/hardware", ".yaml")["rtx-3060-12gb"].read_text()
+    path.write_text(text)
+    assert load_hardware(path).name == "mine"
+    path.write_text(text + "link: 5\n")
+    with pytest.raises(ConfigError, match=r"mine\.yaml.*: link: Unexpected"):
+        load_hardware(path)
+    path.write_text("device_bytes: 5\n")
+    with pytest.raises(ConfigError, match="host_bytes: Field required"):
+        load_hardware(path)
+    path.write_text("- a\n")
+    with pytest.raises(ConfigError, match="cannot read hardware description"):
+        load_hardware(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("rtx", "could be rtx-3060-12gb or"), ("tpu", "is no file and not known")]
+)
+def test_unknown_names_list_the_known_ones(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as error:
+        load_hardware(name)
+    assert all(known in str(error.value) for known in NAMES)
+
+
+def test_reading_needs_no_torch() -> None:
+    program = (
+        "import sys, lt_offload\n"
+        "from lt_offload.profiling.hardware import load_hardware\n"
+        "from lt_offload.schema.profile import Profile\n"
+        "from lt_offload.profiling import Profile\n"
+        "load_hardware('h200')\n"
+        "assert 'torch' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_this_machine() -> None:
+    said: list[str] = []
+    found = measure_hardware("cpu", on_progress=said.append)
+    assert said == ["measuring copies between host and device"]
+    assert found.name == "emulated"
+    assert found.context_bytes == 0
+    assert 0 < found.host_bytes == found.pinnable_bytes == found.device_bytes
+    assert found.h2d_bytes_per_s > 1e7
+    assert found.d2h_bytes_per_s > 1e7
+    assert found.staged_bytes_per_s == 0
+    assert "one direction alone" in found.source
+
+
+def test_control_groups(tmp_path: Path) -> None:
+    assert _cgroup_bytes(tmp_path) == []
+    (tmp_path / "memory.max").write_text("max\n")
+    (tmp_path / "memory.current").write_text("700\n")
+    (tmp_path / "memory.stat").write_text("anon 500\ninactive_file 150\n")
+    assert _cgroup_bytes(tmp_path) == []
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert _cgroup_bytes(tmp_path) == [1000 - 700 + 150]
+    old = tmp_path / "memory"
+    old.mkdir()
+    (old / "memory.limit_in_bytes").write_text("2000\n")
+    (old / "memory.usage_in_bytes").write_text("100\n")
+    (old / "memory.stat").write_text("cache 5\n")
+    assert _cgroup_bytes(tmp_path) == [450, 1900]
+
+
+def test_available_memory_respects_the_control_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = available_host_bytes()
+    assert whole > 0
+    monkeypatch.setattr("lt_offload.profiling.hardware._cgroup_bytes", lambda root: [12345])
+    assert available_host_bytes() == 12345
+
+
+@pytest.mark.parametrize("name", shipped_files("configs/hardware/hosts", ".yaml"))
+def test_shipped_hosts_are_sourced_and_never_speed_a_link_up(name: str) -> None:
+    card = load_hardware("rtx-3090")
+    found = load_hardware(f"rtx-3090,host={name}")
+    assert found.name == f"rtx-3090, {name}"
+    assert found.source.startswith(f"{card.source}; {name}: ")
+    assert (found.device_bytes, found.flops_per_s) == (card.device_bytes, card.flops_per_s)
+    assert found.h2d_bytes_per_s <= card.h2d_bytes_per_s
+    assert found.d2h_bytes_per_s <= card.d2h_bytes_per_s
+    for line in shipped_files("configs/hardware/hosts", ".yaml")[name].read_text().splitlines():
+        assert line.startswith("source: ") or "# " in line, line
+    promised = re.fullmatch(r".*-(\d+)gb", name)
+    if promised:
+        assert found.host_bytes == found.pinnable_bytes == int(promised[1]) << 30
+
+
+def test_changes_to_a_machine() -> None:
+    found = load_hardware("rtx-4060ti,host=ddr4-64,host=pcie3-x8")
+    assert found.name == "rtx-4060ti-16gb, ddr4-64gb, pcie3-x8"
+    assert found.host_bytes == 64 << 30
+    assert found.h2d_bytes_per_s == found.d2h_bytes_per_s == 5.2e9
+    assert load_hardware("rtx-4060ti,host=pcie4-x16").h2d_bytes_per_s == load_hardware("rtx-4060ti").h2d_bytes_per_s
+    found = load_hardware("h200, ram=48GB, link=6GB")
+    assert (found.host_bytes, found.pinnable_bytes) == (48 * 10**9, 48 * 10**9)
+    assert (found.h2d_bytes_per_s, found.d2h_bytes_per_s) == (6e9, 6e9)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("h200,host=ddr4", "host='ddr4' could be ddr4-128gb or ddr4-32gb or ddr4-64gb; give a YAML file"),
+        ("h200,host=sdram", "host='sdram' is no file and not known; give"),
+        ("h200,host=", "host='' is no file and not known; give"),
+        ("h200,ram=lots", "hardware: ram='lots' is not a size"),
+        ("h200,pcie=3", r"'pcie=3' is no change; write host=NAME, ram=64GB or link=12GB"),
+        ("rtx-3091", "did you mean rtx-3090"),
+        ("3060", r"is no file and not known; did you mean rtx-3060-12gb\?"),
+        ("rtx-30", "could be rtx-3060-12gb or rtx-3070-8gb or rtx-3090; give"),
+    ],
+)
+def test_changes_and_names_that_are_wrong(name: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_hardware(name)
+
+
+def test_a_host_describes_the_host_only(tmp_path: Path) -> None:
+    path = tmp_path / "box.yaml"
+    path.write_text("host_bytes: 5000000000\n")
+    assert load_hardware(f"h200,host={path}").host_bytes == 5 * 10**9
+    path.write_text("device_bytes: 5\n")
+    with pytest.raises(ConfigError, match="device_bytes is not one of host_bytes"):
+        load_hardware(f"h200,host={path}")
+    path.write_text("host_bytes: many\n")
+    with pytest.raises(ConfigError, match=r"box\.yaml.*host_bytes: Input should be a valid integer"):
+        load_hardware(f"h200,host={path}")
+
+
+@pytest.mark.parametrize("name", [*NAMES, "rtx-3060,host=ddr4-32gb,link=2.5e9"])
+def test_a_machine_survives_its_file(name: str, tmp_path: Path) -> None:
+    machine = load_hardware(name)
+    path = save_hardware(machine, tmp_path / "new" / "mine.yaml")
+    assert load_hardware(path) == machine
+    numbers = [line for line in path.read_text().splitlines() if re.fullmatch(r"\w+: [\d.e+]+.*", line)]
+    assert len(numbers) == 9
+    assert all(re.search(r"  # [\d.]+ [kMGT]?B(/s)?$", line) for line in numbers)
+
+
+def test_free_memory_of_the_emulated_device_is_what_the_machine_has() -> None:
+    import psutil
+
+    assert 0 < free_memory(torch.device("cpu")) <= psutil.virtual_memory().total
+
+
+def test_a_little_of_a_gpu_is_left_while_a_plan_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "occupiable_bytes", lambda device: 8_000_000_000 + device.index)
+    assert free_memory(torch.device("cuda", 1)) == 8_000_000_001 - 31_250_000

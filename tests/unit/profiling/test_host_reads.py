@@ -1,0 +1,198 @@
+"""What reading weights in host memory is said to cost, layer by layer."""
+
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import nn
+
+import lt_offload
+from lt_offload.model.blocks import find_blocks
+from lt_offload.profiling import host_reads as direct
+from lt_offload.profiling.hardware import load_hardware
+from lt_offload.profiling.host_reads import CACHE_BYTES, TILE, Readers, reads
+from lt_offload.profiling.meters import Lap
+from tests.support import models
+
+
+def figures(module, *args):
+    return {read.parameter: (read.forward_bytes, read.backward_bytes) for read in reads(module, args, module(*args))}
+
+
+def test_an_embedding_reads_the_rows_of_the_batch_only():
+    table = nn.Embedding(1000, 16)
+    assert figures(table, torch.zeros(2, 7, dtype=torch.long)) == {"weight": (2 * 7 * 16 * 4, 0)}
+
+
+def test_an_embedding_whose_forward_writes_is_not_known():
+    assert figures(nn.Embedding(10, 16, max_norm=1.0), torch.zeros(2, 7, dtype=torch.long)) == {}
+
+
+def test_a_small_matrix_is_read_once():
+    linear = nn.Linear(32, 48)
+    assert figures(linear, torch.zeros(40, 100, 32)) == {"weight": (32 * 48 * 4,) * 2, "bias": (48 * 4, 0)}
+
+
+@pytest.mark.parametrize(("rows", "passes"), [(1, 1), (TILE, 1), (TILE + 1, 2), (3 * TILE, 3)])
+def test_a_large_matrix_is_read_once_per_tile(rows, passes):
+    linear = nn.Linear(1024, 2048, bias=False, device="meta")
+    assert linear.weight.nbytes > CACHE_BYTES
+    found = figures(linear, torch.zeros(rows, 1024, device="meta"))
+    assert found == {"weight": (passes * linear.weight.nbytes,) * 2}
+
+
+def test_a_transposed_matrix_is_known_by_its_shape():
+    from transformers.pytorch_utils import Conv1D
+
+    assert figures(Conv1D(48, 32), torch.zeros(2, 32))["weight"] == (32 * 48 * 4,) * 2
+
+
+@pytest.mark.parametrize("norm", [nn.LayerNorm(32), nn.RMSNorm(32)])
+def test_a_norm_reads_its_vectors_once(norm):
+    assert set(figures(norm, torch.zeros(5, 9, 32)).values()) == {(128, 128)}
+
+
+@pytest.mark.parametrize("module", [nn.Bilinear(4, 4, 4), nn.PReLU(3), nn.Conv1d(4, 4, 1)])
+def test_other_layers_are_not_known(module):
+    args = [torch.zeros(2, 4, 4)] if isinstance(module, nn.Conv1d) else [torch.zeros(2, 3, 4)]
+    if isinstance(module, nn.Bilinear):
+        args *= 2
+    assert figures(module, *args) == {}
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_every_tensor_of_every_family_is_known(family, lora):
+    model = models.build(family, lora=lora)
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    hardware = load_hardware("h200")
+    found = lt_offload.profile(model, models.batch(model), optimizer=optimizer, hardware=hardware)
+    assert all(tensor.direct is not None for tensor in found.tensors)
+    assert not any(module._forward_hooks for module in model.modules())
+    table = next(tensor for tensor in found.tensors if tensor.blocks[0] == 0 and len(tensor.shape) == 2)
+    assert table.direct.grad_s == table.bytes / hardware.d2h_bytes_per_s
+    lookup, *others = table.direct.reads
+    assert (lookup.forward_bytes, lookup.backward_bytes) == (2 * 12 * models.HIDDEN * 4, 0)
+    assert lookup.forward_s == lookup.forward_bytes / hardware.h2d_bytes_per_s
+    # Where it is tied, the projection reads all of it.
+    assert len(others) == len(table.blocks) - 1
+    assert all(read.forward_bytes == read.backward_bytes == table.bytes for read in others)
+
+
+def test_estimates_from_a_configuration():
+    options = {"batch_size": 4, "sequence_length": 512, "dtype": "bfloat16", "hardware": "rtx-3060"}
+    found = lt_offload.profile_config("tinyllama-1.1b", **options)
+    table = found.tensors[0]
+    (lookup,) = table.direct.reads
+    assert lookup.forward_bytes == 4 * 512 * 2048 * 2
+    matrix = next(tensor for tensor in found.tensors if "down_proj" in tensor.name)
+    (product,) = matrix.direct.reads
+    assert product.forward_bytes == 16 * matrix.bytes
+    assert lookup.forward_s < table.bytes / found.hardware.h2d_bytes_per_s
+    assert product.forward_s > matrix.bytes / found.hardware.h2d_bytes_per_s
+
+
+def test_a_tied_table_has_figures_per_use():
+    options = {"batch_size": 4, "sequence_length": 512, "dtype": "bfloat16", "hardware": "rtx-3060"}
+    table = lt_offload.profile_config("smollm2-135m", **options).tensors[0]
+    assert len(table.blocks) == 2
+    lookup, product = (table.read(block) for block in table.blocks)
+    assert (lookup.forward_bytes, lookup.backward_bytes) == (4 * 512 * 576 * 2, 0)
+    assert product.forward_bytes == product.backward_bytes == 16 * table.bytes
+
+
+class Functional(nn.Module):
+    """Uses a matrix in a way that cannot be seen from outside, and one that has no owner among known layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.known = nn.Linear(8, 8, bias=False)
+        self.hidden = nn.Linear(8, 8, bias=False)
+        self.own = nn.Parameter(torch.ones(3, 8))
+
+    def forward(self, x):
+        return nn.functional.linear(self.known(x), self.hidden.weight) + self.own.sum(0)
+
+
+class Chain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Functional() for _ in range(3))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+        return x.sum()
+
+
+def test_what_is_not_known_has_no_figures():
+    model = Chain()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = lt_offload.profile(model, (torch.zeros(2, 8),), optimizer=optimizer, hardware=load_hardware("h200"))
+    known = {tensor.name for tensor in found.tensors if tensor.direct is not None}
+    assert known == {f"layers.{i}.known.weight" for i in range(3)}
+
+
+class Meter:
+    """Says that a layer takes 1 s, and 3 s if it reads in host memory."""
+
+    def __init__(self):
+        self.far, self.laps = False, 0
+
+    def lap(self):
+        self.laps += 1
+        return Lap(seconds=3.0 if self.far else 1.0, launch_s=0.0)
+
+    def repeats(self, first):
+        return 2
+
+
+def test_measured_seconds_replace_the_model_and_bytes_stay_below_what_the_link_carries():
+    model = models.build("llama")
+    structure = find_blocks(model)
+    meter = Meter()
+    viewed = []
+
+    @contextmanager
+    def mapped(data):
+        viewed.append(data)
+        meter.far = True
+        yield data.clone()
+        meter.far = False
+
+    before = [(parameter, parameter.data_ptr()) for parameter in model.parameters()]
+    with Readers(structure) as readers:
+        model(**models.batch(model))
+    readers.measure(mapped, torch.device("cpu"), meter)
+    assert all(parameter.data_ptr() == address for parameter, address in before)
+    shapes = {(p.shape, p.dtype) for p in model.parameters()}
+    assert len(shapes) <= len(viewed) <= len(shapes) + 3  # one of a kind
+    slow = load_hardware("h200,link=10B")
+    found = [readers.profile(index, slow) for index in range(len(structure.tensors))]
+    (lookup,), (product,) = found[0].reads, found[1].reads
+    assert lookup.forward_s == 2.0
+    assert lookup.backward_s == 0.0
+    assert product.backward_s == 2.0
+    weight = structure.tensors[1][1]
+    assert product.forward_bytes == weight.nbytes
+
+
+@pytest.mark.parametrize("how", ["lock", "probe"])
+def test_a_device_that_cannot_read_host_memory_leaves_no_figures(monkeypatch, how):
+    model = models.build("llama")
+    structure = find_blocks(model)
+
+    @contextmanager
+    def locked(host):
+        if how == "lock":
+            raise direct.UnsupportedError("memory cannot be page-locked")
+        yield host
+
+    monkeypatch.setattr(direct, "locked", locked)
+    monkeypatch.setattr(direct, "refusal", lambda *args: "kernels read something else")
+    said = []
+    with Readers(structure) as readers:
+        model(**models.batch(model))
+    readers.measure_on(torch.device("cpu"), Meter(), said.append)
+    assert [readers.profile(i, load_hardware("h200")) for i in range(3)] == [None] * 3
+    assert said[-1].startswith("weights cannot be read in host memory: ")

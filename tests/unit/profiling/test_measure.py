@@ -1,0 +1,403 @@
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lt_offload
+from lt_offload.errors import ConfigError, ModelError
+from lt_offload.machine.accounting import Account
+from lt_offload.profiling.hardware import load_hardware
+from lt_offload.profiling.measure import profile
+from lt_offload.schema.profile import BlockProfile, Profile
+from tests.support import models
+
+HARDWARE = load_hardware("rtx-3060")
+FLOAT = 4
+
+
+def measured(model: nn.Module, batch: Any = None, **options: Any) -> Profile:
+    batch = models.batch(model) if batch is None else batch
+    return profile(model, batch, optimizer=torch.optim.AdamW, device="cpu", hardware=HARDWARE, **options)
+
+
+def layer(found: Profile, index: int = 0) -> BlockProfile:
+    return [block for block in found.blocks if block.kind == "layer"][index]
+
+
+@pytest.mark.parametrize("padding", [False, True])
+def test_saved_bytes_of_a_llama_layer_equal_a_count_by_hand(padding: bool) -> None:
+    model = models.build("llama")
+    tokens, sequence, hidden, inner, heads = 2 * 12, 12, 32, 48, 4
+    norm = 1 + 2 * hidden  # reciprocal root, normalised, times weight (which is the input of the projections)
+    shared_heads = 2 * hidden // 2  # k and v as they are, or repeated for every head and a mask of floats
+    attention = (
+        hidden + (2 * hidden + sequence if padding else shared_heads) + hidden + heads
+    )  # q, k and v, result, log-sum-exp
+    mlp = 4 * inner  # gate, activated gate, up, product
+    between = hidden  # input of the second norm; that of the first is the block's input
+    expected = FLOAT * tokens * (2 * norm + attention + between + mlp)
+    keep = layer(measured(model, models.batch(model, padding=padding))).option("keep")
+    assert keep.saved_bytes == expected
+    assert keep.keeps_input
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_bytes_add_up_to_those_of_a_plain_forward(family: str) -> None:
+    model = models.build(family, dropout=0.1)
+    batch = models.batch(model)
+    found = measured(model, batch, run=lambda b: model(**b).loss)
+    with Account() as account:
+        loss = model(**batch).loss
+        live = account.current
+    outside = found.shared_bytes - sum(t.nbytes for t in batch.values()) - sum(b.nbytes for b in model.buffers())
+    kept = [(block.option("keep"), block.input_bytes) for block in found.blocks]
+    held = sum(option.saved_bytes + (nbytes if option.keeps_input else 0) for option, nbytes in kept)
+    assert loss.requires_grad
+    assert held <= live <= outside + held  # plain autograd lets go of masks that no operation saves
+
+
+@pytest.mark.parametrize("family", ["llama", "phi", "bloom"])
+@pytest.mark.parametrize("option", ["keep", "recompute"])
+def test_predicted_peak_of_a_whole_iteration(family: str, option: str) -> None:
+    """Against torch's own autograd and checkpointing, with gradients dropped as they come."""
+    model = models.build(family, tie_word_embeddings=False)
+    batch = models.batch(model)
+    found = measured(model, batch, run=lambda b: model(**b).loss)
+    for block in found.blocks:
+        if option == "recompute" and block.kind == "layer":
+            module = model.get_submodule(block.name)
+            module.forward = partial(checkpoint, module.forward, use_reentrant=False)
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
+    with Account() as account:
+        model(**batch).loss.backward()
+    chosen = [block.option(option if block.kind == "layer" else "keep") for block in found.blocks]
+    outside = found.shared_bytes - sum(t.nbytes for t in batch.values()) - sum(b.nbytes for b in model.buffers())
+    peaks, held = [], outside
+    for block, of in zip(found.blocks, chosen, strict=True):
+        at_work = held + of.saved_bytes + block.input_bytes + block.output_bytes
+        gradient = max(p.nbytes for p in model.get_submodule(block.name).parameters())
+        peaks += [at_work + of.forward_peak_bytes, at_work + block.input_bytes + of.backward_peak_bytes + gradient]
+        held += of.saved_bytes + (block.input_bytes if of.keeps_input else 0)
+    # the loss and its gradient may outlast the last block; the largest gradient may come after the peak
+    assert account.peak - 64 <= max(peaks) <= 1.15 * account.peak
+
+
+@pytest.mark.parametrize("family", models.FAMILIES)
+def test_options_are_consistent(family: str) -> None:
+    for block in measured(models.build(family, dropout=0.1)).blocks:
+        keep = block.option("keep")
+        assert keep.offload_bytes == 0
+        assert {o.name for o in block.options} >= (
+            {"keep", "recompute", "offload", "mixed"} if block.kind == "layer" else {"keep"}
+        )
+        for option in block.options:
+            assert min(option.forward_peak_bytes, option.backward_peak_bytes, option.saved_bytes) >= 0
+            assert option.forward_s > 0
+            assert option.backward_s > 0
+        if block.kind == "layer":
+            offload, mixed, recompute = (block.option(name) for name in ("offload", "mixed", "recompute"))
+            assert offload.saved_bytes + offload.offload_bytes == keep.saved_bytes + block.input_bytes
+            assert mixed.offload_bytes < offload.offload_bytes
+            assert not mixed.keeps_input
+            assert not offload.keeps_input
+            assert recompute.keeps_input
+            assert recompute.saved_bytes == recompute.offload_bytes == 0
+            rebuilt = keep.saved_bytes + keep.backward_peak_bytes
+            assert recompute.backward_peak_bytes >= rebuilt
+            assert offload.backward_peak_bytes + offload.saved_bytes == rebuilt
+            reload = block.option("reload")
+            assert reload == replace(recompute, name="reload", keeps_input=False, offload_bytes=block.input_bytes)
+
+
+@pytest.mark.parametrize(("family", "index"), [("llama", 1), ("phi", 2), ("bloom", 1)])
+def test_what_the_block_before_returns_need_not_be_saved(family: str, index: int) -> None:
+    """Between Phi's embeddings and its first layer there is dropout; the last block's backward follows at once."""
+    blocks = measured(models.build(family, dropout=0.1)).blocks
+    assert [at for at, block in enumerate(blocks) if block.chained] == list(range(index, len(blocks)))
+    offering = [at for at, block in enumerate(blocks) if any(option.name == "discard" for option in block.options)]
+    assert offering == list(range(index, len(blocks) - 1))
+    for block in blocks[index:-1]:
+        discard, keep, recompute = (block.option(name) for name in ("discard", "keep", "recompute"))
+        assert (discard.forward_s, discard.backward_s) == (recompute.forward_s, keep.backward_s)
+        assert discard.forward_peak_bytes == recompute.forward_peak_bytes
+        assert discard.saved_bytes == discard.offload_bytes == 0
+        assert not discard.keeps_input
+        assert keep.backward_peak_bytes < discard.backward_peak_bytes <= recompute.backward_peak_bytes
+
+
+def test_what_is_changed_between_blocks_has_to_be_saved() -> None:
+    """In place, by a new tensor, or not at all."""
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x).relu()
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = self.layers[1](self.layers[0](x))
+            x = self.layers[2](x.mul_(2))
+            return self.layers[3](x * 2).sum()
+
+    found = measured(Stack(), torch.ones(2, 8))
+    assert [block.chained for block in found.blocks] == [False, True, False, False]
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_what_the_model_holds_on_to_is_there_while_later_blocks_run(holds: bool) -> None:
+    """A variable for what the first block has returned lives until the model's forward ends."""
+
+    class Stack(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Sequential(nn.Linear(8, 8)) for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = first = self.layers[0](x)
+            if not holds:
+                del first
+            for layer in self.layers[1:]:
+                x = layer(x)
+            return x.sum()
+
+    activation = 5 * 8 * FLOAT
+    peaks = [block.option("keep").forward_peak_bytes for block in measured(Stack(), torch.ones(5, 8)).blocks[:3]]
+    assert peaks == [0, 0, activation if holds else 0]
+
+
+@pytest.mark.parametrize("family", ["llama", "phi", "bloom"])
+def test_gradients_come_while_activations_go(family: str) -> None:
+    """So that both together take less than the sum of their peaks."""
+    model = models.build(family)
+    for block in measured(model).blocks:
+        gradients = sum(p.nbytes for p in model.get_submodule(block.name).parameters())
+        for option in block.options:
+            assert option.held_peak_bytes is not None
+            assert option.backward_peak_bytes <= option.held_peak_bytes
+            assert gradients <= option.saved_bytes + option.held_peak_bytes
+            if block.kind == "layer":
+                assert option.held_peak_bytes < option.backward_peak_bytes + gradients
+
+
+def test_dropout_between_the_blocks_is_shared() -> None:
+    plain, dropped = (measured(models.build("phi", embd_pdrop=p)).shared_bytes for p in (0.0, 0.1))
+    assert dropped - plain == 2 * 12 * 32 * FLOAT
+
+
+def test_interfaces_chain() -> None:
+    blocks = measured(models.build("llama")).blocks
+    activation = 2 * 12 * 32 * FLOAT
+    assert [block.input_bytes for block in blocks] == [0] + [activation] * 5
+    assert [block.output_bytes for block in blocks] == [activation] * 5 + [0]
+
+
+def test_the_loss_is_charged_to_the_last_block() -> None:
+    model = models.build("llama")
+    batch = models.batch(model)
+    logits = 2 * 12 * models.VOCAB * FLOAT
+    with_logits, with_loss = measured(model, batch), measured(model, batch, run=lambda b: model(**b).loss)
+    whole, loss_only = (found.blocks[-1].option("keep") for found in (with_logits, with_loss))
+    assert with_logits.shared_bytes - with_loss.shared_bytes == logits  # the caller may hold the last batch's
+    for found in (whole, loss_only):  # log-probabilities and the shifted labels; the caller's logits are shared
+        assert found.saved_bytes == pytest.approx(logits, abs=256)
+    gradient = models.VOCAB * 32 * FLOAT  # of the projection; there is none yet when the loss is differentiated
+    for found in (whole, loss_only):
+        assert found.backward_peak_bytes == pytest.approx(2 * logits - gradient, abs=256)  # gradients of both
+    assert whole.forward_peak_bytes - loss_only.forward_peak_bytes == 0  # both logits are there while the loss runs
+    no_loss = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    alone = measured(model, no_loss).blocks[-1].option("keep")
+    assert alone.saved_bytes == 0
+    assert alone.forward_peak_bytes == logits  # beside those of the batch before
+
+
+def test_tensors_and_states() -> None:
+    model = models.build("llama-tied")
+    found = measured(model)
+    embedding = found.tensors[0]
+    assert embedding.name == "model.embed_tokens.weight"
+    assert embedding.blocks == (0, len(found.blocks) - 1)
+    assert embedding.state_bytes == 2 * embedding.bytes == 2 * models.VOCAB * 32 * FLOAT
+    assert sum(t.bytes for t in found.tensors) == sum(p.nbytes for p in model.parameters())
+    assert all(t.state_bytes == 2 * t.bytes for t in found.tensors)
+    assert (found.model, found.dtype, found.batch_size, found.sequence_length) == ("LlamaForCausalLM", "float32", 2, 12)
+    assert not found.estimated
+
+
+@pytest.mark.parametrize("family", ["llama", "bloom"])
+def test_lora(family: str) -> None:
+    found = measured(models.build(family, lora=True))
+    frozen = [block for block in found.blocks if not block.has_backward]
+    assert [block.kind for block in frozen] == ["embedding"] + ["other"] * (family == "bloom")
+    assert all([o.name for o in block.options] == ["keep"] and block.options[0].saved_bytes == 0 for block in frozen)
+    assert all(t.trainable == ("lora" in t.name) and bool(t.state_bytes) == t.trainable for t in found.tensors)
+    first, second = layer(found, 0), layer(found, 1)
+    assert first.has_backward
+    assert first.option("keep").saved_bytes <= second.option("keep").saved_bytes  # nothing before it needs a gradient
+
+
+def test_bfloat16() -> None:
+    found = measured(models.build("llama", dtype=torch.bfloat16))
+    assert found.dtype == "bfloat16"
+    assert not layer(found).option("keep").keeps_input  # the norm saves its float32 copy instead
+    assert layer(found).input_bytes == 2 * 12 * 32 * 2
+
+
+def test_parameters_and_buffers_outside_the_blocks_are_shared() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = models.build("llama")
+            self.scale = nn.Parameter(torch.ones(100))
+            self.register_buffer("table", torch.ones(1000))
+
+        def forward(self, **batch: torch.Tensor) -> torch.Tensor:
+            loss: torch.Tensor = self.inner(**batch).loss
+            return loss * self.scale.mean()
+
+    model = Scaled()
+    batch = models.batch(model.inner)
+    inner = measured(model.inner, batch, run=lambda b: model.inner(**b).loss)
+    assert measured(model, batch).shared_bytes == inner.shared_bytes + 100 * FLOAT * 4 + 1000 * FLOAT
+
+
+def test_second_embedding_runs_while_the_first_one_waits() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=97, n_positions=64, n_embd=32, n_layer=2, n_head=4, use_cache=False))
+    found = measured(model)
+    assert [block.name for block in found.blocks[:2]] == ["transformer.wte", "transformer.wpe"]
+    assert found.blocks[1].input_bytes == 0
+    assert found.blocks[1].option("keep").forward_peak_bytes == found.blocks[0].output_bytes
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda model: model.eval(),
+        lambda model: None,
+        lambda model: model.requires_grad_(False).lm_head.requires_grad_(True),
+    ],
+)
+def test_nothing_changes(spoil: Callable[[Any], Any]) -> None:
+    model = models.build("phi", dropout=0.1, use_cache=True)
+    spoil(model)
+    batch = models.batch(model)
+    for index, parameter in enumerate(model.parameters()):
+        parameter.grad = torch.full_like(parameter, index) if parameter.requires_grad else None
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    grads = [parameter.grad for parameter in model.parameters()]
+    addresses = [parameter.data_ptr() for parameter in model.parameters()]
+    flags = [(m.training, "forward" in vars(m), len(m._forward_hooks)) for m in model.modules()]
+    trainable = [parameter.requires_grad for parameter in model.parameters()]
+    rng = torch.get_rng_state()
+    measured(model, batch)
+    assert torch.equal(rng, torch.get_rng_state())
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert [parameter.data_ptr() for parameter in model.parameters()] == addresses
+    assert all(new.grad is old for new, old in zip(model.parameters(), grads, strict=True))
+    assert all(g is None or bool((g == index).all()) for index, g in enumerate(grads))
+    assert [(m.training, "forward" in vars(m), len(m._forward_hooks)) for m in model.modules()] == flags
+    assert [parameter.requires_grad for parameter in model.parameters()] == trainable
+    assert all(not parameter._post_accumulate_grad_hooks for parameter in model.parameters())
+    assert model.config.use_cache is True
+
+
+class Plain(nn.Module):
+    def __init__(self, order: tuple[int, ...] = (0, 1)) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(10, 8)
+        self.stack = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(2))
+        self.norm = nn.BatchNorm1d(6)
+        self.out = nn.Linear(8, 10)
+        self.order = order
+
+    def forward(self, ids: torch.Tensor) -> tuple[torch.Tensor]:
+        hidden = self.embed(ids)
+        for index in self.order:
+            hidden = self.stack[index](hidden)
+        return (self.out(self.norm(hidden)).mean(),)
+
+
+def test_other_models_and_batches_work_and_keep_their_running_statistics() -> None:
+    model = Plain()
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    found = measured(model, (torch.zeros(3, 6, dtype=torch.long),))
+    assert [block.name for block in found.blocks] == ["embed", "stack.0", "stack.1", "norm", "out"]
+    assert (found.model, found.batch_size, found.sequence_length) == ("Plain", 3, 6)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+@pytest.mark.parametrize(
+    ("order", "message"),
+    [
+        ((1, 0), r"calls block stack\.1 before stack\.0"),
+        ((0, 0, 1), r"calls block stack\.0 a second time"),
+        ((0,), r"calls block norm before stack\.1"),
+    ],
+)
+def test_blocks_called_otherwise_are_refused(order: tuple[int, ...], message: str) -> None:
+    with pytest.raises(ModelError, match=message):
+        measured(Plain(order), torch.zeros(3, 6, dtype=torch.long))
+
+
+def test_a_block_that_is_not_called_is_refused() -> None:
+    model = Plain()
+    model.register_module("out", None)
+    model.forward = lambda ids: model.stack[1](model.stack[0](model.embed(ids))).mean()
+    with pytest.raises(ModelError, match="block norm was not called"):
+        measured(model, torch.zeros(3, 6, dtype=torch.long))
+
+
+def test_nothing_to_train_is_refused() -> None:
+    with pytest.raises(ConfigError, match="no trainable parameter"):
+        measured(models.build("llama").requires_grad_(False))
+
+
+def test_json_round_trip_and_fingerprint(tmp_path: Any) -> None:
+    model = models.build("llama-tied")
+    said: list[str] = []
+    found = measured(model, on_progress=said.append)
+    assert Profile.load(found.save(tmp_path / "profile.json")) == found
+    assert any("LlamaDecoderLayer" in message for message in said)
+    longer = measured(model, models.batch(model, sequence_length=16))
+    assert longer.fingerprint == found.fingerprint
+    assert measured(models.build("llama")).fingerprint != found.fingerprint
+    assert replace(found, model="other").fingerprint == found.fingerprint
+
+
+def test_the_package_is_the_function() -> None:
+    model = models.build("llama", layers=2)
+    found = lt_offload.profile(model, models.batch(model), optimizer=torch.optim.SGD)
+    assert found.hardware.name == "emulated" if not torch.cuda.is_available() else found.hardware.name
+    assert found.optimizer.name == "SGD"
+
+
+@pytest.mark.parametrize(("pinnable", "expected"), [(1000, "all"), (300, 300)])
+def test_what_the_model_takes_of_the_ram_is_there_for_the_plan(
+    monkeypatch: pytest.MonkeyPatch, pinnable: int, expected: int | str
+) -> None:
+    machine = replace(load_hardware("rtx-3060"), host_bytes=1000, pinnable_bytes=pinnable)
+    monkeypatch.setattr("lt_offload.profiling.measure.measure_hardware", lambda *_, **__: machine)
+    model = models.build("llama")
+    optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    model(**models.batch(model)).loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    found = lt_offload.profile(model, models.batch(model), optimizer=optimizer).hardware
+    taken = 2 * sum(p.nbytes for p in model.parameters())  # weights and momenta
+    assert found.host_bytes == 1000 + taken
+    assert found.pinnable_bytes == (1000 + taken if expected == "all" else expected)
+    assert lt_offload.profile(model, models.batch(model), optimizer=optimizer, hardware=machine).hardware == machine

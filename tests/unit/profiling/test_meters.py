@@ -1,0 +1,75 @@
+import itertools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from lt_offload.profiling import meters
+from lt_offload.profiling.hardware import load_hardware
+from lt_offload.profiling.meters import LAUNCH_SECONDS, Roofline, Stopwatch
+
+MACHINE = load_hardware("rtx-3060")
+RATE, MEMORY = MACHINE.flops_per_s["float32"], MACHINE.device_memory_bytes_per_s
+
+
+def test_stopwatch(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = itertools.chain([5.0, 7.0, 7.0, 8.0], itertools.repeat(9.0))
+    monkeypatch.setattr(meters, "time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    watch = Stopwatch(torch.device("cpu"))
+    lap = watch.lap()
+    assert lap.seconds == 2
+    assert lap.launch_s == 0
+    assert watch.lap().seconds == 1
+    assert (watch.repeats(0.01), watch.repeats(1.0)) == (2, 1)
+
+
+def test_products_are_bound_by_the_rate_of_their_dtype() -> None:
+    n = 2048
+    with FakeTensorMode(), Roofline(MACHINE) as meter:
+        a = torch.empty(n, n)
+        meter.lap()
+        a @ a.t()
+        assert meter.lap().seconds == pytest.approx(2 * n**3 / RATE)
+        half = a.bfloat16()
+        meter.lap()
+        half @ half
+        assert meter.lap().seconds == pytest.approx(2 * n**3 / MACHINE.flops_per_s["bfloat16"])
+    assert meter.repeats(0.0) == 0
+
+
+def test_attention_counts_both_products_and_its_backward() -> None:
+    batch, heads, length, width = 2, 4, 512, 64
+    with FakeTensorMode(), Roofline(MACHINE) as meter:
+        q, k, v = (torch.empty(batch, heads, length, width, requires_grad=True) for _ in range(3))
+        meter.lap()
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v)
+        forward = meter.lap().seconds
+        assert forward == pytest.approx(4 * batch * heads * length**2 * width / RATE)
+        out.backward(out.detach())
+        assert 2 * forward < meter.lap().seconds < 4 * forward
+
+
+def test_memory_bound_operations_count_what_they_read_and_write() -> None:
+    with FakeTensorMode(), Roofline(MACHINE) as meter:
+        a, table, ids = torch.empty(1 << 20), torch.empty(1000, 1 << 10), torch.zeros(10, dtype=torch.long)
+        meter.lap()
+        a + a
+        assert meter.lap().seconds == pytest.approx(3 * a.nbytes / MEMORY)
+        a.add_(1)
+        assert meter.lap().seconds == pytest.approx(2 * a.nbytes / MEMORY)
+        rows = torch.nn.functional.embedding(ids, table)
+        assert meter.lap().seconds == pytest.approx((ids.nbytes + 2 * rows.nbytes) / MEMORY)
+
+
+def test_views_cost_nothing() -> None:
+    with FakeTensorMode(), Roofline(MACHINE) as meter:
+        a = torch.empty(64, 64)
+        meter.lap()
+        a.view(-1).view(8, 8, 64).transpose(0, 1)[1:].detach().unsqueeze(0)
+        torch.ops.aten._unsafe_view(a, [4096])
+        assert a.device.type == "cpu"
+        lap = meter.lap()
+        assert lap.seconds == lap.launch_s == 0
+        a + 1
+        assert meter.lap().launch_s == LAUNCH_SECONDS

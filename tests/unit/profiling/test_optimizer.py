@@ -1,0 +1,220 @@
+import os
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
+
+import lt_offload
+from lt_offload.errors import ConfigError
+from lt_offload.machine.numa import Place
+from lt_offload.profiling import optimizer as module
+from lt_offload.profiling.hardware import load_hardware
+from lt_offload.profiling.optimizer import (
+    StateSizes,
+    build_optimizer,
+    estimate_optimizer,
+    measure_optimizer,
+    thread_counts,
+)
+
+CPU = torch.device("cpu")
+
+
+def parameters(dtype: torch.dtype = torch.float32) -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in ((30, 50), (7,), (3, 5, 2), (30, 50))]
+
+
+def real_bytes(optimizer: Optimizer, parameter: nn.Parameter) -> int:
+    """Size after a real step, each tensor rounded up to 8 bytes."""
+    tensors = [v for v in optimizer.state[parameter].values() if isinstance(v, torch.Tensor) and v.numel() > 1]
+    return sum((t.nbytes + 7) // 8 * 8 for t in tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("cls", "options"),
+    [
+        (AdamW, {}),
+        (AdamW, {"fused": True}),
+        (AdamW, {"foreach": True}),
+        (AdamW, {"amsgrad": True}),
+        (lt_offload.AdamW, {}),
+        (Adam, {"lr": torch.tensor(1e-3)}),
+        (SGD, {}),
+        (SGD, {"momentum": 0.9, "fused": True}),
+        (Adafactor, {}),
+        (torch.optim.RMSprop, {"centered": True, "momentum": 0.1}),
+        (torch.optim.Adagrad, {}),
+        (torch.optim.NAdam, {}),
+    ],
+)
+def test_state_bytes_equal_those_after_a_real_step(
+    cls: type[Optimizer], options: dict[str, Any], dtype: torch.dtype
+) -> None:
+    found = parameters(dtype)
+    optimizer = cls(found, **options)
+    sizes = StateSizes(optimizer)
+    predicted = [sizes.of(parameter) for parameter in found]
+    for parameter in found:
+        parameter.grad = torch.randn_like(parameter)
+    optimizer.step()
+    assert predicted == [real_bytes(optimizer, parameter) for parameter in found]
+
+
+def test_frozen_and_foreign_tensors_have_no_state() -> None:
+    mine, frozen = parameters()[:2]
+    optimizer = AdamW([mine, frozen])
+    frozen.requires_grad_(False)
+    sizes = StateSizes(optimizer)
+    assert [sizes.of(p) for p in (mine, frozen, nn.Parameter(torch.ones(5)))] == [2 * mine.nbytes, 0, 0]
+
+
+def test_groups_may_differ() -> None:
+    first, second = parameters()[0], parameters()[3]
+    optimizer = SGD([{"params": [first], "momentum": 0.9}, {"params": [second]}], lr=0.1)
+    assert [StateSizes(optimizer).of(p) for p in (first, second)] == [first.nbytes, 0]
+
+
+class Python(Optimizer):
+    """Asks for numbers in its update and keeps odd state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.param_groups[0]["params"]:
+            if float(parameter.grad.norm()) > 0:
+                state = self.state[parameter]
+                state["sign"] = torch.zeros(parameter.shape, dtype=torch.int8)
+                state["count"] = 1
+                parameter.sub_(parameter.grad * self.param_groups[0]["lr"])
+
+
+def test_foreign_optimizers_are_asked_with_real_tensors() -> None:
+    parameter = nn.Parameter(torch.ones(10, 11))
+    assert StateSizes(Python([parameter])).of(parameter) == 112
+
+
+def test_measuring_leaves_optimizer_and_scheduler_alone() -> None:
+    found = parameters()
+    optimizer = AdamW(found, lr=1e-3, fused=True)
+    stepped: list[int] = []
+    optimizer.register_step_post_hook(lambda *_: stepped.append(1))
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    before = [parameter.detach().clone() for parameter in found]
+    result = measure_optimizer(optimizer, CPU)
+    StateSizes(optimizer).of(found[0])
+    assert result.name == "AdamW"
+    assert result.host_bytes_per_s == result.device_bytes_per_s > 0
+    assert result.scratch_ratio == 0
+    assert not stepped
+    assert not optimizer.state
+    assert not getattr(optimizer, "_opt_called", False)
+    assert scheduler.last_epoch == 0
+    assert all(torch.equal(old, new) for old, new in zip(before, found, strict=True))
+    assert all(parameter.grad is None for parameter in found)
+
+
+def test_scratch_of_an_update() -> None:
+    assert measure_optimizer(SGD(parameters(), lr=0.1), CPU).scratch_ratio == 0
+    assert 0.9 < measure_optimizer(AdamW(parameters(), foreach=True), CPU).scratch_ratio < 3
+
+
+def test_estimates_count_what_an_update_moves() -> None:
+    machine = load_hardware("rtx-3060")
+    fused = estimate_optimizer(AdamW(parameters(), fused=True), machine)
+    assert machine.device_memory_bytes_per_s / fused.device_bytes_per_s == pytest.approx(8, rel=0.01)  # p, g, m, v
+    # OFFMATE (2024), Table 2: un-fused Adam at 1.1 GB/s on the host, 16.6 GB/s on the device
+    loop = estimate_optimizer(AdamW(parameters(), foreach=False), machine)
+    assert loop.host_bytes_per_s == pytest.approx(1.1e9, rel=0.1)
+    assert loop.device_bytes_per_s == pytest.approx(16.6e9, rel=0.1)
+    assert estimate_optimizer(Adafactor(parameters()), machine).host_bytes_per_s > 0
+    assert estimate_optimizer(torch.optim.Adagrad(parameters()), machine).host_bytes_per_s > 0
+
+
+def test_masters_are_counted_and_cost_what_they_move() -> None:
+    low = parameters(torch.bfloat16)
+    optimizer = lt_offload.AdamW(low)
+    assert StateSizes(optimizer).of(low[0]) == 3 * 4 * low[0].numel()
+    machine = load_hardware("rtx-3060")
+    estimate = estimate_optimizer(optimizer, machine)
+    # weight and gradient of 2 bytes, master and moments of 4 bytes, each read and written
+    assert machine.host_memory_bytes_per_s / estimate.host_bytes_per_s == pytest.approx(32 / 2, rel=0.01)
+    assert estimate.scratch_ratio == 0
+    assert measure_optimizer(optimizer, CPU).host_bytes_per_s > 0
+    assert not optimizer.state
+
+
+def test_updates_on_the_host_are_measured_beyond_the_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [nn.Parameter(torch.zeros(64, 100)) for _ in range(7)]
+    optimizer = AdamW(found, fused=True)
+    assert module._host_stand_in(optimizer, module._largest(optimizer)).nbytes == 7 * 64 * 100 * 4
+    monkeypatch.setattr(module, "_HOST_ELEMENTS", 20_000)
+    assert module._host_stand_in(optimizer, module._largest(optimizer)).nbytes == 3 * 64 * 100 * 4
+    monkeypatch.setattr(module, "available_host_bytes", lambda: 0)
+    assert module._host_stand_in(optimizer, module._largest(optimizer)).nbytes == 64 * 100 * 4
+
+
+def test_numbers_of_threads() -> None:
+    assert thread_counts(15) == [1, 2, 4, 8, 15]
+    assert thread_counts(8) == [1, 2, 4, 8]
+    assert thread_counts(1) == thread_counts(0) == [1]
+
+
+@pytest.mark.parametrize(
+    ("speeds", "chosen"),
+    [({1: 1.0, 2: 2.0, 4: 2.1, 7: 2.02}, 4), ({1: 5.0, 2: 5.1, 4: 4.9, 7: 3.0}, 1), ({1: 1, 2: 2, 4: 4, 7: 7}, 7)],
+)
+def test_the_fewest_threads_that_are_fast_enough(
+    speeds: dict[int, float], chosen: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured: list[tuple[int, int]] = []
+
+    def speed(stand_in: Any, device: torch.device) -> float:
+        stand_in.step()
+        tensors = [*stand_in.parameters, *(v for v in stand_in.state.values() if v.numel() > 1)]
+        assert all(t.data_ptr() % 4096 == 0 for t in tensors), "not in pages of its own"
+        measured.append((torch.get_num_threads(), threading.get_ident()))
+        return speeds[torch.get_num_threads()]
+
+    monkeypatch.setattr(module, "_speed", speed)
+    before = torch.get_num_threads()
+    optimizer = AdamW(parameters(), fused=True)
+    place = Place(cores=frozenset(os.sched_getaffinity(0)))
+    monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(range(8)))
+    sample = module._largest(optimizer)
+    assert module._fastest(optimizer, sample, Place()) == (chosen, speeds[chosen])
+    assert [threads for threads, _ in measured] == [1, 2, 4, 7]
+    assert threading.get_ident() not in {thread for _, thread in measured}
+    assert torch.get_num_threads() == before
+    measured.clear()
+    module._fastest(optimizer, sample, place)
+    assert [threads for threads, _ in measured] == thread_counts(len(place.cores) - 1)
+
+
+def test_an_error_of_the_measurement_is_the_callers(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> float:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr(module, "_speed", fail)
+    optimizer = AdamW(parameters())
+    before = torch.get_num_threads()
+    with pytest.raises(MemoryError, match="no room"):
+        module._fastest(optimizer, module._largest(optimizer), Place())
+    assert torch.get_num_threads() == before
+
+
+def test_the_emulated_device_keeps_the_threads_of_torch() -> None:
+    assert measure_optimizer(SGD(parameters(), lr=0.1), CPU).host_threads == 0
+
+
+def test_build() -> None:
+    made = build_optimizer(AdamW, parameters())
+    assert build_optimizer(made, []) is made
+    with pytest.raises(ConfigError, match="no trainable parameter"):
+        build_optimizer(AdamW, [])

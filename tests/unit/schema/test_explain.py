@@ -1,0 +1,109 @@
+"""The table for people: it fits, it says what matters, it needs no profile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from lt_offload.plan import explain, solve
+from lt_offload.plan.build.plan import build
+from lt_offload.plan.iteration.decisions import BlockChoice, TensorChoice
+from lt_offload.schema.explain import brief
+from lt_offload.schema.plan import Alternative, Plan, Prediction
+from tests.support.profiles.fixtures import llama7b_b4
+from tests.support.profiles.small import HUGE, changed, resident, small_profile, stays
+
+
+def hand_made() -> Plan:
+    profile = small_profile(5)
+    choices = changed(resident(profile), 1, TensorChoice(place="host", stays=stays((0, 8)), grad_until=9))
+    choices = replace(choices, blocks=(*choices.blocks[:3], BlockChoice(option="recompute"), choices.blocks[4]))
+    plan = build(choices, profile, planner="test", budget_bytes=20_000, host_budget_bytes=HUGE)
+    prediction = Prediction(
+        iteration_s=200.0, lower_bound_s=160.0, no_offload_s=100.0, device_peak_bytes=19_000, host_peak_bytes=16_000
+    )
+    other = Alternative(planner="resident", iteration_s=None, reason="needs 3 kB more device memory")
+    return replace(plan, predicted=prediction, alternatives=(other,), notes=("a thing to know",))
+
+
+def test_it_says_what_each_block_does() -> None:
+    lines = explain(hand_made()).splitlines()
+    table = [" ".join(line.split()) for line in lines]
+    assert "0 keep - - - device 1" in table
+    assert "1 keep 1 kB - 1 kB host 1" in table
+    assert "2 keep - - - device 1" in table
+    assert "3 recompute - - - device 1" in table
+    assert hand_made().explain() == explain(hand_made())
+
+
+def test_it_says_what_it_costs_and_why_it_was_chosen() -> None:
+    text = " ".join(explain(hand_made()).split())
+    assert "small, 5 blocks, batch 2 x 8 tokens, planner test" in text
+    assert "2e+02 s" not in text
+    assert "25.0% above the lower bound" in text
+    assert "2.00 times the 100 s of a device with enough memory" in text
+    assert "19 kB of 20 kB" in text
+    assert "1 kB to the device, 1 kB to the host per iteration" in text
+    assert (
+        "arena 13.3 kB for 13.3 kB in use at most, 0.0% more; transfers per iteration: 1 for 1 weights and states"
+        in text
+    )
+    assert "updates on host 5%" in text
+    assert "no plan resident: needs 3 kB more device memory" in text
+    assert "note a thing to know" in text
+    assert "the backward runs the forward again" in text
+    assert "paged" not in text, "only words that occur are explained"
+    assert "estimated" not in text
+
+
+def test_in_short_it_is_one_paragraph() -> None:
+    lines = brief(hand_made()).splitlines()
+    assert len(lines) <= 7
+    assert max(map(len, lines)) <= 100
+    text = " ".join(lines)
+    assert text.startswith(
+        "small, 5 blocks, batch 2 x 8 tokens, planner test. An iteration takes 3 min 20 s, 25.0% above"
+    )
+    assert "Device memory: 19 kB of 20 kB; RAM: 16 kB of" in text
+    assert "Activations of blocks: 4 keep, 1 recompute. Tensors updated: 4 on the device, 1 on the host." in text
+
+
+def test_plans_that_were_not_simulated_say_so_in_short() -> None:
+    profile = small_profile(2)
+    plan = build(resident(profile), profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+    assert "An iteration takes not" not in brief(plan)
+    assert "not simulated" in brief(plan)
+
+
+def test_estimates_are_called_so() -> None:
+    text = " ".join(explain(replace(hand_made(), estimated=True)).split())
+    assert "the profile was estimated, not measured" in text
+    assert "iteration about" in text
+
+
+def test_plans_that_were_not_simulated_say_so() -> None:
+    profile = small_profile(2)
+    plan = build(resident(profile), profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+    assert "not simulated" in explain(plan)
+
+
+@pytest.mark.parametrize("memory", ["40GB", "8GB"])
+def test_it_fits_a_terminal_and_collapses_equal_blocks(memory: str) -> None:
+    plan = solve(llama7b_b4(12), memory=memory, planner="greedy")
+    text = plan.explain()
+    assert max(len(line) for line in text.splitlines()) <= 100
+    assert len(text.splitlines()) < 60
+    table = text.split("\n\n")[1].splitlines()
+    assert len(table) - 2 < len(plan.options), "blocks that are treated alike share a line"
+    assert "of weights are always on the device" in " ".join(text.split())
+
+
+def test_many_tensors_per_block_wrap() -> None:
+    plan = hand_made()
+    updates = [op for op in plan.ops if op.kind == "update"]
+    ops = list(plan.ops)
+    places = list(plan.update_places) + ["paged"] * 10**5
+    ops[updates[0].id] = replace(updates[0], tensors=tuple(range(5, 5 + 10**5)))
+    wide = replace(plan, ops=tuple(ops), update_places=tuple(places))  # type: ignore[arg-type]
+    assert max(len(line) for line in explain(wide).splitlines()) <= 100

@@ -1,0 +1,86 @@
+"""Tables and the curve of the bench against other systems, from made-up rows."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from xml.etree import ElementTree
+
+import bench_tables
+import pytest
+import tables
+
+from tests.support.bench_samples import GB, HARDWARE, measured
+
+PLAN = {"predicted_s": 1.02, "lower_bound_s": 0.98}
+FOUND = [
+    measured(contender="no-offload", title="no offload", budget_bytes=None, step_s=0.9, tokens_per_s=111.1),
+    measured(budget_bytes=8 * GB, device_peak_bytes=7 * GB, within_budget=True, plan=PLAN, losses_equal=True),
+    measured(
+        contender="fsdp2",
+        title="FSDP2",
+        budget_bytes=8 * GB,
+        step_s=2.0,
+        tokens_per_s=50.0,
+        device_peak_bytes=9 * GB,
+        within_budget=False,
+        loss_difference=0.00123,
+    ),
+    measured(contender="torchao", title="torchao", budget_bytes=8 * GB) | {"status": "out of memory", "message": "x"},
+    measured(budget_bytes=16 * GB, tokens_per_s=108.0, plan=PLAN),
+]
+
+
+def stored(folder: Path, suite: str, device: str = "cuda") -> Path:
+    folder.mkdir(exist_ok=True)
+    settings = {"suite": suite, "device": device}
+    document = {"kind": "bench", "date": "2025-01-31", "settings": settings, "figures": {"rows": FOUND}, **HARDWARE}
+    (folder / f"bench-{suite}.json").write_text(json.dumps(document))
+    return folder
+
+
+def test_tables_show_ratios_and_failures(tmp_path: Path) -> None:
+    block = tables.render(stored(tmp_path, "small"))
+    assert "(`python scripts/bench.py --suite small`; Some GPU, torch 2.11.0, 2025-01-31)" in block
+    lines = [line for line in block.splitlines() if line.startswith("| m, ")]
+    assert lines == [
+        "| m, all memory | no offload | 111 | 900 ms | 1.00 |  |  |  |  | 2 GB |  |",
+        "| m, 8 GB | lt_offload, auto | 100 | 1 s | 0.90 | 2.00 | 1.02 s | 980 ms | 7 GB | 2 GB | equal |",
+        "| m, 8 GB | FSDP2 | 50 | 2 s | 0.45 |  |  |  | 9 GB (over the budget) | 2 GB | Δ 1.2e-03 |",
+        "| m, 8 GB | torchao | out of memory |  |  |  |  |  |  |  |  |",
+        "| m, 16 GB | lt_offload, auto | 108 | 1 s | 0.97 |  | 1.02 s | 980 ms |  | 2 GB |  |",
+    ]
+    assert len({line.count("|") for line in block.splitlines() if line.startswith("|")}) == 1
+
+
+def test_nothing_is_shown_that_did_not_run_on_a_gpu(tmp_path: Path) -> None:
+    assert tables.render(stored(tmp_path, "small", device="cpu")) == ""
+    assert tables.plots(tmp_path) == {}
+
+
+def test_the_curve_is_drawn_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, readme = stored(tmp_path / "results", "curve"), tmp_path / "README.md"
+    readme.write_text("<!-- numbers -->\n<!-- /numbers -->\n")
+
+    def call(*more: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["tables.py", "--readme", str(readme), "--results", str(folder), *more])
+        return tables.main()
+
+    assert call() == 0
+    assert call("--check") == 0
+    assert "](results/bench-curve.svg)" in readme.read_text()
+    picture = folder / "bench-curve.svg"
+    texts = [element.text for element in ElementTree.parse(picture).iter() if element.tag.endswith("text")]
+    assert {"8 GB", "16 GB", "no offload", "lt_offload, auto", "FSDP2"} <= set(texts)
+    assert "torchao" not in texts, "it has no point"
+    picture.write_text("<svg/>")
+    assert call("--check") == 1
+
+
+def test_a_row_that_was_extrapolated_says_so() -> None:
+    row = measured(contender="no-offload", title="no offload", budget_bytes=None, extrapolated=True)
+    del row["host_peak_bytes"]
+    (line,) = bench_tables.rows({"figures": {"rows": [row]}})
+    assert line[2] == "100 (extrapolated)"
+    assert len(line) == len(bench_tables.HEAD)

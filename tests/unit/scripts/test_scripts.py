@@ -1,0 +1,435 @@
+"""The measuring scripts: their parts on hand-made results, and each of them once on a tiny model."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from lt_offload import simulate
+from lt_offload.cli.main import main
+from lt_offload.schema.trace import Span
+from tests.support import tiny
+from tests.support.samples import make_profile
+
+SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
+
+
+@pytest.fixture
+def script(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(SCRIPTS))
+
+    def load(name: str) -> ModuleType:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        return importlib.import_module(name)
+
+    return load
+
+
+MACHINE = {"processor": "Some CPU", "cores": 2, "ram_bytes": 1, "gpu": None, "threads": 2, "system": "Linux"}
+COMPARE = {
+    "settings": {"recipe": "quickstart", "steps": 20},
+    "figures": {
+        "difference": {"loss": 0.0, "weights": 0.0, "optimizer": 1.5e-8},
+        "time_ratio": 1.234,
+        "stock": {"device_peak_bytes": 2_500_000_000},
+        "offmate": {"device_peak_bytes": 430_000_000},
+    },
+}
+BENCH = {
+    "settings": {"model": "Llama"},
+    "figures": {
+        "cases": [
+            {"name": "plain", "step_s": 1.0, "ratio": 1.0, "goal": None, "device_peak_bytes": 10**9},
+            {
+                "name": "streamed",
+                "step_s": 1.05,
+                "ratio": 1.05,
+                "goal": 1.6,
+                "device_peak_bytes": 10**9,
+                "lanes": {
+                    "compute": {"busy_s": 1.0},
+                    "h2d": {"busy_s": 0.5, "beside_compute": 0.937},
+                    "d2h": {"busy_s": 0.5, "beside_compute": 0.5},
+                    "host": {"busy_s": 0.0, "beside_compute": None},
+                },
+            },
+        ],
+    },
+}
+BUDGET = {
+    "settings": {"recipe": "quickstart"},
+    "figures": {"runs_bytes": 4 * 10**8, "floor_bytes": 39 * 10**7, "model_bytes": 2 * 10**9},
+}
+PLANNER = {
+    "settings": {"config": "llama2-7b", "memory_bytes": 11 * 10**9},
+    "figures": {
+        "cases": [
+            {
+                "layers": 40,
+                "model_bytes": 10**11,
+                "plan_s": 4.5,
+                "goal_s": 10.0,
+                "gap": 0.021,
+                "iteration_s": 3.0,
+                "no_offload_s": 2.0,
+            }
+        ]
+    },
+}
+BATCH: dict[str, Any] = {
+    "settings": {"memory_bytes": 10**10},
+    "figures": {
+        "cases": [
+            {"layers": 32, "batch_size": 8, "samples_per_s": 0.3571, "choice_s": 25.7, "plans": 3.47, "goal": 4.0}
+        ]
+    },
+}
+LAUNCH = {
+    "figures": {
+        "blocks": 27,
+        "goal_s": 3e-4,
+        "plans": [
+            {
+                "name": "resident",
+                "own_per_block_step_s": 1.5e-4,
+                "phases_s": {"update": 5e-5, "walk": 1e-4},
+                "plain_update_s": 54 * 6e-5,
+                "thread_per_block_step_s": 2e-4,
+                "per_block_step_s": 2.5e-4,
+            }
+        ],
+    }
+}
+UPDATE = {
+    "figures": {
+        "cases": [
+            {
+                "name": "lt_offload",
+                "scheme": "fp32",
+                "threads": 2,
+                "bytes_per_s": 2.04e10,
+                "of_memory": 0.954,
+                "of_deepspeed": 1.041,
+            },
+            {
+                "name": "lt_offload",
+                "scheme": "fp32",
+                "threads": 1,
+                "bytes_per_s": 1e10,
+                "of_memory": 0.5,
+                "of_deepspeed": 1.0,
+            },
+            {
+                "name": "copy",
+                "scheme": "memory",
+                "threads": 2,
+                "bytes_per_s": 2e10,
+                "of_memory": None,
+                "of_deepspeed": None,
+            },
+        ]
+    }
+}
+PACKING = {
+    "figures": {
+        "cases": [
+            {"model": "llama2-7b", "dtype": "float32", "reason": "does not fit"},
+            {"model": "llama2-7b", "dtype": "float32", "waste": 0.01, "tensors": 90, "transfers": 30},
+            {"model": "llama2-7b", "dtype": "float32", "waste": 0.04, "tensors": 90, "transfers": 30},
+        ]
+    }
+}
+GUARD = {
+    "figures": {
+        f"{key}{worst}": value * factor
+        for worst, factor in (("", 1), ("_worst", 2))
+        for key, value in {
+            "operation_plain_us": 10.0,
+            "operation_us": 50.0,
+            "weight_us": 30.0,
+            "block_us": 12.0,
+            "borders_us": 1600.0,
+            "iteration_ratio": 1.02,
+        }.items()
+    }
+    | {"blocks": 28.0, "weights": 255.0}
+}
+KINDS = {
+    "compare": COMPARE,
+    "guard": GUARD,
+    "bench-emulated": BENCH,
+    "bench-launch": LAUNCH,
+    "bench-update": UPDATE,
+    "bench-packing": PACKING,
+    "smallest-budget": BUDGET,
+    "bench-planner": PLANNER,
+    "bench-batch": BATCH,
+}
+
+
+@pytest.fixture
+def results(tmp_path: Path) -> Path:
+    folder = tmp_path / "results"
+    folder.mkdir()
+    for kind, result in KINDS.items():
+        document = {"kind": kind, "date": "2025-01-31", "machine": MACHINE, "versions": {"torch": "2.11.0"}} | result
+        (folder / f"{kind}.json").write_text(json.dumps(document))
+    return folder
+
+
+def test_tables_show_figures_with_machine_and_date(script: Any, results: Path) -> None:
+    block = script("tables").render(results)
+    assert "| `quickstart` | 20 | 0 | 0 | 1.5e-08 | 1.23 | 2.5 GB | 430 MB |" in block
+    assert "| Llama, streamed | 1.05 s | 1.05 | 1.60 | 94% | 50% |  | 1 GB |" in block
+    assert "| `quickstart` | 400 MB | 390 MB | 2 GB | 20% |" in block
+    assert "| llama2-7b, 40 layers | 100 GB | 11 GB | 4.5 s | 10 s | 2.1% | 1.50 |" in block
+    assert "| resident, 27 blocks | 150 us | 50 us | 60 us | 200 us | 250 us | 300 us |" in block
+    assert "| lt_offload | fp32 | 2 | 20.4 GB/s | 95% | 1.04 |" in block
+    assert "| copy | memory | 2 | 20.0 GB/s |  |  |" in block
+    assert "| lt_offload | fp32 | 1 |" not in block
+    assert "| the same with the engine | 50 us | 100 us |" in block
+    assert "| llama2-7b, float32 | 2 | 2.5% | 4.0% | 1 of 2 | 3.0 |" in block
+    assert block.count("Some CPU, 2 cores, torch 2.11.0, 2025-01-31") == len(KINDS)
+    assert "| Llama-2-7B, 32 layers | 10 GB | 8 | 0.357 | 25.7 s | 3.5 | 4 |" in block
+    for table in block.split("**")[2::2]:
+        assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) == 1
+
+
+def test_readme_is_written_and_checked(
+    script: Any, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tables = script("tables")
+    readme = tmp_path / "README.md"
+    readme.write_text("# Title\n\n<!-- numbers -->\nold\n<!-- /numbers -->\n\nmore\n")
+
+    def run(*options: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["tables.py", "--readme", str(readme), "--results", str(results), *options])
+        return tables.main()
+
+    assert run("--check") == 1
+    assert "out of date" in capsys.readouterr().err
+    assert "old" in readme.read_text()
+    assert run() == 0
+    text = readme.read_text()
+    assert text.startswith("# Title\n\n<!-- numbers -->\n\n**Same numbers")
+    assert text.endswith("\n\n<!-- /numbers -->\n\nmore\n")
+    assert run("--check") == 0
+    (results / "compare.json").unlink()
+    assert run("--check") == 1
+
+
+def test_the_readme_of_this_repository_is_up_to_date(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
+    assert script("tables").main() == 0
+
+
+def test_unknown_results_and_a_readme_without_marks_are_errors(script: Any, tmp_path: Path) -> None:
+    tables = script("tables")
+    (tmp_path / "x.json").write_text('{"kind": "guess"}')
+    with pytest.raises(SystemExit, match="kind 'guess' is not one of compare"):
+        tables.render(tmp_path)
+    with pytest.raises(SystemExit, match="README has no lines"):
+        tables.insert("<!-- /numbers --> <!-- numbers -->", "x")
+
+
+def test_results_carry_machine_versions_and_date(script: Any, tmp_path: Path) -> None:
+    path = script("common").save("name", "compare", {"steps": 1}, {"loss": 0.5}, tmp_path / "new")
+    result = json.loads(path.read_text())
+    assert path.name == "name.json"
+    assert (result["kind"], result["settings"], result["figures"]) == ("compare", {"steps": 1}, {"loss": 0.5})
+    assert result["machine"]["cores"] >= 1
+    assert result["machine"]["processor"]
+    assert result["versions"]["torch"][0].isdigit()
+    assert len(result["date"]) == 10
+
+
+CHILD = """
+from common import in_child, serve_child
+
+def double(value):
+    print("noise")
+    return {"twice": 2 * value}
+
+def fail():
+    raise RuntimeError("no")
+
+if __name__ == "__main__":
+    serve_child(double, fail)
+"""
+
+
+def test_jobs_run_in_processes_of_their_own(script: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    common = script("common")
+    program = tmp_path / "program.py"
+    program.write_text(f"import sys\nsys.path.insert(0, {str(SCRIPTS)!r})\n{CHILD}")
+    answer = common.in_child(str(program), "double", value=21)
+    assert answer == {"twice": 42}
+    assert capfd.readouterr().out == ""
+    with pytest.raises(SystemExit, match=r"program.py: fail failed \(exit code 1\)"):
+        common.in_child(str(program), "fail")
+
+
+def test_the_largest_difference_is_found_wherever_it_is(script: Any) -> None:
+    compare = script("compare")
+    left = {"state": {0: {"exp_avg": torch.tensor([1.0, 2.0]), "step": torch.tensor(3.0)}}, "groups": [{"lr": 0.1}]}
+    right = copy.deepcopy(left)
+    assert compare.largest_difference(left, right) == 0
+    right["state"][0]["exp_avg"][1] += 0.25
+    assert compare.largest_difference(left, right) == 0.25
+    right["groups"][0]["lr"] = 1.1
+    assert compare.largest_difference(left, right) == 1.0
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"w": torch.tensor([1.0, float("nan")])},
+        {"w": torch.tensor([1.0])},
+        {"w": torch.tensor([1.0, 2.0], dtype=torch.float64)},
+        {"w": torch.tensor([1.0, 2.0]), "more": 1},
+        {"w": "text"},
+    ],
+    ids=["not a number", "shape", "dtype", "keys", "type"],
+)
+def test_what_cannot_be_compared_is_not_called_equal(script: Any, other: dict[str, Any]) -> None:
+    assert script("compare").largest_difference({"w": torch.tensor([1.0, 2.0])}, other) is None
+
+
+def test_the_plain_run_gets_no_settings_of_the_strategy(script: Any) -> None:
+    given = ["--trainer.strategy.memory", "1GB", "--model.lr=1", "--trainer.strategy=x", "--data.pack", "false"]
+    assert script("compare").without_strategy(given) == ["--model.lr=1", "--data.pack", "false"]
+
+
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
+    """A recipe of a tiny random model on a little text."""
+    model = tiny.model(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    path = tmp_path / "tiny.yaml"
+    settings = {
+        "base": "configs/base.yaml",
+        "trainer": {"accelerator": "cpu"},
+        "model": {"name": str(model), "lr": 0.01},
+        "data": {"path": str(tmp_path / "text.txt"), "max_length": 32, "batch_size": 2},
+    }
+    path.write_text(yaml.safe_dump(settings))
+    return path
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
+@pytest.mark.filterwarnings("ignore:Experiment logs directory.*")
+@pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning")
+def test_compare_trains_both_ways_and_finds_no_difference(
+    script: Any, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def here(command: list[str]) -> int:
+        """Run the command in this process: most of its time would be imports."""
+        assert command[1:3] == ["-m", "lt_offload.cli.main"]
+        return main(command[3:])
+
+    monkeypatch.setattr(script("common"), "_run", here)
+    results = tmp_path / "results"
+    program = ["compare.py", str(recipe), "--steps", "3", "--results", str(results)]
+    monkeypatch.setattr(sys, "argv", [*program, "--trainer.strategy.memory", "400kB"])
+    assert script("compare").main() == 0
+    assert "largest difference in optimizer: 0" in capsys.readouterr().out
+    result = json.loads((results / "compare-tiny.json").read_text())
+    figures = result["figures"]
+    assert figures["difference"] == {"loss": 0, "weights": 0, "optimizer": 0}
+    assert figures["stock"]["losses"] == figures["offmate"]["losses"]
+    assert len(set(figures["stock"]["losses"])) == 3, "a model that learns nothing proves nothing"
+    assert "plan" not in figures["stock"]
+    assert figures["offmate"]["plan"]["budget_bytes"] == 400_000
+    assert 0 < figures["offmate"]["device_peak_bytes"] <= 400_000 < figures["stock"]["device_peak_bytes"]
+    assert "Same numbers" in script("tables").render(results)
+
+
+@pytest.mark.parametrize("factor", [0.9, 1.0, 1.12], ids=["runs in less", "honest", "too low"])
+def test_smallest_budget_is_found_wherever_the_floor_is(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
+) -> None:
+    smallest = script("smallest_budget")
+    profile = make_profile(layers=4, tensors_per_layer=2)
+    floor = script("planning").floor_bytes(profile)
+    needed = round(factor * floor)
+    tried: list[int | None] = []
+
+    def machine(recipe: str, folder: Path, steps: int, settings: list[str], **options: bool) -> int:
+        memory = settings[settings.index("--trainer.strategy.memory") + 1]
+        tried.append(None if memory == "null" else int(memory))
+        profile.save(folder / "profile.json")
+        (folder / "figures.json").write_text(json.dumps({"device_peak_bytes": needed - 1}))
+        return int(memory != "null" and int(memory) < needed)
+
+    monkeypatch.setattr(smallest, "run_recipe", machine)
+    monkeypatch.setattr(sys, "argv", ["smallest_budget.py", "recipes/some.yaml", "--results", str(tmp_path)])
+    assert smallest.main() == 0
+    figures = json.loads((tmp_path / "smallest-budget-some.json").read_text())["figures"]
+    assert tried[:2] == [None, floor]
+    assert (figures["floor_bytes"], figures["measured_peak_bytes"]) == (floor, needed - 1)
+    assert needed <= figures["runs_bytes"] <= 1.011 * needed
+    assert min(size for size in tried if size) < needed, "nothing smaller was tried"
+
+
+def test_overlap_is_what_ran_beside_computations(script: Any) -> None:
+    profile = make_profile(layers=2, tensors_per_layer=1)
+    plan = script("planning").stream_all(profile)
+    fetch = next(op for op in plan.ops if op.kind == "prefetch")
+    leave = next(op for op in plan.ops if op.kind == "offload")
+    update = next(op for op in plan.ops if op.kind == "update")
+    spans = [
+        Span(op=0, lane="compute", label="", start=0.0, end=1.0),
+        Span(op=0, lane="compute", label="", start=2.0, end=3.0),
+        Span(op=fetch.id, lane="h2d", label="", start=0.5, end=1.5),
+        Span(op=leave.id, lane="d2h", label="", start=1.0, end=2.0),
+        Span(op=update.id, lane="host", label="", start=2.5, end=3.0),
+    ]
+    trace = replace(simulate(plan, profile), spans=tuple(spans))
+    found = script("overlap").overlap(trace, plan, profile)
+    assert found["compute"] == {"busy_s": 2.0}
+    assert found["h2d"] == {
+        "busy_s": 1.0,
+        "beside_compute": 0.5,
+        "bytes_per_s": fetch.bytes,
+        "beside_other_direction": 0.5,
+    }
+    assert found["d2h"]["beside_compute"] == 0.0
+    assert found["host"]["beside_compute"] == 1.0
+    assert found["host"]["bytes_per_s"] == 2 * sum(profile.tensors[t].bytes for t in update.tensors)
+
+
+def test_the_bench_on_the_emulated_device_measures_every_case(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    bench = script("bench_emulated")
+    figures = {"device_peak_bytes": 5, "plan": None, "lanes": None}
+    asked: list[tuple[str, int | None]] = []
+
+    def child(program: str, job: str, **arguments: Any) -> dict[str, Any]:
+        if job == "make_plans":
+            assert arguments["links"] == [10**9, 4 * 10**9]
+            return {"model": "Llama", "blocks": 3}
+        asked.append((arguments["case"], arguments["link"]))
+        return figures | {"steps_s": [2.0, 1.0, 1.5] if arguments["case"] == "plain" else [3.0]}
+
+    monkeypatch.setattr(bench, "in_child", child)
+    options = ["--small", "--rounds", "2", "--links", "1GB,4GB", "--results", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["bench_emulated.py", *options])
+    assert bench.main() == 0
+    cases = ["plain", "resident", "streamed", "link 1 GB per s", "link 4 GB per s"]
+    assert asked == [*zip(cases, [None, None, None, 10**9, 4 * 10**9], strict=True)] * 2
+    result = json.loads((tmp_path / "bench-emulated-small.json").read_text())
+    assert [(case["name"], case["ratio"]) for case in result["figures"]["cases"]] == [
+        (case, 1.0 if case == "plain" else 2.0) for case in cases
+    ]
+    assert "link 4 GB per s" in capsys.readouterr().out

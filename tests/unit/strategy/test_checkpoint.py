@@ -1,0 +1,357 @@
+"""Checkpoint files: complete or absent, no second copy in RAM, readable by everybody."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.fabric.plugins.io.checkpoint_io import CheckpointIO
+from lightning.pytorch.plugins import TorchCheckpointIO
+from torch import nn
+
+from lt_offload.errors import CheckpointError
+from lt_offload.strategy.checkpoint import files as checkpoint
+from lt_offload.strategy.register import bind
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def io() -> Any:
+    return bind(checkpoint.AtomicCheckpointIO, "lightning.pytorch", "plugins.TorchCheckpointIO")()
+
+
+def contents() -> dict[str, Any]:
+    torch.manual_seed(0)
+    weight = torch.randn(50, 7)
+    return {"state_dict": {"a": weight, "tied": weight, "b": torch.arange(3)}, "epoch": 4, "loops": {"x": [1, 2]}}
+
+
+def same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    tensors = all(torch.equal(left["state_dict"][key], right["state_dict"][key]) for key in right["state_dict"])
+    return tensors and left["loops"] == right["loops"] and left["epoch"] == right["epoch"]
+
+
+def test_round_trip_and_no_leftovers(io: Any, tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "last.ckpt"
+    io.save_checkpoint(contents(), path)
+    loaded = io.load_checkpoint(path)
+    assert same(loaded, contents())
+    assert loaded["state_dict"]["a"].data_ptr() == loaded["state_dict"]["tied"].data_ptr()
+    assert [p.name for p in path.parent.iterdir()] == ["last.ckpt"]
+    assert isinstance(io, CheckpointIO)
+
+
+def test_lightning_reads_our_files_and_we_read_its(io: Any, tmp_path: Path) -> None:
+    stock = TorchCheckpointIO()
+    io.save_checkpoint(contents(), tmp_path / "ours.ckpt")
+    stock.save_checkpoint(contents(), tmp_path / "theirs.ckpt")
+    assert same(stock.load_checkpoint(tmp_path / "ours.ckpt", weights_only=True), contents())
+    assert same(io.load_checkpoint(str(tmp_path / "theirs.ckpt")), contents())
+
+
+def test_an_old_format_is_read_too(io: Any, tmp_path: Path) -> None:
+    torch.save(contents(), tmp_path / "old.ckpt", _use_new_zipfile_serialization=False)
+    assert same(io.load_checkpoint(tmp_path / "old.ckpt"), contents())
+
+
+def test_a_loaded_checkpoint_survives_its_file(io: Any, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    io.save_checkpoint(contents(), path)
+    loaded = io.load_checkpoint(path)
+    io.save_checkpoint({"state_dict": {}, "epoch": 5, "loops": {}}, path)
+    assert same(loaded, contents())
+    loaded["state_dict"]["b"].add_(1)  # writes to private pages, not to the file
+    assert io.load_checkpoint(path)["epoch"] == 5
+
+
+def test_code_in_a_checkpoint_is_refused_unless_asked_for(io: Any, tmp_path: Path) -> None:
+    io.save_checkpoint({"module": nn.Linear(1, 1)}, tmp_path / "odd.ckpt")
+    with pytest.raises(Exception, match="[Ww]eights.only"):
+        io.load_checkpoint(tmp_path / "odd.ckpt")
+    assert isinstance(io.load_checkpoint(tmp_path / "odd.ckpt", weights_only=False)["module"], nn.Linear)
+
+
+def test_a_failed_save_leaves_the_last_checkpoint(io: Any, tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    io.save_checkpoint(contents(), path)
+    with pytest.raises(Exception, match="pickle|local"):
+        io.save_checkpoint({"bad": lambda: None}, path)
+    assert same(io.load_checkpoint(path), contents())
+    assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+def test_bad_arguments(io: Any, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"nothing\.ckpt"):
+        io.load_checkpoint(tmp_path / "nothing.ckpt")
+    with pytest.raises(TypeError, match="storage_options"):
+        io.save_checkpoint({}, tmp_path / "a.ckpt", storage_options={})
+
+
+def test_remote_paths_are_lightnings(io: Any) -> None:
+    io.save_checkpoint(contents(), "memory://run/last.ckpt")
+    assert same(io.load_checkpoint("memory://run/last.ckpt"), contents())
+    io.remove_checkpoint("memory://run/last.ckpt")
+
+
+def test_remove(io: Any, tmp_path: Path) -> None:
+    io.save_checkpoint(contents(), tmp_path / "a.ckpt")
+    io.remove_checkpoint(tmp_path / "a.ckpt")
+    assert not list(tmp_path.iterdir())
+
+
+# -- on disk ----------------------------------------------------------------------------------------------------------
+
+
+def test_contents_are_on_disk_before_the_name_and_the_name_before_the_return(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A power cut after the renaming must not find the new name with old or no contents."""
+    done: list[tuple[str, int, int]] = []
+    fsync, replace = os.fsync, Path.replace
+
+    def synced(descriptor: int) -> None:
+        fsync(descriptor)
+        status = os.fstat(descriptor)
+        done.append(("sync", status.st_ino, status.st_size))
+
+    def replaced(source: Path, target: Path) -> Path:
+        done.append(("replace", source.stat().st_ino, source.stat().st_size))
+        return replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "replace", replaced)
+    path = tmp_path / "a.ckpt"
+    checkpoint.save(contents(), path)
+    file = path.stat()
+    assert [what[:2] for what in done] == [
+        ("sync", file.st_ino), ("replace", file.st_ino), ("sync", tmp_path.stat().st_ino)
+    ]  # fmt: skip
+    assert done[0][2] == done[1][2] == file.st_size
+
+
+def test_leftovers_are_removed_but_not_what_a_living_run_writes(tmp_path: Path) -> None:
+    dead, alive = tmp_path / ".a.ckpt.partial", tmp_path / ".b.ckpt.partial"
+    dead.write_bytes(b"half")
+    (tmp_path / "a.ckpt").write_bytes(b"whole")
+    with checkpoint._locked(alive):
+        checkpoint.prepare(tmp_path)
+        assert sorted(p.name for p in tmp_path.iterdir()) == [".b.ckpt.partial", "a.ckpt"]
+    checkpoint.prepare(tmp_path)
+    assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_a_folder_that_can_be_made_is_left_to_who_saves(tmp_path: Path) -> None:
+    checkpoint.prepare(tmp_path / "deep" / "er")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("number", [errno.EROFS, errno.EACCES])
+def test_a_read_only_folder_is_named_before_anything_is_written(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, "touch", refuse)
+    with pytest.raises(CheckpointError, match=f"cannot be written, {tmp_path} is read-only .* dirpath= of ModelCheck"):
+        checkpoint.prepare(tmp_path)
+
+
+def test_a_folder_that_cannot_be_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(CheckpointError, match="file/checkpoints.* cannot be written: Not a directory; choose another"):
+        checkpoint.prepare(tmp_path / "file" / "checkpoints")
+
+
+class Usage:
+    def __init__(self, free: int) -> None:
+        self.free = free
+
+
+def test_a_disk_without_room_is_named_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1_500))
+    monkeypatch.setattr(torch, "save", lambda *args: pytest.fail("the file was begun"))
+    sentence = r"a\.ckpt was not written, the disk is full \(it takes 1.6 kB, 1.5 kB are free\); make room"
+    state = {"weights": torch.zeros(400), "same": torch.zeros(1)}
+    state["alias"] = state["weights"][:10]  # takes no room of its own
+    with pytest.raises(CheckpointError, match=sentence):
+        checkpoint.save(state, tmp_path / "a.ckpt")
+
+
+def fill(written: object, path: Path) -> None:
+    path.write_bytes(b"half")
+    raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
+
+
+def test_a_disk_that_fills_up_meanwhile_is_named_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "a.ckpt"
+    checkpoint.save(contents(), path)
+    room = iter([10**9, 0, 0])
+    monkeypatch.setattr(shutil, "disk_usage", lambda where: Usage(next(room)))
+    monkeypatch.setattr(torch, "save", fill)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        checkpoint.save(contents(), path)
+    monkeypatch.undo()
+    assert same(checkpoint.load(path), contents())
+    assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_a_failure_that_is_not_the_disks_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "save", fill)
+    with pytest.raises(RuntimeError, match="inline_container"):
+        checkpoint.save(contents(), tmp_path / "a.ckpt")
+
+
+def test_a_quota_is_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(descriptor: int) -> None:
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(CheckpointError, match="the disk is full"):
+        checkpoint.save(contents(), tmp_path / "a.ckpt")
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_newest_complete_checkpoint(tmp_path: Path) -> None:
+    whole: dict[str, Any] = {"state_dict": {}, "optimizer_states": [], "lr_schedulers": [], "loops": {}}
+    assert checkpoint.newest(tmp_path) is None
+    for age, name in enumerate(("cut", "weights", "text", "good", "older")):
+        checkpoint.save({"state_dict": {}} if name == "weights" else whole, tmp_path / f"{name}.ckpt")
+        os.utime(tmp_path / f"{name}.ckpt", ns=(10**18 - age, 10**18 - age))
+    cut = tmp_path / "cut.ckpt"
+    cut.write_bytes(cut.read_bytes()[:-10])
+    (tmp_path / "text.ckpt").write_text("no checkpoint")
+    (tmp_path / ".newer.ckpt.partial").write_bytes((tmp_path / "good.ckpt").read_bytes())
+    os.utime(tmp_path / "good.ckpt", ns=(10**17, 10**17))
+    os.utime(tmp_path / "older.ckpt", ns=(10**16, 10**16))
+    assert checkpoint.newest(tmp_path) == tmp_path / "good.ckpt"
+
+
+# -- kill -9 ----------------------------------------------------------------------------------------------------------
+
+WRITER = """
+import sys, threading, time, torch
+from lt_offload.strategy.checkpoint.files import save
+state = lambda epoch: {"state_dict": {str(i): torch.full((2 << 20,), float(epoch)) for i in range(12)}, "epoch": epoch}
+for epoch in range(1000):
+    save(state(epoch), sys.argv[1])
+    print(epoch, flush=True)
+"""
+
+
+def test_kill_during_a_write_leaves_the_last_complete_checkpoint(tmp_path: Path) -> None:
+    path = tmp_path / "last.ckpt"
+    partial = tmp_path / ".last.ckpt.partial"
+    command = [sys.executable, "-c", WRITER, str(path)]
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as writer:
+        try:
+            assert writer.stdout is not None
+            while int(writer.stdout.readline()) < 1:
+                pass
+            while not (partial.exists() and 1 << 20 < partial.stat().st_size < 90 << 20):
+                assert writer.poll() is None, "the writer was never seen in the middle of a file"
+        finally:
+            writer.send_signal(signal.SIGKILL)
+    assert partial.exists(), "killed too late: nothing was being written"
+    found = checkpoint.load(path)
+    assert found["epoch"] >= 1
+    assert all(torch.equal(t, torch.full_like(t, found["epoch"])) for t in found["state_dict"].values())
+    checkpoint.save(contents(), path)  # the next run is not in the way of the leftover
+    assert [p.name for p in tmp_path.iterdir()] == ["last.ckpt"]
+
+
+# -- RAM --------------------------------------------------------------------------------------------------------------
+
+MEASURE = """
+import resource, sys, torch
+from lt_offload.strategy.checkpoint.files import load, save
+rss = lambda: int(next(l for l in open("/proc/self/status") if l.startswith("RssAnon")).split()[1]) >> 10
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10
+torch.save({}, sys.argv[1])
+state = {"state_dict": {str(i): torch.ones(16 << 18) for i in range(16)}}
+before = peak()
+save(state, sys.argv[1])
+saved = peak() - before
+del state
+before = rss()
+loaded = load(sys.argv[1])
+total = sum(float(t[0]) for t in loaded["state_dict"].values())
+print(saved, rss() - before, int(total))
+"""
+
+
+def test_saving_and_loading_make_no_second_copy(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": str(ROOT)}
+    out = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(tmp_path / "a.ckpt")], check=True, capture_output=True, text=True, env=env
+    ).stdout
+    saved, loaded, total = map(int, out.split())
+    assert total == 16
+    assert saved < 32, f"saving 256 MiB took {saved} MiB more"
+    assert loaded < 32, f"loading 256 MiB took {loaded} MiB"
+
+
+# -- optimizer state --------------------------------------------------------------------------------------------------
+
+
+def trained(dtype: torch.dtype, *, fp32_state: bool) -> tuple[nn.Parameter, torch.optim.Optimizer]:
+    torch.manual_seed(1)
+    parameter = nn.Parameter(torch.randn(8, 4).to(dtype))
+    optimizer = torch.optim.Adam([parameter], lr=0.1)
+    parameter.grad = torch.randn(8, 4).to(dtype)
+    optimizer.step()
+    if fp32_state:
+        optimizer.state[parameter]["exp_avg"] = torch.randn(8, 4)
+    return parameter, optimizer
+
+
+def test_states_keep_the_dtype_in_which_they_were_saved() -> None:
+    _, source = trained(torch.bfloat16, fp32_state=True)
+    saved = source.state_dict()
+    parameter, optimizer = trained(torch.bfloat16, fp32_state=False)
+    optimizer.load_state_dict(saved)
+    assert optimizer.state[parameter]["exp_avg"].dtype == torch.bfloat16, "torch casts no more: this code can go"
+    checkpoint.load_optimizer_state(optimizer, saved, {parameter})
+    for key, value in saved["state"][0].items():
+        assert optimizer.state[parameter][key].dtype == value.dtype
+        assert torch.equal(optimizer.state[parameter][key], value)
+
+
+def test_states_follow_a_parameter_that_changed_its_dtype() -> None:
+    _, source = trained(torch.float32, fp32_state=False)
+    parameter, optimizer = trained(torch.bfloat16, fp32_state=False)
+    checkpoint.load_optimizer_state(optimizer, source.state_dict(), set())
+    assert optimizer.state[parameter]["exp_avg"].dtype == torch.bfloat16
+
+
+def test_states_leave_the_file(tmp_path: Path) -> None:
+    parameter, source = trained(torch.float32, fp32_state=False)
+    checkpoint.save(source.state_dict(), tmp_path / "o.ckpt")
+    saved = checkpoint.load(tmp_path / "o.ckpt")
+    checkpoint.load_optimizer_state(source, saved, {parameter})
+    state = source.state[parameter]["exp_avg"]
+    assert state.data_ptr() != saved["state"][0]["exp_avg"].data_ptr()
+    assert torch.equal(state, saved["state"][0]["exp_avg"])
+
+
+def test_groups_and_missing_states() -> None:
+    first, second = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.Adam([{"params": [second]}, {"params": [first], "lr": 0.5}], lr=0.1)
+    first.grad = torch.ones(2)
+    optimizer.step()
+    saved = optimizer.state_dict()
+    optimizer.param_groups[1]["lr"] = 7.0
+    checkpoint.load_optimizer_state(optimizer, saved, {first, second})
+    assert optimizer.param_groups[1]["lr"] == 0.5
+    assert torch.equal(optimizer.state[first]["exp_avg"], saved["state"][1]["exp_avg"])
+    assert second not in optimizer.state

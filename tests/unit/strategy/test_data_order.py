@@ -1,0 +1,103 @@
+"""Loaders that begin an epoch again: the batches that come after are those of the first time."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
+
+from lt_offload.finetune.data import ResumableLoader
+from lt_offload.finetune.packing import ResumableBatches, Sequences
+from lt_offload.strategy.checkpoint.data_order import Repeatable, repeatable
+
+pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+
+
+class Augmented(Dataset[Tensor]):
+    """Items that every generator has a part in, one of its own too."""
+
+    def __init__(self) -> None:
+        self.own = np.random.default_rng(0)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Tensor:
+        noise = random.random(), np.random.random(), torch.rand(()).item(), self.own.random()
+        return torch.tensor([index, *noise], dtype=torch.float64)
+
+
+class Stream(IterableDataset[Tensor]):
+    def __iter__(self) -> Iterator[Tensor]:
+        yield from torch.rand(12)
+
+
+MAKERS: dict[str, Callable[[], DataLoader[Any]]] = {
+    "shuffled": lambda: DataLoader(Augmented(), batch_size=2, shuffle=True),
+    "own generator": lambda: DataLoader(
+        Augmented(), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3)
+    ),
+    "sampler's generator": lambda: DataLoader(
+        Augmented(), batch_size=2, sampler=RandomSampler(range(12), generator=torch.Generator().manual_seed(4))
+    ),
+    "with replacement": lambda: DataLoader(Augmented(), 2, sampler=WeightedRandomSampler([0.5, 2] * 6, 12)),
+    "workers": lambda: DataLoader(Augmented(), batch_size=2, shuffle=True, num_workers=2),
+    "iterable": lambda: DataLoader(Stream(), batch_size=2),
+}
+
+
+def seed(value: int) -> None:
+    for function in (random.seed, np.random.seed, torch.manual_seed):
+        function(value)
+
+
+@pytest.mark.parametrize("maker", MAKERS)
+def test_the_rest_of_an_epoch_is_the_same(maker: str) -> None:
+    seed(1)
+    loader: Any = repeatable(MAKERS[maker]())
+    list(loader)  # an epoch that is over
+    loader.forget()
+    batches = iter(loader)
+    seen = [next(batches) for _ in range(2)]
+    state = loader.state_dict()
+    rest = list(batches)
+
+    seed(99)
+    resumed: Any = repeatable(MAKERS[maker]())
+    resumed.load_state_dict(state)
+    again = iter(resumed)
+    assert all(torch.equal(next(again), batch) for batch in seen)
+    assert all(torch.equal(left, right) for left, right in zip(again, rest, strict=True))
+    assert len(rest) == 4
+
+
+def test_passes_of_a_short_loader_are_all_kept() -> None:
+    loader: Any = repeatable(DataLoader(range(4), batch_size=2, shuffle=True))
+    first = [batch.tolist() for _ in range(2) for batch in loader]
+    torch.rand(5)
+    again: Any = repeatable(DataLoader(range(4), batch_size=2, shuffle=True))
+    again.load_state_dict(loader.state_dict())
+    assert [batch.tolist() for _ in range(2) for batch in again] == first
+
+
+def test_a_loader_stays_what_it_is() -> None:
+    loader = DataLoader(range(4), batch_size=2)
+    made: Any = repeatable(loader)
+    assert isinstance(made, DataLoader)
+    assert isinstance(made, Repeatable)
+    assert made is not loader
+    assert type(loader) is DataLoader
+    assert (made.dataset, made.batch_size, len(made)) == (loader.dataset, 2, 2)
+    assert repeatable([1]) == [1]
+
+
+def test_a_loader_that_keeps_its_place_is_left_alone() -> None:
+    order = ResumableBatches(4, 2, seed=0)
+    loader = ResumableLoader(Sequences([]), batch_sampler=order, collate_fn=list)
+    assert repeatable(loader) is loader

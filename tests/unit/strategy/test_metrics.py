@@ -1,0 +1,104 @@
+"""The metrics callback on its own; through the strategy it is in tests/parity/lightning/test_lightning.py."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lt_offload.strategy import metrics as callbacks
+from lt_offload.strategy.metrics import Metrics, logs_after, tokens_in
+
+IDS = torch.zeros(2, 5, dtype=torch.long)
+
+
+@pytest.mark.parametrize(
+    ("batch", "count"),
+    [
+        ({"input_ids": IDS, "labels": IDS[:1]}, 10),
+        ({"labels": torch.zeros(3), "tokens": IDS}, 10),
+        ([torch.zeros(2, 7), (IDS[:1], IDS)], 5),
+        (IDS, 10),
+        ({"mask": IDS.bool(), "x": torch.zeros(2, 5), "y": torch.zeros(4, dtype=torch.long)}, 0),
+        ({"input_ids": "text"}, 0),
+    ],
+)
+def test_tokens_in(batch: Any, count: int) -> None:
+    assert tokens_in(batch) == count
+
+
+def test_logs_after() -> None:
+    assert [logs_after(SimpleNamespace(log_every_n_steps=3), step) for step in (1, 2, 3, 4, 6)] == [
+        False,
+        False,
+        True,
+        False,
+        True,
+    ]
+    assert not logs_after(SimpleNamespace(log_every_n_steps=0), 4)
+
+
+class Clock:
+    now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(callbacks, "time", clock)
+    return clock
+
+
+class Recording(Metrics):
+    def __init__(self) -> None:
+        super().__init__()
+        self.logged: list[dict[str, float]] = [{}]
+
+    def log(self, name: str, value: torch.Tensor, **options: Any) -> None:
+        assert value.device.type == "cpu"
+        assert options["on_step"]
+        self.logged[-1][name] = float(value)
+
+
+def trainer(step: int, **strategy: Any) -> Any:
+    return SimpleNamespace(global_step=step, log_every_n_steps=2, strategy=SimpleNamespace(**strategy))
+
+
+def test_tokens_per_second_leave_validation_out_and_begin_anew_after_each_record(clock: Clock) -> None:
+    metrics = Recording()
+    metrics.on_train_start(None, None)
+    for step in (1, 2, 3):
+        clock.now += 2
+        metrics.on_validation_start(None, None)
+        clock.now += 50
+        metrics.on_validation_end(None, None)
+        clock.now += 3
+        metrics.on_train_batch_end(trainer(step), None, None, IDS, step)
+        metrics.logged.append({})
+    assert metrics.logged == [{"tokens_per_s": 2.0}, {"tokens_per_s": 2.0}, {"tokens_per_s": 2.0}, {}]
+
+
+def test_engine_figures_come_only_where_they_are_recorded(clock: Clock) -> None:
+    class Engine:
+        plan = SimpleNamespace(predicted=SimpleNamespace(iteration_s=0.5))
+        asked = 0
+
+        @property
+        def stats(self) -> Any:
+            self.asked += 1
+            return SimpleNamespace(iteration_s=0.6, device_peak_bytes=3e9, host_peak_bytes=4e9, grad_norm=1.5)
+
+    metrics, engine = Recording(), Engine()
+    metrics.on_train_start(None, None)
+    clock.now += 1
+    metrics.on_train_batch_end(trainer(1, engine=engine), None, None, IDS, 0)
+    assert engine.asked == 0
+    metrics.on_train_batch_end(trainer(2, engine=engine), None, None, IDS, 1)
+    assert engine.asked == 1
+    figures = {"step_s": 0.6, "step_vs_plan": 1.2, "device_peak_gb": 3.0, "host_peak_gb": 4.0, "grad_norm": 1.5}
+    assert metrics.logged[0] == pytest.approx({"tokens_per_s": 20.0} | figures)

@@ -1,0 +1,284 @@
+"""Registration in every Lightning namespace: each case in a process of its own that has loaded nothing of Lightning."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import lt_offload
+from lt_offload.strategy import register as _register
+
+ROOT = Path(__file__).parents[3]
+NAMESPACES = {
+    "lightning.pytorch": "import lightning.pytorch as L",
+    "pytorch_lightning": "import pytorch_lightning as L",
+}
+TRAINER = "trainer = L.Trainer(strategy='offmate', accelerator='cpu', logger=False, enable_checkpointing=False)"
+SHOW = (
+    "strategy = trainer.strategy;"
+    "show(type(strategy).__name__, strategy.namespace, isinstance(strategy, L.strategies.Strategy))"
+)
+
+ORDERS = {
+    "before": "import lt_offload; {lightning}",
+    "after": "{lightning}; import lt_offload",
+    "before its submodules": "import lt_offload; from {namespace}.strategies import Strategy; {lightning}",
+    "before and after": "import importlib, lt_offload; {lightning}; import lt_offload; importlib.reload(lt_offload)",
+}
+CASES: dict[str, list[str]] = {
+    f"{order}, {namespace}": [code.format(lightning=lightning, namespace=namespace), TRAINER, SHOW]
+    for order, code in ORDERS.items()
+    for namespace, lightning in NAMESPACES.items()
+}
+CASES["both namespaces"] = [
+    "import lt_offload",
+    *(line for lightning in NAMESPACES.values() for line in (lightning, TRAINER, SHOW)),
+]
+INSTANCE = "strategy=lt_offload.OffmateStrategy(memory='1GB')"
+GIVEN = [
+    TRAINER.replace("strategy='offmate'", INSTANCE),
+    SHOW,
+    "show(strategy.memory, trainer.precision_plugin is strategy.precision_plugin, strategy.root_device.type)",
+]
+CASES |= {
+    f"object, {order}, {namespace}": [code.format(lightning=lightning, namespace=namespace), *GIVEN]
+    for order, code in ORDERS.items()
+    for namespace, lightning in NAMESPACES.items()
+}
+CASES["object made before"] = [
+    f"import lt_offload; {INSTANCE}",
+    NAMESPACES["pytorch_lightning"],
+    *[line.replace(INSTANCE, "strategy=strategy") for line in GIVEN],
+]
+CASES["object, derived"] = [
+    "import lt_offload",
+    NAMESPACES["pytorch_lightning"],
+    "class Mine(lt_offload.OffmateStrategy): ...",
+    "try:",
+    "    L.Trainer(strategy=Mine(), accelerator='cpu')",
+    "except ValueError as error:",
+    "    show(str(error))",
+]
+COMMAND_LINES = [
+    ["--trainer.strategy=offmate"],
+    ["--trainer.strategy=OffmateStrategy"],
+    ["--trainer.strategy=offmate", "--trainer.strategy.memory=2GB"],
+    ["--trainer.strategy=OffmateStrategy", "--trainer.strategy.memory=2GB"],
+    ["--trainer.strategy=lt_offload.OffmateStrategy", "--trainer.strategy.memory=2GB"],
+    ['--trainer={"strategy": "offmate"}', "--trainer.strategy.memory=2GB"],
+    ['--trainer={"strategy": {"class_path": "offmate", "init_args": {"memory": "2GB"}}}'],
+    ['--trainer={"strategy": {"class_path": "lt_offload.OffmateStrategy", "init_args": {"memory": "2GB"}}}'],
+]
+CASES |= {
+    f"own command line, {namespace}": [
+        "import lt_offload",
+        f"from {namespace}.cli import LightningCLI",
+        f"from {namespace} import LightningModule",
+        "class Mine(LightningModule): ...",
+        f"for args in {COMMAND_LINES}:",
+        "    args.append('--trainer.accelerator=cpu')",
+        "    strategy = LightningCLI(Mine, args=args, run=False, save_config_callback=None).trainer.strategy",
+        "    show(type(strategy).__name__, strategy.namespace, strategy.memory)",
+    ]
+    for namespace in NAMESPACES
+}
+CASES["lightning itself"] = ["import lt_offload", "import lightning as L", TRAINER, "show(trainer.strategy.namespace)"]
+CASES["imported twice"] = [
+    "import sys, lt_offload",
+    "for name in [n for n in sys.modules if n.startswith('lt_offload')]: del sys.modules[name]",
+    "import lt_offload",
+    "show(sum(getattr(f, 'registers_offmate', False) for f in sys.meta_path))",
+    NAMESPACES["lightning.pytorch"],
+    TRAINER,
+    SHOW,
+]
+CASES["registered lazily"] = [
+    "import sys, lt_offload",
+    NAMESPACES["pytorch_lightning"],
+    "from pytorch_lightning.strategies import StrategyRegistry",
+    "OURS = 'lt_offload.strategy.offmate'",
+    "show('offmate' in StrategyRegistry, OURS in sys.modules, 'lightning.pytorch' in sys.modules)",
+    TRAINER,
+    "show('lightning.pytorch' in sys.modules)",
+]
+CASES["source of the followed module"] = [
+    "import inspect, lt_offload",
+    NAMESPACES["lightning.pytorch"],
+    "show('StrategyRegistry' in inspect.getsource(L.strategies), type(L.strategies.__loader__).__name__)",
+]
+
+# One process imports what Lightning itself imports, most of the time it takes, then forks once per case.
+FORKS = """
+import json, os, sys, traceback
+import torch, torch._dynamo, torchmetrics, torch.distributed.fsdp, rich.console
+def show(*values):
+    os.write(wire, (json.dumps(values) + "\\n").encode())
+for name, lines in json.loads(sys.argv[1]).items():
+    read, wire = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            assert not [n for n in sys.modules if n.split(".")[0] in ("lightning", "pytorch_lightning", "lt_offload")]
+            exec("\\n".join(lines), {"show": show})
+        except BaseException:
+            show(traceback.format_exc())
+        os._exit(0)
+    os.close(wire)
+    os.waitpid(child, 0)
+    with os.fdopen(read) as answers:
+        print(json.dumps([name, [json.loads(line) for line in answers]]))
+"""
+
+
+def run(code: str, *args: str, autoload: bool = False, path: Path = ROOT) -> str:
+    env = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": str(int(autoload)), "PYTHONPATH": f"{path}{os.pathsep}{ROOT}"}
+    command = [sys.executable, "-W", "ignore", "-c", code, *args]
+    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, list[list[object]]]:
+    return dict(json.loads(line) for line in run(FORKS, json.dumps(CASES)).splitlines() if line.startswith("["))
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_import_order(answers: dict[str, list[list[object]]], order: str, namespace: str) -> None:
+    assert answers[f"{order}, {namespace}"] == [["OffmateStrategy", namespace, True]]
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_trainer_takes_the_public_class(
+    answers: dict[str, list[list[object]]], order: str, namespace: str
+) -> None:
+    found = answers[f"object, {order}, {namespace}"]
+    assert found == [["OffmateStrategy", namespace, True], [10**9, True, "cpu"]]
+
+
+def test_an_object_older_than_the_namespace(answers: dict[str, list[list[object]]]) -> None:
+    found = answers["object made before"]
+    assert found == [["OffmateStrategy", "pytorch_lightning", True], [10**9, True, "cpu"]]
+
+
+def test_a_derived_class_is_told_where_to_derive_from(answers: dict[str, list[list[object]]]) -> None:
+    [[message]] = answers["object, derived"]
+    assert "Mine derives from lt_offload.OffmateStrategy" in str(message)
+    assert "strategy_class('pytorch_lightning')" in str(message)
+
+
+@pytest.mark.parametrize("namespace", NAMESPACES)
+def test_a_command_line_of_ones_own(answers: dict[str, list[list[object]]], namespace: str) -> None:
+    found = answers[f"own command line, {namespace}"]
+    memory = [None, None] + [2 * 10**9] * (len(COMMAND_LINES) - 2)
+    assert found == [["OffmateStrategy", namespace, size] for size in memory]
+
+
+def test_both_namespaces_in_one_process(answers: dict[str, list[list[object]]]) -> None:
+    assert answers["both namespaces"] == [["OffmateStrategy", namespace, True] for namespace in NAMESPACES]
+
+
+def test_the_umbrella_package(answers: dict[str, list[list[object]]]) -> None:
+    assert answers["lightning itself"] == [["lightning.pytorch"]]
+
+
+def test_a_second_copy_of_the_package_does_not_register_again(answers: dict[str, list[list[object]]]) -> None:
+    assert answers["imported twice"] == [[1], ["OffmateStrategy", "lightning.pytorch", True]]
+
+
+def test_nothing_is_loaded_before_a_trainer_asks(answers: dict[str, list[list[object]]]) -> None:
+    assert answers["registered lazily"] == [[True, False, False], [False]]
+
+
+def test_the_followed_import_stays_what_it_is(answers: dict[str, list[list[object]]]) -> None:
+    assert answers["source of the followed module"] == [[True, "SourceFileLoader"]]
+
+
+# -- without any import by the user -----------------------------------------------------------------------------------
+
+ENTRY_POINT = "lt_offload.strategy.register:autoload"
+
+
+@pytest.fixture
+def installed(tmp_path: Path) -> Path:
+    """A folder with the metadata of an installed distribution, so that the test needs no installation."""
+    info = tmp_path / "autoloaded-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: autoloaded\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[torch.backends]\nautoloaded = {ENTRY_POINT}\n")
+    return tmp_path
+
+
+def test_the_project_declares_the_entry_point() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["torch.backends"] == {"lt_offload": ENTRY_POINT}
+
+
+def test_no_import_at_all(installed: Path) -> None:
+    lines = [*(line for lightning in NAMESPACES.values() for line in (lightning, TRAINER, SHOW))]
+    out = run("show = print\n" + "\n".join(lines), autoload=True, path=installed)
+    assert out.splitlines()[-2:] == [f"OffmateStrategy {namespace} True" for namespace in NAMESPACES]
+
+
+def test_importing_torch_stays_light_and_can_be_kept_free_of_it(installed: Path) -> None:
+    names = ("lt_offload", "lightning", "pytorch_lightning", "pydantic")
+    code = f"import sys, torch; print([n in sys.modules for n in {names}])"
+    assert run(code, autoload=True, path=installed).strip() == "[True, False, False, False]"
+    assert run(code, autoload=False, path=installed).strip() == "[False, False, False, False]"
+
+
+# -- nothing may break an import --------------------------------------------------------------------------------------
+
+
+def test_autoload_never_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        @property
+        def modules(self) -> dict[str, object]:
+            raise RuntimeError("no modules today")
+
+    monkeypatch.setattr(_register, "sys", Broken())
+    _register.autoload()
+
+
+@pytest.mark.parametrize("contents", ["", "StrategyRegistry = None", "__getattr__ = lambda name: 1 / 0"])
+def test_a_strange_namespace_is_imported_all_the_same(
+    contents: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "strange_strategies.py").write_text(f"{contents}\nvalue = 7\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setitem(_register._REGISTRIES, "strange_strategies", "strange")
+    assert importlib.import_module("strange_strategies").value == 7
+    monkeypatch.delitem(sys.modules, "strange_strategies")
+
+
+def test_a_missing_namespace_stays_missing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(_register._REGISTRIES, "not_installed_strategies", "not_installed")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("not_installed_strategies")
+
+
+def test_a_loader_that_cannot_be_followed(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Sealed:
+        __slots__ = ()
+
+        def exec_module(self, module: object) -> None: ...
+
+    spec = importlib.machinery.ModuleSpec("sealed", Sealed())  # type: ignore[arg-type]
+    _register._register_after(spec)
+    assert isinstance(spec.loader, Sealed)
+
+
+def test_install_again_adds_nothing() -> None:
+    before = list(sys.meta_path)
+    _register.install()
+    assert sys.meta_path == before
+    assert lt_offload is sys.modules["lt_offload"]

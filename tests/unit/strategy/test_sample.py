@@ -1,0 +1,265 @@
+"""Taking a sample batch and a training step for the profile leaves no trace."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor
+from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, TensorDataset
+from torchmetrics import MeanMetric
+
+from lt_offload.errors import ConfigError
+from lt_offload.strategy import sample as prepare
+
+DATA = TensorDataset(torch.arange(20))
+
+
+def generator() -> torch.Generator:
+    return torch.Generator().manual_seed(3)
+
+
+class Grouped(BatchSampler):
+    """Keeps a position, as samplers that can be resumed do."""
+
+    def __init__(self) -> None:
+        super().__init__(RandomSampler(DATA, generator=generator()), 3, drop_last=False)
+        self.position = 0
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for batch in super().__iter__():
+            self.position += 1
+            yield batch
+
+
+class Doubling(Dataset[int]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        raise AssertionError("rows are fetched together")
+
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [2 * i for i in indices]
+
+
+class Stream(IterableDataset[int]):
+    def __init__(self) -> None:
+        self.given = 0
+
+    def __iter__(self) -> Iterator[int]:
+        for i in range(10):
+            self.given += 1
+            yield i + 100
+
+
+LOADERS: dict[str, Any] = {
+    "in order": lambda: DataLoader(DATA, batch_size=4),
+    "shuffled": lambda: DataLoader(DATA, batch_size=4, shuffle=True),
+    "own generator": lambda: DataLoader(DATA, batch_size=4, shuffle=True, generator=generator()),
+    "sampler's generator": lambda: DataLoader(DATA, batch_size=4, sampler=RandomSampler(DATA, generator=generator())),
+    "batch sampler": lambda: DataLoader(DATA, batch_sampler=Grouped()),
+    "no batches": lambda: DataLoader(DATA, batch_size=None, shuffle=True),
+    "stream": lambda: DataLoader(Stream(), batch_size=3),
+    "collate": lambda: DataLoader(
+        DATA, batch_size=4, collate_fn=lambda rows: (torch.stack([r[0] for r in rows]) * 10,)
+    ),
+    "rows together": lambda: DataLoader(Doubling(), batch_size=4),
+    "workers": lambda: DataLoader(DATA, batch_size=4, num_workers=2, persistent_workers=True),
+    "batches": lambda: iter_once(),
+}
+
+
+def iter_once() -> Any:
+    class Batches:
+        def __iter__(self) -> Iterator[Tensor]:
+            return iter([torch.ones(2), torch.zeros(2)])
+
+    return Batches()
+
+
+def taken(loader: Any) -> Any:
+    """What a Trainer with this loader plans for."""
+    with torch.random.fork_rng(devices=[]):
+        trainer = connected(Module(), loader=loader)
+    return prepare.from_data(trainer, prepare.first_batch)
+
+
+def flat(batch: Any) -> list[int]:
+    return torch.utils._pytree.tree_leaves(torch.utils._pytree.tree_map(lambda t: t.tolist(), batch))
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_the_first_batch_is_taken_without_advancing_anything(name: str) -> None:
+    torch.manual_seed(5)
+    loader = LOADERS[name]()
+    before = torch.random.get_rng_state()
+    sample = flat(taken(loader))
+    torch.random.set_rng_state(before)  # the caller isolates the global generators
+    epoch = [flat(batch) for batch in loader] if name != "workers" else [sample]
+    torch.manual_seed(5)
+    fresh = LOADERS[name]()
+    undisturbed = [flat(batch) for batch in fresh] if name != "workers" else [sample]
+    assert sample == undisturbed[0]
+    assert epoch == undisturbed
+    if name == "batch sampler":
+        assert loader.batch_sampler.position == fresh.batch_sampler.position
+
+
+def test_collections_of_loaders() -> None:
+    both = taken({"a": LOADERS["in order"](), "b": [LOADERS["stream"]()]})
+    assert flat(both) == [0, 1, 2, 3, 100, 101, 102]
+
+
+def test_no_batch() -> None:
+    with pytest.raises(ConfigError, match="has no batch"):
+        taken(DataLoader(TensorDataset(torch.empty(0)), batch_size=2))
+
+
+@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")  # Lightning's own use of torch
+def test_lightnings_collection_gives_what_training_steps_see() -> None:
+    loaders = {"a": LOADERS["in order"](), "b": LOADERS["workers"]()}
+    assert flat(taken(CombinedLoader(loaders, "min_size"))) == flat(taken(loaders))
+
+
+def test_a_stream_that_cannot_be_copied_is_not_advanced() -> None:
+    class Once(IterableDataset[int]):
+        def __init__(self) -> None:
+            self.source = (i for i in range(3))
+
+        def __iter__(self) -> Iterator[int]:
+            return self.source
+
+    loader = DataLoader(Once(), batch_size=2)
+    assert flat(taken(loader)) == [0, 1]
+    assert flat(list(loader)) == [0, 1, 2]
+
+
+class Noisy(Dataset[Tensor]):
+    """Has generators of its own, counts, and reads a file from where it is."""
+
+    def __init__(self, file: Any) -> None:
+        self.file, self.calls = file, 0
+        self.torch, self.numpy, self.python = generator(), np.random.default_rng(3), random.Random(3)
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> Tensor:
+        self.calls += 1
+        drawn = [torch.rand((), generator=self.torch).item(), self.numpy.random(), self.python.random()]
+        return torch.tensor([*drawn, self.calls, float(self.file.readline())])
+
+
+def test_a_dataset_that_draws_counts_and_reads_notices_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "numbers.txt"
+    path.write_text("\n".join(str(i) for i in range(100_000)))
+    collated: list[int] = []
+
+    def collate(rows: list[Tensor]) -> Tensor:
+        collated.append(len(rows))
+        return torch.stack(rows)
+
+    with path.open() as file, path.open() as other:
+        data, fresh = Noisy(file), Noisy(other)
+        assert file.readline() == other.readline()  # what Python has read ahead is forked, too
+        loader = DataLoader(data, batch_size=2, collate_fn=collate)
+        sample = taken(loader)
+        assert (data.calls, collated) == (0, [])
+        batches = list(loader)
+        assert torch.equal(sample, batches[0])
+        assert torch.equal(torch.cat(batches), torch.stack([fresh[i] for i in range(4)]))
+
+
+# -- through a Trainer ------------------------------------------------------------------------------------------------
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(1, 1)
+        self.metric = MeanMetric()
+        self.seen: list[Tensor] = []
+        self.count = 0
+        self.names = {"a"}
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.log("loss", batch.sum())
+        self.log_dict({"more": batch.sum()})
+        self.metric.update(batch.sum())
+        self.seen.append(batch)
+        self.names.add("b")
+        self.count += 1
+        self.fresh = True
+        return self.layer(batch).sum()
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        return batch + 1
+
+
+def connected(module: Any, datamodule: Any = None, loader: Any = None) -> L.Trainer:
+    trainer = L.Trainer(strategy="offmate", accelerator="cpu", logger=False, precision="bf16-true")
+    trainer._data_connector.attach_data(module, train_dataloaders=loader, datamodule=datamodule)
+    trainer.strategy._lightning_module = module
+    return trainer
+
+
+def test_batches_go_the_way_they_go_in_training() -> None:
+    batch = prepare.sample_batch(connected(Module(), loader=DataLoader(torch.ones(4, 1), batch_size=2)))
+    assert batch.dtype == torch.bfloat16
+    assert torch.equal(batch, torch.full((2, 1), 2.0, dtype=torch.bfloat16))
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden `on_after_batch_transfer`")
+def test_the_module_or_datamodule_may_name_the_largest_batch() -> None:
+    class Data(L.LightningDataModule):
+        def worst_case_batch(self) -> Tensor:
+            return torch.full((3, 1), 4.0)
+
+        def train_dataloader(self) -> None:
+            pytest.fail("the loader was asked")
+
+    assert prepare.sample_batch(connected(Module(), Data())).shape == (3, 1)
+
+    class Own(Module):
+        def sample_batch(self) -> Tensor:
+            return torch.full((5, 1), 4.0)
+
+    assert prepare.sample_batch(connected(Own(), Data())).shape == (5, 1)
+
+
+def test_a_training_step_leaves_no_trace() -> None:
+    module = Module()
+    trainer = connected(module)
+    before, metric = dict(module.__dict__), module.metric
+    with prepare.untouched(trainer):
+        loss = prepare._loss(trainer.strategy, torch.ones(2, 1))
+        assert module.count == 1
+        assert len(module.seen) == 1
+    assert loss.requires_grad
+    assert module.__dict__ == before
+    assert (module.count, module.seen, module.names) == (0, [], {"a"})
+    assert module.metric is metric
+    assert metric.update_count == 0
+
+
+def test_what_a_training_step_may_look_like() -> None:
+    class Plain(Module):
+        def training_step(self, batch: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
+            return {"loss": batch.sum(), "other": batch}
+
+    assert prepare._loss(connected(Plain()).strategy, torch.ones(3)) == 3
+
+    class Nothing(Module):
+        def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+            return None
+
+    with pytest.raises(ConfigError, match=r"Nothing\.training_step returned NoneType.*must return the loss"):
+        prepare._loss(connected(Nothing()).strategy, torch.ones(3))

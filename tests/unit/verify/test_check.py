@@ -1,0 +1,263 @@
+"""Every rule of check() is broken on purpose; the violation must name the op and the rule."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lt_offload.plan.build.plan import build
+from lt_offload.plan.iteration.decisions import BlockChoice, Choices, Stay, TensorChoice
+from lt_offload.plan.iteration.memory import device_bytes, host_bytes
+from lt_offload.plan.planners.baselines import streaming_choices
+from lt_offload.plan.verify.check import check
+from lt_offload.schema.plan import Op, Plan
+from lt_offload.schema.profile import Profile
+from tests.support.profiles.small import HUGE, changed, named, resident, small_profile, stays, words
+
+PROFILE = small_profile(6, frozen=(4,))
+
+
+def everything() -> Plan:
+    """A plan with every kind of op: one block on the host, one paged, one written back, one frozen that travels."""
+    choices: Choices = resident(PROFILE)
+    choices = changed(choices, 1, TensorChoice(place="host", stays=stays((0, 2), (8, 10)), grad_until=11))
+    paged = TensorChoice(
+        place="paged", stays=stays((7, 3)), write_back=2, state_stay=Stay(start=8, end=10), state_leave=9
+    )
+    choices = changed(choices, 2, paged)
+    choices = changed(choices, 3, TensorChoice(place="device", stays=stays((7, 10), (1, 4)), write_back=9))
+    choices = changed(choices, 4, TensorChoice(place="none", stays=stays((3, 4), (6, 7))))
+    blocks = list(choices.blocks)
+    blocks[2] = BlockChoice(option="offload", until=3, fetch=8)
+    blocks[1] = BlockChoice(option="recompute")
+    plan = build(
+        replace(choices, blocks=tuple(blocks)), PROFILE, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE
+    )
+    return replace(plan, budget_bytes=int(device_bytes(plan, PROFILE).max()))
+
+
+PLAN = everything()
+OPS = [op.id for op in PLAN.ops]
+
+
+def ids(value: int) -> str:
+    return words(PLAN.ops[value])
+
+
+def with_op(op: Op, **fields: Any) -> Plan:
+    ops = list(PLAN.ops)
+    ops[op.id] = replace(op, **fields)
+    return replace(PLAN, ops=tuple(ops))
+
+
+def without(gone: int) -> Plan:
+    """Return the plan less one op, ids and dependencies renumbered."""
+
+    def renumber(other: int) -> int:
+        return other - (other > gone)
+
+    ops = tuple(
+        replace(op, id=renumber(op.id), after=tuple(renumber(o) for o in op.after if o != gone))
+        for op in PLAN.ops
+        if op.id != gone
+    )
+    return replace(PLAN, ops=ops)
+
+
+def test_the_plan_itself_is_good() -> None:
+    assert check(PLAN, PROFILE) == []
+    kinds = {(op.kind, op.payload, op.resource) for op in PLAN.ops}
+    assert len(kinds) == 12, "every kind of op there is"
+
+
+@pytest.mark.parametrize("gone", OPS, ids=ids)
+def test_no_op_can_be_left_out(gone: int) -> None:
+    found = check(without(gone), PROFILE)
+    assert found
+    op = PLAN.ops[gone]
+    text = " ".join(found)
+    names = [PROFILE.tensors[t].name for t in op.tensors] + [f"step {op.step}", f"block{op.block}"]
+    assert any(name in text for name in names), text
+
+
+def streamed_plans() -> Iterator[tuple[Plan, Profile]]:
+    for states, host_update, lead, option in itertools.product((0, 2), (False, True), (0, 1), ("keep", "offload")):
+        profile = small_profile(5, states=states, frozen=(2,), tied=True)
+        choices = streaming_choices(profile, (option,) * 5, host_update=host_update, lead=lead, lag=lead)  # type: ignore[arg-type]
+        yield build(choices, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE), profile
+
+
+def kind_of(op: Op) -> str:
+    return " ".join(part for part in (op.kind, op.payload, op.resource) if part)
+
+
+def test_every_kind_of_dependency_is_missed() -> None:
+    """A single dependency may be implied by others; of each kind, some are not."""
+    missed: set[tuple[str, str]] = set()
+    present: set[tuple[str, str]] = set()
+    for plan, profile in [(PLAN, PROFILE), *streamed_plans()]:
+        for op in plan.ops:
+            for other in op.after:
+                pair = (kind_of(op), kind_of(plan.ops[other]))
+                present.add(pair)
+                ops = list(plan.ops)
+                ops[op.id] = replace(op, after=tuple(o for o in op.after if o != other))
+                found = check(replace(plan, ops=tuple(ops)), profile)
+                assert all("after: it is not ordered after op" in violation for violation in found)
+                if found:
+                    missed.add(pair)
+    assert present - missed == {
+        # the same lane, in this order
+        ("update compute", "backward compute"),
+        # the copy before on the same lane waited for it, or the release of the range did
+        ("backward compute", "offload activation d2h"),
+        ("drop weight none", "update compute"),
+        ("offload state d2h", "update compute"),
+        ("offload weight d2h", "forward compute"),
+        ("prefetch activation h2d", "forward compute"),
+        ("prefetch state h2d", "update compute"),
+        ("prefetch weight h2d", "backward compute"),
+        ("prefetch weight h2d", "offload weight d2h"),
+        ("prefetch weight h2d", "update compute"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        ("1 forward 1", "0 prefetch weight 1"),
+        ("9 backward 2", "8 prefetch activation 2"),
+        ("9 update 2", "8 prefetch state 2"),
+        ("10 offload grad 1", "10 backward 1"),
+        ("10 update 1", "10 offload grad 1"),
+        ("0 prefetch weight 1", "10 update 1"),
+        ("2 offload activation 2", "2 forward 2"),
+        ("0 forward 0", "10 offload grad 1"),
+        ("4 forward 4", "2 offload activation 2"),
+    ],
+)
+def test_dependencies_that_nothing_implies(text: str, other: str) -> None:
+    op, gone = named(PLAN, text), named(PLAN, other)
+    assert gone.id in op.after
+    found = check(with_op(op, after=tuple(o for o in op.after if o != gone.id)), PROFILE)
+    assert found
+    assert any(
+        violation.startswith(f"op {op.id} ") and f"not ordered after op {gone.id} " in violation for violation in found
+    )
+
+
+@pytest.mark.parametrize("op", [op for op in PLAN.ops if op.offsets], ids=words)
+def test_offsets_are_checked(op: Op) -> None:
+    moved = check(with_op(op, offsets=tuple(o + 8 for o in op.offsets)), PROFILE)
+    assert moved[0].startswith(f"op {op.id} ")
+    assert "multiples of 512" in moved[0]
+    outside = check(with_op(op, offsets=(PLAN.arena_bytes,)), PROFILE)
+    assert any(f"op {op.id} " in found and "the extent is" in found for found in outside)
+    onto = PLAN.initial[0].offset
+    assert any(
+        f"op {op.id} " in found and "overlaps" in found for found in check(with_op(op, offsets=(onto,)), PROFILE)
+    )
+
+
+def swapped(plan: Plan, first: int) -> Plan:
+    ops = list(plan.ops)
+    ops[first], ops[first + 1] = replace(ops[first + 1], id=first), replace(ops[first], id=first + 1)
+    return replace(plan, ops=tuple(ops))
+
+
+CASES: dict[str, tuple[Callable[[], Plan], str]] = {
+    "another model": (lambda: replace(PLAN, fingerprint="0"), "fingerprint"),
+    "too few options": (lambda: replace(PLAN, options=PLAN.options[1:]), "options"),
+    "unknown option": (lambda: replace(PLAN, options=("mixed", *PLAN.options[1:])), "does not offer 'mixed'"),
+    "too few places": (lambda: replace(PLAN, update_places=PLAN.update_places[1:]), "update places"),
+    "frozen updated": (lambda: replace(PLAN, update_places=("device",) * 6), "for a frozen tensor"),
+    "place and op differ": (
+        lambda: replace(PLAN, update_places=("host", *PLAN.update_places[1:])),
+        "weight0 is to be updated at host",
+    ),
+    "no room for states": (lambda: replace(PLAN, state_bytes=(0,) * 6), "states: 0 bytes are planned"),
+    "ids": (lambda: replace(PLAN, ops=(PLAN.ops[1], PLAN.ops[0], *PLAN.ops[2:])), "ids"),
+    "unknown dependency": (lambda: with_op(PLAN.ops[0], after=(10**6,)), "does not exist"),
+    "unknown tensor": (lambda: with_op(PLAN.ops[0], tensors=(99,)), "the model has 6"),
+    "unknown step": (lambda: with_op(PLAN.ops[-1], step=12), "there are 12 steps"),
+    "wrong lane": (lambda: with_op(named(PLAN, "0 prefetch weight 1"), resource="d2h"), "resource"),
+    "no payload": (lambda: with_op(named(PLAN, "0 prefetch weight 1"), payload=None), "payload: missing"),
+    "payload too many": (lambda: with_op(named(PLAN, "0 forward 0"), payload="weight"), "payload: only copies"),
+    "gradient fetched": (lambda: with_op(named(PLAN, "0 prefetch weight 1"), payload="grad"), "offloaded only"),
+    "never given back": (lambda: with_op(named(PLAN, "10 offload grad 1"), until=None), "until"),
+    "given back too early": (lambda: with_op(named(PLAN, "10 offload grad 1"), until=9), "until"),
+    "tensors of a computation": (lambda: with_op(named(PLAN, "0 forward 0"), tensors=(1,)), "none belong to it"),
+    "no tensors": (lambda: with_op(named(PLAN, "10 update 1"), tensors=()), "tensors: missing"),
+    "no offsets": (lambda: with_op(named(PLAN, "0 prefetch weight 1"), offsets=()), "offsets: 0 for 1 tensors"),
+    "wrong size": (lambda: with_op(named(PLAN, "0 prefetch weight 1"), bytes=1), "bytes: 1 are given"),
+    "wrong block": (lambda: with_op(named(PLAN, "0 forward 0"), block=1), "the step is one of block 0"),
+    "wrong direction": (lambda: with_op(named(PLAN, "0 forward 0"), kind="backward"), "first half"),
+    "phases swapped": (lambda: swapped(PLAN, named(PLAN, "0 prefetch weight 1").id), "issued after ops of a later"),
+    "update elsewhere": (lambda: with_op(named(PLAN, "10 update 1"), step=11, block=0), "complete in step 10"),
+    "updated twice": (lambda: with_op(named(PLAN, "11 update 0"), tensors=(0, 1)), "is updated by op"),
+    "sent though not on the host": (
+        lambda: with_op(named(PLAN, "10 offload grad 1"), tensors=(1, 0), bytes=2000),
+        "weight0 sends it once, if the host updates it",
+    ),
+    "activations back too early": (lambda: with_op(named(PLAN, "2 offload activation 2"), until=8), "in this order"),
+    "arena too small": (lambda: replace(PLAN, arena_bytes=PLAN.arena_bytes - 512), "the extent is"),
+    "initial missing": (lambda: replace(PLAN, initial=PLAN.initial[1:]), "weight weight0 is not on the device"),
+    "initial unused": (
+        lambda: replace(PLAN, initial=(*PLAN.initial, replace(PLAN.initial[0], tensor=4, offset=8192 * 100))),
+        "weight weight4 is on the device already",
+    ),
+    "not there at the end": (lambda: without(named(PLAN, "7 prefetch weight 2").id), "cyclic residency"),
+    "initial too many": (lambda: replace(PLAN, initial=(*PLAN.initial, PLAN.initial[0])), "is there twice"),
+    "initial elsewhere": (
+        lambda: replace(
+            PLAN, initial=(replace(PLAN.initial[0], offset=PLAN.initial[0].offset + 10**6), *PLAN.initial[1:])
+        ),
+        "the extent is",
+    ),
+    "memory": (lambda: replace(PLAN, budget_bytes=PLAN.budget_bytes - 1), "1 bytes too many"),
+    "ram": (
+        lambda: replace(PLAN, host_budget_bytes=host_bytes(PLAN, PROFILE) - 1),
+        "host budget",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_broken_plans_are_found(case: str) -> None:
+    make, rule = CASES[case]
+    found = check(make(), PROFILE)
+    assert any(rule in violation for violation in found), found
+
+
+def test_budgets_are_inclusive() -> None:
+    ram = host_bytes(PLAN, PROFILE)
+    assert check(replace(PLAN, host_budget_bytes=ram), PROFILE) == []
+
+
+def test_a_weight_is_not_dropped_before_its_write_back_is_queued() -> None:
+    drop = named(PLAN, "10 drop weight 3")
+    ops = [op for op in PLAN.ops if op.id != drop.id]
+    at = next(i for i, op in enumerate(ops) if words(op) == "9 offload state 2") + 1
+    ops.insert(at, replace(drop, step=9))
+    late = ops.pop(next(i for i, op in enumerate(ops) if words(op) == "9 offload weight 3"))
+    at = next(i for i, op in enumerate(ops) if words(op) == "10 drop weight 1")
+    ops.insert(at, replace(late, step=10))
+    position = {op.id: at for at, op in enumerate(ops)}
+    ops = [replace(op, id=position[op.id], after=tuple(position[other] for other in op.after)) for op in ops]
+    found = check(replace(PLAN, ops=tuple(ops)), PROFILE)
+    assert any("drop weight 3, step 9" in violation and "would be lost" in violation for violation in found), found
+    assert any("offload weight 3, step 10" in violation and "not on the device" in violation for violation in found)
+
+
+def test_violations_are_said_once() -> None:
+    found = check(replace(PLAN, initial=()), PROFILE)
+    assert len(found) == len(set(found))
+
+
+def test_profiles_of_other_sizes_are_refused() -> None:
+    other: Profile = small_profile(5)
+    assert any("fingerprint" in violation for violation in check(PLAN, other))

@@ -1,0 +1,375 @@
+"""A valid plan with forwards that run again and direct access, edited as a person might: check names op and rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from lt_offload.plan.build.plan import build
+from lt_offload.plan.iteration.decisions import BlockChoice, Rerun, TensorChoice
+from lt_offload.plan.iteration.memory import device_bytes
+from lt_offload.plan.verify.check import check
+from lt_offload.schema.plan import Op, Plan
+from lt_offload.schema.profile import Profile
+from tests.support.profiles.small import (
+    HUGE,
+    chained,
+    changed,
+    named,
+    resident,
+    small_profile,
+    stays,
+    with_direct,
+    words,
+)
+
+PROFILE = with_direct(chained(small_profile(5, frozen=(3,))))
+
+
+def everything() -> Plan:
+    """Inputs that are kept, reloaded and discarded; weights that are read directly always, once and never."""
+    choices = resident(PROFILE)
+    choices = changed(choices, 0, TensorChoice(place="host", direct=(0, 8, 9), grad_direct=True))
+    choices = changed(choices, 1, TensorChoice(place="host", stays=stays((0, 1), (6, 8)), grad_until=9))
+    choices = changed(choices, 2, TensorChoice(place="device", stays=stays((5, 7)), direct=(2,), write_back=7))
+    choices = changed(choices, 3, TensorChoice(place="none", direct=(3,), stays=stays((6, 6))))
+    blocks = [BlockChoice(option=option) for option in ("recompute", "keep", "discard", "discard", "keep")]  # type: ignore[arg-type]
+    blocks[1] = BlockChoice(option="reload", until=2, fetch=5)
+    reruns = {
+        6: (Rerun(block=1, save="input"), Rerun(block=2, save="input"), Rerun(block=3, save="all")),
+        7: (Rerun(block=2, save="all"),),
+        8: (Rerun(block=0, save="input"), Rerun(block=1, save="all")),
+    }
+    choices = replace(choices, blocks=tuple(blocks), reruns=reruns)
+    plan = build(choices, PROFILE, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+    return replace(plan, budget_bytes=int(device_bytes(plan, PROFILE).max()))
+
+
+PLAN = everything()
+AGAIN = [op for op in PLAN.ops if op.save is not None]
+COMPUTED = [op for op in PLAN.ops if op.kind in ("forward", "backward")]
+
+
+def with_op(op: Op, **fields: Any) -> Plan:
+    ops = list(PLAN.ops)
+    ops[op.id] = replace(op, **fields)
+    return replace(PLAN, ops=tuple(ops))
+
+
+def edited(ops: list[Op]) -> Plan:
+    """Return the plan with ``ops``, ids and dependencies renumbered; what is gone is not waited for."""
+    position = {op.id: at for at, op in enumerate(ops)}
+    return replace(
+        PLAN,
+        ops=tuple(
+            replace(op, id=position[op.id], after=tuple(sorted(position[o] for o in op.after if o in position)))
+            for op in ops
+        ),
+    )
+
+
+def without(*texts: str) -> Plan:
+    gone = [named(PLAN, text) for text in texts]
+    return edited([op for op in PLAN.ops if op not in gone])
+
+
+def swapped(first: int) -> Plan:
+    ops = list(PLAN.ops)
+    ops[first], ops[first + 1] = ops[first + 1], ops[first]
+    return edited(ops)
+
+
+def test_the_plan_itself_is_good() -> None:
+    assert check(PLAN, PROFILE) == []
+    assert {op.save for op in AGAIN} == {"input", "all"}
+    assert {op.direct for op in COMPUTED} == {(), (0,), (2,), (3,)}
+
+
+@pytest.mark.parametrize("op", PLAN.ops, ids=words)
+def test_no_op_can_be_left_out(op: Op) -> None:
+    found = check(without(words(op)), PROFILE)
+    if words(op) in ("7 forward 2", "8 forward 0", "8 forward 1"):
+        # The input of their blocks is saved: backwards can do with that, and nothing else needs what they return.
+        assert found == []
+        return
+    places = [f"step {op.step}", f"block{op.block}", *(f"weight{t}" for t in op.tensors)]
+    assert found
+    assert any(place in found[0] for place in places) or "run again: nothing is saved" in found[0], found
+
+
+@pytest.mark.parametrize("op", PLAN.ops, ids=words)
+@pytest.mark.parametrize("difference", [-1, 1])
+def test_sizes_are_checked(op: Op, difference: int) -> None:
+    found = check(with_op(op, bytes=op.bytes + difference), PROFILE)
+    assert found[0].startswith(f"op {op.id} (")
+    assert ": bytes: " in found[0]
+
+
+@pytest.mark.parametrize("op", [op for op in PLAN.ops if op.kind != "drop"], ids=words)
+def test_steps_and_blocks_are_checked(op: Op) -> None:
+    for fields in ({"step": op.step + 1}, {"step": op.step - 1}, {"block": op.block + 1}, {"block": op.block - 1}):
+        found = check(with_op(op, **fields), PROFILE)
+        harmless = op.kind in ("prefetch", "offload") and op.payload != "activation" and "block" in fields
+        assert found or (harmless and 0 <= fields["block"] < 5), (words(op), fields)
+
+
+OTHERWISE = {
+    # From block 0 on, which runs again before it is needed.
+    ("6 forward 1", "nothing"): None,
+    ("6 forward 1", "all"): ("8 forward 1", "everything is saved of it already"),
+    ("6 forward 2", "nothing"): ("7 forward 2", "its input is not saved, nor has block 1 run again right before"),
+    ("6 forward 2", "all"): ("7 forward 2", "everything is saved of it already"),
+    ("6 forward 3", "nothing"): ("6 backward 3", "nothing is saved of the block"),
+    ("6 forward 3", "input"): None,
+    ("7 forward 2", "nothing"): ("7 backward 2", "nothing is saved of the block"),
+    ("7 forward 2", "input"): None,
+    ("8 forward 0", "nothing"): None,
+    ("8 forward 0", "all"): ("9 backward 0", "bytes: 300 are given, it reads 200 directly"),
+    ("8 forward 1", "nothing"): ("8 backward 1", "nothing is saved of the block"),
+    ("8 forward 1", "input"): None,
+}
+"""Other things to save: the op and the rule that suffer, None if it is another valid plan."""
+
+
+@pytest.mark.parametrize(("text", "save"), OTHERWISE)
+def test_what_is_saved_is_checked(text: str, save: str) -> None:
+    found = check(replace(with_op(named(PLAN, text), save=save), budget_bytes=HUGE), PROFILE)
+    expected = OTHERWISE[text, save]
+    if expected is None:
+        assert found == []
+    else:
+        (violation,) = found
+        assert violation.startswith(f"op {named(PLAN, expected[0]).id} (")
+        assert expected[1] in violation
+
+
+@pytest.mark.parametrize("at", range(len(PLAN.ops) - 1))
+def test_neighbours_cannot_be_swapped(at: int) -> None:
+    """Unless both are prefetches of one step."""
+    first, second = PLAN.ops[at], PLAN.ops[at + 1]
+    found = check(swapped(at), PROFILE)
+    alike = first.step == second.step and first.kind == second.kind == "prefetch"
+    assert bool(found) != alike, (words(first), words(second), found)
+
+
+@pytest.mark.parametrize(
+    ("text", "other"),
+    [
+        ("0 forward 0", "8 offload grad 1"),
+        ("0 forward 0", "9 update 0"),
+        ("5 prefetch activation 1", "4 forward 4"),
+        ("6 forward 1", "6 prefetch weight 1"),
+        ("6 forward 3", "6 prefetch weight 3"),
+        ("9 update 0", "9 offload grad 0"),
+    ],
+)
+def test_dependencies_that_nothing_implies(text: str, other: str) -> None:
+    op, gone = named(PLAN, text), named(PLAN, other)
+    assert gone.id in op.after
+    found = check(with_op(op, after=tuple(o for o in op.after if o != gone.id)), PROFILE)
+    assert any(
+        violation.startswith(f"op {op.id} (") and f"not ordered after op {gone.id} " in violation for violation in found
+    )
+
+
+def test_direct_reads_wait_for_write_backs() -> None:
+    choice = TensorChoice(place="device", direct=(1,), stays=stays((7, 8)), write_back=8)
+    choices = changed(resident(PROFILE), 1, choice)
+    plan = build(choices, PROFILE, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+    read, written = named(plan, "1 forward 1"), named(plan, "8 offload weight 1")
+    ops = [replace(op, after=()) if op is read else op for op in plan.ops]
+    (violation,) = check(replace(plan, ops=tuple(ops)), PROFILE)
+    assert violation.startswith(f"op {read.id} (")
+    assert f"not ordered after op {written.id} " in violation
+
+
+def fetched_late() -> Plan:
+    late = replace(named(PLAN, "5 prefetch activation 1"), step=7)
+    ops = [op for op in PLAN.ops if op.id != late.id]
+    ops.insert(ops.index(named(PLAN, "7 forward 2")), late)
+    return edited(ops)
+
+
+CASES: dict[str, tuple[Callable[[], Plan], str, str]] = {
+    "saves in a forward step": (
+        lambda: with_op(named(PLAN, "1 forward 1"), save="all"),
+        "1 forward 1",
+        "save: only forwards that run again",
+    ),
+    "a backward that saves": (
+        lambda: with_op(named(PLAN, "6 backward 3"), save="all"),
+        "6 backward 3",
+        "save: only forwards that run again",
+    ),
+    "a second first forward": (
+        lambda: with_op(named(PLAN, "6 forward 1"), save=None),
+        "6 forward 1",
+        "block: the step is one of block 3",
+    ),
+    "a block that comes later": (
+        lambda: with_op(named(PLAN, "8 forward 1"), block=2),
+        "8 forward 1",
+        "only that and earlier ones may run again",
+    ),
+    "after its backward": (
+        lambda: with_op(named(PLAN, "8 forward 0"), block=4),
+        "8 forward 0",
+        "only that and earlier ones may run again",
+    ),
+    "descending": (lambda: swapped(named(PLAN, "8 forward 0").id), "8 forward 0", "blocks ascend"),
+    "behind the backward": (
+        lambda: swapped(named(PLAN, "7 forward 2").id),
+        "7 forward 2",
+        "order: it is issued after ops of a later step or phase",
+    ),
+    "a link of the chain is missing": (
+        lambda: without("6 forward 2"),
+        "6 forward 3",
+        "its input is not saved, nor has block 2 run again right before",
+    ),
+    "a chain without a begin": (
+        lambda: without("6 forward 1"),
+        "6 forward 2",
+        "its input is not saved, nor has block 1 run again right before",
+    ),
+    "an input that is dropped too early": (
+        lambda: with_op(named(PLAN, "6 forward 2"), save="nothing"),
+        "7 forward 2",
+        "its input is not saved",
+    ),
+    "run again with everything saved": (
+        lambda: with_op(named(PLAN, "6 forward 2"), save="all"),
+        "7 forward 2",
+        "everything is saved of it already",
+    ),
+    "nothing saved for the backward": (
+        lambda: with_op(named(PLAN, "7 forward 2"), save="nothing"),
+        "7 backward 2",
+        "nothing is saved of the block",
+    ),
+    "nothing run again": (lambda: without("6 forward 3"), "6 backward 3", "nothing is saved of the block"),
+    "fetched too late": (fetched_late, "6 forward 1", "its activations have not been fetched"),
+    "a tensor of another block": (
+        lambda: with_op(named(PLAN, "2 forward 2"), direct=(1,)),
+        "2 forward 2",
+        "direct: tensor 1 is none of its block",
+    ),
+    "a tensor that does not exist": (
+        lambda: with_op(named(PLAN, "2 forward 2"), direct=(99,)),
+        "2 forward 2",
+        "direct: tensor 99 is none of its block",
+    ),
+    "direct twice": (lambda: with_op(named(PLAN, "2 forward 2"), direct=(2, 2)), "2 forward 2", "direct: only"),
+    "a copy that reads directly": (
+        lambda: with_op(named(PLAN, "5 prefetch weight 2"), direct=(2,)),
+        "5 prefetch weight 2",
+        "direct: only computations",
+    ),
+    "neither direct nor there": (
+        lambda: with_op(named(PLAN, "2 forward 2"), direct=(), bytes=0),
+        "2 forward 2",
+        "residency: weight weight2 is not on the device",
+    ),
+    "direct before it is written back": (
+        lambda: without("7 offload weight 2"),
+        "2 forward 2",
+        "direct: the host copy of weight weight2 is outdated",
+    ),
+    "direct beside its update on the host": (
+        lambda: with_op(named(PLAN, "0 forward 0"), after=()),
+        "0 forward 0",
+        "not ordered after op",
+    ),
+    "read by a backward on the device alone": (
+        lambda: with_op(named(PLAN, "8 backward 1"), direct=(1,), bytes=100),
+        "8 backward 1",
+        "bytes: 100 are given, it reads 200 directly",
+    ),
+    "a gradient that is held though written": (
+        lambda: with_op(named(PLAN, "8 offload grad 1"), resource="compute"),
+        "8 offload grad 1",
+        "until: a gradient that the backward writes",
+    ),
+    "a gradient before its backward": (
+        lambda: with_op(named(PLAN, "9 offload grad 0"), step=8, block=1),
+        "9 offload grad 0",
+        "order",
+    ),
+    "a gradient written on the host's lane": (
+        lambda: with_op(named(PLAN, "9 offload grad 0"), resource="host"),
+        "9 offload grad 0",
+        "resource: it occupies host",
+    ),
+    "a weight fetched by a computation": (
+        lambda: with_op(named(PLAN, "5 prefetch weight 2"), resource="compute"),
+        "5 prefetch weight 2",
+        "resource: it occupies compute, it should be h2d",
+    ),
+    "a place that sends no gradients": (
+        lambda: replace(PLAN, update_places=("device", *PLAN.update_places[1:])),
+        "9 offload grad 0",
+        "gradient: weight0 sends it once, if the host updates it",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_edited_plans_are_refused(case: str) -> None:
+    make, text, rule = CASES[case]
+    plan = make()
+    # By its name in the edited plan, or by where it stood before it was edited.
+    where = [op.id for op in plan.ops if words(op) == text] or [named(PLAN, text).id]
+    found = check(plan, PROFILE)
+    assert any(violation.startswith(f"op {where[0]} (") and rule in violation for violation in found), found
+
+
+def with_blocks(**fields: Any) -> Profile:
+    return replace(PROFILE, blocks=tuple(replace(block, **fields) for block in PROFILE.blocks))
+
+
+def test_profiles_that_do_not_allow_it_are_named() -> None:
+    found = check(PLAN, with_blocks(chained=False))
+    assert any("block block2: run again: option 'discard', but the input of block2" in text for text in found), found
+    (first,) = [op.id for op in PLAN.ops if words(op) == "6 forward 2"]
+    assert any(text.startswith(f"op {first} (") and "nor is it what the block before returns" in text for text in found)
+    undirected = replace(PROFILE, tensors=tuple(replace(tensor, direct=None) for tensor in PROFILE.tensors))
+    found = check(PLAN, undirected)
+    assert any("direct: weight0 cannot be accessed in host memory" in text for text in found), found
+    assert sum("cannot be accessed" in text for text in found) == 6
+    fewer = replace(
+        PROFILE,
+        blocks=tuple(
+            replace(block, options=tuple(o for o in block.options if o.name != "keep")) if index != 4 else block
+            for index, block in enumerate(PROFILE.blocks)
+        ),
+    )
+    found = check(PLAN, fewer)
+    assert len(found) == 3
+    assert all("save: the block has no option 'keep'" in text for text in found)
+
+
+def test_frozen_blocks_run_again_for_others_only() -> None:
+    profile = chained(small_profile(3, frozen=(0, 1), no_backward=2))
+    choices = replace(
+        resident(profile),
+        blocks=tuple(BlockChoice(option=option) for option in ("keep", "keep", "discard")),  # type: ignore[arg-type]
+        reruns={3: (Rerun(block=0, save="nothing"), Rerun(block=1, save="nothing"), Rerun(block=2, save="all"))},
+    )
+    plan = build(choices, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+    assert check(plan, profile) == []
+    wrong = replace(choices, reruns={3: (Rerun(block=0, save="all"), *choices.reruns[3][1:])})
+    (found,) = check(build(wrong, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE), profile)
+    assert "save: 'all', but the block has no backward" in found
+
+
+def test_an_idle_backward_reads_nothing() -> None:
+    profile = with_direct(small_profile(3, frozen=(0,), no_backward=1))
+    plan = build(resident(profile), profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+    idle = named(plan, "5 backward 0")
+    ops = tuple(replace(op, direct=(0,)) if op is idle else op for op in plan.ops)
+    (found,) = check(replace(plan, ops=ops), profile)
+    assert found.startswith(f"op {idle.id} (")
+    assert "direct: it computes nothing" in found

@@ -1,0 +1,201 @@
+"""The simulator on cases that can be worked out by hand, and against what no plan can beat."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lt_offload.errors import PlanError
+from lt_offload.plan.build.plan import build
+from lt_offload.plan.iteration.decisions import BlockChoice, Choices, Stay, TensorChoice
+from lt_offload.plan.planners.baselines import streaming_choices
+from lt_offload.plan.planners.offmate.discretise import Slack, discretise
+from lt_offload.plan.verify.simulate import simulate
+from lt_offload.schema.plan import Op, Plan
+from lt_offload.schema.profile import Profile
+from tests.support.profiles.program_rules import random_profile
+from tests.support.profiles.random_solutions import random_solution
+from tests.support.profiles.small import HUGE, changed, named, resident, small_profile, stays
+
+
+def built(choices: Choices, profile: Profile) -> Plan:
+    return build(choices, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+
+
+def with_op(plan: Plan, op: Op, **fields: Any) -> Plan:
+    ops = list(plan.ops)
+    ops[op.id] = replace(op, **fields)
+    return replace(plan, ops=tuple(ops))
+
+
+def test_a_resident_plan_lasts_as_long_as_its_computations() -> None:
+    profile = small_profile(3)
+    trace = simulate(built(resident(profile), profile), profile)
+    # three forwards of 10 s, three backwards of 20 s, three updates of 1000 bytes at 1000 bytes per second
+    assert trace.iteration_time == pytest.approx(93)
+    assert trace.busy("compute") == pytest.approx(93)
+    assert trace.busy("h2d") == trace.busy("d2h") == trace.busy("host") == 0
+    assert [span.label for span in trace.spans][:4] == ["forward 0", "forward 1", "forward 2", "backward 2"]
+    assert [(span.start, span.end) for span in trace.spans][:4] == [(0, 10), (10, 20), (20, 30), (30, 50)]
+    assert trace.source == "simulated"
+
+
+def test_a_copy_that_nothing_hides_is_waited_for() -> None:
+    profile = small_profile(3)
+    # The first block's weight is fetched in its own step, after the update on the host: 5 s out, 10 s update, 10 s in.
+    choice = TensorChoice(place="host", stays=stays((0, 5)), grad_until=5)
+    trace = simulate(built(changed(resident(profile), 0, choice), profile), profile)
+    assert trace.iteration_time == pytest.approx(3 * 30 + 2 + 5 + 10 + 10)
+    assert trace.busy("host") == pytest.approx(10)
+
+
+def test_a_copy_beside_a_computation_costs_nothing() -> None:
+    profile = small_profile(4)
+    # 5 s out beside the next backward, 10 s update, 10 s in beside the first forward: block 1 waits for the last bit.
+    choice = TensorChoice(place="host", stays=stays((0, 6)), grad_until=7)
+    trace = simulate(built(changed(resident(profile), 1, choice), profile), profile)
+    assert trace.iteration_time == pytest.approx(4 * 30 + 3)
+    spans = {span.label: span for span in trace.spans}
+    assert spans["prefetch weight 1"].end <= spans["forward 1"].start
+
+
+def test_memory_is_counted_by_step() -> None:
+    profile = small_profile(3)
+    plan = built(resident(profile), profile)
+    trace = simulate(plan, profile)
+    arena = 3 * (1024 + 2048)
+    fixed = arena + 50 + 20
+    assert plan.arena_bytes == arena
+    held = 300 + 10  # saved, and the input of the blocks after the first
+    gradient = 1000
+    expected = [
+        fixed + 300 + 10 + 5,
+        fixed + 300 + (300 + 10 + 10) + 5,
+        fixed + 300 + held + (300 + 10) + 5,
+        fixed + 300 + held + 300 + 2 * 10 + 7 + gradient,
+        fixed + 300 + 300 + 2 * 10 + 10 + 7 + gradient,
+        fixed + 300 + 10 + 7 + gradient,
+    ]
+    assert [size for _, size in trace.memory] == expected
+    assert trace.device_peak == max(expected)
+    assert trace.host_peak == 3 * (1000 + 2000)
+
+
+def test_offloaded_activations_count_until_they_have_left_and_from_when_they_are_fetched() -> None:
+    profile = small_profile(4)
+    blocks = list(resident(profile).blocks)
+    early = replace(resident(profile), blocks=(BlockChoice(option="offload", until=0, fetch=7), *blocks[1:]))
+    late = replace(resident(profile), blocks=(BlockChoice(option="offload", until=2, fetch=5), *blocks[1:]))
+    sizes = [np.array([size for _, size in simulate(built(c, profile), profile).memory]) for c in (early, late)]
+    assert (sizes[1] - sizes[0]).tolist() == [0, 300, 300, 0, 0, 300, 300, 0]
+
+
+def test_host_memory_counts_what_travels() -> None:
+    profile = small_profile(3)
+    choices = changed(resident(profile), 1, TensorChoice(place="host", stays=stays((0, 4)), grad_until=5))
+    paged = TensorChoice(place="paged", state_stay=Stay(start=4, end=5), state_leave=5)
+    choices = changed(choices, 0, paged)
+    choices = replace(choices, blocks=(BlockChoice(option="offload", until=1, fetch=4), *choices.blocks[1:]))
+    # all weights and states; the gradient of the host's share at its place; activations
+    assert simulate(built(choices, profile), profile).host_peak == 3 * (1000 + 2000) + 1024 + 300
+
+
+def test_collected_gradients_and_scratch() -> None:
+    small = small_profile(3)
+    big = replace(small.tensors[1], name="big", bytes=20 << 20, shape=(5 << 20,), state_bytes=0)
+    other = replace(small.tensors[1], name="other", bytes=17 << 20, state_bytes=0)
+    profile = replace(
+        small,
+        tensors=(*small.tensors, big, other),
+        optimizer=replace(small.optimizer, scratch_ratio=1.0),
+    )
+    plan = built(resident(profile), profile)
+    with_large = simulate(plan, profile).memory[4][1]
+    profile = small
+    without = simulate(built(resident(profile), profile), profile).memory[4][1] - 9216 + plan.arena_bytes
+    # The largest one with its scratch; the smaller large one is gone by then. The small one gets scratch, too.
+    assert with_large - without == 2 * (20 << 20) + 1000
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_infinite_links_leave_the_computations(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    profile = random_profile(rng, ("plain", "tied", "half", "lora")[seed % 4])
+    profile = replace(
+        profile,
+        blocks=tuple(replace(block, launch_s=0.0) for block in profile.blocks),
+        hardware=replace(profile.hardware, h2d_bytes_per_s=1e30, d2h_bytes_per_s=1e30),
+        optimizer=replace(profile.optimizer, host_bytes_per_s=1e30),
+    )
+    solution = random_solution(rng, profile)
+    plan = built(discretise(solution, profile, Slack()), profile)
+    trace = simulate(plan, profile)
+    options = [block.option(name) for block, name in zip(profile.blocks, solution.options, strict=True)]
+    seconds = sum(
+        o.forward_s + (o.backward_s if block.has_backward else 0)
+        for o, block in zip(options, profile.blocks, strict=True)
+    )
+    updated = [
+        t.bytes for t, place in zip(profile.tensors, plan.update_places, strict=True) if place in ("device", "paged")
+    ]
+    assert trace.iteration_time == pytest.approx(seconds + sum(updated) / profile.optimizer.device_bytes_per_s)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_no_lane_works_longer_than_the_iteration(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    profile = random_profile(rng, ("plain", "tied", "half", "lora", "frozen start")[seed % 5])
+    plan = built(discretise(random_solution(rng, profile), profile, Slack()), profile)
+    trace = simulate(plan, profile)
+    for lane in ("compute", "h2d", "d2h", "host"):
+        work = sum(op.seconds for op in plan.ops if op.resource == lane)
+        assert trace.iteration_time >= work * (1 - 1e-9)
+    launches = sum(b.launch_s * (1 + b.has_backward) for b in profile.blocks)
+    assert trace.iteration_time >= launches * (1 - 1e-9)
+    assert all(span.start >= 0 and span.end >= span.start for span in trace.spans)
+    assert list(trace.memory) == sorted(trace.memory, key=lambda item: item[0])
+
+
+def test_ops_wait_for_what_they_name_and_for_their_lane() -> None:
+    profile = small_profile(5)
+    plan = built(streaming_choices(profile, ("offload",) * 5, host_update=True, lead=1, lag=1), profile)
+    spans = {span.op: span for span in simulate(plan, profile).spans}
+    for op in plan.ops:
+        for other in op.after:
+            if op.id in spans and other in spans and other < op.id:
+                assert spans[other].end <= spans[op.id].start + 1e-9
+    for lane in ("compute", "h2d", "d2h", "host"):
+        queue = [spans[op.id] for op in plan.ops if op.resource == lane]
+        assert all(a.end <= b.start + 1e-9 for a, b in zip(queue, queue[1:], strict=False))
+
+
+def test_a_slow_launch_is_waited_for() -> None:
+    profile = small_profile(3, launch_s=50.0, speed=1e9)
+    assert simulate(built(resident(profile), profile), profile).iteration_time == pytest.approx(6 * 50)
+
+
+def test_more_bandwidth_never_hurts() -> None:
+    times = []
+    for speed in (0.1, 1.0, 10.0):
+        profile = small_profile(6, speed=speed)
+        choices = streaming_choices(profile, ("offload",) * 6, host_update=True, lead=1, lag=1)
+        times.append(simulate(built(choices, profile), profile).iteration_time)
+    assert times == sorted(times, reverse=True)
+
+
+def test_deadlocks_name_the_ops() -> None:
+    profile = small_profile(3)
+    choice = TensorChoice(place="host", stays=stays((0, 5)), grad_until=5)
+    plan = built(changed(resident(profile), 0, choice), profile)
+    with pytest.raises(PlanError, match=r"op 1 \(forward 0\) waits for op 99, which the plan does not have"):
+        simulate(with_op(plan, named(plan, "0 forward 0"), after=(99,)), profile)
+    grad, update = named(plan, "5 offload grad 0"), named(plan, "5 update 0")
+    ops = [op for op in plan.ops if op.id != grad.id]
+    ops.insert(ops.index(update) + 1, grad)
+    with pytest.raises(
+        PlanError, match=r"deadlock: op \d+ \(update 0\) waits for op \d+ \(offload grad 0\).* after it"
+    ):
+        simulate(replace(plan, ops=tuple(ops)), profile)
