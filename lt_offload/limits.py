@@ -21,7 +21,7 @@ Scope = Literal["trainer", "model", "optimizer", "run"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class Setup:
     """What is about to run, as far as it exists yet."""
 
     trainer: Any = None
@@ -38,7 +38,7 @@ class Limit:
     name: str
     scope: Scope
     """From when on it can be recognised: once there is a trainer, a complete model, the optimizers; when it happens."""
-    found: Callable[[Run], str | None]
+    found: Callable[[Setup], str | None]
     """Returns the offending setting with its value as the user wrote it, None if there is nothing to refuse."""
     why: str
     instead: str
@@ -51,7 +51,7 @@ class Limit:
         return UnsupportedError(f"{found}: {self.why}; {self.instead}")
 
 
-def check(scope: Scope, run: Run, *, training: bool = True) -> None:
+def check(scope: Scope, run: Setup, *, training: bool = True) -> None:
     """Raise for everything in ``run`` that is not supported, all in one error.
 
     Raises:
@@ -80,7 +80,7 @@ def markdown() -> str:
 LIMITS: list[Limit] = []
 """The table, in the order of the README."""
 
-Found = Callable[[Run], str | None]
+Found = Callable[[Setup], str | None]
 
 
 def _limit(name: str, scope: Scope, *, why: str, instead: str, training_only: bool = True) -> Callable[[Found], Found]:
@@ -103,7 +103,7 @@ def _limit(name: str, scope: Scope, *, why: str, instead: str, training_only: bo
     why="weights are updated inside the backward, so Lightning would find nothing to clip",
     instead="set gradient_clip_val=None and lower the learning rate or lengthen its warm-up",
 )
-def _clipping(run: Run) -> str | None:
+def _clipping(run: Setup) -> str | None:
     value = run.trainer.gradient_clip_val
     if not value or value <= 0:
         return None
@@ -118,7 +118,7 @@ def _clipping(run: Run) -> str | None:
     why="every backward updates the weights",
     instead="use accumulate_grad_batches=1 and a larger batch_size; recomputed activations make it fit",
 )
-def _accumulation(run: Run) -> str | None:
+def _accumulation(run: Setup) -> str | None:
     if run.trainer.accumulate_grad_batches > 1:
         return f"Trainer(accumulate_grad_batches={run.trainer.accumulate_grad_batches})"
     for callback in run.trainer.callbacks:
@@ -134,7 +134,7 @@ def _accumulation(run: Run) -> str | None:
     instead="use precision='bf16-true' or precision='32-true'",
     training_only=False,
 )
-def _precision(run: Run) -> str | None:
+def _precision(run: Setup) -> str | None:
     value = run.trainer.precision
     return None if value in ("32-true", "bf16-true") else f"Trainer(precision={value!r})"
 
@@ -146,7 +146,7 @@ def _precision(run: Run) -> str | None:
     instead="use devices=1, num_nodes=1 and accelerator='cuda' or 'cpu'",
     training_only=False,
 )
-def _devices(run: Run) -> str | None:
+def _devices(run: Setup) -> str | None:
     devices = run.trainer.strategy.parallel_devices or ()
     for device in devices:
         if device.type not in ("cpu", "cuda"):
@@ -163,7 +163,7 @@ def _devices(run: Run) -> str | None:
     why="it does not see into the blocks, which have graphs of their own",
     instead="set detect_anomaly=False, or search for the anomaly with strategy='auto' on a small model",
 )
-def _anomaly(run: Run) -> str | None:
+def _anomaly(run: Setup) -> str | None:
     return "Trainer(detect_anomaly=True)" if getattr(run.trainer, "_detect_anomaly", False) else None
 
 
@@ -173,7 +173,7 @@ def _anomaly(run: Run) -> str | None:
     why="updates belong to the planned iteration",
     instead="use automatic optimization with one optimizer",
 )
-def _manual(run: Run) -> str | None:
+def _manual(run: Setup) -> str | None:
     module = run.trainer.lightning_module
     return None if module.automatic_optimization else f"{type(module).__name__}.automatic_optimization=False"
 
@@ -188,7 +188,7 @@ _GRADIENT_HOOKS = ("on_before_zero_grad", "on_after_backward", "on_before_optimi
     why="the hook acts on an update that has happened already",
     instead="remove it; schedule the learning rate with an lr_scheduler of interval='step'",
 )
-def _step_hook(run: Run) -> str | None:
+def _step_hook(run: Setup) -> str | None:
     return _overridden([run.trainer.lightning_module], _STEP_HOOKS)
 
 
@@ -198,7 +198,7 @@ def _step_hook(run: Run) -> str | None:
     why="gradients are consumed inside the backward, the hook would see none",
     instead="remove it; the gradient norm is logged as 'grad_norm'",
 )
-def _gradient_hook(run: Run) -> str | None:
+def _gradient_hook(run: Setup) -> str | None:
     return _overridden([run.trainer.lightning_module, *run.trainer.callbacks], _GRADIENT_HOOKS)
 
 
@@ -212,7 +212,7 @@ _REWRITING |= {"StochasticWeightAveraging", "WeightAveraging"}
     why="the plan is made for fixed weights, trainable tensors and batch size",
     instead="remove it",
 )
-def _rewriting_callback(run: Run) -> str | None:
+def _rewriting_callback(run: Setup) -> str | None:
     for callback in run.trainer.callbacks:
         if _is_a(callback, _REWRITING):
             return f"callback {type(callback).__name__}"
@@ -229,7 +229,7 @@ def _rewriting_callback(run: Run) -> str | None:
     instead="compile each layer by itself, with layer.compile() and the default mode",
     training_only=False,
 )
-def _compiled(run: Run) -> str | None:
+def _compiled(run: Setup) -> str | None:
     from lt_offload.model.compiled import obstacle
 
     assert run.model is not None
@@ -242,7 +242,7 @@ def _compiled(run: Run) -> str | None:
     why="the plan decides what is recomputed, and both would do it twice",
     instead="switch it off in the model; the strategy recomputes what the plan says",
 )
-def _checkpointing(run: Run) -> str | None:
+def _checkpointing(run: Setup) -> str | None:
     for name, module in _modules(run):
         if getattr(module, "gradient_checkpointing", False) is True:
             return f"gradient checkpointing in {name}"
@@ -255,7 +255,7 @@ def _checkpointing(run: Run) -> str | None:
     why="collected outputs keep activations on the device that the plan moves away",
     instead="set it to False for training",
 )
-def _collected_outputs(run: Run) -> str | None:
+def _collected_outputs(run: Setup) -> str | None:
     for name, module in _modules(run):
         for setting in ("output_hidden_states", "output_attentions"):
             if getattr(getattr(module, "config", None), setting, False) is True:
@@ -269,7 +269,7 @@ def _collected_outputs(run: Run) -> str | None:
     why="they need loss scaling",
     instead="load the model in bfloat16 or float32",
 )
-def _half(run: Run) -> str | None:
+def _half(run: Setup) -> str | None:
     import torch
 
     return next((f"parameter {n} of dtype float16" for n, p in _parameters(run) if p.dtype == torch.float16), None)
@@ -281,7 +281,7 @@ def _half(run: Run) -> str | None:
     why="each has a copy of its own on the host and on the device, and would not see the other's updates",
     instead="tie modules by giving them one and the same Parameter",
 )
-def _overlapping(run: Run) -> str | None:
+def _overlapping(run: Setup) -> str | None:
     from lt_offload.model.optimizers import overlap
 
     assert run.model is not None
@@ -296,7 +296,7 @@ def _overlapping(run: Run) -> str | None:
     instead="load the model in bfloat16; weights that do not fit are streamed",
     training_only=False,
 )
-def _quantized(run: Run) -> str | None:
+def _quantized(run: Setup) -> str | None:
     for name, parameter in _parameters(run):
         if type(parameter).__name__ in {"Params4bit", "Int8Params"}:
             return f"quantized parameter {name} ({type(parameter).__name__})"
@@ -310,7 +310,7 @@ def _quantized(run: Run) -> str | None:
     instead="load the weights in configure_model or before",
     training_only=False,
 )
-def _meta(run: Run) -> str | None:
+def _meta(run: Setup) -> str | None:
     return next((f"parameter {n} on the meta device" for n, p in _parameters(run) if p.is_meta), None)
 
 
@@ -320,7 +320,7 @@ def _meta(run: Run) -> str | None:
     why="gradients travel as dense tensors",
     instead="use sparse=False",
 )
-def _sparse(run: Run) -> str | None:
+def _sparse(run: Setup) -> str | None:
     return next((f"{n} with sparse=True" for n, m in _modules(run) if getattr(m, "sparse", False) is True), None)
 
 
@@ -331,7 +331,7 @@ def _sparse(run: Run) -> str | None:
     instead="use max_norm=None",
     training_only=False,
 )
-def _renormalised(run: Run) -> str | None:
+def _renormalised(run: Setup) -> str | None:
     for name, module in _modules(run):
         if getattr(module, "max_norm", None) is not None:
             return f"{name} with max_norm={module.max_norm}"
@@ -347,7 +347,7 @@ def _renormalised(run: Run) -> str | None:
     why="each parameter has exactly one update per iteration",
     instead="return one optimizer; parameter groups may differ in every option",
 )
-def _not_one_optimizer(run: Run) -> str | None:
+def _not_one_optimizer(run: Setup) -> str | None:
     count = len(run.optimizers)
     return None if count == 1 else f"{count} optimizers from configure_optimizers"
 
@@ -362,7 +362,7 @@ _GLOBAL_OPTIMIZERS |= {"DAdaptAdaGrad", "DAdaptAdam", "DAdaptLion", "DAdaptSGD",
     why="each tensor is updated on its own as soon as its gradient is complete",
     instead="use AdamW, Adam, SGD, Adafactor or another optimizer that updates each tensor on its own",
 )
-def _global_optimizer(run: Run) -> str | None:
+def _global_optimizer(run: Setup) -> str | None:
     for optimizer in run.optimizers:
         if _is_a(optimizer, _GLOBAL_OPTIMIZERS):
             return f"optimizer {type(optimizer).__name__}"
@@ -382,7 +382,7 @@ def _each_alone(optimizer: Optimizer) -> bool | None:
     why="a trial on small tensors gave other numbers one by one, in another order, than all at once",
     instead="use an optimizer that updates each tensor from its own gradient and state alone",
 )
-def _joint_optimizer(run: Run) -> str | None:
+def _joint_optimizer(run: Setup) -> str | None:
     for optimizer in run.optimizers:
         if _each_alone(optimizer) is False:
             return f"optimizer {type(optimizer).__name__}"
@@ -395,7 +395,7 @@ def _joint_optimizer(run: Run) -> str | None:
     why="tensors are updated by the step of its class",
     instead="write a subclass of torch.optim.Optimizer with that step",
 )
-def _replaced_step(run: Run) -> str | None:
+def _replaced_step(run: Setup) -> str | None:
     for optimizer in run.optimizers:
         step = vars(optimizer).get("step")  # a scheduler puts a wrapper there that counts
         if step is not None and getattr(step, "__wrapped__", step) is not type(optimizer).step:
@@ -409,7 +409,7 @@ def _replaced_step(run: Run) -> str | None:
     why="its gradient would be computed and never used",
     instead="give it to the optimizer or set requires_grad=False",
 )
-def _orphans(run: Run) -> str | None:
+def _orphans(run: Setup) -> str | None:
     held = {id(p) for optimizer in run.optimizers for group in optimizer.param_groups for p in group["params"]}
     for name, parameter in _parameters(run):
         if parameter.requires_grad and id(parameter) not in held:
@@ -533,13 +533,13 @@ CHANGED_PARAMETERS = _while_running(
 # -- helpers ----------------------------------------------------------------------------------------------------------
 
 
-def _modules(run: Run) -> Iterator[tuple[str, Any]]:
+def _modules(run: Setup) -> Iterator[tuple[str, Any]]:
     assert run.model is not None
     for name, module in run.model.named_modules():
         yield name or type(module).__name__, module
 
 
-def _parameters(run: Run) -> Iterator[tuple[str, nn.Parameter]]:
+def _parameters(run: Setup) -> Iterator[tuple[str, nn.Parameter]]:
     assert run.model is not None
     return run.model.named_parameters()
 

@@ -59,7 +59,7 @@ def offloaded(
     Raises:
         UnsupportedError, ModelError, InfeasibleError, PlanError: before anything is trained.
     """
-    run = limits.Run(model=model, optimizers=[optimizer])
+    run = limits.Setup(model=model, optimizers=[optimizer])
     limits.check("model", run)
     limits.check("optimizer", run)
     structure = find_blocks(model)

@@ -219,12 +219,12 @@ def make_plans(layers: int, device: str, folder: str) -> dict[str, Any]:
 
     import lt_offload
     from lt_offload.plan.build.plan import build
-    from lt_offload.plan.iteration.decisions import Choices, TensorChoice, block_choices
+    from lt_offload.plan.iteration.decisions import Decisions, TensorDecision, block_choices
 
     model = _model(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     profile = lt_offload.profile(model, _batch(torch.device("cpu")), optimizer=optimizer, device=device)
-    everything = tuple(TensorChoice(place="device", stays=()) for _ in profile.tensors)
+    everything = tuple(TensorDecision(place="device", intervals=()) for _ in profile.tensors)
     files = {}
     for name in PLANS:
         if name == "streamed":
@@ -234,7 +234,7 @@ def make_plans(layers: int, device: str, folder: str) -> dict[str, Any]:
             chosen: Any = tuple(name if name in names else "keep" for names in offered)
             blocks = block_choices(profile, chosen, lag=1, lead=1)
             room = profile.hardware.device_bytes
-            choices = Choices(tensors=everything, blocks=blocks)
+            choices = Decisions(tensors=everything, blocks=blocks)
             plan = build(choices, profile, planner=name, budget_bytes=room, host_budget_bytes=room)
         # Tight budgets are not what this is about.
         plan = replace(plan, budget_bytes=max(plan.budget_bytes, min(profile.hardware.device_bytes, 2 << 30)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from lt_offload.plan.planners.memferry.model import Layer, Weight
+from lt_offload.plan.planners.memferry.model import MemFerryLayer, MemFerryWeight
 
 VALUE = 4
 """Bytes per value: single precision."""
@@ -64,19 +64,19 @@ SMALL = (BERT_BASE, ROBERTA, BERT_LARGE, GPT2_MEDIUM)
 XLS = (XL_1B, XL_4B, XL_7B)
 
 
-def chain(shape: Shape, machine: Machine) -> list[Layer]:
+def chain(shape: Shape, machine: Machine) -> list[MemFerryLayer]:
     """Return the modules of ``shape`` in order; those without weights are the paper's computations between layers."""
     hidden, tokens = shape.hidden, shape.tokens
     rows = tokens * hidden * VALUE
     norm = _norm(shape, machine)
     table = _lookup(shape.vocabulary * hidden * VALUE, rows, machine)
-    scores = Layer(  # the products of queries, keys and values, and the softmax between them
+    scores = MemFerryLayer(  # the products of queries, keys and values, and the softmax between them
         forward_s=4 * tokens * shape.length * hidden / machine.flops
         + 4 * tokens * shape.length * (hidden // 64) * VALUE / machine.memory,
         backward_s=8 * tokens * shape.length * hidden / machine.flops
         + 8 * tokens * shape.length * (hidden // 64) * VALUE / machine.memory,
     )
-    gelu = Layer(forward_s=8 * rows / machine.memory, backward_s=12 * rows / machine.memory)
+    gelu = MemFerryLayer(forward_s=8 * rows / machine.memory, backward_s=12 * rows / machine.memory)
     square = _product(hidden, hidden, tokens, machine)
     block = [
         *[square] * (4 if shape.relative else 3),
@@ -93,27 +93,29 @@ def chain(shape: Shape, machine: Machine) -> list[Layer]:
     return [table, *positions, norm, *block * shape.layers, *head]
 
 
-def _product(inputs: int, outputs: int, rows: int, machine: Machine) -> Layer:
+def _product(inputs: int, outputs: int, rows: int, machine: Machine) -> MemFerryLayer:
     size = (inputs + 1) * outputs * VALUE
     passes = 1 if size <= machine.cache else -(-rows // TILE)
     seconds = 2 * rows * inputs * outputs / machine.flops
     return _layer(seconds, 2 * seconds, size, passes * size, passes * size, machine)
 
 
-def _norm(shape: Shape, machine: Machine) -> Layer:
+def _norm(shape: Shape, machine: Machine) -> MemFerryLayer:
     seconds = 2 * shape.tokens * shape.hidden * VALUE / machine.memory
     size = 2 * shape.hidden * VALUE
     return _layer(seconds, 2 * seconds, size, size, size, machine)
 
 
-def _lookup(size: int, rows: int, machine: Machine) -> Layer:
+def _lookup(size: int, rows: int, machine: Machine) -> MemFerryLayer:
     """Return an embedding; its backward fills a gradient of the table's size."""
     return _layer(2 * rows / machine.memory, (size + 2 * rows) / machine.memory, size, min(rows, size), 0, machine)
 
 
-def _layer(forward_s: float, backward_s: float, size: int, read: int, read_back: int, machine: Machine) -> Layer:
+def _layer(
+    forward_s: float, backward_s: float, size: int, read: int, read_back: int, machine: Machine
+) -> MemFerryLayer:
     direct = DIRECT * machine.link
-    weight = Weight(
+    weight = MemFerryWeight(
         transfer_s=size / machine.link,
         forward_s=read / direct,
         backward_s=read_back / direct,
@@ -121,9 +123,9 @@ def _layer(forward_s: float, backward_s: float, size: int, read: int, read_back:
         gradient_transfer_s=size / machine.link,
         gradient_s=size / direct,
     )
-    return Layer(forward_s=forward_s, backward_s=backward_s, weights=(weight,))
+    return MemFerryLayer(forward_s=forward_s, backward_s=backward_s, weights=(weight,))
 
 
-def parameter_bytes(layers: Sequence[Layer]) -> int:
+def parameter_bytes(layers: Sequence[MemFerryLayer]) -> int:
     """Return the bytes of all weights."""
     return sum(weight.gradient_bytes for layer in layers for weight in layer.weights)

@@ -26,7 +26,15 @@ from paper_tables import Row, Section
 
 from lt_offload.plan.planners.memferry.backward import kept_gradients, switched_weights
 from lt_offload.plan.planners.memferry.forward import best_forward
-from lt_offload.plan.planners.memferry.model import Decisions, Layer, Position, Weight, backward, forward, uniform
+from lt_offload.plan.planners.memferry.model import (
+    Decisions,
+    MemFerryLayer,
+    MemFerryWeight,
+    Position,
+    backward,
+    forward,
+    uniform,
+)
 from lt_offload.plan.planners.memferry.paper import algorithm_1_as_printed, algorithm_1_corrected
 
 PAPER = (
@@ -66,7 +74,7 @@ def sections() -> Iterator[Section]:
     yield _reserve()
 
 
-def with_reads(layers: Sequence[Layer]) -> list[Layer]:
+def with_reads(layers: Sequence[MemFerryLayer]) -> list[MemFerryLayer]:
     """Return ``layers`` whose direct reads take their bytes of the link from copies."""
     return [
         replace(
@@ -81,7 +89,7 @@ def with_reads(layers: Sequence[Layer]) -> list[Layer]:
 
 
 def iteration_s(
-    layers: Sequence[Layer],
+    layers: Sequence[MemFerryLayer],
     copied: Decisions,
     machine: Machine,
     *,
@@ -98,13 +106,16 @@ def iteration_s(
     return max(host, found.compute_s)
 
 
-def zero_offload_s(layers: Sequence[Layer], machine: Machine) -> float:
+def zero_offload_s(layers: Sequence[MemFerryLayer], machine: Machine) -> float:
     """Return ZeRO-Offload's iteration: everything copied, the update after the last gradient."""
     return iteration_s(layers, uniform(layers, True), machine, overlapped=False)
 
 
 def memferry_s(
-    layers: Sequence[Layer], machine: Machine, choose: Callable[[Sequence[Layer]], Decisions], reserve: float = 1.0
+    layers: Sequence[MemFerryLayer],
+    machine: Machine,
+    choose: Callable[[Sequence[MemFerryLayer]], Decisions],
+    reserve: float = 1.0,
 ) -> float:
     """Return MemFerry's iteration, or GO-MemFerry's with ``reserve`` of the gradients kept on the device."""
     copied = choose(layers)
@@ -195,10 +206,10 @@ def _random_chains() -> Iterator[Row]:
     ratios: dict[str, list[float]] = {"as printed": [], "corrected": []}
     for _ in range(RANDOM_CHAINS):
         layers = [
-            Layer(
+            MemFerryLayer(
                 forward_s=rng.uniform(0.1, 3),
                 weights=(
-                    Weight(
+                    MemFerryWeight(
                         transfer_s=rng.uniform(0, rng.choice((2, 10))), forward_s=rng.uniform(0, rng.choice((2, 12)))
                     ),
                 ),

@@ -11,7 +11,7 @@ from paper_tables import Row, Section
 
 from lt_offload.plan.planners.pofo.chain import Chain
 from lt_offload.plan.planners.pofo.heuristics import autocapper_s, opportunist_s
-from lt_offload.plan.planners.pofo.program import Program
+from lt_offload.plan.planners.pofo.program import ChainProgram
 from lt_offload.plan.planners.pofo.sequence import from_scratch, memory, sequential, walk
 from lt_offload.plan.planners.pofo.timing import simulated_s
 
@@ -66,7 +66,7 @@ def times(chain: Chain, alpha: float) -> dict[str, float]:
     """Return the time of each algorithm over that of all computations; infinity where it finds nothing."""
     low, high = memory_range(chain)
     room = int((1 - alpha) * low + alpha * high)
-    alone = Program(chain, memory_bytes=high, slots=FINE_SLOTS, offload=False)
+    alone = ChainProgram(chain, memory_bytes=high, slots=FINE_SLOTS, offload=False)
     found = {
         "pofo": _fastest_s(chain, room, recompute=True),
         "rematerialisation": alone.seconds(room),
@@ -84,7 +84,7 @@ def memory_range(chain: Chain) -> tuple[int, int]:
 
 
 def _fastest_s(chain: Chain, room: int, *, recompute: bool) -> float:
-    program = Program(chain, memory_bytes=int(SURPLUS * room), slots=SLOTS, recompute=recompute, nearest=True)
+    program = ChainProgram(chain, memory_bytes=int(SURPLUS * room), slots=SLOTS, recompute=recompute, nearest=True)
     walks = (walk(operations, chain) for operations in program.sequences())
     return min((simulated_s(walked, room, chain.bytes_per_s) for walked in walks), default=inf)
 

@@ -8,7 +8,7 @@ from paper_tables import Row, Section
 
 from lt_offload.errors import InfeasibleError
 from lt_offload.plan.planners.weights.bound import weights_bound
-from lt_offload.plan.planners.weights.model import Chain, Layer, l2l_s
+from lt_offload.plan.planners.weights.model import WeightChain, WeightLayer, l2l_s
 from lt_offload.plan.planners.weights.select import select_gaps
 from lt_offload.plan.planners.weights.timing import schedule
 
@@ -55,12 +55,12 @@ def sections() -> Iterator[Section]:
     yield _figure_4()
 
 
-def gpt2(depth: int, batch_size: int, milliseconds: float, gib: float, gb_per_s: float = 12) -> Chain:
+def gpt2(depth: int, batch_size: int, milliseconds: float, gib: float, gb_per_s: float = 12) -> WeightChain:
     """Return GPT-2 as in table 1 with ``gib`` of memory, whose computations take ``milliseconds``."""
     weights = [EMBEDDING] + [LAYER] * (depth - 2)
     seconds = milliseconds / 1000 / len(weights)
     layers = [
-        Layer(
+        WeightLayer(
             weight_bytes=nbytes,
             forward_s=seconds / 4,
             backward_s=3 * seconds / 4,
@@ -68,10 +68,10 @@ def gpt2(depth: int, batch_size: int, milliseconds: float, gib: float, gb_per_s:
         )
         for nbytes in weights
     ]
-    return Chain.of(layers, memory=int(gib * GIB), bandwidth=gb_per_s * 1000 * MIB)
+    return WeightChain.of(layers, memory=int(gib * GIB), bandwidth=gb_per_s * 1000 * MIB)
 
 
-def _greedy_s(chain: Chain, *, margin: int = 1, discount: bool = True) -> float | None:
+def _greedy_s(chain: WeightChain, *, margin: int = 1, discount: bool = True) -> float | None:
     """Return the seconds of the greedy algorithm with ``margin`` layers of free memory; None if that does not fit."""
     try:
         gaps = select_gaps(chain, margin=margin * LAYER, discount=discount)
@@ -80,7 +80,7 @@ def _greedy_s(chain: Chain, *, margin: int = 1, discount: bool = True) -> float 
     return schedule(chain, gaps, discount=discount).period_s
 
 
-def _bound_s(chain: Chain) -> tuple[float, str]:
+def _bound_s(chain: WeightChain) -> tuple[float, str]:
     """Return the lower bound and how it was found."""
     for margin in (1, 2):
         found = _greedy_s(chain, margin=margin)

@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from lt_offload.plan.planners.pofo.chain import Chain, Layer
+from lt_offload.plan.planners.pofo.chain import Chain, ChainLayer
 
 BATCH, PIXELS, BYTES = 16, 500, 4
 FLOPS_PER_S = 11e12
@@ -50,10 +50,10 @@ class _Cost:
         self.saved += copies * tensor_bytes(shape)
         self.largest = max(self.largest, tensor_bytes(shape))
 
-    def layer(self, output: Shape) -> Layer:
+    def layer(self, output: Shape) -> ChainLayer:
         """Return the layer. A backward does twice the work, and holds the gradients of two tensors beside."""
         seconds = self.flops / FLOPS_PER_S + self.traffic / MEMORY_BYTES_PER_S
-        return Layer(
+        return ChainLayer(
             forward_s=seconds,
             backward_s=2 * seconds,
             output_bytes=tensor_bytes(output),
@@ -141,7 +141,7 @@ def synthetic(layers: int, seed: int = 0) -> Chain:
     for _ in range(layers):
         output, seconds = rng.randint(20, 40) * 10**6, rng.uniform(0.5, 1.5)
         found.append(
-            Layer(
+            ChainLayer(
                 forward_s=seconds,
                 backward_s=2 * seconds,
                 output_bytes=output,
@@ -151,11 +151,11 @@ def synthetic(layers: int, seed: int = 0) -> Chain:
             )
         )
     rate = sum(layer.output_bytes for layer in found) / (0.6 * sum(layer.forward_s for layer in found))
-    loss = Layer(forward_s=0.0, backward_s=0.0, output_bytes=0, saved_bytes=0, gradient_bytes=0)
+    loss = ChainLayer(forward_s=0.0, backward_s=0.0, output_bytes=0, saved_bytes=0, gradient_bytes=0)
     return Chain(layers=tuple(found), loss=loss, input_bytes=30 * 10**6, bytes_per_s=rate)
 
 
-def _stem(channels: int) -> tuple[Shape, list[Layer]]:
+def _stem(channels: int) -> tuple[Shape, list[ChainLayer]]:
     cost = _Cost()
     shape = cost.conv((3, PIXELS), channels, (7, 7), 2)
     shape = (channels, shape[1] // 2)
@@ -163,7 +163,7 @@ def _stem(channels: int) -> tuple[Shape, list[Layer]]:
     return shape, [cost.layer(shape)]
 
 
-def _chain(layers: Sequence[Layer], last: Shape) -> Chain:
+def _chain(layers: Sequence[ChainLayer], last: Shape) -> Chain:
     """Close the chain with average pooling and classifier, which are the loss."""
     cost = _Cost(traffic=tensor_bytes(last))
     cost.keep((1000 + last[0], 1))

@@ -74,7 +74,7 @@ class MovedStorage:
 
     __slots__ = ("device", "nbytes", "owner", "users", "version_of")
 
-    def __init__(self, owner: Pager, tensor: Tensor) -> None:
+    def __init__(self, owner: ActivationOffloader, tensor: Tensor) -> None:
         self.owner = owner
         self.device: Tensor | None = _bytes_of(tensor)
         self.nbytes = self.device.numel()
@@ -105,7 +105,7 @@ class MovedStorage:
         return data
 
 
-class Pager:
+class ActivationOffloader:
     """Moves the storages of one block between its forward and its backward."""
 
     def __init__(self, device: Device, pool: HostPool, label: str) -> None:
@@ -248,7 +248,7 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     """Hooks for a block's local graph: weights become aliases, the rest stays or travels."""
 
-    def __init__(self, weights: Sequence[Weight], pager: Pager | None, shared: Sequence[Tensor]) -> None:
+    def __init__(self, weights: Sequence[Weight], pager: ActivationOffloader | None, shared: Sequence[Tensor]) -> None:
         ranges = _Ranges(weights)
         starts, ends = ranges.starts, ranges.ends
         stay = {t.untyped_storage()._cdata for t in shared} if pager is not None else ()
@@ -294,7 +294,7 @@ def _alias(tensor: Tensor, ranges: _Ranges) -> WeightAlias:
 class CacheCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs a forward and moves the results of its costly operations to the host (option ``mixed``)."""
 
-    def __init__(self, pager: Pager) -> None:
+    def __init__(self, pager: ActivationOffloader) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.pager = pager
         self.results: list[tuple[Any, Any]] = []

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lt_offload import limits
 from lt_offload.errors import UnsupportedError
-from lt_offload.execute.activations import CacheCostly, Moved, Pager, ReplayCostly, SavedTensors
+from lt_offload.execute.activations import ActivationOffloader, CacheCostly, Moved, ReplayCostly, SavedTensors
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.edges.inner import InnerTensors
 from lt_offload.execute.pools import HostPool
@@ -65,7 +65,7 @@ class Frame:
         self.option = option
         self.forward = forward
         self.weights = weights
-        self.pager = Pager(device, pool, label) if option in ("offload", "mixed", "reload") else None
+        self.pager = ActivationOffloader(device, pool, label) if option in ("offload", "mixed", "reload") else None
         self.done = False
         self.again = again
         """The block runs again whatever its option."""
@@ -256,7 +256,9 @@ class Frame:
         if self._inner is not None:
             self._inner.ran_again()
 
-    def _record(self, anchor: Tensor, inputs: Sequence[Tensor], pager: Pager | None, *, steady: bool) -> Any:
+    def _record(
+        self, anchor: Tensor, inputs: Sequence[Tensor], pager: ActivationOffloader | None, *, steady: bool
+    ) -> Any:
         """Run the forward and keep its graph; what it saves travels with ``pager`` if there is one.
 
         Without a pager the graph may hold the weights as they are if they are ``steady``: in their places until it has

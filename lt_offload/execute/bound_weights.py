@@ -21,15 +21,15 @@ def expose(weights: Sequence[Weight], plan: Plan, device: Device) -> None:
         UnsupportedError: if the device cannot.
     """
     for op in plan.ops:
-        for tensor in op.direct:
+        for tensor in op.zero_copy:
             weights[tensor].expose(device)
         if op.payload == "grad" and op.resource == "compute":
             for tensor in op.tensors:
-                weights[tensor].grad_direct = True
+                weights[tensor].grad_zero_copy = True
 
 
-class Presence:
-    """Encloses the computation ``op``: its modules see ``weights`` as it shall, those of ``op.direct`` in host memory.
+class BoundWeights:
+    """Encloses the computation ``op``: its modules see ``weights``, those of ``op.zero_copy`` in host memory.
 
     Raises:
         PlanError: on entry, if the plan does not bring a weight to the device, or has one read that is out of date.
@@ -40,8 +40,8 @@ class Presence:
         self._label = f"{op.kind} {op.block}"
         self._token: object = None
         self._weights = tuple(weights)
-        self._copied = tuple(weight for weight in weights if weight.index not in op.direct)
-        self._direct = tuple(weight for weight in weights if weight.index in op.direct)
+        self._copied = tuple(weight for weight in weights if weight.index not in op.zero_copy)
+        self._direct = tuple(weight for weight in weights if weight.index in op.zero_copy)
         self._here = _parcels(self._copied)
         self._there = _parcels(self._direct)
 
@@ -51,8 +51,8 @@ class Presence:
             assert weight.view is not None
             weight.param.data = weight.present = weight.view
         for weight in self._direct:
-            assert weight.direct is not None
-            weight.param.data = weight.present = weight.direct
+            assert weight.zero_copy is not None
+            weight.param.data = weight.present = weight.zero_copy
         self._token = self._device.begin_compute(self._op.id, self._label)
         if self._direct:
             self._device.cross("h2d", self._op.bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
-from lt_offload.execute.activations import Pager
+from lt_offload.execute.activations import ActivationOffloader
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.groups import Layout, Parcel
 from lt_offload.execute.optimizer import Updates
@@ -54,19 +54,19 @@ class Residency:
             move.transfer.fetch()
         elif op.kind == "offload":
             move.transfer.write_back()
-            if op.until is not None:
+            if op.release_after is not None:
                 for parcel in move.parcels:
-                    self.release_at(op.until, parcel.detach)
+                    self.release_at(op.release_after, parcel.detach)
         else:
             for parcel in move.parcels:
                 assert not parcel.dirty, f"{parcel.label} would be lost"
                 parcel.detach()
 
-    def leave(self, op: Op, pager: Pager) -> None:
+    def leave(self, op: Op, pager: ActivationOffloader) -> None:
         """Carry out the offload of a block's activations."""
         event = pager.leave(op.id)
         if event is not None:
-            self.release_at(op.step if op.until is None else op.until, pager.released)
+            self.release_at(op.step if op.release_after is None else op.release_after, pager.released)
 
     def release_at(self, step: int, release: Callable[[], None]) -> None:
         """Call ``release`` at the end of ``step``."""

@@ -18,7 +18,7 @@ SMALL_GRADIENT = GATHERED_BELOW
 a link moves this much; beside the gradients of a block the gathered ones hardly take memory."""
 
 
-class Departure:
+class GradientOffload:
     """Gradients on their way to the host; calling it lets go of their device memory once they have been copied."""
 
     def __init__(self, device: Device, event: Event, memory: Cell, kept: list[Tensor]) -> None:
@@ -41,8 +41,10 @@ class Slots:
         self._events: dict[int, list[Event]] = {}
         """By update: what has to be over before memory that it reads is overwritten."""
         ranges = {op.id: _range(op, weights) for op in ops if op.slot is not None}
-        self._boxes = [Outbox(device, op, [weights[t] for t in op.tensors]) for op in ops if op.slot is not None]
-        self.of: dict[int, Outbox] = {t: box for box in self._boxes for t in box.op.tensors}
+        self._boxes = [
+            GradientOffloads(device, op, [weights[t] for t in op.tensors]) for op in ops if op.slot is not None
+        ]
+        self.of: dict[int, GradientOffloads] = {t: box for box in self._boxes for t in box.op.tensors}
         """By weight."""
         for low, high in _islands(ranges.values()):
             island = device.host_empty((high - low,), torch.uint8)
@@ -54,7 +56,7 @@ class Slots:
             start, end = ranges[box.op.id]
             box.cells = [o.cell for o in self._boxes if ranges[o.op.id][0] < end and start < ranges[o.op.id][1]]
 
-    def send(self, box: Outbox, items: Sequence[tuple[Weight, Tensor]]) -> Departure:
+    def send(self, box: GradientOffloads, items: Sequence[tuple[Weight, Tensor]]) -> GradientOffload:
         """Queue the copies of ``items`` to their slot, as one task."""
         return box.send(items, self._freed(box.op))
 
@@ -87,7 +89,7 @@ def _islands(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return found
 
 
-class Outbox:
+class GradientOffloads:
     """The gradients of one op, side by side in host memory, those of one dtype that are small without a gap."""
 
     def __init__(self, device: Device, op: Op, weights: Sequence[Weight]) -> None:
@@ -122,7 +124,7 @@ class Outbox:
             if weight.index not in gathered:
                 at = round_up(self._divide(memory, at, [weight]), ALIGNMENT)
 
-    def send(self, items: Sequence[tuple[Weight, Tensor]], freed: Sequence[Event]) -> Departure:
+    def send(self, items: Sequence[tuple[Weight, Tensor]], freed: Sequence[Event]) -> GradientOffload:
         """Queue the copies of ``items``, as one task that begins after ``freed``."""
         pairs = self._pairs(items)
         memory = Cell(self._label)
@@ -140,7 +142,7 @@ class Outbox:
             op=self.op.id,
             nbytes=sum(host.nbytes for host, _ in pairs),
         )
-        return Departure(self._device, event, memory, [source for _, source in pairs])
+        return GradientOffload(self._device, event, memory, [source for _, source in pairs])
 
     def _divide(self, memory: Tensor, at: int, weights: Iterable[Weight]) -> int:
         """Give each of ``weights`` its part of ``memory`` from ``at`` on; return where the last one ends."""

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.errors import OverBudget, UnsupportedError
 from lt_offload.execute.block_graph import BlockFunction, Frame
-from lt_offload.execute.bound_weights import Presence, expose
+from lt_offload.execute.bound_weights import BoundWeights, expose
 from lt_offload.execute.copies import Residency
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.edges.aliases import Aliases, find_aliases
@@ -101,7 +101,7 @@ class Engine:
         self._walk: Walk
         self._blocks: list[list[Weight]] = []
         """The weights of each block."""
-        self._presence: dict[int, Presence] = {}
+        self._presence: dict[int, BoundWeights] = {}
         """By computation."""
         self._guard: Guard
         self._fixed: Fixed
@@ -144,7 +144,7 @@ class Engine:
             expose(self.weights, plan, device)
             self.gradients = Gradients(device, self.updates, self.weights, plan)
             self._presence = {
-                op.id: Presence(device, self._blocks[op.block], op)
+                op.id: BoundWeights(device, self._blocks[op.block], op)
                 for op in plan.ops
                 if op.kind in ("forward", "backward")
             }
@@ -489,7 +489,7 @@ class Engine:
     def _send_gradients(self, step: int) -> None:
         assert self.gradients is not None
         for op, departure in self.gradients.send():
-            self.residency.release_at(step if op.until is None else op.until, departure)
+            self.residency.release_at(step if op.release_after is None else op.release_after, departure)
 
     def _begin_iteration(self) -> None:
         assert self.updates is not None

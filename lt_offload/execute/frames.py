@@ -15,7 +15,7 @@ from lt_offload.execute.device.base import Device
 from lt_offload.execute.pools import HostPool
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure
-from lt_offload.model.chain import Handed
+from lt_offload.model.chain import BlockOutput
 from lt_offload.model.compiled import is_compiled
 from lt_offload.model.effects import Effects
 from lt_offload.schema.plan import Op, Plan
@@ -41,7 +41,7 @@ class Frames:
         self._effects = [Effects(block.module) for block in structure.blocks]
         self._frames: dict[int, weakref.ref[Frame]] = {}
         self._frozen: dict[int, Frame] = {}
-        self._handed: Handed | None = None
+        self._handed: BlockOutput | None = None
 
     def __len__(self) -> int:
         return len(self._frames) + len(self._frozen)
@@ -99,7 +99,7 @@ class Frames:
     def returned(self, out: Any) -> None:
         """Note what the block that ran last handed on."""
         if self._again:
-            self._handed = Handed(out)
+            self._handed = BlockOutput(out)
 
     def find(self, index: int) -> Frame | None:
         """Return the frame of a block that has run."""
@@ -145,7 +145,7 @@ class Frames:
 def _steady(structure: Structure, plan: Plan) -> set[int]:
     """Return the blocks whose weights stay where they are from the forward to the backward, by ``plan``."""
     moving = {t for op in plan.ops if op.payload == "weight" and op.kind in ("prefetch", "drop") for t in op.tensors}
-    moving |= {t for op in plan.ops if op.payload == "weight" and op.until is not None for t in op.tensors}
-    direct = {op.block for op in plan.ops if op.direct}
+    moving |= {t for op in plan.ops if op.payload == "weight" and op.release_after is not None for t in op.tensors}
+    zero_copy = {op.block for op in plan.ops if op.zero_copy}
     blocks = enumerate(structure.blocks)
-    return {at for at, block in blocks if at not in direct and moving.isdisjoint(block.tensors)}
+    return {at for at, block in blocks if at not in zero_copy and moving.isdisjoint(block.tensors)}

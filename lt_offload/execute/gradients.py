@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from lt_offload import limits
-from lt_offload.execute.departures import Departure, Outbox, Slots
+from lt_offload.execute.departures import GradientOffload, GradientOffloads, Slots
 from lt_offload.execute.device.base import Device, Event
 from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.tensors import Weight, distinct
@@ -103,7 +103,7 @@ class Gradients:
             return
         if self.square_sums is not None:
             self.square_sums.append(torch.linalg.vector_norm(grad, dtype=torch.float32).square_())
-        if weight.grad_direct:
+        if weight.grad_zero_copy:
             self._write_out(weight, grad)
         elif weight.place == "host":
             self._to_host.append((weight, grad))
@@ -150,7 +150,7 @@ class Gradients:
             self._direct_grads[weight.index].copy_(grad)
         self._written.append(weight)
 
-    def send(self) -> list[tuple[Op, Departure]]:
+    def send(self) -> list[tuple[Op, GradientOffload]]:
         """Queue the copies of complete gradients to the host, one task per op; return what they keep alive, by op."""
         if self._written:
             written = self.device.mark()
@@ -159,7 +159,7 @@ class Gradients:
         if not self._to_host:
             return []
         items, self._to_host = self._to_host, []
-        by_outbox: dict[Outbox, list[tuple[Weight, Tensor]]] = {}
+        by_outbox: dict[GradientOffloads, list[tuple[Weight, Tensor]]] = {}
         for item in items:
             by_outbox.setdefault(self._slots.of[item[0].index], []).append(item)
         departures = []

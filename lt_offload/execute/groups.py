@@ -213,7 +213,7 @@ def _uses(plan: Plan | None) -> dict[Key, list[int]]:
     if plan is not None:
         for op in plan.ops:
             payloads = (op.payload,) if op.payload in ("weight", "state") else ("weight", "state")
-            for tensor in (*op.tensors, *op.direct):
+            for tensor in (*op.tensors, *op.zero_copy):
                 for payload in payloads:
                     found[payload, tensor].append(op.id)
     return dict(found)

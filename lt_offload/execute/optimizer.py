@@ -110,13 +110,13 @@ class Updates:
         for weight, grad in zip(weights, grads, strict=True):
             data = weight.host if place == "host" else weight.view
             assert data is not None
-            shadow = weight.shadow(place, data, grad)
+            proxy = weight.proxy(place, data, grad)
             index = self._group_of[weight.param]
             if index not in groups:
                 live = self._live(index)
                 groups[index] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in live.items()} | {"params": []}
-            groups[index]["params"].append(shadow)
-            state[shadow] = self.state(weight)
+            groups[index]["params"].append(proxy)
+            state[proxy] = self.state(weight)
         sub = self._sub(tuple(weight.index for weight in weights))
         held = (value for found in state.values() for value in found.values())
         self.counts = self.counts or any(not isinstance(value, (Tensor, NoneType)) for value in held)
@@ -129,8 +129,8 @@ class Updates:
             sub.state = state
             before = [[*found.values()] for found in state.values()]
             type(sub).step(sub)
-            for weight, (shadow, found) in zip(weights, state.items(), strict=True):
-                shadow.grad = None
+            for weight, (proxy, found) in zip(weights, state.items(), strict=True):
+                proxy.grad = None
                 if found:
                     self.optimizer.state[weight.param] = found
             changed = [known for known, found in zip(before, state.values(), strict=True) if not _same(known, found)]
@@ -144,12 +144,12 @@ class Updates:
         for weight in weights:
             if weight.states.parcel is not None:
                 self.generation += weight.states.refresh(self.state(weight))
-        direct = self._directly(weights, "device", grads)
-        if direct is None:
+        zero_copy = self._directly(weights, "device", grads)
+        if zero_copy is None:
             self._step_on_device(weights, grads)
             return
         with torch.no_grad():
-            direct()
+            zero_copy()
 
     def _step_on_device(self, weights: Sequence[Weight], grads: Sequence[Tensor]) -> None:
         self._move_scalars(weights)
@@ -160,7 +160,7 @@ class Updates:
         for states in resident:
             states.enter()
         try:
-            with torch.no_grad(), _StateNursery(newborn):
+            with torch.no_grad(), _StateAllocator(newborn):
                 run()
         finally:
             for states in resident:
@@ -207,7 +207,7 @@ def _same(known: Sequence[Any], state: dict[str, Any]) -> bool:
 
 
 @unseen_by_dynamo
-class _StateNursery(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _StateAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets the first update on the device create its states in the arena ranges that the plan has kept for them."""
 
     def __init__(self, newborn: Sequence[States]) -> None:

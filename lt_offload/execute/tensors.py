@@ -36,10 +36,10 @@ class Weight:
 
     __slots__ = (
         "_views",
-        "direct",
+        "zero_copy",
         "grad",
         "grad_cell",
-        "grad_direct",
+        "grad_zero_copy",
         "host",
         "index",
         "label",
@@ -67,10 +67,10 @@ class Weight:
         """Offset in the parcel."""
         self.view: Tensor | None = None
         """The device copy."""
-        self.direct: Tensor | None = None
+        self.zero_copy: Tensor | None = None
         """The host copy as computations on the device see it; see :meth:`expose`."""
         self.present: Tensor | None = None
-        """What the running computation sees: ``view`` or ``direct``."""
+        """What the running computation sees: ``view`` or ``zero_copy``."""
         self.place: UpdatePlace = "none"
         self.states = States(self)
         self.shadows: dict[str, nn.Parameter] = {}
@@ -81,7 +81,7 @@ class Weight:
         self.grad: Tensor | None = None
         """Gradient held on the device until all uses have contributed."""
         self.grad_cell = Cell(f"host grad {name}")
-        self.grad_direct = False
+        self.grad_zero_copy = False
         """The backward itself writes the gradient to host memory."""
         self._views: dict[int, Tensor] = {}
 
@@ -115,18 +115,18 @@ class Weight:
 
     def expose(self, device: Device) -> None:
         """Let computations read the host copy directly; raises ``UnsupportedError`` where they cannot."""
-        if self.direct is None:
-            self.direct = device.direct_view(self.host)
+        if self.zero_copy is None:
+            self.zero_copy = device.direct_view(self.host)
 
-    def shadow(self, place: str, data: Tensor, grad: Tensor | None) -> nn.Parameter:
+    def proxy(self, place: str, data: Tensor, grad: Tensor | None) -> nn.Parameter:
         """Return the parameter's stand-in for updates at ``place``, over ``data`` and with gradient ``grad``."""
-        shadow = self.shadows.get(place)
-        if shadow is None:
-            shadow = self.shadows[place] = nn.Parameter(data)
+        proxy = self.shadows.get(place)
+        if proxy is None:
+            proxy = self.shadows[place] = nn.Parameter(data)
         else:
-            shadow.data = data
-        shadow.grad = grad
-        return shadow
+            proxy.data = data
+        proxy.grad = grad
+        return proxy
 
 
 class States:

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import torch
 
 from lt_offload.machine.accounting import Account
-from lt_offload.machine.numa import Place
+from lt_offload.machine.numa import MemoryNode
 from lt_offload.machine.pages import Pages, map_pages
 from lt_offload.machine.pinning import Register, Unregister, advice
 from lt_offload.schema.plan import ALIGNMENT
@@ -67,10 +67,10 @@ class HostMemory:
         place: where the memory should be.
     """
 
-    def __init__(self, register: Register, unregister: Unregister, *, place: Place | None = None) -> None:
+    def __init__(self, register: Register, unregister: Unregister, *, place: MemoryNode | None = None) -> None:
         self._register = register
         self._unregister = unregister
-        self._place = place or Place()
+        self._place = place or MemoryNode()
         self._shared: list[_Slab] = []
         self._mapped: dict[int, _Mapping] = {}
         """By address."""

@@ -20,7 +20,7 @@ SYSFS = Path("/sys")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class MemoryNode:
     """Where threads should run that touch memory a GPU copies from and to."""
 
     cores: frozenset[int] = frozenset()
@@ -49,10 +49,10 @@ class Place:
             pool.submit(task).result()
 
 
-def place_of(device: torch.device, root: Path = SYSFS) -> Place:
+def place_of(device: torch.device, root: Path = SYSFS) -> MemoryNode:
     """Return the place of memory for ``device``; nothing can be chosen for the CPU."""
     if device.type != "cuda":
-        return Place(about="no GPU")
+        return MemoryNode(about="no GPU")
     found: Any = torch.cuda.get_device_properties(device)
     try:
         address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
@@ -61,21 +61,21 @@ def place_of(device: torch.device, root: Path = SYSFS) -> Place:
     return place_near(address, root, allowed=_allowed())
 
 
-def place_near(address: str, root: Path, *, allowed: frozenset[int]) -> Place:
+def place_near(address: str, root: Path, *, allowed: frozenset[int]) -> MemoryNode:
     """Return the place near the PCI device at ``address``, among the ``allowed`` cores."""
     nodes = {path: _cores(path / "cpulist") for path in sorted((root / "devices/system/node").glob("node[0-9]*"))}
     if len(nodes) < 2:
-        return Place(about="one node" if nodes else "unknown: the system does not say")
+        return MemoryNode(about="one node" if nodes else "unknown: the system does not say")
     try:
         number = int((root / "bus/pci/devices" / address / "numa_node").read_text())
     except (OSError, ValueError):
         number = -1
     if number < 0:
-        return Place(about=f"unknown: the system does not say which of {len(nodes)}")
+        return MemoryNode(about=f"unknown: the system does not say which of {len(nodes)}")
     cores = nodes.get(root / "devices/system/node" / f"node{number}", frozenset()) & allowed
     if not cores:
-        return Place(about=f"node {number} of {len(nodes)}, but this process may use none of its cores")
-    return Place(cores=cores, about=f"node {number} of {len(nodes)}, {len(cores)} of {len(allowed)} cores")
+        return MemoryNode(about=f"node {number} of {len(nodes)}, but this process may use none of its cores")
+    return MemoryNode(cores=cores, about=f"node {number} of {len(nodes)}, {len(cores)} of {len(allowed)} cores")
 
 
 def _allowed() -> frozenset[int]:

@@ -45,7 +45,7 @@ def find_pin_limit(register: Register, unregister: Unregister, *, host_bytes: in
         host_bytes: memory that may be taken.
     """
     find = _by_growing if is_wsl2() else _by_limit
-    with _Trial(register, unregister) as trial:
+    with _PinTrial(register, unregister) as trial:
         return find(trial, host_bytes)
 
 
@@ -80,7 +80,7 @@ def advice() -> str:
     return "there is no limit on locked memory for this process: free some RAM, and see what `dmesg` says"
 
 
-class _Trial:
+class _PinTrial:
     """Holds memory that was locked to see whether it can be."""
 
     def __init__(self, register: Register, unregister: Unregister) -> None:
@@ -108,7 +108,7 @@ class _Trial:
         return locked
 
 
-def _by_limit(trial: _Trial, host_bytes: int) -> PinLimit:
+def _by_limit(trial: _PinTrial, host_bytes: int) -> PinLimit:
     wanted = max(1, min(_TRIAL_BYTES, host_bytes // 2))
     limit = memlock_bytes()
     with _memlock_lowered(wanted // 2):  # a high limit is as hard to try out as it is easy to lower
@@ -121,7 +121,7 @@ def _by_limit(trial: _Trial, host_bytes: int) -> PinLimit:
     return PinLimit(nbytes=0, how=f"{format_bytes(wanted)} could not be locked")
 
 
-def _by_growing(trial: _Trial, host_bytes: int) -> PinLimit:
+def _by_growing(trial: _PinTrial, host_bytes: int) -> PinLimit:
     most = min(_MOST_BYTES, host_bytes // 2)
     start, step = time.perf_counter(), min(_STEP_BYTES, most)
     while trial.nbytes + step <= most and time.perf_counter() - start < _MOST_SECONDS:

@@ -23,7 +23,7 @@ BUFFER_BYTES = 4 << 20
 STAGING_BYTES = 2 * BUFFERS * BUFFER_BYTES
 
 
-class _Buffer:
+class _StagingBuffer:
     """Page-locked memory that one copy at a time may use."""
 
     def __init__(self, memory: Tensor, event: Any) -> None:
@@ -67,7 +67,7 @@ class Staging:
         self._use = use
         self._copy = copy
         parts = () if memory is None else memory.chunk(2 * BUFFERS)
-        buffers = [_Buffer(part, event()) for part in parts]
+        buffers = [_StagingBuffer(part, event()) for part in parts]
         self._down, self._up = deque(buffers[0::2]), deque(buffers[1::2])
         self._down_lock, self._up_lock = threading.Lock(), threading.Lock()
 
@@ -90,7 +90,7 @@ class Staging:
             if not self._up or not _plain(target, source):
                 self._slowly(target, source, stream)
                 return
-            coming: deque[tuple[_Buffer, Tensor]] = deque()
+            coming: deque[tuple[_StagingBuffer, Tensor]] = deque()
             for to, piece in zip(_pieces(target, self._up), _pieces(source, self._up), strict=True):
                 if len(coming) == len(self._up):
                     _arrive(*coming.popleft())
@@ -113,12 +113,12 @@ def _plain(target: Tensor, source: Tensor) -> bool:
     return target.dtype is source.dtype and target.is_contiguous() and source.is_contiguous()
 
 
-def _pieces(tensor: Tensor, ring: deque[_Buffer]) -> tuple[Tensor, ...]:
+def _pieces(tensor: Tensor, ring: deque[_StagingBuffer]) -> tuple[Tensor, ...]:
     """Return the bytes of ``tensor`` in parts that fit into a buffer of ``ring``."""
     return torch.split(tensor.view(-1).view(torch.uint8), ring[0].memory.numel()) if tensor.numel() else ()
 
 
-def _next(ring: deque[_Buffer]) -> _Buffer:
+def _next(ring: deque[_StagingBuffer]) -> _StagingBuffer:
     """Return the buffer of ``ring`` that was used longest ago, as soon as it is free."""
     buffer = ring[0]
     ring.rotate(-1)
@@ -126,7 +126,7 @@ def _next(ring: deque[_Buffer]) -> _Buffer:
     return buffer
 
 
-def _arrive(buffer: _Buffer, target: Tensor) -> None:
+def _arrive(buffer: _StagingBuffer, target: Tensor) -> None:
     """Empty ``buffer`` into ``target`` once its bytes are there."""
     buffer.wait()
     target.copy_(buffer.memory[: target.numel()])

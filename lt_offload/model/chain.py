@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 
-class Handed:
+class BlockOutput:
     """What a block returned, to be recognised among the arguments of the next one; keeps nothing alive."""
 
     def __init__(self, out: Any) -> None:

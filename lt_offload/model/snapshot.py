@@ -65,7 +65,7 @@ class _Kept:
     """Writes back what has changed; returns False if it has changed and cannot be written back."""
 
 
-class Snapshot:
+class ObjectSnapshot:
     """The state of everything below some objects.
 
     Args:
@@ -331,7 +331,7 @@ def untouched(*, devices: Sequence[int] = (), **roots: Any) -> Iterator[None]:
     Raises:
         UnsupportedError: afterwards, if something has changed that cannot be written back.
     """
-    before = Snapshot(**roots)
+    before = ObjectSnapshot(**roots)
     if before.left_out is not None:
         warnings.warn(
             f"lt_offload: there are more than {MOST} objects at and below {_spoken(before.left_out)}; what the step "

@@ -195,9 +195,9 @@ class _Selection:
         )
 
     def _add_resident(self) -> None:
-        for choices, needed in resident_choices(self.profile, self.request.allowed):
+        for decisions, needed in resident_choices(self.profile, self.request.allowed):
             if needed <= self.request.budget_bytes:
-                self.candidates.add(Proposal(name="resident", choices=choices))
+                self.candidates.add(Proposal(name="resident", decisions=decisions))
                 return
         self.candidates.fail("resident", "weights and optimizer states do not fit on the device")
 
@@ -205,13 +205,13 @@ class _Selection:
         """Stream everything, as other runtimes do: to compare with, and for budgets below the program's smallest."""
         for host_update in (True, False) if self.config.host_update else (False,):
             options = option_sets(self.profile, self.request.allowed)[0]
-            choices = streaming_choices(self.profile, options, host_update=host_update, lead=1, lag=1)
+            decisions = streaming_choices(self.profile, options, host_update=host_update, lead=1, lag=1)
             name = f"stream all, update on the {'host' if host_update else 'device'}"
-            peak = room_needed(choices, self.profile)
+            peak = room_needed(decisions, self.profile)
             if self.candidates.fitting and peak > self.request.room:
                 self.candidates.fail(name, f"needs {format_bytes(peak - self.request.room)} more device memory")
             else:
-                self.candidates.add(Proposal(name=name, choices=choices))
+                self.candidates.add(Proposal(name=name, decisions=decisions))
 
     def _add_smallest(self) -> None:
         found = smallest(
@@ -221,7 +221,7 @@ class _Selection:
             host_budget=self.request.host_budget_bytes,
         )
         if found is not None:
-            self.candidates.add(Proposal(name="least memory", choices=found.choices))
+            self.candidates.add(Proposal(name="least memory", decisions=found.decisions))
 
     def _add_programs(self) -> None:
         for lag in (1, 0):
@@ -233,9 +233,11 @@ class _Selection:
     def _add_direct_embeddings(self) -> None:
         """Let the best plan so far read its embeddings in host memory instead of copying them."""
         for best in self.candidates.ranked()[:1]:
-            choices = direct_embeddings(best.proposal.choices, self.request)
-            if choices is not None:
-                self.candidates.add(Proposal(name=f"{best.proposal.name}, embeddings read directly", choices=choices))
+            decisions = direct_embeddings(best.proposal.decisions, self.request)
+            if decisions is not None:
+                self.candidates.add(
+                    Proposal(name=f"{best.proposal.name}, embeddings read directly", decisions=decisions)
+                )
 
     # -- choice ------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.schema.plan import Plan
-from lt_offload.schema.profile import DirectProfile, Profile, TensorProfile
+from lt_offload.schema.profile import Profile, TensorProfile, ZeroCopyProfile
 from lt_offload.units import format_bytes
 
 Solver = Callable[[Profile, int, int], Plan]
@@ -94,13 +94,13 @@ def with_faster_link(profile: Profile, factor: float) -> Profile:
 
 
 def _read_faster(tensor: TensorProfile, factor: float) -> TensorProfile:
-    if tensor.direct is None:
+    if tensor.zero_copy is None:
         return tensor
     reads = tuple(
         replace(read, forward_s=read.forward_s / factor, backward_s=read.backward_s / factor)
-        for read in tensor.direct.reads
+        for read in tensor.zero_copy.reads
     )
-    return replace(tensor, direct=DirectProfile(reads=reads, grad_s=tensor.direct.grad_s / factor))
+    return replace(tensor, zero_copy=ZeroCopyProfile(reads=reads, grad_s=tensor.zero_copy.grad_s / factor))
 
 
 def with_faster_update(profile: Profile, factor: float) -> Profile:

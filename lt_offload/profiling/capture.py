@@ -22,7 +22,7 @@ from lt_offload.errors import ModelError
 from lt_offload.machine.accounting import Account
 from lt_offload.model.blocks import Block, Structure
 from lt_offload.model.call import Call
-from lt_offload.model.chain import Handed
+from lt_offload.model.chain import BlockOutput
 from lt_offload.model.compiled import Forward, intercept, is_compiled, uncompiled
 from lt_offload.model.effects import ambient
 from lt_offload.model.options import is_activation
@@ -111,7 +111,7 @@ class _Recorder:
         self._calls: list[Call] = []
         self._chained: list[bool] = []
         self._lingering: list[int] = []
-        self._handed = Handed(())
+        self._handed = BlockOutput(())
         self._by_signature: dict[object, Call] = {}
         self._shared: list[Tensor] = []  # what blocks are given lives until the backward, and so does
         self._graph: list[Any] = []  # what operations between blocks save
@@ -150,7 +150,7 @@ class _Recorder:
             if call.has_backward:
                 position = itertools.count()
                 out = tree_map(lambda leaf: self._connect(leaf, index, call, position), out)
-            self._handed = Handed(out)
+            self._handed = BlockOutput(out)
             return out
 
         return forward

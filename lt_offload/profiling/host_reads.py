@@ -32,7 +32,7 @@ from lt_offload.errors import UnsupportedError
 from lt_offload.machine.zero_copy import locked, map_host, mapped_copy, measure_speeds, refusal
 from lt_offload.model.blocks import Structure
 from lt_offload.profiling.meters import Meter
-from lt_offload.schema.profile import DirectProfile, HardwareProfile, ReadProfile
+from lt_offload.schema.profile import HardwareProfile, ReadProfile, ZeroCopyProfile
 from lt_offload.units import format_bytes
 
 _log = logging.getLogger(__name__)
@@ -142,13 +142,13 @@ class Readers:
                 if read.signature not in self._seconds:
                     self._seconds[read.signature] = _extra_seconds(read, mapped, device, meter)
 
-    def profile(self, tensor: int, hardware: HardwareProfile) -> DirectProfile | None:
+    def profile(self, tensor: int, hardware: HardwareProfile) -> ZeroCopyProfile | None:
         """Return the costs of ``tensor``; None if the reads of one of the blocks that use it cannot be told."""
         found = [self._reads.get((tensor, block), []) for block in self._uses[tensor]]
         parameter = self._tensors[tensor][1]
         if not all(found) or not parameter.is_contiguous():
             return None
-        return DirectProfile(
+        return ZeroCopyProfile(
             reads=tuple(self._of_block(reads, hardware.h2d_bytes_per_s) for reads in found),
             grad_s=parameter.nbytes / min(hardware.d2h_bytes_per_s, self._write_rate),
         )

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_offload.machine.numa import Place
+from lt_offload.machine.numa import MemoryNode
 from lt_offload.machine.pages import map_pages
 from lt_offload.machine.staging import STAGING_BYTES, Staging
 from lt_offload.machine.zero_copy import locked
@@ -41,7 +41,7 @@ class Links:
     """The slower direction while both are busy, for host memory that is not page-locked; 0 without CUDA."""
 
 
-def measure_links(device: torch.device, *, pinned: bool = True, place: Place | None = None) -> Links:
+def measure_links(device: torch.device, *, pinned: bool = True, place: MemoryNode | None = None) -> Links:
     """Measure copies, each way alone and both at once; without CUDA between two places in RAM.
 
     Args:
@@ -52,7 +52,7 @@ def measure_links(device: torch.device, *, pinned: bool = True, place: Place | N
     with ExitStack() as stack:
         pages = [map_pages(_COPY_BYTES) for _ in range(2)]
         for each in pages:
-            (place or Place()).run(each.touch)
+            (place or MemoryNode()).run(each.touch)
         hosts = [each.bytes() for each in pages]
         devices = [torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
         down, up = (devices[0], hosts[0]), (hosts[1], devices[1])

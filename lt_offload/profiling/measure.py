@@ -116,10 +116,10 @@ def check_use(
         UnsupportedError: naming the block or weight, see ``seams.py``.
         ModelError: if the model calls its blocks in another order or more than once.
     """
-    stay = [*(parameter for _, parameter in structure.rest), *model.buffers()]
+    interval = [*(parameter for _, parameter in structure.rest), *model.buffers()]
     with ExitStack() as stack:
         batch = stack.enter_context(_trial(model, sample_batch, device, optimizer=optimizer))
-        for context in (caches_off(model), _gradients_kept(model), _staged(stay, device)):
+        for context in (caches_off(model), _gradients_kept(model), _staged(interval, device)):
             stack.enter_context(context)
         stage = partial(_stage, device)
         capture(structure, call_with_batch(model), batch, device=device, stage=stage, meter=Stopwatch(device))
@@ -171,8 +171,8 @@ def measure_blocks(
     say: Progress,
 ) -> Measured:
     """Run the model once and every kind of block alone; ``meter`` decides whether times are measured or estimated."""
-    stay = [*(parameter for _, parameter in structure.rest), *model.buffers()]
-    with caches_off(model), _gradients_kept(model), _staged(stay, device):
+    interval = [*(parameter for _, parameter in structure.rest), *model.buffers()]
+    with caches_off(model), _gradients_kept(model), _staged(interval, device):
         say("running the model once")
         with Readers(structure) as readers:
             stage = partial(_stage, device)
@@ -336,7 +336,7 @@ def _tensor_profiles(
             trainable=parameter.requires_grad,
             blocks=tuple(at for at, block in enumerate(structure.blocks) if index in block.tensors),
             state_bytes=sizes.of(parameter),
-            direct=readers.profile(index, hardware),
+            zero_copy=readers.profile(index, hardware),
         )
         for index, (name, parameter) in enumerate(structure.tensors)
     )

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lt_offload.errors import ConfigError
 from lt_offload.machine.accounting import Account
-from lt_offload.machine.numa import Place, place_of
+from lt_offload.machine.numa import MemoryNode, place_of
 from lt_offload.machine.pages import map_pages
 from lt_offload.profiling.hardware import available_host_bytes
 from lt_offload.profiling.meters import Roofline, Stopwatch
@@ -81,7 +81,7 @@ def _state_after_one_step(optimizer: Optimizer, parameter: nn.Parameter, group: 
     sample = _Sample(optimizer, group, tuple(parameter.shape), parameter.dtype, parameter)
     try:
         with FakeTensorMode(allow_fallback_kernels=False):  # a fallback would compute on real tensors
-            stand_in = _StandIn(sample, torch.device("cpu"))
+            stand_in = _ParameterStandIn(sample, torch.device("cpu"))
             stand_in.choose_plain_kernels()
             try:
                 stand_in.step()
@@ -90,7 +90,7 @@ def _state_after_one_step(optimizer: Optimizer, parameter: nn.Parameter, group: 
                     raise
             return stand_in.state
     except Exception:  # whatever a foreign optimizer meets on fake tensors: it is asked again with real ones
-        stand_in = _StandIn(sample, torch.device("cpu"))
+        stand_in = _ParameterStandIn(sample, torch.device("cpu"))
         stand_in.step()
         return stand_in.state
 
@@ -107,7 +107,7 @@ class _Sample:
     """The parameter it stands for, perhaps larger."""
 
 
-class _StandIn:
+class _ParameterStandIn:
     """Tensors of its own with a copy of the optimizer that updates them: same class and options, no state, no hooks."""
 
     def __init__(self, sample: _Sample, device: torch.device, *, copies: int = 1) -> None:
@@ -177,10 +177,10 @@ def measure_optimizer(optimizer: Optimizer, device: torch.device) -> OptimizerPr
     name, sample = type(optimizer).__name__, _largest(optimizer)
     if device.type != "cuda":
         speed = _speed(_host_stand_in(optimizer, sample), device)
-        scratch = _scratch(_StandIn(sample, device))
+        scratch = _scratch(_ParameterStandIn(sample, device))
         return OptimizerProfile(name=name, host_bytes_per_s=speed, device_bytes_per_s=speed, scratch_ratio=scratch)
     threads, host_speed = _fastest(optimizer, sample, place_of(device))
-    on_device = _StandIn(sample, device)
+    on_device = _ParameterStandIn(sample, device)
     device_speed = _speed(on_device, device)
     before = torch.cuda.memory_allocated(device)
     torch.cuda.reset_peak_memory_stats(device)
@@ -195,7 +195,7 @@ def measure_optimizer(optimizer: Optimizer, device: torch.device) -> OptimizerPr
     )
 
 
-def _fastest(optimizer: Optimizer, sample: _Sample, place: Place) -> tuple[int, float]:
+def _fastest(optimizer: Optimizer, sample: _Sample, place: MemoryNode) -> tuple[int, float]:
     """Return the number of threads for updates on the host, and their speed, measured as the engine will run them."""
     cores = len(place.cores) or len(os.sched_getaffinity(0))
     speeds: dict[int, float] = {}
@@ -230,17 +230,17 @@ def thread_counts(most: int) -> list[int]:
     return counts if counts[-1] >= most else [*counts, most]
 
 
-def _host_stand_in(optimizer: Optimizer, sample: _Sample) -> _StandIn:
+def _host_stand_in(optimizer: Optimizer, sample: _Sample) -> _ParameterStandIn:
     """Return copies of ``sample``, in total as large as the parameters, within bounds."""
     elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
     room = _RAM_SHARE * available_host_bytes() / 16  # bytes per element of fp32 AdamW, or of bfloat16 with masters
     copies = min(elements, _HOST_ELEMENTS, int(room)) // max(1, math.prod(sample.shape))
-    return _StandIn(sample, torch.device("cpu"), copies=max(1, copies))
+    return _ParameterStandIn(sample, torch.device("cpu"), copies=max(1, copies))
 
 
 def estimate_optimizer(optimizer: Optimizer, hardware: HardwareProfile) -> OptimizerProfile:
     """Estimate the speed of updates from the bytes that one moves."""
-    stand_in = _StandIn(replace(_largest(optimizer), shape=_ESTIMATE_SHAPE), torch.device("cpu"))
+    stand_in = _ParameterStandIn(replace(_largest(optimizer), shape=_ESTIMATE_SHAPE), torch.device("cpu"))
     stand_in.step()  # makes the state
     with Roofline(hardware) as meter:
         stand_in.step()
@@ -264,7 +264,7 @@ def _largest(optimizer: Optimizer) -> _Sample:
     return _Sample(optimizer, group, shape, parameter.dtype, parameter)
 
 
-def _speed(stand_in: _StandIn, device: torch.device) -> float:
+def _speed(stand_in: _ParameterStandIn, device: torch.device) -> float:
     """Return parameter bytes per second."""
     watch = Stopwatch(device)
     stand_in.step()  # makes the state
@@ -276,7 +276,7 @@ def _speed(stand_in: _StandIn, device: torch.device) -> float:
     return stand_in.nbytes / statistics.median(times)
 
 
-def _scratch(stand_in: _StandIn) -> float:
+def _scratch(stand_in: _ParameterStandIn) -> float:
     """Return the bytes that an update takes for a moment, per parameter byte."""
     stand_in.step()  # makes the state
     with Account() as account:

@@ -55,7 +55,7 @@ class _Travels:
     """Tensors that computations read in host memory."""
     read_bytes: Counter[int] = field(default_factory=Counter)
     """Bytes read so, per block."""
-    reruns: Counter[int] = field(default_factory=Counter)
+    recomputations: Counter[int] = field(default_factory=Counter)
     """Forwards that run again, per block."""
 
 
@@ -65,11 +65,11 @@ def _travels(plan: Plan, profile: Profile) -> _Travels:
         if op.kind == "prefetch" and op.payload == "weight":
             for tensor in op.tensors:
                 found.fetched[tensor] += profile.tensors[tensor].bytes
-        if op.direct:
-            found.read.update(op.direct)
+        if op.zero_copy:
+            found.read.update(op.zero_copy)
             found.read_bytes[op.block] += op.bytes
         if op.save is not None:
-            found.reruns[op.block] += 1
+            found.recomputations[op.block] += 1
     return found
 
 
@@ -99,7 +99,7 @@ def _decision(block: int, plan: Plan, profile: Profile, travels: _Travels) -> tu
     mine = [i for i, tensor in enumerate(profile.tensors) if block in tensor.blocks]
     size = sum(profile.tensors[i].bytes for i in mine)
     gone = travels.fetched.keys() | travels.read
-    stay = sum(profile.tensors[i].bytes for i in mine if i not in gone) / size if size else 1.0
+    interval = sum(profile.tensors[i].bytes for i in mine if i not in gone) / size if size else 1.0
     moved = sum(travels.fetched[i] for i in mine)
     read = travels.read_bytes[block]
     tied = " (tied)" if any(len(profile.tensors[i].blocks) > 1 for i in mine) else ""
@@ -110,21 +110,21 @@ def _decision(block: int, plan: Plan, profile: Profile, travels: _Travels) -> tu
             places[place] = places.get(place, 0) + profile.tensors[i].bytes
     return (
         f"{format_bytes(size)}{tied}",
-        f'<span class="share"><i style="width:{stay:.0%}"></i></span>{stay:.0%}',
+        f'<span class="share"><i style="width:{interval:.0%}"></i></span>{interval:.0%}',
         format_bytes(moved) if moved else NONE,
         format_bytes(read) if read else NONE,
-        _activations(block, plan, profile, travels.reruns[block]),
+        _activations(block, plan, profile, travels.recomputations[block]),
         _shares(places) or "frozen",
     )
 
 
-def _activations(block: int, plan: Plan, profile: Profile, reruns: int) -> str:
+def _activations(block: int, plan: Plan, profile: Profile, recomputations: int) -> str:
     option = profile.blocks[block].option(plan.options[block])
     said: str = option.name
     if option.offload_bytes:
         said += f", {format_bytes(option.offload_bytes)} to host"
-    if reruns:
-        said += f", runs again {reruns}×"
+    if recomputations:
+        said += f", runs again {recomputations}×"
     return said
 
 
@@ -162,7 +162,7 @@ def _range(names: Sequence[str]) -> str:
 def traffic(plan: Plan, profile: Profile, predicted: Trace, measured: Trace | None) -> str:
     """Return the bytes and the load per lane."""
     rows = []
-    reads = sum(op.bytes for op in plan.ops if op.direct)
+    reads = sum(op.bytes for op in plan.ops if op.zero_copy)
     for lane in LANES:
         on_lane = [op for op in plan.ops if op.resource == lane]
         sizes = [sum(op.bytes for op in on_lane if op.payload == payload) for payload in _PAYLOADS]

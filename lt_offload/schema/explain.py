@@ -230,8 +230,8 @@ def _blocks(plan: Plan) -> list[_Block]:
 def _kind(block: _Block) -> tuple[object, ...]:
     """Blocks in a row with equal kinds share a line."""
     fetched = tuple(bool(block.moved["prefetch", payload]) for payload in ("weight", "state"))
-    direct = bool(block.read), bool(block.written)
-    return block.option, bool(block.again), fetched, direct, tuple(sorted(block.places))
+    zero_copy = bool(block.read), bool(block.written)
+    return block.option, bool(block.again), fetched, zero_copy, tuple(sorted(block.places))
 
 
 def _row(run: Sequence[_Block]) -> tuple[str, ...]:
@@ -251,10 +251,10 @@ def _row(run: Sequence[_Block]) -> tuple[str, ...]:
     )
 
 
-def _with_direct(copied: list[int], direct: list[int]) -> str:
-    if not any(direct):
+def _with_direct(copied: list[int], zero_copy: list[int]) -> str:
+    if not any(zero_copy):
         return _sizes(copied)
-    return f"{_sizes(copied)}, direct {_sizes(direct)}" if any(copied) else f"direct {_sizes(direct)}"
+    return f"{_sizes(copied)}, direct {_sizes(zero_copy)}" if any(copied) else f"direct {_sizes(zero_copy)}"
 
 
 def _range(counts: Sequence[int]) -> str:

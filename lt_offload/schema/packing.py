@@ -93,8 +93,8 @@ class _Walk:
             self.at.update(zip(keys, op.offsets, strict=True))
             self.live += sum(map(self._bytes, keys))
             self.peak = max(self.peak, self.live)
-        elif op.until is not None:
-            self._releases[op.until] += keys
+        elif op.release_after is not None:
+            self._releases[op.release_after] += keys
         self.tensors += len(keys)
         self.transfers += sum(1 for _ in self._ranges(keys))
 

@@ -26,9 +26,9 @@ A forward that runs again (``Op.save`` is not None) takes its block's saved inpu
 block before if that is the op right before it, and draws the random numbers of the first run again. What it saves
 replaces what the block had saved. A block of option ``discard`` has saved nothing until a forward of it runs again.
 
-A computation may read some weights directly in host memory (``Op.direct``): they need no device copy for it, and what
-it reads crosses the link to the device while it runs. An ``offload`` of gradients on the ``compute`` lane is the same
-the other way: the backward itself writes them to host memory, tensor by tensor, and nothing is held afterwards.
+A computation may read some weights directly in host memory (``Op.zero_copy``): they need no device copy for it, and
+what it reads crosses the link to the device while it runs. An ``offload`` of gradients on the ``compute`` lane is the
+same the other way: the backward itself writes them to host memory, tensor by tensor, and nothing is held afterwards.
 
 Device memory is two pools: the *arena* holds weights and optimizer states at offsets fixed by the plan, everything else
 (activations, gradients, workspaces) is allocated as the framework goes. Arena memory released by an op may be reused by
@@ -94,11 +94,11 @@ class Op:
     seconds: float = 0.0
     """Expected duration on its resource."""
     after: tuple[int, ...] = ()
-    until: int | None = None
+    release_after: int | None = None
     """For offloads: the step at whose end the device memory is given back. None: the device copy stays."""
     save: Save | None = None
     """For a forward that runs again, in a backward step: what it saves. None: a first forward, its option says it."""
-    direct: tuple[int, ...] = ()
+    zero_copy: tuple[int, ...] = ()
     """For computations: the tensors that they read in host memory."""
 
 
@@ -119,7 +119,7 @@ def deadlines(ops: Sequence[Op]) -> dict[int, int]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Residency:
+class InitialCopy:
     """A weight, or a tensor's optimizer states, on the device at the start of step 0."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -200,7 +200,7 @@ class Plan:
     """Per tensor; ``none`` for frozen tensors."""
     state_bytes: tuple[int, ...]
     """Per tensor: arena bytes that its optimizer states take when on the device; 0 if it has none."""
-    initial: tuple[Residency, ...]
+    initial: tuple[InitialCopy, ...]
     ops: tuple[Op, ...]
     arena_bytes: int
     """Extent of the arena; the rest of the budget is for activations, gradients and workspaces."""

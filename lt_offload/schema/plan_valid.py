@@ -25,9 +25,9 @@ def problems(plan: Plan) -> Iterator[str]:
         yield "it has no blocks"
     if len(plan.state_bytes) != tensors or len(plan.weight_bytes) not in (0, tensors):
         yield f"update_places, state_bytes and weight_bytes do not have {tensors} entries each"
-    for at, stays in enumerate(plan.initial):
-        if not 0 <= stays.tensor < tensors or stays.offset < 0:
-            yield f"initial.{at}: tensor {stays.tensor} at {stays.offset}, there are {tensors} tensors"
+    for at, intervals in enumerate(plan.initial):
+        if not 0 <= intervals.tensor < tensors or intervals.offset < 0:
+            yield f"initial.{at}: tensor {intervals.tensor} at {intervals.offset}, there are {tensors} tensors"
     for at, op in enumerate(plan.ops):
         yield from (f"ops.{at}: {problem}" for problem in _of_op(op, at, plan))
     if len(plan.weight_bytes) == tensors == len(plan.state_bytes):
@@ -43,9 +43,9 @@ def _of_op(op: Op, at: int, plan: Plan) -> Iterator[str]:
         yield f"its id is {op.id}"
     if not 0 <= op.step < steps or not 0 <= op.block < blocks:
         yield f"step {op.step} of block {op.block}, there are {steps} and {blocks}"
-    if op.until is not None and not 0 <= op.until < steps:
-        yield f"until step {op.until}, there are {steps}"
-    if any(not 0 <= tensor < tensors for tensor in (*op.tensors, *op.direct)):
+    if op.release_after is not None and not 0 <= op.release_after < steps:
+        yield f"release_after step {op.release_after}, there are {steps}"
+    if any(not 0 <= tensor < tensors for tensor in (*op.tensors, *op.zero_copy)):
         yield f"it names tensors that do not exist, there are {tensors}"
     if any(not 0 <= other < len(plan.ops) for other in op.after):
         yield "it waits for ops that do not exist"

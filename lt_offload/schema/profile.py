@@ -58,7 +58,7 @@ class ReadProfile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DirectProfile:
+class ZeroCopyProfile:
     """What it costs that computations access one tensor in host memory."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
@@ -87,13 +87,13 @@ class TensorProfile:
     """Indices of the blocks that use it, ascending; more than one if tied."""
     state_bytes: int = 0
     """Optimizer state that is paged with it: all state tensors of more than one element."""
-    direct: DirectProfile | None = None
+    zero_copy: ZeroCopyProfile | None = None
     """None: it cannot be accessed in host memory."""
 
     def read(self, block: int) -> ReadProfile:
         """Return what it costs that ``block``, which uses the tensor, reads it in host memory."""
-        assert self.direct is not None, f"{self.name} cannot be read in host memory"
-        return self.direct.reads[self.blocks.index(block)]
+        assert self.zero_copy is not None, f"{self.name} cannot be read in host memory"
+        return self.zero_copy.reads[self.blocks.index(block)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -75,7 +75,7 @@ def _of_tensor(tensor: TensorProfile, backward: list[bool]) -> Iterator[str]:
         yield f"its blocks {tensor.blocks} do not exist, there are {len(backward)}"
     elif tensor.trainable and not any(backward[block] for block in tensor.blocks):
         yield "it is trainable, but no block that uses it has a backward"
-    if tensor.direct is not None and len(tensor.direct.reads) != len(tensor.blocks):
-        yield f"direct.reads: {len(tensor.direct.reads)} for {len(tensor.blocks)} blocks"
-    if tensor.direct is not None and any(min(r.forward_bytes, r.backward_bytes) < 0 for r in tensor.direct.reads):
-        yield "direct.reads: a size is negative"
+    if tensor.zero_copy is not None and len(tensor.zero_copy.reads) != len(tensor.blocks):
+        yield f"zero_copy.reads: {len(tensor.zero_copy.reads)} for {len(tensor.blocks)} blocks"
+    if tensor.zero_copy is not None and any(min(r.forward_bytes, r.backward_bytes) < 0 for r in tensor.zero_copy.reads):
+        yield "zero_copy.reads: a size is negative"

@@ -77,7 +77,7 @@ class BatchSize:
             self.value = before
 
 
-class _Attributes:
+class _SizeAttributes:
     """The attributes of an object as a mapping."""
 
     def __init__(self, owner: Any) -> None:
@@ -92,7 +92,7 @@ class _Attributes:
 
 def _holders(owner: Any) -> list[Any]:
     """Return the mappings in which ``owner`` has its batch size."""
-    holders: list[Any] = [_Attributes(owner)] if hasattr(owner, "batch_size") else []
+    holders: list[Any] = [_SizeAttributes(owner)] if hasattr(owner, "batch_size") else []
     hyperparameters = getattr(owner, "hparams", None)
     if isinstance(hyperparameters, Mapping) and "batch_size" in hyperparameters:
         holders.append(hyperparameters)
@@ -189,7 +189,7 @@ def _spare_optimizer(strategy: Any, trainer: Any) -> Iterator[Optimizer]:
             strategy.setup_optimizers(trainer)
     finally:
         loop._combined_loader, loop.max_batches = before
-    limits.check("optimizer", limits.Run(model=strategy.model, optimizers=strategy.optimizers))
+    limits.check("optimizer", limits.Setup(model=strategy.model, optimizers=strategy.optimizers))
     (optimizer,) = strategy.optimizers
     try:
         yield optimizer

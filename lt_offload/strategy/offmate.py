@@ -166,7 +166,7 @@ class OffmateCore(_Base):
     def setup_environment(self) -> None:
         """Refuse what the Trainer asks for and cannot have, before anything is downloaded or loaded."""
         trainer = self._trainer
-        limits.check("trainer", limits.Run(trainer=trainer), training=_fitting(trainer))
+        limits.check("trainer", limits.Setup(trainer=trainer), training=_fitting(trainer))
         check_memory(self.memory, self.root_device)
         if self.plan_path is not None and _fitting(trainer):
             prepare.load_plan(self.plan_path, self.memory or free_memory(self.root_device))
@@ -197,14 +197,14 @@ class OffmateCore(_Base):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        limits.check("model", limits.Run(model=self.model), training=_fitting(trainer))
+        limits.check("model", limits.Setup(model=self.model), training=_fitting(trainer))
         choice = None
         if _fitting(trainer):
             if self.batch_size == "auto":
                 with prepare.isolated(self.namespace):
                     choice = batching.settle(self, trainer)
             self.setup_optimizers(trainer)
-            limits.check("optimizer", limits.Run(model=self.model, optimizers=self.optimizers))
+            limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
             if self.plan_path is not None:
                 prepare.check_same_model(self.plan_path, self._module, self.optimizers[0])
         self.setup_precision_plugin()

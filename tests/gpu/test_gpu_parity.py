@@ -94,10 +94,10 @@ def test_whatever_is_late(seed: int, target: Target) -> None:
 
 
 @pytest.mark.parametrize(
-    ("case", "how", "grad_direct"), zero_copy.CASES, ids=lambda value: getattr(value, "__name__", str(value))
+    ("case", "how", "grad_zero_copy"), zero_copy.CASES, ids=lambda value: getattr(value, "__name__", str(value))
 )
-def test_weights_read_in_host_memory(case: Case, how: zero_copy.How, grad_direct: bool, target: Target) -> None:
-    plan, _ = zero_copy.planned(case, how, grad_direct=grad_direct)
+def test_weights_read_in_host_memory(case: Case, how: zero_copy.How, grad_zero_copy: bool, target: Target) -> None:
+    plan, _ = zero_copy.planned(case, how, grad_zero_copy=grad_zero_copy)
     expected = trained_plainly(case, plan, target.torch_device)
     actual, _ = trained_on(target.open(), case, plan)
     assert differences(expected, actual) == []

@@ -11,7 +11,7 @@ import torch
 
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.device.base import AllocatorEvents
-from lt_offload.machine.numa import Place
+from lt_offload.machine.numa import MemoryNode
 
 KB = 1024
 CONTEXT = 100 * KB
@@ -105,7 +105,7 @@ class Gpu:
         self.prepared = True
 
     def place(self):
-        return Place()
+        return MemoryNode()
 
     def stream(self):
         self.streams.append(Stream(self, ("h2d", "d2h", "idle")[len(self.streams)]))

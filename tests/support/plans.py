@@ -17,7 +17,7 @@ import torch
 
 from lt_offload.execute.program import owners
 from lt_offload.model.blocks import Structure
-from lt_offload.schema.plan import ALIGNMENT, Op, Plan, Prediction, Residency
+from lt_offload.schema.plan import ALIGNMENT, InitialCopy, Op, Plan, Prediction
 from lt_offload.schema.profile import fingerprint
 
 
@@ -125,8 +125,8 @@ def streamed(
     states = state_bytes(structure, optimizer)
     place = [places[i % len(places)] if p.requires_grad else "none" for i, (_, p) in enumerate(structure.tensors)]
     place = ["device" if resident and p != "none" else p for p in place]
-    stays = [resident or place[i] == "device" and i % 2 == 0 for i in range(len(sizes))]
-    alone = {i: roomy or len(used) > 1 or stays[i] for i, used in uses.items()}
+    intervals = [resident or place[i] == "device" and i % 2 == 0 for i in range(len(sizes))]
+    alone = {i: roomy or len(used) > 1 or intervals[i] for i, used in uses.items()}
     weight_at, state_at, arena = _layout(blocks, alone, sizes, states)
     if roomy:
         weight_at = (weight_at[0], [arena + offset for offset in weight_at[0]])
@@ -134,9 +134,11 @@ def streamed(
     option = [options[i % len(options)] for i in range(count)]
     first_use = {i: used[0] for i, used in uses.items()}
     on_device = [p in ("device", "paged") for p in place]
-    initial = [Residency(payload="weight", tensor=i, offset=weight_at[0][i]) for i in range(len(sizes)) if stays[i]]
+    initial = [
+        InitialCopy(payload="weight", tensor=i, offset=weight_at[0][i]) for i in range(len(sizes)) if intervals[i]
+    ]
     initial += [
-        Residency(payload="state", tensor=i, offset=state_at[i])
+        InitialCopy(payload="state", tensor=i, offset=state_at[i])
         for i in range(len(sizes))
         if place[i] == "device" and states[i]
     ]
@@ -170,21 +172,23 @@ def streamed(
         if backward:
             host = [i for i in blocks[block] if place[i] == "host" and first_use[i] == block]
             if host:
-                until = min(step + lag, last)
-                plan.add("offload", step, block, "d2h", payload="grad", tensors=tuple(host), until=until)
+                release_after = min(step + lag, last)
+                plan.add(
+                    "offload", step, block, "d2h", payload="grad", tensors=tuple(host), release_after=release_after
+                )
             if ends:
                 plan.add("update", step, block, "compute", tensors=tuple(ends))
             if host:
                 plan.add("update", step, block, "host", tensors=tuple(host))
         elif option[block] in TRAVELLING:
-            plan.add("offload", step, block, "d2h", payload="activation", until=min(step + lag, last))
+            plan.add("offload", step, block, "d2h", payload="activation", release_after=min(step + lag, last))
         if paged:
-            plan.add("offload", step, block, "d2h", payload="state", tensors=tuple(paged), until=step)
+            plan.add("offload", step, block, "d2h", payload="state", tensors=tuple(paged), release_after=step)
         keep = set(blocks[following]) if following >= 0 else set()
-        gone = [i for i in blocks[block] if not stays[i] and i not in keep]
+        gone = [i for i in blocks[block] if not intervals[i] and i not in keep]
         dirty = [i for i in gone if i in ends]
         if dirty:
-            plan.add("offload", step, block, "d2h", payload="weight", tensors=tuple(dirty), until=step)
+            plan.add("offload", step, block, "d2h", payload="weight", tensors=tuple(dirty), release_after=step)
         clean = [i for i in gone if i not in ends]
         if clean:
             plan.add("drop", step, block, "none", payload="weight", tensors=tuple(clean))

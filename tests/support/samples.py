@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 
-from lt_offload.schema.plan import Alternative, Op, Plan, Prediction, Residency
+from lt_offload.schema.plan import Alternative, InitialCopy, Op, Plan, Prediction
 from lt_offload.schema.profile import (
     BlockProfile,
     HardwareProfile,
@@ -164,7 +164,7 @@ def make_plan(profile: Profile) -> Plan:
                 payload="activation",
                 bytes=option.offload_bytes,
                 after=(compute,),
-                until=step + 1,
+                release_after=step + 1,
             )
         if backward:
             for i in tensors_of(block) if block else []:
@@ -179,13 +179,13 @@ def make_plan(profile: Profile) -> Plan:
                     tensors=(i,),
                     bytes=size,
                     after=(compute,),
-                    until=step,
+                    release_after=step,
                     slot=sum(-(-t.bytes // 512) * 512 for t in profile.tensors[:i]),
                 )
                 add("update", step, block, "host", size / 2.2e9, tensors=(i,), bytes=size, after=(down,))
             if block == 0:
                 add("update", step, 0, "compute", 0.02, tensors=(0,), bytes=113 * MB, after=(compute,))
-                add("offload", step, 0, "d2h", 0.06, payload="state", tensors=(0,), bytes=226 * MB, until=step)
+                add("offload", step, 0, "d2h", 0.06, payload="state", tensors=(0,), bytes=226 * MB, release_after=step)
                 add("offload", step, 0, "d2h", 0.03, payload="weight", tensors=(0,), bytes=113 * MB)
     return Plan(
         fingerprint=profile.fingerprint,
@@ -200,7 +200,7 @@ def make_plan(profile: Profile) -> Plan:
         state_bytes=tuple(t.state_bytes for t in profile.tensors),
         gradient_bytes=sum(-(-t.bytes // 512) * 512 for t in profile.tensors),
         initial=tuple(
-            Residency(payload="weight", tensor=i, offset=512 * i)
+            InitialCopy(payload="weight", tensor=i, offset=512 * i)
             for i in range(len(profile.tensors))
             if i not in streamed
         ),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import lt_offload
 from lt_offload import limits
 from lt_offload.errors import UnsupportedError
-from lt_offload.limits import LIMITS, Run, check
+from lt_offload.limits import LIMITS, Setup, check
 from tests.support import models
 
 
@@ -35,7 +35,7 @@ def trainer(module: LightningModule | None = None, **settings: Any) -> Trainer:
     return made
 
 
-def message(scope: Any, run: Run, **options: Any) -> str:
+def message(scope: Any, run: Setup, **options: Any) -> str:
     with pytest.raises(UnsupportedError) as caught:
         check(scope, run, **options)
     return str(caught.value)
@@ -47,12 +47,12 @@ def message(scope: Any, run: Run, **options: Any) -> str:
 def test_an_ordinary_trainer_passes() -> None:
     extra = [pl_callbacks.LearningRateMonitor(), pl_callbacks.ModelCheckpoint(), pl_callbacks.EarlyStopping("loss")]
     for precision in ("32-true", "bf16-true"):
-        check("trainer", Run(trainer=trainer(precision=precision, enable_checkpointing=True, callbacks=extra)))
+        check("trainer", Setup(trainer=trainer(precision=precision, enable_checkpointing=True, callbacks=extra)))
 
 
 def test_no_clipping_is_not_clipping() -> None:
     for value in (None, 0, 0.0):
-        check("trainer", Run(trainer=trainer(gradient_clip_val=value)))
+        check("trainer", Setup(trainer=trainer(gradient_clip_val=value)))
 
 
 class Seeing(Callback):
@@ -118,28 +118,28 @@ TRAINERS: dict[str, tuple[Callable[[], Trainer], str]] = {
 @pytest.mark.parametrize("name", TRAINERS)
 def test_trainer_settings(name: str) -> None:
     make, setting = TRAINERS[name]
-    assert f"- {setting}: " in message("trainer", Run(trainer=make()))
+    assert f"- {setting}: " in message("trainer", Setup(trainer=make()))
 
 
 @pytest.mark.filterwarnings("ignore:You passed .*16-mixed")
 def test_16_mixed() -> None:
-    assert "mixed" in message("trainer", Run(trainer=trainer(precision="16-mixed")))
+    assert "mixed" in message("trainer", Setup(trainer=trainer(precision="16-mixed")))
 
 
 def test_an_accelerator_that_is_neither_cuda_nor_cpu() -> None:
     made = trainer()
     made.strategy.parallel_devices = [torch.device("mps")]
-    assert "Trainer(accelerator='mps')" in message("trainer", Run(trainer=made))
+    assert "Trainer(accelerator='mps')" in message("trainer", Setup(trainer=made))
 
 
 def test_all_problems_come_in_one_error() -> None:
-    text = message("trainer", Run(trainer=trainer(gradient_clip_val=1.0, accumulate_grad_batches=2)))
+    text = message("trainer", Setup(trainer=trainer(gradient_clip_val=1.0, accumulate_grad_batches=2)))
     assert text.count("\n- ") == 2
 
 
 def test_validation_refuses_only_what_concerns_it() -> None:
-    check("trainer", Run(trainer=trainer(gradient_clip_val=1.0, accumulate_grad_batches=2)), training=False)
-    assert "devices=2" in message("trainer", Run(trainer=trainer(devices=2)), training=False)
+    check("trainer", Setup(trainer=trainer(gradient_clip_val=1.0, accumulate_grad_batches=2)), training=False)
+    assert "devices=2" in message("trainer", Setup(trainer=trainer(devices=2)), training=False)
 
 
 # -- model ------------------------------------------------------------------------------------------------------------
@@ -147,11 +147,11 @@ def test_validation_refuses_only_what_concerns_it() -> None:
 
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_ordinary_models_pass(family: str) -> None:
-    check("model", Run(model=models.build(family)))
+    check("model", Setup(model=models.build(family)))
 
 
 def test_a_peft_model_passes() -> None:
-    check("model", Run(model=models.build(lora=True)))
+    check("model", Setup(model=models.build(lora=True)))
 
 
 def checkpointing() -> nn.Module:
@@ -206,7 +206,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 @pytest.mark.parametrize("name", MODELS)
 def test_model_settings(name: str) -> None:
     make, setting = MODELS[name]
-    assert f"- {setting}: " in message("model", Run(model=make()))
+    assert f"- {setting}: " in message("model", Setup(model=make()))
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
@@ -214,7 +214,7 @@ def test_compiled_blocks_pass() -> None:
     model = models.build()
     for layer in model.model.layers:
         layer.compile()
-    check("model", Run(model=model))
+    check("model", Setup(model=model))
 
 
 COMPILED: dict[str, tuple[Callable[[nn.Module], object], str]] = {
@@ -249,7 +249,7 @@ def test_compiled_in_other_ways(name: str) -> None:
     compile_it, setting = COMPILED[name]
     model = models.build()
     compile_it(model)
-    found = message("model", Run(model=model))
+    found = message("model", Setup(model=model))
     assert f"- torch.compile of {setting}: " in found
     assert "layer.compile()" in found
 
@@ -257,16 +257,16 @@ def test_compiled_in_other_ways(name: str) -> None:
 def test_weights_that_share_memory() -> None:
     model = Module()
     model.net[1].weight = nn.Parameter(model.net[0].weight.data)
-    found = message("model", Run(model=model))
+    found = message("model", Setup(model=model))
     assert "- net.0.weight and net.1.weight, which share memory: " in found
     assert "one and the same Parameter" in found
-    check("model", Run(model=model), training=False)
+    check("model", Setup(model=model), training=False)
     model.requires_grad_(False)
-    check("model", Run(model=model))
+    check("model", Setup(model=model))
     model.net[1].weight = model.net[0].weight.requires_grad_()
-    check("model", Run(model=model))
+    check("model", Setup(model=model))
     model.net[0].register_buffer("seen", model.net[0].weight.data[1:])
-    assert "net.0.weight and net.0.seen" in message("model", Run(model=model))
+    assert "net.0.weight and net.0.seen" in message("model", Setup(model=model))
 
 
 def test_weights_beside_each_other_in_one_storage() -> None:
@@ -274,7 +274,7 @@ def test_weights_beside_each_other_in_one_storage() -> None:
     flat = torch.zeros(2, 9)
     for layer, row in zip(model.net, flat, strict=True):
         layer.weight = nn.Parameter(row.view(3, 3))
-    check("model", Run(model=model))
+    check("model", Setup(model=model))
 
 
 # -- optimizer --------------------------------------------------------------------------------------------------------
@@ -293,14 +293,14 @@ FINE = [
 def test_ordinary_optimizers_pass(cls: type[torch.optim.Optimizer]) -> None:
     model = Module()
     optimizer = cls(model.parameters(), lr=0.1)  # type: ignore[call-arg]
-    check("optimizer", Run(model=model, optimizers=[optimizer]))
+    check("optimizer", Setup(model=model, optimizers=[optimizer]))
     assert not limits.unknown_optimizer(optimizer)
 
 
 def test_frozen_parameters_need_no_optimizer() -> None:
     model = Module()
     model.net[0].requires_grad_(False)
-    check("optimizer", Run(model=model, optimizers=[torch.optim.SGD(model.net[1].parameters(), lr=0.1)]))
+    check("optimizer", Setup(model=model, optimizers=[torch.optim.SGD(model.net[1].parameters(), lr=0.1)]))
 
 
 def test_optimizers() -> None:
@@ -310,12 +310,12 @@ def test_optimizers() -> None:
 
     class Prodigy(torch.optim.SGD): ...
 
-    assert "- 2 optimizers" in message("optimizer", Run(model=model, optimizers=[sgd, sgd]))
-    assert "- 0 optimizers" in message("optimizer", Run(model=nn.Module()))
-    assert "- optimizer LBFGS: " in message("optimizer", Run(model=model, optimizers=[torch.optim.LBFGS(params)]))
-    assert "- optimizer Prodigy: " in message("optimizer", Run(model=model, optimizers=[Prodigy(params, lr=0.1)]))
+    assert "- 2 optimizers" in message("optimizer", Setup(model=model, optimizers=[sgd, sgd]))
+    assert "- 0 optimizers" in message("optimizer", Setup(model=nn.Module()))
+    assert "- optimizer LBFGS: " in message("optimizer", Setup(model=model, optimizers=[torch.optim.LBFGS(params)]))
+    assert "- optimizer Prodigy: " in message("optimizer", Setup(model=model, optimizers=[Prodigy(params, lr=0.1)]))
     part = torch.optim.SGD(params[1:], lr=0.1)
-    assert "- trainable parameter net.0.weight that" in message("optimizer", Run(model=model, optimizers=[part]))
+    assert "- trainable parameter net.0.weight that" in message("optimizer", Setup(model=model, optimizers=[part]))
 
 
 class Lion(torch.optim.Optimizer):
@@ -373,7 +373,7 @@ def groups() -> list[dict[str, Any]]:
 
 def tried(optimizer: torch.optim.Optimizer) -> str | None:
     try:
-        check("optimizer", Run(model=nn.Module(), optimizers=[optimizer]))
+        check("optimizer", Setup(model=nn.Module(), optimizers=[optimizer]))
     except UnsupportedError as error:
         return str(error)
     return None

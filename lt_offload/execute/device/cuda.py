@@ -25,7 +25,7 @@ from lt_offload.execute.device.arena import Arena, ArenaBuffer
 from lt_offload.execute.device.base import AllocatorEvents, Buffer, Cell, Device, Event, Lane
 from lt_offload.execute.device.cuda_context import Context
 from lt_offload.execute.device.cuda_runtime import CudaRuntime
-from lt_offload.execute.device.cuda_tasks import CudaTask, Line, Runner, tasks_of
+from lt_offload.execute.device.cuda_tasks import CudaTask, StreamState, TaskRunner, tasks_of
 from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.device.threads import ThreadLanes
 from lt_offload.machine.host_memory import HostMemory
@@ -62,11 +62,11 @@ class CudaDevice(Device):
         cuda.prepare()
         self._context = Context(cuda, budget, planned=context)
         spare: deque[Any] = deque()
-        self._new_line = partial(Line, cuda=cuda, spare=spare)
+        self._new_line = partial(StreamState, cuda=cuda, spare=spare)
         self._copy_lines = {lane: self._new_line(cuda.stream()) for lane in ("h2d", "d2h")}
-        self._compute_lines: dict[int, Line] = {}
+        self._compute_lines: dict[int, StreamState] = {}
         """By identity of the stream, which the line keeps alive."""
-        self._runner = Runner(cuda, self._copy_lines)
+        self._runner = TaskRunner(cuda, self._copy_lines)
         place = cuda.place()
         threads = host_threads or _spare_threads(len(place.cores))
         self._lanes = ThreadLanes(self._runner, threads={"host": threads}, prepare=lambda lane: place.bind())
@@ -179,7 +179,7 @@ class CudaDevice(Device):
         self._compute_line().complete(mark)
         return mark
 
-    def _compute_line(self) -> Line:
+    def _compute_line(self) -> StreamState:
         stream = self._cuda.current_stream()
         line = self._compute_lines.get(id(stream))
         if line is None:
@@ -379,7 +379,7 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def _release(lanes: ThreadLanes, lines: Mapping[str, Line], host: HostMemory) -> None:
+def _release(lanes: ThreadLanes, lines: Mapping[str, StreamState], host: HostMemory) -> None:
     lanes.stop()
     for line in lines.values():
         line.stream.synchronize()

@@ -10,7 +10,7 @@ import torch
 from lt_offload.execute.device.base import AllocatorEvents
 from lt_offload.machine import driver
 from lt_offload.machine import zero_copy as mapped
-from lt_offload.machine.numa import Place, place_of
+from lt_offload.machine.numa import MemoryNode, place_of
 
 
 class _On(AbstractContextManager[None]):
@@ -113,7 +113,7 @@ class CudaRuntime:
         """Restart the high-water mark."""
         torch._C._cuda_resetPeakMemoryStats(self._index)
 
-    def place(self) -> Place:
+    def place(self) -> MemoryNode:
         """Return where host threads and memory are near the device."""
         return place_of(self.device)
 

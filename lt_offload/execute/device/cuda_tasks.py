@@ -25,7 +25,7 @@ class CudaTask(Task):
         super().__init__(lane, work, **options)
         self.completion: Any = None
         """CUDA event behind the work; None as long as it is not issued, and for work on the host."""
-        self.line: Line | None = None
+        self.line: StreamState | None = None
         """Where ``completion`` was recorded."""
         self.position = 0
         """How many completions ``line`` had then."""
@@ -58,7 +58,7 @@ def tasks_of(events: Sequence[Event]) -> list[CudaTask]:
     return tasks
 
 
-class Line:
+class StreamState:
     """A stream, and what it is ordered after already. Used by one thread at a time.
 
     Args:
@@ -75,7 +75,7 @@ class Line:
         self.spare = spare
         self._cuda = cuda
         self._count = 0
-        self._after: dict[Line, int] = {}
+        self._after: dict[StreamState, int] = {}
         """By other line: how many of its completions this one comes after."""
 
     def follow(self, task: CudaTask) -> None:
@@ -139,10 +139,10 @@ class Clock:
         return zero + float(origin.elapsed_time(event)) / 1e3
 
 
-class Runner:
+class TaskRunner:
     """Issues copies to their streams and runs updates on the host."""
 
-    def __init__(self, cuda: CudaRuntime, lines: Mapping[str, Line]) -> None:
+    def __init__(self, cuda: CudaRuntime, lines: Mapping[str, StreamState]) -> None:
         self._cuda = cuda
         self._lines = lines
         self._in_flight: dict[str, deque[CudaTask]] = {lane: deque() for lane in lines}

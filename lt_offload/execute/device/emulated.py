@@ -21,7 +21,7 @@ from lt_offload.execute.device.arena import Arena, ArenaBuffer, Freed
 from lt_offload.execute.device.base import Buffer, Cell, Device, Event, Lane
 from lt_offload.execute.device.budget import DeviceAccount
 from lt_offload.execute.device.lanes import UNORDERED, CallerLanes, Lanes, Task, plain_torch
-from lt_offload.execute.device.links import Runner
+from lt_offload.execute.device.links import LinkRunner
 from lt_offload.execute.device.races import ORIGIN, Checker
 from lt_offload.execute.device.threads import ThreadLanes
 from lt_offload.machine.accounting import Account
@@ -72,7 +72,7 @@ class EmulatedDevice(Device):
         ignore: Callable[[str, str], bool] | None = None,
     ) -> None:
         self.budget = budget
-        self._runner = Runner({"h2d": h2d_bytes_per_s, "d2h": d2h_bytes_per_s} if mode == "thread" else {})
+        self._runner = LinkRunner({"h2d": h2d_bytes_per_s, "d2h": d2h_bytes_per_s} if mode == "thread" else {})
         self._lanes: Lanes
         if mode == "thread":
             self._lanes = ThreadLanes(self._runner, threads={"host": host_threads} if host_threads else {})

@@ -17,13 +17,13 @@ from lt_offload.execute.device.lanes import UNORDERED, Task
 class _Link:
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
-        self.until = 0.0
+        self.release_after = 0.0
         """When the last access of a computation ends."""
         self.taken = 0.0
         """Seconds of all accesses of computations."""
 
 
-class Runner:
+class LinkRunner:
     """Does the work of a task, no faster than its lane's link.
 
     Args:
@@ -43,10 +43,10 @@ class Runner:
         if link is None:
             task.work()
         else:
-            taken = link.taken - max(0.0, link.until - start)
+            taken = link.taken - max(0.0, link.release_after - start)
             task.work()
-            until = start + task.nbytes / link.bytes_per_s - taken
-            while (left := until + link.taken - time.perf_counter()) > 0:
+            release_after = start + task.nbytes / link.bytes_per_s - taken
+            while (left := release_after + link.taken - time.perf_counter()) > 0:
                 time.sleep(left)
         if self.recording and task.lane != UNORDERED:
             self.spans.append((task.op, task.lane, task.label, start, time.perf_counter()))
@@ -56,6 +56,6 @@ class Runner:
         link = self._links.get(lane)
         if link is not None:
             seconds = nbytes / link.bytes_per_s
-            link.until = time.perf_counter() + seconds
+            link.release_after = time.perf_counter() + seconds
             link.taken += seconds
             time.sleep(seconds)

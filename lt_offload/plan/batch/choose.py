@@ -142,7 +142,7 @@ def choose_batch(
         gradient_reserve=gradient_reserve,
         time_limit=time_limit,
     )
-    search = _Search(profile_at, settings, min(most, LARGEST), on_progress or (lambda _message: None))
+    search = _BatchSearch(profile_at, settings, min(most, LARGEST), on_progress or (lambda _message: None))
     if sizes is not None:
         search.plan_all(sizes)
     else:
@@ -151,7 +151,7 @@ def choose_batch(
     return search.choice()
 
 
-class _Search:
+class _BatchSearch:
     """One search for the best size."""
 
     def __init__(self, profile_at: ProfileAt, settings: _Settings, most: int, say: Callable[[str], None]) -> None:

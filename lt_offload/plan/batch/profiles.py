@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from lt_offload.schema.profile import BlockProfile, DirectProfile, OptionProfile, Profile, ReadProfile, TensorProfile
+from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile, ReadProfile, TensorProfile, ZeroCopyProfile
 
 
 def scaled(profile: Profile, batch_size: int, other: Profile | None = None) -> Profile:
@@ -97,13 +97,13 @@ class _Line:
         )
 
     def tensor(self, low: TensorProfile, high: TensorProfile) -> TensorProfile:
-        if low.direct is None or high.direct is None:
-            return replace(low, direct=None)
-        direct = DirectProfile(
-            reads=tuple(self.read(a, b) for a, b in zip(low.direct.reads, high.direct.reads, strict=True)),
-            grad_s=self.value(low.direct.grad_s, high.direct.grad_s),
+        if low.zero_copy is None or high.zero_copy is None:
+            return replace(low, zero_copy=None)
+        zero_copy = ZeroCopyProfile(
+            reads=tuple(self.read(a, b) for a, b in zip(low.zero_copy.reads, high.zero_copy.reads, strict=True)),
+            grad_s=self.value(low.zero_copy.grad_s, high.zero_copy.grad_s),
         )
-        return replace(low, direct=direct)
+        return replace(low, zero_copy=zero_copy)
 
     def read(self, low: ReadProfile, high: ReadProfile) -> ReadProfile:
         return ReadProfile(

@@ -100,7 +100,7 @@ class _PerSample:
         self.seconds_unit = first.seconds_unit
         self.problem = pulp.LpProblem("batch", pulp.LpMinimize)
         self.r = self.problem.add_variable("r", self.unit / most, self.unit / least)
-        self.choices: dict[str, pulp.LpVariable] = {}
+        self.decisions: dict[str, pulp.LpVariable] = {}
         self.products: dict[str, pulp.LpVariable] = {}
         self.flows: dict[str, pulp.LpVariable] = {}
         self._add_variables(first)
@@ -148,7 +148,7 @@ class _PerSample:
         for variable in program.problem.variables():
             name = variable.name
             if variable.cat == pulp.LpInteger:
-                self.choices[name] = self.problem.add_variable(name, 0, 1)
+                self.decisions[name] = self.problem.add_variable(name, 0, 1)
                 continue
             assert variable.lowBound == 0
             self.flows[name] = self.problem.add_variable(name, 0)
@@ -158,13 +158,13 @@ class _PerSample:
     def _product(self, name: str) -> pulp.LpVariable:
         """Return ``r`` times the choice ``name``."""
         if name not in self.products:
-            choice, low, high = self.choices[name], self.r.lowBound, self.r.upBound
+            decision, low, high = self.decisions[name], self.r.lowBound, self.r.upBound
             product = self.products[name] = self.problem.add_variable(f"{name}_r", 0, high)
             for row in (
-                product >= low * choice,
-                product <= high * choice,
-                product >= self.r - high * (1 - choice),
-                product <= self.r - low * (1 - choice),
+                product >= low * decision,
+                product <= high * decision,
+                product >= self.r - high * (1 - decision),
+                product <= self.r - low * (1 - decision),
             ):
                 self.problem.addConstraint(row)
         return self.products[name]
@@ -178,8 +178,8 @@ class _PerSample:
     # -- rows --------------------------------------------------------------------------------------------------------
 
     def _add_row(self, one: _Row, two: _Row) -> None:
-        if one.terms.keys() <= self.choices.keys():  # one option per block, whatever the batch size
-            row = pulp.LpAffineExpression({self.choices[name]: factor for name, factor in one.terms.items()})
+        if one.terms.keys() <= self.decisions.keys():  # one option per block, whatever the batch size
+            row = pulp.LpAffineExpression({self.decisions[name]: factor for name, factor in one.terms.items()})
             row.constant = one.constant
         else:
             row = self._combined(one, two)
@@ -189,7 +189,7 @@ class _PerSample:
     def alternatives(self) -> list[list[str]]:
         """Names of the choices, per block."""
         blocks: dict[str, list[str]] = {}
-        for name in self.choices:
+        for name in self.decisions:
             blocks.setdefault(name.partition("_")[0], []).append(name)
         return list(blocks.values())
 
@@ -203,7 +203,7 @@ class _PerSample:
                 continue
             once, each = self._parts(a, b)
             if each:
-                row.addterm(self.choices[name], each * self.unit)
+                row.addterm(self.decisions[name], each * self.unit)
             if once:
                 row.addterm(self._product(name), once)
         once, each = self._parts(one.constant, two.constant)

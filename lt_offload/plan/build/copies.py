@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from lt_offload.plan.iteration.arena import Lifetime, aligned
-from lt_offload.plan.iteration.decisions import Choices, Stay
+from lt_offload.plan.iteration.decisions import Decisions, Interval
 from lt_offload.schema.profile import Profile
 
 _STATE_PADDING = 32
@@ -23,7 +23,7 @@ class DeviceCopy:
     """What is copied."""
     room: int
     """What it takes of the arena."""
-    stay: Stay | None
+    interval: Interval | None
     """None: always."""
     offset: int = 0
     fetch: int | None = None
@@ -33,24 +33,24 @@ class DeviceCopy:
 
     def lifetime(self, steps: int) -> Lifetime:
         """Return when it takes room."""
-        return lifetime(self.stay, self.room, steps)
+        return lifetime(self.interval, self.room, steps)
 
     def covers(self, step: int) -> bool:
         """Return whether it is on the device in ``step``."""
-        if self.stay is None:
+        if self.interval is None:
             return True
-        start, end = self.stay.start, self.stay.end
+        start, end = self.interval.start, self.interval.end
         return start <= step <= end if start <= end else step >= start or step <= end
 
     @property
     def at_start(self) -> bool:
         """Whether it is on the device before step 0 has issued anything."""
-        return self.stay is None or self.stay.start > self.stay.end
+        return self.interval is None or self.interval.start > self.interval.end
 
 
-def lifetime(stay: Stay | None, room: int, steps: int) -> Lifetime:
-    """Return when something that is on the device during ``stay`` takes ``room`` bytes."""
-    return Lifetime(room, stay.start, stay.end) if stay else Lifetime(room, 0, steps - 1)
+def lifetime(interval: Interval | None, room: int, steps: int) -> Lifetime:
+    """Return when something that is on the device during ``interval`` takes ``room`` bytes."""
+    return Lifetime(room, interval.start, interval.end) if interval else Lifetime(room, 0, steps - 1)
 
 
 def state_room(nbytes: int) -> int:
@@ -58,14 +58,16 @@ def state_room(nbytes: int) -> int:
     return aligned(nbytes + _STATE_PADDING) if nbytes else 0
 
 
-def device_copies(choices: Choices, profile: Profile) -> list[DeviceCopy]:
+def device_copies(decisions: Decisions, profile: Profile) -> list[DeviceCopy]:
     """Return every stay of every weight and state, without offsets."""
     copies = []
-    for index, (tensor, choice) in enumerate(zip(profile.tensors, choices.tensors, strict=True)):
+    for index, (tensor, decision) in enumerate(zip(profile.tensors, decisions.tensors, strict=True)):
         room = aligned(tensor.bytes)
-        always = () if choice.direct else (None,)
-        copies += [DeviceCopy("weight", index, tensor.bytes, room, stay) for stay in choice.stays or always]
-        if choice.place in ("device", "paged") and tensor.state_bytes:
+        always = () if decision.zero_copy else (None,)
+        copies += [
+            DeviceCopy("weight", index, tensor.bytes, room, interval) for interval in decision.intervals or always
+        ]
+        if decision.place in ("device", "paged") and tensor.state_bytes:
             room = state_room(tensor.state_bytes)
-            copies.append(DeviceCopy("state", index, tensor.state_bytes, room, choice.state_stay))
+            copies.append(DeviceCopy("state", index, tensor.state_bytes, room, decision.state_interval))
     return copies

@@ -11,7 +11,7 @@ from lt_offload.plan.build.groups import CUTS, GOAL, arrange, runs
 from lt_offload.plan.build.pack import Flexible, pack
 from lt_offload.plan.build.squeeze import squeeze_arena, squeeze_framework
 from lt_offload.plan.iteration.arena import Placement, live_bytes, place
-from lt_offload.plan.iteration.decisions import Choices
+from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import framework_bytes
 from lt_offload.schema.profile import Profile
 
@@ -26,23 +26,23 @@ _SMALL = 1 / 2000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fitted:
-    """Choices with their arena."""
+    """Decisions with their arena."""
 
-    choices: Choices
+    decisions: Decisions
     placement: Placement
     over: int
     """Bytes by which they miss the room, not positive if they fit."""
 
 
-def fit(choices: Choices, profile: Profile, room: int) -> Fitted:
-    """Return ``choices`` changed until arena and framework fit into ``room`` bytes, or as near to that as they come.
+def fit(decisions: Decisions, profile: Profile, room: int) -> Fitted:
+    """Return ``decisions`` changed until arena and framework fit into ``room`` bytes, or as near to that as they come.
 
     Shorter stays cost next to nothing, because copies that are issued later do not start later as long
     as the link is busy. Activations and gradients that leave at once stop the computation, so that comes last.
     """
-    best = _fit_arena(choices, profile, room - _peak(choices, profile))
-    least = squeeze_framework(choices, profile, 0)
-    low, high = _peak(least, profile), _peak(choices, profile)
+    best = _fit_arena(decisions, profile, room - _peak(decisions, profile))
+    least = squeeze_framework(decisions, profile, 0)
+    low, high = _peak(least, profile), _peak(decisions, profile)
     if best.over <= 0 or low == high:
         return best
     smaller = _fit_arena(least, profile, room - low)
@@ -50,35 +50,35 @@ def fit(choices: Choices, profile: Profile, room: int) -> Fitted:
         return min(best, smaller, key=lambda item: item.over)
     best = smaller
     for _ in range(_BISECTIONS):
-        middle = squeeze_framework(choices, profile, (low + high) // 2)
+        middle = squeeze_framework(decisions, profile, (low + high) // 2)
         found = _fit_arena(middle, profile, room - _peak(middle, profile))
         if found.over <= 0:
             best, low = found, (low + high) // 2
         else:
             high = (low + high) // 2
-    return _relaxed(best, choices, profile, room)
+    return _relaxed(best, decisions, profile, room)
 
 
-def _relaxed(fitted: Fitted, wanted: Choices, profile: Profile, room: int) -> Fitted:
+def _relaxed(fitted: Fitted, wanted: Decisions, profile: Profile, room: int) -> Fitted:
     """Return ``fitted`` with the framework's memory as ``wanted``, as far as its arena leaves room for that."""
     relaxed = squeeze_framework(wanted, profile, room - fitted.placement.extent)
     tensors = tuple(
-        replace(packed, grad_until=choice.grad_until)
-        for packed, choice in zip(fitted.choices.tensors, relaxed.tensors, strict=True)
+        replace(packed, grad_release_after=decision.grad_release_after)
+        for packed, decision in zip(fitted.decisions.tensors, relaxed.tensors, strict=True)
     )
-    return replace(fitted, choices=replace(fitted.choices, tensors=tensors, blocks=relaxed.blocks))
+    return replace(fitted, decisions=replace(fitted.decisions, tensors=tensors, blocks=relaxed.blocks))
 
 
-def _peak(choices: Choices, profile: Profile) -> int:
-    return int(framework_bytes(choices.usage, profile).max())
+def _peak(decisions: Decisions, profile: Profile) -> int:
+    return int(framework_bytes(decisions.usage, profile).max())
 
 
-def _fit_arena(choices: Choices, profile: Profile, room: int) -> Fitted:
-    """Return ``choices`` with their arena; stays are shortened only if they waste too much as they are."""
+def _fit_arena(decisions: Decisions, profile: Profile, room: int) -> Fitted:
+    """Return ``decisions`` with their arena; stays are shortened only if they waste too much as they are."""
     if room <= 0:
-        return _unpacked(choices, profile, room)
+        return _unpacked(decisions, profile, room)
     found: list[Fitted] = []
-    for attempt in _attempts(choices, profile, room):
+    for attempt in _attempts(decisions, profile, room):
         found.append(replace(attempt, over=attempt.placement.extent - room) if attempt.over <= 0 else attempt)
         if attempt.over <= 0 and attempt.placement.waste <= GOAL:
             break
@@ -86,41 +86,41 @@ def _fit_arena(choices: Choices, profile: Profile, room: int) -> Fitted:
     return min(found, key=lambda item: (max(item.over, 0), item.placement.waste))
 
 
-def _attempts(choices: Choices, profile: Profile, room: int) -> Iterator[Fitted]:
-    """Yield ways to place ``choices``, those that change them least first, until there is no hope of a better one."""
-    first = _unpacked(choices, profile, room)
+def _attempts(decisions: Decisions, profile: Profile, room: int) -> Iterator[Fitted]:
+    """Yield ways to place ``decisions``, those that change them least first, until there is no hope of a better one."""
+    first = _unpacked(decisions, profile, room)
     yield first
     live = first.placement.live_peak
     if live <= room:
         # Less than the room, if that is enough: what is not wasted is left for activations and gradients.
         enough = min(room, int(live * (1 + GOAL)))
-        yield _packed(choices, profile, enough, shorten=False)
-        yield _packed(choices, profile, enough, shorten=True)
+        yield _packed(decisions, profile, enough, shorten=False)
+        yield _packed(decisions, profile, enough, shorten=True)
         if first.over <= 0:
             return
-    choices = squeeze_arena(choices, profile, room)
-    first = _unpacked(choices, profile, room)
+    decisions = squeeze_arena(decisions, profile, room)
+    first = _unpacked(decisions, profile, room)
     live = first.placement.live_peak
     if live > room:  # no stay can be shortened any more
         yield replace(first, over=live - room)
         return
     yield first
-    yield _packed(choices, profile, room, shorten=True)
+    yield _packed(decisions, profile, room, shorten=True)
 
 
-def _unpacked(choices: Choices, profile: Profile, room: int) -> Fitted:
-    placement = arrange(choices, profile)
-    return Fitted(choices=choices, placement=placement, over=placement.extent - room)
+def _unpacked(decisions: Decisions, profile: Profile, room: int) -> Fitted:
+    placement = arrange(decisions, profile)
+    return Fitted(decisions=decisions, placement=placement, over=placement.extent - room)
 
 
-def _packed(choices: Choices, profile: Profile, room: int, *, shorten: bool) -> Fitted:
+def _packed(decisions: Decisions, profile: Profile, room: int, *, shorten: bool) -> Fitted:
     """Return the longest runs that fit; if none do, the way that comes nearest to that."""
     best: Fitted | None = None
-    counts = {cut: len(runs(device_copies(choices, profile), choices, profile, cut=cut)) for cut in CUTS}
+    counts = {cut: len(runs(device_copies(decisions, profile), decisions, profile, cut=cut)) for cut in CUTS}
     different = list({count: cut for cut, count in counts.items()}.values())
     for cut in different:
         rounds = _ROUNDS if cut == different[-1] else _ROUNDS // _FEWER
-        found = _pack(choices, profile, room, cut, shorten=shorten, rounds=rounds)
+        found = _pack(decisions, profile, room, cut, shorten=shorten, rounds=rounds)
         if best is None or found.over < best.over:
             best = found
         if best.over <= 0:
@@ -129,31 +129,33 @@ def _packed(choices: Choices, profile: Profile, room: int, *, shorten: bool) -> 
     return best
 
 
-def _pack(choices: Choices, profile: Profile, room: int, cut: int | None, *, shorten: bool, rounds: int) -> Fitted:
+def _pack(decisions: Decisions, profile: Profile, room: int, cut: int | None, *, shorten: bool, rounds: int) -> Fitted:
     """Place what is large by packing, the rest below it by first fit."""
-    copies = device_copies(choices, profile)
-    parts = runs(copies, choices, profile, cut=cut)
+    copies = device_copies(decisions, profile)
+    parts = runs(copies, decisions, profile, cut=cut)
     steps = 2 * len(profile.blocks)
-    large = [part for part in parts if part.stay is not None and part.room >= _SMALL * room]
-    small = [part for part in parts if part.stay is None or part.room < _SMALL * room]
+    large = [part for part in parts if part.interval is not None and part.room >= _SMALL * room]
+    small = [part for part in parts if part.interval is None or part.room < _SMALL * room]
     below = place([part.lifetime(steps) for part in small], steps)
     for part, offset in zip(small, below.offsets, strict=True):
         part.put(offset)
-    stays = [FlexibleStay(part, choices, profile) for part in large]
-    lifetimes = [stay.lifetimes() if shorten else [(stay.start, stay.end)] for stay in stays]
+    intervals = [FlexibleStay(part, decisions, profile) for part in large]
+    lifetimes = [interval.lifetimes() if shorten else [(interval.start, interval.end)] for interval in intervals]
     flexible = [
-        Flexible(part.room, tuple(stay.steps_of(life) for life in found))
-        for part, stay, found in zip(large, stays, lifetimes, strict=True)
+        Flexible(part.room, tuple(interval.steps_of(life) for life in found))
+        for part, interval, found in zip(large, intervals, lifetimes, strict=True)
     ]
     packed = pack(flexible, steps, room - below.extent, rounds=min(rounds, _ROUNDS_PER_BUFFER * len(large)))
-    for part, stay, offset, found, chosen in zip(
-        large, stays, packed.offsets, lifetimes, packed.lifetimes, strict=True
+    for part, interval, offset, found, chosen in zip(
+        large, intervals, packed.offsets, lifetimes, packed.lifetimes, strict=True
     ):
         part.put(below.extent + offset)
-        stay.start, stay.end = found[chosen]
-    choices = with_stays(choices, copies, [*stays, *(FlexibleStay(p, choices, profile) for p in small if p.stay)])
+        interval.start, interval.end = found[chosen]
+    decisions = with_stays(
+        decisions, copies, [*intervals, *(FlexibleStay(p, decisions, profile) for p in small if p.interval)]
+    )
     offsets = tuple(copy.offset for copy in copies)
     extent = max((copy.offset + copy.room for copy in copies), default=0)
-    live = live_bytes([copy.lifetime(steps) for copy in device_copies(choices, profile)], steps)
+    live = live_bytes([copy.lifetime(steps) for copy in device_copies(decisions, profile)], steps)
     over = packed.missing or extent - room
-    return Fitted(choices=choices, placement=Placement(offsets, extent, int(live.max(initial=0))), over=over)
+    return Fitted(decisions=decisions, placement=Placement(offsets, extent, int(live.max(initial=0))), over=over)

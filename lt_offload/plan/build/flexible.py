@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from lt_offload.plan.build.copies import DeviceCopy
-from lt_offload.plan.build.groups import Run
-from lt_offload.plan.iteration.decisions import Choices, Stay, copy_uses
+from lt_offload.plan.build.groups import CopyGroup
+from lt_offload.plan.iteration.decisions import Decisions, Interval, copy_uses
 from lt_offload.plan.iteration.memory import backward_steps
 from lt_offload.schema.profile import Profile
 
@@ -15,15 +15,15 @@ from lt_offload.schema.profile import Profile
 class FlexibleStay:
     """A stay of a run that may be shortened at both ends. Times are steps since its first one."""
 
-    def __init__(self, run: Run, choices: Choices, profile: Profile) -> None:
-        assert run.stay is not None
+    def __init__(self, run: CopyGroup, decisions: Decisions, profile: Profile) -> None:
+        assert run.interval is not None
         self.run, self.steps, copy = run, 2 * len(profile.blocks), run.copies[0]
-        self.origin = run.stay.start
-        self.start, self.end = 0, self._since(run.stay.end)
-        tensor, choice = profile.tensors[copy.tensor], choices.tensors[copy.tensor]
+        self.origin = run.interval.start
+        self.start, self.end = 0, self._since(run.interval.end)
+        tensor, decision = profile.tensors[copy.tensor], decisions.tensors[copy.tensor]
         weight = copy.payload == "weight"
-        needed = copy_uses(copy.tensor, choices, profile) if weight else backward_steps(tensor.blocks, profile)[-1:]
-        left = choice.write_back if weight else choice.state_leave
+        needed = copy_uses(copy.tensor, decisions, profile) if weight else backward_steps(tensor.blocks, profile)[-1:]
+        left = decision.write_back if weight else decision.state_offload_after
         inside = [at for step in needed if (at := self._since(step)) <= self.end]
         self.latest_start = max(min(inside) - 1, 0)
         """The prefetch still has a step to run beside."""
@@ -63,9 +63,9 @@ class FlexibleStay:
         return tuple(self._steps(range(lifetime[0], lifetime[1] + 1)))
 
     @property
-    def stay(self) -> Stay:
+    def interval(self) -> Interval:
         """The stay as it is now."""
-        return Stay(start=(self.origin + self.start) % self.steps, end=(self.origin + self.end) % self.steps)
+        return Interval(start=(self.origin + self.start) % self.steps, end=(self.origin + self.end) % self.steps)
 
     def _since(self, step: int) -> int:
         return (step - self.origin) % self.steps
@@ -74,18 +74,18 @@ class FlexibleStay:
         return [(self.origin + at) % self.steps for at in since]
 
 
-def with_stays(choices: Choices, copies: Sequence[DeviceCopy], stays: Sequence[FlexibleStay]) -> Choices:
-    """Return ``choices`` with these stays, which are those of all ``copies`` that move."""
-    now = {id(copy): item.stay for item in stays for copy in item.run.copies}
-    weights: dict[int, list[Stay]] = {}
-    tensors = list(choices.tensors)
+def with_stays(decisions: Decisions, copies: Sequence[DeviceCopy], intervals: Sequence[FlexibleStay]) -> Decisions:
+    """Return ``decisions`` with these stays, which are those of all ``copies`` that move."""
+    now = {id(copy): item.interval for item in intervals for copy in item.run.copies}
+    weights: dict[int, list[Interval]] = {}
+    tensors = list(decisions.tensors)
     for copy in copies:
-        if copy.stay is None:
+        if copy.interval is None:
             continue
         if copy.payload == "weight":
             weights.setdefault(copy.tensor, []).append(now[id(copy)])
         else:
-            tensors[copy.tensor] = replace(tensors[copy.tensor], state_stay=now[id(copy)])
+            tensors[copy.tensor] = replace(tensors[copy.tensor], state_interval=now[id(copy)])
     for tensor, found in weights.items():
-        tensors[tensor] = replace(tensors[tensor], stays=tuple(found))
-    return replace(choices, tensors=tuple(tensors))
+        tensors[tensor] = replace(tensors[tensor], intervals=tuple(found))
+    return replace(decisions, tensors=tuple(tensors))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from lt_offload.plan.build.copies import DeviceCopy, device_copies, lifetime
 from lt_offload.plan.iteration.arena import Lifetime, Placement, place
-from lt_offload.plan.iteration.decisions import Choices, Stay
+from lt_offload.plan.iteration.decisions import Decisions, Interval
 from lt_offload.schema.profile import Profile
 
 MIB = 1 << 20
@@ -24,7 +24,7 @@ GOAL = 0.03
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class CopyGroup:
     """Copies side by side, in ascending order of their tensors: all weights, or all states, with the same stays."""
 
     copies: tuple[DeviceCopy, ...]
@@ -35,13 +35,13 @@ class Run:
         return sum(copy.room for copy in self.copies)
 
     @property
-    def stay(self) -> Stay | None:
+    def interval(self) -> Interval | None:
         """None: always."""
-        return self.copies[0].stay
+        return self.copies[0].interval
 
     def lifetime(self, steps: int) -> Lifetime:
         """Return when it takes room."""
-        return lifetime(self.stay, self.room, steps)
+        return lifetime(self.interval, self.room, steps)
 
     def put(self, offset: int) -> None:
         """Give every copy its offset."""
@@ -50,23 +50,27 @@ class Run:
             offset += copy.room
 
 
-def runs(copies: Sequence[DeviceCopy], choices: Choices, profile: Profile, *, cut: int | None) -> list[Run]:
+def runs(copies: Sequence[DeviceCopy], decisions: Decisions, profile: Profile, *, cut: int | None) -> list[CopyGroup]:
     """Return ``copies``, which are all there are, as runs that end as soon as they may: see :data:`CUTS`."""
     alike: dict[Hashable, list[DeviceCopy]] = defaultdict(list)
     for copy in copies:
-        alike[_travels(copy, choices, profile)].append(copy)
-    return [Run(part) for found in alike.values() for part in (_cut(found, cut) if found[0].stay else [tuple(found)])]
+        alike[_travels(copy, decisions, profile)].append(copy)
+    return [
+        CopyGroup(part)
+        for found in alike.values()
+        for part in (_cut(found, cut) if found[0].interval else [tuple(found)])
+    ]
 
 
-def arrange(choices: Choices, profile: Profile) -> Placement:
-    """Return the arena that ``choices`` need, its offsets in the order of ``device_copies``.
+def arrange(decisions: Decisions, profile: Profile) -> Placement:
+    """Return the arena that ``decisions`` need, its offsets in the order of ``device_copies``.
 
     What travels together lies side by side, as far as that wastes no memory.
     """
-    copies, steps = device_copies(choices, profile), 2 * len(profile.blocks)
+    copies, steps = device_copies(decisions, profile), 2 * len(profile.blocks)
     best: Placement | None = None
     for cut in CUTS:
-        parts = runs(copies, choices, profile, cut=cut)
+        parts = runs(copies, decisions, profile, cut=cut)
         found = place([part.lifetime(steps) for part in parts], steps)
         if best is None or found.extent < best.extent:
             for part, offset in zip(parts, found.offsets, strict=True):
@@ -78,15 +82,15 @@ def arrange(choices: Choices, profile: Profile) -> Placement:
     return best
 
 
-def _travels(copy: DeviceCopy, choices: Choices, profile: Profile) -> Hashable:
+def _travels(copy: DeviceCopy, decisions: Decisions, profile: Profile) -> Hashable:
     """Return what is the same for copies that are in the same ops, now and in their tensors' other stays."""
-    if copy.stay is None:
+    if copy.interval is None:
         return copy.payload
-    blocks, choice = profile.tensors[copy.tensor].blocks, choices.tensors[copy.tensor]
+    blocks, decision = profile.tensors[copy.tensor].blocks, decisions.tensors[copy.tensor]
     if copy.payload == "state":
-        return copy.payload, blocks, choice.state_stay, choice.state_leave
-    waits = choice.place == "host"  # those that wait for an update on the host are fetched apart
-    return copy.payload, copy.stay, blocks, waits, choice.stays, choice.direct, choice.write_back
+        return copy.payload, blocks, decision.state_interval, decision.state_offload_after
+    waits = decision.place == "host"  # those that wait for an update on the host are fetched apart
+    return copy.payload, copy.interval, blocks, waits, decision.intervals, decision.zero_copy, decision.write_back
 
 
 def _cut(copies: Sequence[DeviceCopy], cut: int | None) -> Iterator[tuple[DeviceCopy, ...]]:

@@ -25,10 +25,10 @@ class _Linker:
     def __init__(self, emitted: Emitter) -> None:
         self.emitted = emitted
         for copy in emitted.copies:
-            if copy.payload == "state" and copy.stay is not None:
+            if copy.payload == "state" and copy.interval is not None:
                 # Given back at the end of a step, after everything that has been computed until then.
-                copy.releases.append(emitted.computed[copy.stay.end])
-        self.moving = [copy for copy in emitted.copies if copy.stay is not None]
+                copy.releases.append(emitted.computed[copy.interval.end])
+        self.moving = [copy for copy in emitted.copies if copy.interval is not None]
         self.low = np.array([copy.offset for copy in self.moving], dtype=np.int64)
         self.high = np.array([copy.offset + copy.room for copy in self.moving], dtype=np.int64)
         self.released = np.array([max(copy.releases) for copy in self.moving], dtype=np.int64)
@@ -46,7 +46,7 @@ class _Linker:
             fetched = {copy.fetch for t in op.tensors for copy in e.copies_of["state", t] if copy.fetch is not None}
             return fetched | {e.computations[op.step]}
         if op.kind == "drop":
-            written = {e.current[t] for t in op.tensors if e.choices.tensors[t].write_back is not None}
+            written = {e.current[t] for t in op.tensors if e.decisions.tensors[t].write_back is not None}
             return written | {e.computed[op.step]}
         if op.resource == "compute":
             return {e.computations[op.step]}
@@ -58,7 +58,7 @@ class _Linker:
         e = self.emitted
         found = set(e.held_until.get((op.step - 1) % e.steps, ()))
         for t in e.of_block[op.block]:
-            if t not in op.direct:
+            if t not in op.zero_copy:
                 found.update(c.fetch for c in e.copies_of["weight", t] if c.fetch is not None and c.covers(op.step))
             elif t in e.current:
                 found.add(e.current[t])

@@ -7,17 +7,17 @@ from collections.abc import Iterable, Sequence
 
 from lt_offload.plan.build.copies import DeviceCopy
 from lt_offload.plan.iteration.computations import Computation, computations
-from lt_offload.plan.iteration.decisions import Choices, copy_uses
+from lt_offload.plan.iteration.decisions import Decisions, copy_uses
 from lt_offload.plan.iteration.memory import backward_steps
 from lt_offload.schema.plan import Op, OpKind, Payload, Resource, Save
 from lt_offload.schema.profile import Profile
 
 
 class Emitter:
-    """The ops of ``choices`` in issue order, after :meth:`emit`, and the maps that linking them needs."""
+    """The ops of ``decisions`` in issue order, after :meth:`emit`, and the maps that linking them needs."""
 
-    def __init__(self, choices: Choices, profile: Profile, copies: Sequence[DeviceCopy]) -> None:
-        self.choices, self.profile, self.copies = choices, profile, copies
+    def __init__(self, decisions: Decisions, profile: Profile, copies: Sequence[DeviceCopy]) -> None:
+        self.decisions, self.profile, self.copies = decisions, profile, copies
         self.steps = 2 * len(profile.blocks)
         self.ops: list[Op] = []
         self.fetched_by: dict[int, list[DeviceCopy]] = {}
@@ -46,15 +46,17 @@ class Emitter:
                 self.completed_at[backward_steps(tensor.blocks, profile)[-1]].append(index)
         self.copies_of: dict[tuple[str, int], list[DeviceCopy]] = defaultdict(list)
         self._computations: dict[int, list[Computation]] = defaultdict(list)
-        for computation in computations([block.option for block in choices.blocks], choices.reruns, profile):
+        for computation in computations(
+            [block.option for block in decisions.blocks], decisions.recomputations, profile
+        ):
             self._computations[computation.step].append(computation)
         self._fetched_at: dict[int, list[DeviceCopy]] = defaultdict(list)
         self._released_at: dict[int, list[DeviceCopy]] = defaultdict(list)
         for copy in copies:
             self.copies_of[copy.payload, copy.tensor].append(copy)
-            if copy.stay is not None:
-                self._fetched_at[copy.stay.start].append(copy)
-                self._released_at[copy.stay.end].append(copy)
+            if copy.interval is not None:
+                self._fetched_at[copy.interval.start].append(copy)
+                self._released_at[copy.interval.end].append(copy)
 
     def emit(self) -> None:
         """Write every op."""
@@ -71,13 +73,13 @@ class Emitter:
     def _prefetches(self, step: int) -> None:
         """Copies to the device in the order of need; activations before the weights that are needed with them."""
         found: dict[tuple[int, int, int, bool], list[DeviceCopy]] = defaultdict(list)
-        for block, choice in enumerate(self.choices.blocks):
-            if choice.fetch == step:
-                found[self.choices.activations_needed(block) - step, block, 0, False] = []
+        for block, decision in enumerate(self.decisions.blocks):
+            if decision.fetch == step:
+                found[self.decisions.activations_needed(block) - step, block, 0, False] = []
         for copy in self._fetched_at[step]:
             block, wait = self._need(copy, step)
             # What waits for an update on the host does not delay the rest.
-            on_host = copy.payload == "weight" and self.choices.tensors[copy.tensor].place == "host"
+            on_host = copy.payload == "weight" and self.decisions.tensors[copy.tensor].place == "host"
             found[wait, block, 1 if copy.payload == "weight" else 2, on_host].append(copy)
         for (_, block, _, _), copies in sorted(found.items()):
             if not copies:
@@ -95,7 +97,7 @@ class Emitter:
         if copy.payload == "state":
             candidates = backward_steps(blocks, self.profile)[-1:]
         else:
-            candidates = copy_uses(copy.tensor, self.choices, self.profile)
+            candidates = copy_uses(copy.tensor, self.decisions, self.profile)
         need = min(candidates, key=lambda use: (use - step) % self.steps)
         computed = [computation.block for computation in self._computations[need]]
         # Those that run again in a step ascend to the block whose backward it is.
@@ -104,8 +106,8 @@ class Emitter:
     def _compute(self, what: Computation) -> None:
         """Write a computation; the last one of a step is its forward or backward."""
         tensors = [] if what.idle else self.of_block[what.block]
-        direct = [t for t in tensors if what.step in self.choices.tensors[t].direct]
-        nbytes, seconds = what.direct(direct, self.profile)
+        zero_copy = [t for t in tensors if what.step in self.decisions.tensors[t].zero_copy]
+        nbytes, seconds = what.zero_copy(zero_copy, self.profile)
         op = self._add(
             what.kind,
             what.step,
@@ -114,7 +116,7 @@ class Emitter:
             nbytes=nbytes,
             seconds=what.seconds + seconds,
             save=what.save,
-            direct=direct,
+            zero_copy=zero_copy,
         )
         if what.save is None:
             self.computations.append(op)
@@ -124,18 +126,20 @@ class Emitter:
         """Updates on the device, gradients to the host, and the updates there."""
         ready = self.completed_at[step]
         for place in ("device", "paged"):
-            self._update(step, [t for t in ready if self.choices.tensors[t].place == place], "compute")
-        written = [t for t in ready if self.choices.tensors[t].grad_direct]
+            self._update(step, [t for t in ready if self.decisions.tensors[t].place == place], "compute")
+        written = [t for t in ready if self.decisions.tensors[t].grad_zero_copy]
         self._write_gradients(step, written)
         by_until: dict[int, list[int]] = defaultdict(list)
         for t in ready:
-            until = self.choices.tensors[t].grad_until
-            if until is not None:
-                by_until[until].append(t)
-        for until, tensors in sorted(by_until.items()):
+            release_after = self.decisions.tensors[t].grad_release_after
+            if release_after is not None:
+                by_until[release_after].append(t)
+        for release_after, tensors in sorted(by_until.items()):
             block, nbytes = self.steps - 1 - step, self._bytes(tensors)
-            out = self._copy("offload", step, block, "grad", tensors=tensors, nbytes=nbytes, until=until)
-            self.held_until[until].append(out)
+            out = self._copy(
+                "offload", step, block, "grad", tensors=tensors, nbytes=nbytes, release_after=release_after
+            )
+            self.held_until[release_after].append(out)
             self.grads_out.update(dict.fromkeys(tensors, out))
         for tensors in (written, *(tensors for _, tensors in sorted(by_until.items()))):
             self._update(step, tensors, "host")
@@ -144,11 +148,19 @@ class Emitter:
     def _write_gradients(self, step: int, tensors: list[int]) -> None:
         """Gradients that the backward writes to host memory itself."""
         if tensors:
-            costs = [self.profile.tensors[t].direct for t in tensors]
+            costs = [self.profile.tensors[t].zero_copy for t in tensors]
             seconds, nbytes = sum(cost.grad_s for cost in costs if cost is not None), self._bytes(tensors)
             block = self.steps - 1 - step
             out = self._add(
-                "offload", step, block, "compute", "grad", tensors=tensors, nbytes=nbytes, seconds=seconds, until=step
+                "offload",
+                step,
+                block,
+                "compute",
+                "grad",
+                tensors=tensors,
+                nbytes=nbytes,
+                seconds=seconds,
+                release_after=step,
             )
             self.grads_out.update(dict.fromkeys(tensors, out))
             self.computed[step] = out
@@ -165,16 +177,18 @@ class Emitter:
 
     def _activation_offload(self, step: int) -> None:
         """Before other copies to the host: the next computations wait for this memory."""
-        until = self.choices.blocks[step].until if step < len(self.choices.blocks) else None
-        if until is not None:
-            out = self._copy("offload", step, step, "activation", nbytes=self._offloaded(step), until=until)
-            self.held_until[until].append(out)
+        release_after = self.decisions.blocks[step].release_after if step < len(self.decisions.blocks) else None
+        if release_after is not None:
+            out = self._copy(
+                "offload", step, step, "activation", nbytes=self._offloaded(step), release_after=release_after
+            )
+            self.held_until[release_after].append(out)
             self.activations_out[step] = out
 
     def _write_backs(self, step: int) -> None:
         found: dict[int, list[int]] = defaultdict(list)
-        for t, choice in enumerate(self.choices.tensors):
-            if choice.write_back == step:
+        for t, decision in enumerate(self.decisions.tensors):
+            if decision.write_back == step:
                 found[self.profile.tensors[t].blocks[0]].append(t)
         for block, tensors in sorted(found.items()):
             out = self._copy("offload", step, block, "weight", tensors=tensors, nbytes=self._bytes(tensors))
@@ -182,13 +196,15 @@ class Emitter:
 
     def _state_offloads(self, step: int) -> None:
         found: dict[tuple[int, int], list[DeviceCopy]] = defaultdict(list)
-        for t, choice in enumerate(self.choices.tensors):
-            if choice.state_leave == step and choice.state_stay is not None:
-                found[self.profile.tensors[t].blocks[0], choice.state_stay.end] += self.copies_of["state", t]
-        for (block, until), copies in sorted(found.items()):
+        for t, decision in enumerate(self.decisions.tensors):
+            if decision.state_offload_after == step and decision.state_interval is not None:
+                found[self.profile.tensors[t].blocks[0], decision.state_interval.end] += self.copies_of["state", t]
+        for (block, release_after), copies in sorted(found.items()):
             tensors = [copy.tensor for copy in copies]
             nbytes = sum(copy.bytes for copy in copies)
-            out = self._copy("offload", step, block, "state", tensors=tensors, nbytes=nbytes, until=until)
+            out = self._copy(
+                "offload", step, block, "state", tensors=tensors, nbytes=nbytes, release_after=release_after
+            )
             self.states_out.update(dict.fromkeys(tensors, out))
             for copy in copies:
                 copy.releases = [out]
@@ -198,7 +214,7 @@ class Emitter:
         for copy in self._released_at[step]:
             if copy.payload == "weight":
                 # What waits for a write-back does not delay the rest.
-                waits = self.choices.tensors[copy.tensor].write_back is not None
+                waits = self.decisions.tensors[copy.tensor].write_back is not None
                 found[self.profile.tensors[copy.tensor].blocks[0], waits].append(copy)
         for (block, _), copies in sorted(found.items()):
             tensors = [copy.tensor for copy in copies]
@@ -216,7 +232,7 @@ class Emitter:
         *,
         tensors: Iterable[int] = (),
         nbytes: int = 0,
-        until: int | None = None,
+        release_after: int | None = None,
     ) -> int:
         nbytes = nbytes or sum(copy.bytes for copy in copies)
         hardware = self.profile.hardware
@@ -231,7 +247,7 @@ class Emitter:
             offsets=[copy.offset for copy in copies],
             nbytes=nbytes,
             seconds=nbytes / (hardware.h2d_bytes_per_s if to_device else hardware.d2h_bytes_per_s),
-            until=until,
+            release_after=release_after,
         )
 
     def _add(
@@ -246,9 +262,9 @@ class Emitter:
         offsets: Iterable[int] = (),
         nbytes: int = 0,
         seconds: float = 0.0,
-        until: int | None = None,
+        release_after: int | None = None,
         save: Save | None = None,
-        direct: Iterable[int] = (),
+        zero_copy: Iterable[int] = (),
     ) -> int:
         op = Op(
             id=len(self.ops),
@@ -261,9 +277,9 @@ class Emitter:
             offsets=tuple(offsets),
             bytes=nbytes,
             seconds=seconds,
-            until=until,
+            release_after=release_after,
             save=save,
-            direct=tuple(direct),
+            zero_copy=tuple(zero_copy),
         )
         self.ops.append(op)
         return op.id
@@ -272,4 +288,4 @@ class Emitter:
         return sum(self.profile.tensors[t].bytes for t in tensors)
 
     def _offloaded(self, block: int) -> int:
-        return self.profile.blocks[block].option(self.choices.blocks[block].option).offload_bytes
+        return self.profile.blocks[block].option(self.decisions.blocks[block].option).offload_bytes

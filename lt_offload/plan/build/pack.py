@@ -55,7 +55,7 @@ def pack(buffers: Sequence[Flexible], steps: int, capacity: int, *, rounds: int)
 
     ``rounds`` is how many repairs are tried; the result does not depend on how fast they are.
     """
-    search = _Search(buffers, steps, capacity)
+    search = _PackSearch(buffers, steps, capacity)
     search.run(rounds)
     return search.packed()
 
@@ -82,7 +82,7 @@ def _patience(homeless: int) -> float:
     return _POLISH if not homeless else _STAGNATION * (_NEARLY if homeless <= 2 else 1)
 
 
-class _Search:
+class _PackSearch:
     def __init__(self, buffers: Sequence[Flexible], steps: int, capacity: int) -> None:
         self.buffers, self.steps = buffers, steps
         self.unit = _unit([buffer.bytes for buffer in buffers], capacity)
@@ -126,8 +126,8 @@ class _Search:
             if (self.missing, self.lost) > cost:
                 for index in removed:
                     self._take_out(index)
-                for index, at, choice in before:
-                    self._occupy(index, at, choice)
+                for index, at, decision in before:
+                    self._occupy(index, at, decision)
             elif (self.missing, self.lost) < cost:
                 improved = count
 
@@ -176,12 +176,12 @@ class _Search:
     def _put(self, index: int) -> None:
         """Place a buffer at the lowest range that is free during the first of its lifetimes that has one."""
         units = self.units[index]
-        for choice, lifetime in enumerate(self.buffers[index].lifetimes):
+        for decision, lifetime in enumerate(self.buffers[index].lifetimes):
             starts = self._starts(units, lifetime)
             if starts:
-                self._occupy(index, (starts & -starts).bit_length() - 1, choice)
+                self._occupy(index, (starts & -starts).bit_length() - 1, decision)
                 return
-            if not choice and not self._starts(units, self.always[index]):
+            if not decision and not self._starts(units, self.always[index]):
                 return  # in none of the others, then: there may be a hundred of them
 
     def _starts(self, units: int, lifetime: Iterable[int]) -> int:
@@ -196,14 +196,14 @@ class _Search:
             length += shift
         return starts
 
-    def _occupy(self, index: int, at: int, choice: int) -> None:
+    def _occupy(self, index: int, at: int, decision: int) -> None:
         mask = ((1 << self.units[index]) - 1) << at
-        for step in self.buffers[index].lifetimes[choice]:
+        for step in self.buffers[index].lifetimes[decision]:
             self.taken[step] |= mask
-        self.at[index], self.chosen[index] = at, choice
+        self.at[index], self.chosen[index] = at, decision
         self.homeless.discard(index)
         self.missing -= self._area(index)
-        if choice:
+        if decision:
             self.shortened.add(index)
             self.lost += self._loss(index)
 

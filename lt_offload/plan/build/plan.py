@@ -13,9 +13,9 @@ from lt_offload.plan.build.link import link
 from lt_offload.plan.build.ops import Emitter
 from lt_offload.plan.build.slots import own_slots
 from lt_offload.plan.iteration.arena import Placement, aligned
-from lt_offload.plan.iteration.decisions import Choices
+from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import framework_bytes
-from lt_offload.schema.plan import Plan, Prediction, Residency
+from lt_offload.schema.plan import InitialCopy, Plan, Prediction
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
 
@@ -23,13 +23,13 @@ UNKNOWN = Prediction(iteration_s=0.0, lower_bound_s=0.0, no_offload_s=0.0, devic
 """Placeholder of a plan that has not been simulated yet."""
 
 
-def room_needed(choices: Choices, profile: Profile) -> int:
-    """Return the device bytes that ``choices`` need besides those that no plan changes."""
-    return arrange(choices, profile).extent + int(framework_bytes(choices.usage, profile).max())
+def room_needed(decisions: Decisions, profile: Profile) -> int:
+    """Return the device bytes that ``decisions`` need besides those that no plan changes."""
+    return arrange(decisions, profile).extent + int(framework_bytes(decisions.usage, profile).max())
 
 
 def build(
-    choices: Choices,
+    decisions: Decisions,
     profile: Profile,
     *,
     planner: str,
@@ -37,15 +37,15 @@ def build(
     host_budget_bytes: int,
     placement: Placement | None = None,
 ) -> Plan:
-    """Return the plan that carries out ``choices``; its prediction is ``UNKNOWN``, and its gradients share no memory.
+    """Return the plan that carries out ``decisions``; its prediction is ``UNKNOWN``, and its gradients share no memory.
 
     ``placement`` has an offset for each of ``device_copies``, if the caller has found some already.
     """
-    copies = device_copies(choices, profile)
-    placement = placement or arrange(choices, profile)
+    copies = device_copies(decisions, profile)
+    placement = placement or arrange(decisions, profile)
     for copy, offset in zip(copies, placement.offsets, strict=True):
         copy.offset = offset
-    emitter = Emitter(choices, profile, copies)
+    emitter = Emitter(decisions, profile, copies)
     emitter.emit()
     ops, gradient_bytes = own_slots(link(emitter), profile)
     return Plan(
@@ -56,12 +56,14 @@ def build(
         sequence_length=profile.sequence_length,
         budget_bytes=budget_bytes,
         host_budget_bytes=host_budget_bytes,
-        options=tuple(block.option for block in choices.blocks),
-        update_places=tuple(tensor.place for tensor in choices.tensors),
+        options=tuple(block.option for block in decisions.blocks),
+        update_places=tuple(tensor.place for tensor in decisions.tensors),
         state_bytes=tuple(state_room(tensor.state_bytes) for tensor in profile.tensors),
         weight_bytes=tuple(aligned(tensor.bytes) for tensor in profile.tensors),
         initial=tuple(
-            Residency(payload=copy.payload, tensor=copy.tensor, offset=copy.offset) for copy in copies if copy.at_start
+            InitialCopy(payload=copy.payload, tensor=copy.tensor, offset=copy.offset)
+            for copy in copies
+            if copy.at_start
         ),
         ops=ops,
         arena_bytes=placement.extent,
@@ -79,10 +81,10 @@ def _notes(copies: Sequence[DeviceCopy], profile: Profile) -> Iterator[str]:
         ("weight", sum(tensor.bytes for tensor in profile.tensors)),
         ("state", sum(tensor.state_bytes for tensor in profile.tensors)),
     ):
-        stay = sum(copy.bytes for copy in copies if copy.payload == payload and copy.stay is None)
+        interval = sum(copy.bytes for copy in copies if copy.payload == payload and copy.interval is None)
         if total:
             what = "weights" if payload == "weight" else "optimizer states"
-            yield f"{format_bytes(stay)} of {format_bytes(total)} of {what} are always on the device"
+            yield f"{format_bytes(interval)} of {format_bytes(total)} of {what} are always on the device"
     fixed = {
         "before the first tensor": profile.hardware.context_bytes,
         "for page tables of host memory": profile.page_table_bytes,

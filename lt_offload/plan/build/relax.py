@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lt_offload.plan.iteration.decisions import Choices
+from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import Bytes, backward_steps, framework_bytes
 from lt_offload.schema.profile import Profile
 
@@ -38,52 +38,56 @@ class _Hold:
             self.step = step
 
 
-def relax(choices: Choices, profile: Profile, limit: int, *, earlier: bool) -> Choices:
-    """Return ``choices`` with more time for copies, as far as at most ``limit`` bytes of framework memory allow.
+def relax(decisions: Decisions, profile: Profile, limit: int, *, earlier: bool) -> Decisions:
+    """Return ``decisions`` with more time for copies, as far as at most ``limit`` bytes of framework memory allow.
 
     ``earlier``: not only departures may be put off, but arrivals brought forward as well. That delays other copies to
     the device, so it does not always pay.
     """
-    free = limit - framework_bytes(choices.usage, profile)
-    departures = [*_departures(choices, profile), *_gradients(choices, profile)]
-    arrivals = list(_arrivals(choices, profile))
+    free = limit - framework_bytes(decisions.usage, profile)
+    departures = [*_departures(decisions, profile), *_gradients(decisions, profile)]
+    arrivals = list(_arrivals(decisions, profile))
     for turn in range(_LATER):
         # Everybody gets one step before anybody gets two.
         for departure in departures:
             departure.extend(+1, free)
         for arrival in arrivals if earlier and turn < _EARLIER else ():
             arrival.extend(-1, free)
-    blocks, tensors = list(choices.blocks), list(choices.tensors)
+    blocks, tensors = list(decisions.blocks), list(decisions.tensors)
     for departure in departures:
         if departure.block is not None:
-            blocks[departure.block] = replace(blocks[departure.block], until=departure.step)
+            blocks[departure.block] = replace(blocks[departure.block], release_after=departure.step)
         for tensor in departure.tensors:
-            tensors[tensor] = replace(tensors[tensor], grad_until=departure.step)
+            tensors[tensor] = replace(tensors[tensor], grad_release_after=departure.step)
     for arrival in arrivals:
         assert arrival.block is not None
-        fetch = max(arrival.step, (blocks[arrival.block].until or 0) + 1)
+        fetch = max(arrival.step, (blocks[arrival.block].release_after or 0) + 1)
         blocks[arrival.block] = replace(blocks[arrival.block], fetch=fetch)
-    return replace(choices, blocks=tuple(blocks), tensors=tuple(tensors))
+    return replace(decisions, blocks=tuple(blocks), tensors=tuple(tensors))
 
 
-def _departures(choices: Choices, profile: Profile) -> Iterator[_Hold]:
-    for index, (block, choice) in enumerate(zip(profile.blocks, choices.blocks, strict=True)):
-        if choice.until is not None and choice.fetch is not None:
-            yield _Hold(block.option(choice.option).offload_bytes, choice.until, choice.fetch - 1, block=index)
+def _departures(decisions: Decisions, profile: Profile) -> Iterator[_Hold]:
+    for index, (block, decision) in enumerate(zip(profile.blocks, decisions.blocks, strict=True)):
+        if decision.release_after is not None and decision.fetch is not None:
+            yield _Hold(
+                block.option(decision.option).offload_bytes, decision.release_after, decision.fetch - 1, block=index
+            )
 
 
-def _arrivals(choices: Choices, profile: Profile) -> Iterator[_Hold]:
-    for index, (block, choice) in enumerate(zip(profile.blocks, choices.blocks, strict=True)):
-        if choice.until is not None and choice.fetch is not None:
-            yield _Hold(block.option(choice.option).offload_bytes, choice.fetch, choice.until + 1, block=index)
+def _arrivals(decisions: Decisions, profile: Profile) -> Iterator[_Hold]:
+    for index, (block, decision) in enumerate(zip(profile.blocks, decisions.blocks, strict=True)):
+        if decision.release_after is not None and decision.fetch is not None:
+            yield _Hold(
+                block.option(decision.option).offload_bytes, decision.fetch, decision.release_after + 1, block=index
+            )
 
 
-def _gradients(choices: Choices, profile: Profile) -> Iterator[_Hold]:
+def _gradients(decisions: Decisions, profile: Profile) -> Iterator[_Hold]:
     """Gradients that leave together now leave together afterwards: each group is one copy."""
     groups: dict[tuple[int, int], list[int]] = defaultdict(list)
-    for index, (tensor, choice) in enumerate(zip(profile.tensors, choices.tensors, strict=True)):
-        if choice.grad_until is not None:
-            groups[backward_steps(tensor.blocks, profile)[-1], choice.grad_until].append(index)
+    for index, (tensor, decision) in enumerate(zip(profile.tensors, decisions.tensors, strict=True)):
+        if decision.grad_release_after is not None:
+            groups[backward_steps(tensor.blocks, profile)[-1], decision.grad_release_after].append(index)
     last = 2 * len(profile.blocks) - 1
-    for (_, until), tensors in groups.items():
-        yield _Hold(sum(profile.tensors[t].bytes for t in tensors), until, last, tensors=tuple(tensors))
+    for (_, release_after), tensors in groups.items():
+        yield _Hold(sum(profile.tensors[t].bytes for t in tensors), release_after, last, tensors=tuple(tensors))

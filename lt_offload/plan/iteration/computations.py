@@ -27,7 +27,7 @@ _REBUILDS = ("recompute", "reload", "mixed")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Rerun:
+class Recomputation:
     """A forward that runs again within a backward step."""
 
     block: int
@@ -55,7 +55,7 @@ class Computation:
             return 0.0
         return self.option.forward_s if self.kind == "forward" else self.option.backward_s
 
-    def direct(self, tensors: Iterable[int], profile: Profile) -> tuple[int, float]:
+    def zero_copy(self, tensors: Iterable[int], profile: Profile) -> tuple[int, float]:
         """Return bytes over the link and additional seconds, if it reads ``tensors`` in host memory.
 
         A backward that runs the forward again reads twice.
@@ -72,7 +72,7 @@ class Computation:
 
 
 def computations(
-    options: Sequence[OptionName], reruns: Mapping[int, Sequence[Rerun]], profile: Profile
+    options: Sequence[OptionName], recomputations: Mapping[int, Sequence[Recomputation]], profile: Profile
 ) -> list[Computation]:
     """Return what ``profile``'s model computes in an iteration, in the order of issue."""
     blocks, last = profile.blocks, 2 * len(profile.blocks) - 1
@@ -83,7 +83,7 @@ def computations(
     saved: dict[int, Save] = {}
     for index in reversed(range(len(blocks))):
         block, step = blocks[index], last - index
-        for again in reruns.get(step, ()):
+        for again in recomputations.get(step, ()):
             saved[again.block] = again.save
             cost = rerun_option(blocks[again.block], again.save)
             found.append(Computation(kind="forward", step=step, block=again.block, save=again.save, option=cost))

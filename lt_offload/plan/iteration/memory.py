@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_offload.plan.iteration.arena import aligned
-from lt_offload.plan.iteration.computations import SAVED, Computation, Rerun, computations
+from lt_offload.plan.iteration.computations import SAVED, Computation, Recomputation, computations
 from lt_offload.schema.plan import Plan, UpdatePlace
 from lt_offload.schema.profile import COLLECTED_BELOW, GATHERED_BELOW, OptionName, Profile
 
@@ -29,41 +29,41 @@ class Usage:
 
     options: tuple[OptionName, ...]
     places: tuple[UpdatePlace, ...]
-    grad_until: dict[int, int] = field(default_factory=dict)
+    grad_release_after: dict[int, int] = field(default_factory=dict)
     """Per tensor that the host updates: the step at whose end its gradient has left."""
-    grad_direct: set[int] = field(default_factory=set)
+    grad_zero_copy: set[int] = field(default_factory=set)
     """Tensors whose gradients the backward writes to host memory itself."""
     left: dict[int, int] = field(default_factory=dict)
     """Per block with offloaded activations: the step at whose end they have left."""
     fetched: dict[int, int] = field(default_factory=dict)
     """And the step in which they take device memory again."""
-    reruns: Mapping[int, tuple[Rerun, ...]] = field(default_factory=dict)
+    recomputations: Mapping[int, tuple[Recomputation, ...]] = field(default_factory=dict)
     """By backward step: the forwards that run again before its backward, in order."""
 
 
 def usage(plan: Plan) -> Usage:
     """Return what ``plan`` says about the framework's memory."""
-    again = reruns(plan)
-    found = Usage(options=plan.options, places=plan.update_places, reruns=again)
+    again = recomputations(plan)
+    found = Usage(options=plan.options, places=plan.update_places, recomputations=again)
     for op in plan.ops:
         if op.payload == "grad" and op.resource == "compute":
-            found.grad_direct.update(op.tensors)
-        elif op.payload == "grad" and op.until is not None:
-            found.grad_until.update(dict.fromkeys(op.tensors, op.until))
+            found.grad_zero_copy.update(op.tensors)
+        elif op.payload == "grad" and op.release_after is not None:
+            found.grad_release_after.update(dict.fromkeys(op.tensors, op.release_after))
         elif op.payload == "activation":
             if op.kind == "prefetch":
                 found.fetched[op.block] = op.step
-            elif op.until is not None:
-                found.left[op.block] = op.until
+            elif op.release_after is not None:
+                found.left[op.block] = op.release_after
     return found
 
 
-def reruns(plan: Plan) -> dict[int, tuple[Rerun, ...]]:
+def recomputations(plan: Plan) -> dict[int, tuple[Recomputation, ...]]:
     """Return, by step, the forwards that ``plan`` runs again."""
-    found: dict[int, tuple[Rerun, ...]] = {}
+    found: dict[int, tuple[Recomputation, ...]] = {}
     for op in plan.ops:
         if op.save is not None:
-            found[op.step] = (*found.get(op.step, ()), Rerun(block=op.block, save=op.save))
+            found[op.step] = (*found.get(op.step, ()), Recomputation(block=op.block, save=op.save))
     return found
 
 
@@ -123,7 +123,7 @@ def _with_fixed(framework: Bytes, plan: Plan, profile: Profile) -> Bytes:
 
 def host_bytes(plan: Plan, profile: Profile) -> int:
     """Return the bytes of RAM that hold weights, optimizer states, gradients and activations."""
-    written = usage(plan).grad_direct
+    written = usage(plan).grad_zero_copy
     return lasting_host_bytes(plan.options, written, profile) + plan.gradient_bytes
 
 
@@ -158,7 +158,7 @@ class _Time:
     """The moments of an iteration: its computations in the order of issue."""
 
     def __init__(self, used: Usage, profile: Profile) -> None:
-        self.moments: list[Computation] = computations(used.options, used.reruns, profile)
+        self.moments: list[Computation] = computations(used.options, used.recomputations, profile)
         steps = 2 * len(profile.blocks)
         self.first: list[int] = [0] * steps
         """By step: its first computation."""
@@ -211,9 +211,9 @@ def _activation_bytes(used: Usage, profile: Profile, time: _Time) -> Bytes:
             continue
         # What the first forward has saved is replaced when the block runs again.
         total[forward : (again[0] if again else backward) + 1] += option.saved_bytes
-        until = again[0] + 1 if again else backward
+        release_after = again[0] + 1 if again else backward
         if option.keeps_input:
-            total[forward + 1 : until] += block.input_bytes
+            total[forward + 1 : release_after] += block.input_bytes
         # the input, its gradient, and the gradient of the output
         total[backward] += 2 * block.input_bytes + block.output_bytes
         # the gradient of the output waits while others run again
@@ -221,7 +221,7 @@ def _activation_bytes(used: Usage, profile: Profile, time: _Time) -> Bytes:
         if index in used.left:
             total[forward + 1 : time.last[used.left[index]] + 1] += option.offload_bytes
         if index in used.fetched:
-            total[time.first[used.fetched[index]] : until] += option.offload_bytes
+            total[time.first[used.fetched[index]] : release_after] += option.offload_bytes
     return total
 
 
@@ -269,8 +269,8 @@ def _gradients(used: Usage, profile: Profile, time: _Time) -> _Gradients:
             continue
         first, last, size = uses[0], uses[-1], tensor.bytes
         tied, large = len(uses) > 1, size >= COLLECTED_BELOW
-        waits = place == "host" and index not in used.grad_direct
-        ends = time.last[used.grad_until[index]] if waits and index in used.grad_until else last
+        waits = place == "host" and index not in used.grad_zero_copy
+        ends = time.last[used.grad_release_after[index]] if waits and index in used.grad_release_after else last
         if tied or waits or not large:
             new[first] += size
         if tied or waits:

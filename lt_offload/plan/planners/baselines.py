@@ -11,14 +11,21 @@ from dataclasses import dataclass, replace
 
 from lt_offload.plan.build.groups import arrange
 from lt_offload.plan.build.plan import room_needed
-from lt_offload.plan.iteration.decisions import Choices, Stay, TensorChoice, block_choices, resident_tensors, uses
+from lt_offload.plan.iteration.decisions import (
+    Decisions,
+    Interval,
+    TensorDecision,
+    block_choices,
+    resident_tensors,
+    uses,
+)
 from lt_offload.plan.iteration.memory import backward_steps, budget_for, framework_bytes
 from lt_offload.plan.planners.offmate.config import held_bytes
 from lt_offload.plan.planners.request import Allowed, self_contained
 from lt_offload.schema.profile import OptionName, OptionProfile, Profile
 
 
-def resident_choices(profile: Profile, allowed: Allowed) -> Iterator[tuple[Choices, int]]:
+def resident_choices(profile: Profile, allowed: Allowed) -> Iterator[tuple[Decisions, int]]:
     """Yield choices that keep weights and states on the device and copy nothing, with their device bytes.
 
     The fastest come first. Block by block, activations are recomputed that free the most bytes per second of
@@ -33,10 +40,10 @@ def resident_choices(profile: Profile, allowed: Allowed) -> Iterator[tuple[Choic
     for _, block, option in [(0.0, 0, chosen[0]), *sorted(_swaps(profile, offers, chosen), key=lambda swap: swap[:2])]:
         chosen[block] = option
         blocks = block_choices(profile, tuple(o.name for o in chosen), lag=0, lead=0)
-        choices = Choices(tensors=tensors, blocks=blocks)
+        decisions = Decisions(tensors=tensors, blocks=blocks)
         if arena is None:
-            arena = arrange(choices, profile).extent
-        yield choices, budget_for(arena + int(framework_bytes(choices.usage, profile).max()), profile)
+            arena = arrange(decisions, profile).extent
+        yield decisions, budget_for(arena + int(framework_bytes(decisions.usage, profile).max()), profile)
 
 
 def _swaps(
@@ -52,7 +59,7 @@ def _swaps(
 
 def streaming_choices(
     profile: Profile, options: tuple[OptionName, ...], *, host_update: bool, lead: int, lag: int
-) -> Choices:
+) -> Decisions:
     """Return choices that drop every weight after each use and fetch it ``lead`` steps before the next.
 
     Args:
@@ -63,27 +70,29 @@ def streaming_choices(
         lag: 1 lets activations and gradients leave beside the next computation.
     """
     tensors = tuple(
-        TensorChoice(place="none", stays=_short_stays(tensor.blocks, profile, lead, stale=False))
+        TensorDecision(place="none", intervals=_short_stays(tensor.blocks, profile, lead, stale=False))
         if not tensor.trainable
         else _streamed(profile, index, host_update, lead, lag)
         for index, tensor in enumerate(profile.tensors)
     )
-    return Choices(tensors=tensors, blocks=block_choices(profile, options, lag=lag, lead=lead))
+    return Decisions(tensors=tensors, blocks=block_choices(profile, options, lag=lag, lead=lead))
 
 
-def _streamed(profile: Profile, index: int, host_update: bool, lead: int, lag: int) -> TensorChoice:
+def _streamed(profile: Profile, index: int, host_update: bool, lead: int, lag: int) -> TensorDecision:
     tensor, last = profile.tensors[index], 2 * len(profile.blocks) - 1
     update = backward_steps(tensor.blocks, profile)[-1]
-    stays = _short_stays(tensor.blocks, profile, lead, stale=host_update)
+    intervals = _short_stays(tensor.blocks, profile, lead, stale=host_update)
     if host_update:
-        return TensorChoice(place="host", stays=stays, grad_until=min(update + lag, last))
-    choice = TensorChoice(place="device", stays=stays, write_back=update if stays else None)
+        return TensorDecision(place="host", intervals=intervals, grad_release_after=min(update + lag, last))
+    decision = TensorDecision(place="device", intervals=intervals, write_back=update if intervals else None)
     if not tensor.state_bytes:
-        return choice
-    return replace(choice, place="paged", state_stay=Stay(start=update - lead, end=update), state_leave=update)
+        return decision
+    return replace(
+        decision, place="paged", state_interval=Interval(start=update - lead, end=update), state_offload_after=update
+    )
 
 
-def _short_stays(blocks: tuple[int, ...], profile: Profile, lead: int, *, stale: bool) -> tuple[Stay, ...]:
+def _short_stays(blocks: tuple[int, ...], profile: Profile, lead: int, *, stale: bool) -> tuple[Interval, ...]:
     """Return the shortest stays around the uses; ``stale``: what the last backward leaves must go in any case."""
     steps = 2 * len(profile.blocks)
     needed = uses(blocks, profile)
@@ -94,7 +103,8 @@ def _short_stays(blocks: tuple[int, ...], profile: Profile, lead: int, *, stale:
         if (stale and use == update) or fetch > use + 1:
             moves.append((use, fetch))
     return tuple(
-        Stay(start=fetch % steps, end=moves[(at + 1) % len(moves)][0] % steps) for at, (_, fetch) in enumerate(moves)
+        Interval(start=fetch % steps, end=moves[(at + 1) % len(moves)][0] % steps)
+        for at, (_, fetch) in enumerate(moves)
     )
 
 
@@ -102,7 +112,7 @@ def _short_stays(blocks: tuple[int, ...], profile: Profile, lead: int, *, stale:
 class Smallest:
     """The streaming plan that needs the least device memory."""
 
-    choices: Choices
+    decisions: Decisions
     device_bytes: int
     host_bytes: int
 
@@ -112,11 +122,11 @@ def smallest(profile: Profile, allowed: Allowed, *, host_update: bool, host_budg
     found: list[Smallest] = []
     for options in option_sets(profile, allowed):
         for on_host in (True, False) if host_update else (False,):
-            choices = streaming_choices(profile, options, host_update=on_host, lead=0, lag=0)
-            ram = choices.least_host_bytes(profile)
+            decisions = streaming_choices(profile, options, host_update=on_host, lead=0, lag=0)
+            ram = decisions.least_host_bytes(profile)
             if host_budget is None or ram <= host_budget:
-                needed = budget_for(room_needed(choices, profile), profile)
-                found.append(Smallest(choices=choices, device_bytes=needed, host_bytes=ram))
+                needed = budget_for(room_needed(decisions, profile), profile)
+                found.append(Smallest(decisions=decisions, device_bytes=needed, host_bytes=ram))
     return min(found, key=lambda item: item.device_bytes, default=None)
 
 

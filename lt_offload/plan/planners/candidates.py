@@ -10,7 +10,7 @@ from lt_offload.plan.build.fit import fit
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.build.relax import relax
 from lt_offload.plan.build.slots import share_slots
-from lt_offload.plan.iteration.decisions import Choices
+from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.request import Proposal, Request
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
@@ -54,18 +54,18 @@ class Candidates:
     def add(self, proposal: Proposal) -> Missed:
         """Fit, build, check and simulate ``proposal``."""
         request, profile = self.request, self.request.profile
-        excess = proposal.choices.least_host_bytes(profile) - request.host_budget_bytes
+        excess = proposal.decisions.least_host_bytes(profile) - request.host_budget_bytes
         if excess > 0:
             self.fail(proposal.name, f"needs {format_bytes(excess)} more RAM")
             return Missed(device=0, host=excess)
-        fitted = fit(proposal.choices, profile, request.room)
+        fitted = fit(proposal.decisions, profile, request.room)
         if fitted.over > 0:
             self.fail(proposal.name, f"needs {format_bytes(fitted.over)} more device memory")
             return Missed(device=fitted.over, host=excess)
         found: Candidate | None = None
-        for choices in self._paces(fitted.choices, request.room - fitted.placement.extent):
+        for decisions in self._paces(fitted.decisions, request.room - fitted.placement.extent):
             plan = build(
-                choices,
+                decisions,
                 profile,
                 planner=proposal.name.partition(",")[0],
                 budget_bytes=request.budget_bytes,
@@ -74,7 +74,7 @@ class Candidates:
             )
             trace = simulate(plan, profile)
             if found is None or trace.iteration_time < found.seconds:
-                found = Candidate(proposal=replace(proposal, choices=choices), plan=plan, trace=trace)
+                found = Candidate(proposal=replace(proposal, decisions=decisions), plan=plan, trace=trace)
         assert found is not None
         shared, trace = share_slots(found.plan, profile, found.trace)
         found = replace(found, plan=shared, trace=trace)
@@ -109,12 +109,12 @@ class Candidates:
         ]
         return (*slower, *self.failed)
 
-    def _paces(self, choices: Choices, limit: int) -> Iterator[Choices]:
-        """Yield ``choices`` as they are, and with more time for copies."""
-        yield choices
-        seen = [choices]
+    def _paces(self, decisions: Decisions, limit: int) -> Iterator[Decisions]:
+        """Yield ``decisions`` as they are, and with more time for copies."""
+        yield decisions
+        seen = [decisions]
         for earlier in (False, True):
-            relaxed = relax(choices, self.request.profile, limit, earlier=earlier)
+            relaxed = relax(decisions, self.request.profile, limit, earlier=earlier)
             if relaxed not in seen:
                 seen.append(relaxed)
                 yield relaxed

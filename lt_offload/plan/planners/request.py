@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from lt_offload.plan.iteration.decisions import Choices
+from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.schema.profile import OptionProfile, Profile
 
@@ -49,7 +49,7 @@ class Proposal:
 
     name: str
     """Planner and variant, e.g. ``"greedy, margin of 1 layer"``."""
-    choices: Choices
+    decisions: Decisions
 
 
 class NotApplicable(Exception):

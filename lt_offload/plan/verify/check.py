@@ -13,7 +13,7 @@ from lt_offload.plan.build.copies import state_room
 from lt_offload.plan.build.slots import slot_bytes
 from lt_offload.plan.iteration.arena import aligned
 from lt_offload.plan.iteration.computations import computations
-from lt_offload.plan.iteration.memory import backward_steps, computation_bytes, host_bytes, reruns
+from lt_offload.plan.iteration.memory import backward_steps, computation_bytes, host_bytes, recomputations
 from lt_offload.plan.verify.check_reruns import broken_reruns
 from lt_offload.plan.verify.ordering import describe, replay
 from lt_offload.schema.plan import ALIGNMENT, Op, Plan
@@ -70,10 +70,10 @@ def _structure(plan: Plan, profile: Profile) -> Iterator[str]:
         expected = _LANES.get(op.kind, "host" if op.resource == "host" else "compute")
         if op.resource != expected and not written:
             yield f"{name}: resource: it occupies {op.resource}, it should be {expected}"
-        if op.until is not None and not op.step <= op.until < plan.steps:
-            yield f"{name}: until: step {op.until} is not one of the rest of the iteration"
-        if written and op.until is not None and op.until != op.step:
-            yield f"{name}: until: a gradient that the backward writes to the host is gone in step {op.step}"
+        if op.release_after is not None and not op.step <= op.release_after < plan.steps:
+            yield f"{name}: release_after: step {op.release_after} is not one of the rest of the iteration"
+        if written and op.release_after is not None and op.release_after != op.step:
+            yield f"{name}: release_after: a gradient that the backward writes to the host is gone in step {op.step}"
         yield from _payload(op, plan, profile)
         yield from _computed(op, plan, profile)
 
@@ -88,18 +88,18 @@ def _computed(op: Op, plan: Plan, profile: Profile) -> Iterator[str]:
         yield f"{name}: block: the step is one of block {block}, only that and earlier ones may run again"
     elif op.save is None and op.kind in ("forward", "backward", "update") and op.block != block:
         yield f"{name}: block: the step is one of block {block}"
-    if op.direct and (op.kind not in ("forward", "backward") or list(op.direct) != sorted(set(op.direct))):
-        yield f"{name}: direct: only computations read tensors directly, each once, in ascending order"
+    if op.zero_copy and (op.kind not in ("forward", "backward") or list(op.zero_copy) != sorted(set(op.zero_copy))):
+        yield f"{name}: zero_copy: only computations read tensors directly, each once, in ascending order"
         return
-    read = op.tensors if op.payload == "grad" and op.resource == "compute" else op.direct
+    read = op.tensors if op.payload == "grad" and op.resource == "compute" else op.zero_copy
     for t in read:
         tensor = profile.tensors[t] if 0 <= t < len(profile.tensors) else None
         if tensor is None or op.block not in tensor.blocks:
-            yield f"{name}: direct: tensor {t} is none of its block"
-        elif tensor.direct is None:
-            yield f"{name}: direct: {tensor.name} cannot be accessed in host memory"
-    if op.direct and op.kind == "backward" and not profile.blocks[op.block].has_backward:
-        yield f"{name}: direct: it computes nothing"
+            yield f"{name}: zero_copy: tensor {t} is none of its block"
+        elif tensor.zero_copy is None:
+            yield f"{name}: zero_copy: {tensor.name} cannot be accessed in host memory"
+    if op.zero_copy and op.kind == "backward" and not profile.blocks[op.block].has_backward:
+        yield f"{name}: zero_copy: it computes nothing"
     if op.kind == "update" and op.bytes:
         yield f"{name}: bytes: updates copy nothing"
 
@@ -118,8 +118,8 @@ def _payload(op: Op, plan: Plan, profile: Profile) -> Iterator[str]:
     elif op.slot is not None and op.slot + slot_bytes(op, profile) > plan.gradient_bytes:
         end = op.slot + slot_bytes(op, profile)
         yield f"{name}: slot: it ends at {end}, the extent is {plan.gradient_bytes}"
-    if op.payload in ("grad", "activation") and op.kind == "offload" and op.until is None:
-        yield f"{name}: until: it has to say when the device memory is given back"
+    if op.payload in ("grad", "activation") and op.kind == "offload" and op.release_after is None:
+        yield f"{name}: release_after: it has to say when the device memory is given back"
     if (op.payload == "activation" or op.kind in ("forward", "backward")) == bool(op.tensors):
         yield f"{name}: tensors: {'none belong to it' if op.tensors else 'missing'}"
     if len(op.offsets) != (len(op.tensors) if op.kind == "prefetch" else 0):
@@ -141,9 +141,9 @@ def _bytes(op: Op, plan: Plan, profile: Profile) -> int:
 
 def _direct_bytes(plan: Plan, profile: Profile) -> Iterator[str]:
     """Computations say how much they read in host memory."""
-    expected = computations(plan.options, reruns(plan), profile)
+    expected = computations(plan.options, recomputations(plan), profile)
     for op, computation in zip(_computations(plan), expected, strict=True):
-        nbytes, _ = computation.direct(op.direct, profile)
+        nbytes, _ = computation.zero_copy(op.zero_copy, profile)
         if op.bytes != nbytes:
             yield f"{describe(op)}: bytes: {op.bytes} are given, it reads {nbytes} directly"
 
@@ -240,11 +240,15 @@ def _activations(plan: Plan, profile: Profile) -> Iterator[str]:
             needed = "both" if moves else "no"
             yield f"block {block.name}: activation: option {option!r} needs {needed} copies, has {', '.join(found)}"
         elif moves:
-            until, backward = out[index].until, plan.steps - 1 - index
-            if out[index].step != index or until is None or not index <= until < back[index].step <= backward:
+            release_after, backward = out[index].release_after, plan.steps - 1 - index
+            if (
+                out[index].step != index
+                or release_after is None
+                or not index <= release_after < back[index].step <= backward
+            ):
                 yield (
-                    f"{describe(out[index])}: activation: it leaves in steps {out[index].step} to {until} and returns "
-                    f"in {back[index].step}; that has to be in this order between steps {index} and {backward}"
+                    f"{describe(out[index])}: activation: it leaves in steps {out[index].step} to {release_after} and "
+                    f"returns in {back[index].step}; that has to be in this order between steps {index} and {backward}"
                 )
 
 

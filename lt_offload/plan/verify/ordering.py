@@ -32,7 +32,7 @@ def describe(op: Op) -> str:
 
 def replay(plan: Plan, profile: Profile) -> list[str]:
     """Return the violations of residency and order that a walk through ``plan`` meets."""
-    walk = _Replay(plan, profile)
+    walk = _Ordering(plan, profile)
     for _ in range(2):
         walk.iteration()
     return list(dict.fromkeys(walk.violations))
@@ -58,7 +58,7 @@ class _Cell:
 
 
 @dataclass(slots=True)
-class _Buffer:
+class _DeviceRange:
     """A device copy in the arena."""
 
     key: _Key
@@ -89,7 +89,7 @@ class _Arrived:
     op: Op
 
 
-class _Replay:
+class _Ordering:
     def __init__(self, plan: Plan, profile: Profile) -> None:
         self.plan, self.profile = plan, profile
         self.violations: list[str] = []
@@ -103,10 +103,10 @@ class _Replay:
         """Host updates issued so far."""
         self.cells: dict[tuple[str, str, int], _Cell] = defaultdict(_Cell)
         self.outdated_hosts: set[_Key] = set()
-        self.live: dict[_Key, _Buffer] = {}
+        self.live: dict[_Key, _DeviceRange] = {}
         self.order: list[int] = []
         """Offsets of live buffers, ascending."""
-        self.at: dict[int, _Buffer] = {}
+        self.at: dict[int, _DeviceRange] = {}
         self.freed: list[_Freed] = []
         self.releases: dict[int, list[_Key]] = defaultdict(list)
         self.held: dict[int, list[_Access]] = defaultdict(list)
@@ -187,9 +187,9 @@ class _Replay:
 
     def _read_weight(self, access: _Access, clock: _Clock, tensor: int) -> None:
         op, key = access.op, ("weight", tensor)
-        if tensor in op.direct:
+        if tensor in op.zero_copy:
             if key in self.outdated_hosts:
-                self._report(op, f"direct: the host copy of {self._what(key)} is outdated")
+                self._report(op, f"zero_copy: the host copy of {self._what(key)} is outdated")
             self._read(access, clock, self.cells["host", "weight", tensor], key)
             return
         buffer = self._on_device(op, key)
@@ -246,8 +246,8 @@ class _Replay:
                 what: _Key = (op.payload, index)
                 self._read(access, clock, self.cells["device", op.payload, index], what)
                 self._write(access, clock, self.cells["host", op.payload, index], what)
-            if op.until is not None:
-                self.held[op.until].append(access)
+            if op.release_after is not None:
+                self.held[op.release_after].append(access)
             return
         for t in op.tensors:
             key = (op.payload or "", t)
@@ -258,8 +258,8 @@ class _Replay:
             self._write(access, clock, self.cells["host", key[0], t], key)
             buffer.newer = False
             self.outdated_hosts.discard(key)
-            if op.until is not None:
-                self.releases[op.until].append(key)
+            if op.release_after is not None:
+                self.releases[op.release_after].append(key)
 
     def _arrive(self, access: _Access, clock: _Clock, low: int, high: int) -> None:
         """Take a range of the host memory of gradients; what was copied there before has been read."""
@@ -296,9 +296,9 @@ class _Replay:
 
     # -- arena -----------------------------------------------------------------------------------------------------
 
-    def _place(self, key: _Key, offset: int, name: str) -> _Buffer:
+    def _place(self, key: _Key, offset: int, name: str) -> _DeviceRange:
         nbytes = self.profile.tensors[key[1]].bytes if key[0] == "weight" else self.plan.state_bytes[key[1]]
-        buffer = _Buffer(key, offset, offset + aligned(nbytes), _Cell())
+        buffer = _DeviceRange(key, offset, offset + aligned(nbytes), _Cell())
         if buffer.high > self.plan.arena_bytes:
             self.violations.append(
                 f"{name}: arena: {self._what(key)} ends at {buffer.high}, the extent is {self.plan.arena_bytes}"
@@ -326,7 +326,7 @@ class _Replay:
         if accesses:
             self.freed.append(_Freed(buffer.low, buffer.high, tuple(accesses)))
 
-    def _take(self, buffer: _Buffer) -> list[_Access]:
+    def _take(self, buffer: _DeviceRange) -> list[_Access]:
         """Return the accesses to the range by those that had it before, and forget them."""
         found: list[_Access] = []
         kept: list[_Freed] = []
@@ -342,7 +342,7 @@ class _Replay:
 
     # -- accesses --------------------------------------------------------------------------------------------------
 
-    def _on_device(self, op: Op, key: _Key) -> _Buffer | None:
+    def _on_device(self, op: Op, key: _Key) -> _DeviceRange | None:
         if key not in self.live:
             self._report(op, f"residency: {self._what(key)} is not on the device")
         return self.live.get(key)

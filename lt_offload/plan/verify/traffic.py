@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class _Copy:
+class _QueuedCopy:
     op: int
     begin: float
     finish: float
@@ -33,7 +33,7 @@ class Traffic:
     def __init__(self) -> None:
         self.free = 0.0
         """When the last copy ends."""
-        self._copies: list[_Copy] = []
+        self._copies: list[_QueuedCopy] = []
         self._reads: list[tuple[float, float]] = []
         """When copies pause: those direct reads that end after the last copy began."""
 
@@ -51,21 +51,21 @@ class Traffic:
                 begin = high
             at = high
         self.free = at + left
-        self._copies.append(_Copy(op, begin, self.free, seconds, start, end))
+        self._copies.append(_QueuedCopy(op, begin, self.free, seconds, start, end))
         self._copies[-1].note()
 
     def read(self, begin: float, seconds: float) -> None:
         """Carry ``seconds`` of a direct read from ``begin`` on; copies that have not ended by then end later."""
-        until = begin + seconds
+        release_after = begin + seconds
         self._copies = [copy for copy in self._copies if copy.finish > begin]
         free = 0.0
         for copy in self._copies:
             if copy.begin < begin:
                 copy.finish += seconds
             else:
-                copy.begin = max(copy.begin, until, free)
+                copy.begin = max(copy.begin, release_after, free)
                 copy.finish = copy.begin + copy.seconds
             free = copy.finish
             copy.note()
         self.free = max(self.free, free)
-        self._reads.append((begin, until))
+        self._reads.append((begin, release_after))

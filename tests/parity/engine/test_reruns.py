@@ -19,7 +19,7 @@ from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.model.blocks import find_blocks
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.iteration.decisions import BlockChoice, Choices, Rerun, Stay, TensorChoice, uses
+from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, Recomputation, TensorDecision, uses
 from lt_offload.plan.iteration.memory import backward_steps, device_bytes
 from lt_offload.plan.verify.check import check
 from lt_offload.profiling.hardware import load_hardware
@@ -31,7 +31,7 @@ from tests.support.engines import make_optimizer
 
 LAYERS = 5
 ITERATIONS = 3
-Reruns = Mapping[int, tuple[Rerun, ...]]
+Reruns = Mapping[int, tuple[Recomputation, ...]]
 
 
 # -- models ----------------------------------------------------------------------------------------------------------
@@ -141,45 +141,49 @@ def profiled(family: str, *, lora: bool = False) -> Profile:
 def planned(
     found: Profile,
     options: list[OptionName],
-    reruns: Reruns,
+    recomputations: Reruns,
     *,
     place: str = "device",
     streamed: bool = False,
     lead: int = 0,
 ) -> Plan:
     """Return a plan that ``check`` accepts and whose budget is the peak that it predicts."""
-    blocks = tuple(_block(found, index, option, reruns, lead) for index, option in enumerate(options))
+    blocks = tuple(_block(found, index, option, recomputations, lead) for index, option in enumerate(options))
     tensors = tuple(
-        _tensor(found, index, place if tensor.trainable else "none", streamed, reruns)
+        _tensor(found, index, place if tensor.trainable else "none", streamed, recomputations)
         for index, tensor in enumerate(found.tensors)
     )
-    choices = Choices(tensors=tensors, blocks=blocks, reruns=reruns)
-    plan = build(choices, found, planner="test", budget_bytes=1 << 40, host_budget_bytes=1 << 40)
+    decisions = Decisions(tensors=tensors, blocks=blocks, recomputations=recomputations)
+    plan = build(decisions, found, planner="test", budget_bytes=1 << 40, host_budget_bytes=1 << 40)
     plan = replace(plan, budget_bytes=int(device_bytes(plan, found).max()))
     assert check(plan, found) == []
     return plan
 
 
-def _block(found: Profile, index: int, option: OptionName, reruns: Reruns, lead: int) -> BlockChoice:
+def _block(found: Profile, index: int, option: OptionName, recomputations: Reruns, lead: int) -> BlockDecision:
     block = found.blocks[index]
     if not block.has_backward or not block.option(option).offload_bytes:
-        return BlockChoice(option=option)
+        return BlockDecision(option=option)
     backward = 2 * len(found.blocks) - 1 - index
-    needed = min([backward, *(step for step, again in reruns.items() if any(r.block == index for r in again))])
-    until = min(index + 1, needed - 1)
-    return BlockChoice(option=option, until=until, fetch=max(needed - lead, until + 1))
+    needed = min([backward, *(step for step, again in recomputations.items() if any(r.block == index for r in again))])
+    release_after = min(index + 1, needed - 1)
+    return BlockDecision(option=option, release_after=release_after, fetch=max(needed - lead, release_after + 1))
 
 
-def _tensor(found: Profile, index: int, place: Any, streamed: bool, reruns: Reruns) -> TensorChoice:
+def _tensor(found: Profile, index: int, place: Any, streamed: bool, recomputations: Reruns) -> TensorDecision:
     """On the device in every step that uses it and, if ``streamed``, in no other."""
     tensor = found.tensors[index]
-    stays = tuple(Stay(start=step, end=step) for step in uses(tensor.blocks, found, reruns)) if streamed else ()
+    intervals = (
+        tuple(Interval(start=step, end=step) for step in uses(tensor.blocks, found, recomputations)) if streamed else ()
+    )
     last = backward_steps(tensor.blocks, found)
     if place == "host":
         if not streamed:  # the host's update makes the device copy stale: away after it, back for the next forward
-            stays = (Stay(start=min(tensor.blocks), end=last[-1]),)
-        return TensorChoice(place=place, stays=stays, grad_until=last[-1])
-    return TensorChoice(place=place, stays=stays, write_back=last[-1] if stays and place == "device" else None)
+            intervals = (Interval(start=min(tensor.blocks), end=last[-1]),)
+        return TensorDecision(place=place, intervals=intervals, grad_release_after=last[-1])
+    return TensorDecision(
+        place=place, intervals=intervals, write_back=last[-1] if intervals and place == "device" else None
+    )
 
 
 def layers(found: Profile) -> range:
@@ -197,8 +201,8 @@ def options_of(found: Profile, **chosen: OptionName) -> list[OptionName]:
     return options
 
 
-def chain(*items: tuple[int, Save]) -> tuple[Rerun, ...]:
-    return tuple(Rerun(block=block, save=save) for block, save in items)
+def chain(*items: tuple[int, Save]) -> tuple[Recomputation, ...]:
+    return tuple(Recomputation(block=block, save=save) for block, save in items)
 
 
 class Schedule:
@@ -211,7 +215,7 @@ class Schedule:
         """Of each block, at the point that the walk has reached."""
         for index in range(len(self.blocks)):
             self._choose(index)
-        self.reruns = dict(self._walk())
+        self.recomputations = dict(self._walk())
 
     def _choose(self, index: int) -> None:
         block, before = self.blocks[index], index - 1
@@ -230,14 +234,14 @@ class Schedule:
             return self.saved[index] != "all"
         return self.blocks[index].chained and self._recoverable(index - 1)
 
-    def _walk(self) -> Iterator[tuple[int, tuple[Rerun, ...]]]:
+    def _walk(self) -> Iterator[tuple[int, tuple[Recomputation, ...]]]:
         for last in reversed(range(len(self.blocks))):
             if not self.blocks[last].has_backward or self.saved[last] == "all":
                 continue
             if self.saved[last] == "nothing" or self.rng.random() < 0.4:
                 yield 2 * len(self.blocks) - 1 - last, tuple(self._chain(last))
 
-    def _chain(self, last: int) -> Iterator[Rerun]:
+    def _chain(self, last: int) -> Iterator[Recomputation]:
         for index in range(self._begin(last), last + 1):
             trains = self.blocks[index].has_backward
             saves: list[Save] = ["all", "input"] if index == last else ["nothing", "nothing", "input", "all"]
@@ -245,7 +249,7 @@ class Schedule:
             self.saved[index] = save
             if save != "all" and not self._recoverable(index):
                 self.saved[index] = "input"
-            yield Rerun(block=index, save=self.saved[index])
+            yield Recomputation(block=index, save=self.saved[index])
 
     def _begin(self, last: int) -> int:
         """Return a block with an input from which the forwards can run again up to ``last``."""
@@ -277,11 +281,11 @@ def from_the_first(found: Profile, option: OptionName = "recompute") -> tuple[li
     """Only the input of layer 0 is saved; before each backward everything runs again from there."""
     first, last = layers(found)[0], 2 * len(found.blocks) - 1
     options = options_of(found, layer0=option, **{f"layer{i}": "discard" for i in range(1, LAYERS)})
-    reruns: dict[int, tuple[Rerun, ...]] = {}
+    recomputations: dict[int, tuple[Recomputation, ...]] = {}
     for at in range(1, LAYERS):
         between: list[tuple[int, Save]] = [(first + i, "nothing") for i in range(1, at)]
-        reruns[last - first - at] = chain((first, "input"), *between, (first + at, "all"))
-    return options, reruns
+        recomputations[last - first - at] = chain((first, "input"), *between, (first + at, "all"))
+    return options, recomputations
 
 
 # -- tests -----------------------------------------------------------------------------------------------------------
@@ -291,8 +295,8 @@ def from_the_first(found: Profile, option: OptionName = "recompute") -> tuple[li
 @pytest.mark.parametrize(("place", "streamed"), [("device", False), ("host", True)])
 def test_nested_chains(family: str, place: str, streamed: bool) -> None:
     found = profiled(family)
-    options, reruns = nested(found)
-    plan = planned(found, options, reruns, place=place, streamed=streamed)
+    options, recomputations = nested(found)
+    plan = planned(found, options, recomputations, place=place, streamed=streamed)
     assert differences(plainly(family), by_plan(plan, family)) == []
 
 
@@ -332,12 +336,12 @@ SEEDS = range(12)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_random_schedules(seed: int) -> None:
     case, schedule = scheduled(seed)
-    print(seed, case, schedule.options, schedule.reruns)
+    print(seed, case, schedule.options, schedule.recomputations)
     found = profiled(**case)
     plan = planned(
         found,
         schedule.options,
-        schedule.reruns,
+        schedule.recomputations,
         place="host" if seed % 2 else "device",
         streamed=seed % 3 > 0,
         lead=seed % 2,
@@ -349,11 +353,13 @@ def test_random_schedules(seed: int) -> None:
 
 def test_random_schedules_have_everything() -> None:
     schedules = [scheduled(seed)[1] for seed in SEEDS]
-    reruns = [rerun for schedule in schedules for found in schedule.reruns.values() for rerun in found]
-    assert {rerun.save for rerun in reruns} == {"nothing", "input", "all"}
+    recomputations = [
+        recomputation for schedule in schedules for found in schedule.recomputations.values() for recomputation in found
+    ]
+    assert {recomputation.save for recomputation in recomputations} == {"nothing", "input", "all"}
     names = {"keep", "recompute", "offload", "mixed", "reload", "discard"}
     assert {option for schedule in schedules for option in schedule.options} == names
-    repeated = [[r.block for found in s.reruns.values() for r in found] for s in schedules]
+    repeated = [[r.block for found in s.recomputations.values() for r in found] for s in schedules]
     assert max(blocks.count(block) for blocks in repeated for block in blocks) >= 3
     assert any(0 in blocks for blocks in repeated)  # from a frozen embedding
 

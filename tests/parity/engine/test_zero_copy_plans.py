@@ -16,7 +16,7 @@ from lt_offload.execute.device.cuda import CudaDevice
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.plan import check
 from lt_offload.plan.build.plan import build as build_plan
-from lt_offload.plan.iteration.decisions import Choices, Stay, TensorChoice, block_choices, uses
+from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, block_choices, uses
 from lt_offload.plan.iteration.memory import device_bytes
 from lt_offload.plan.planners.baselines import streaming_choices
 from lt_offload.schema.plan import Plan
@@ -51,15 +51,15 @@ def nothing(index: int, blocks: tuple[int, ...], steps: list[int]) -> list[int]:
     return []
 
 
-def stays(steps: list[int], first: int) -> tuple[Stay, ...]:
+def intervals(steps: list[int], first: int) -> tuple[Interval, ...]:
     """One per use, from the step before it; those that touch become one."""
-    found: list[Stay] = []
+    found: list[Interval] = []
     for step in steps:
         start = max(step - 1, first)
         if found and found[-1].end >= start - 1:
-            found[-1] = Stay(start=found[-1].start, end=step)
+            found[-1] = Interval(start=found[-1].start, end=step)
         else:
-            found.append(Stay(start=start, end=step))
+            found.append(Interval(start=start, end=step))
     return tuple(found)
 
 
@@ -69,19 +69,19 @@ def options(profile: Profile, case: Case) -> tuple[OptionName, ...]:
     return tuple(offer.get(case.options[i % len(case.options)], "keep") for i, offer in enumerate(offers))  # type: ignore[call-overload]
 
 
-def choices(profile: Profile, case: Case, how: How, *, grad_direct: bool) -> Choices:
+def decisions(profile: Profile, case: Case, how: How, *, grad_zero_copy: bool) -> Decisions:
     host = case.places == ("host",)
     base = streaming_choices(profile, options(profile, case), host_update=host, lead=1, lag=1)
     tensors = []
-    for index, (tensor, choice) in enumerate(zip(profile.tensors, base.tensors, strict=True)):
+    for index, (tensor, decision) in enumerate(zip(profile.tensors, base.tensors, strict=True)):
         steps = uses(tensor.blocks, profile)
-        direct = how(index, tensor.blocks, steps)
-        if choice.place in ("device", "paged"):  # the update needs a device copy
-            direct = [step for step in direct if step != steps[-1]]
-        rest = [step for step in steps if step not in direct]
-        changed: TensorChoice = replace(choice, stays=stays(rest, 0), direct=tuple(direct))
-        if grad_direct and choice.place == "host":
-            changed = replace(changed, grad_until=None, grad_direct=True)
+        zero_copy = how(index, tensor.blocks, steps)
+        if decision.place in ("device", "paged"):  # the update needs a device copy
+            zero_copy = [step for step in zero_copy if step != steps[-1]]
+        rest = [step for step in steps if step not in zero_copy]
+        changed: TensorDecision = replace(decision, intervals=intervals(rest, 0), zero_copy=tuple(zero_copy))
+        if grad_zero_copy and decision.place == "host":
+            changed = replace(changed, grad_release_after=None, grad_zero_copy=True)
         tensors.append(changed)
     return replace(base, tensors=tuple(tensors))
 
@@ -91,10 +91,10 @@ def profiled(case: Case) -> Profile:
     return lt_offload.profile(model, batches(case, model)[0], optimizer=make_optimizer(model, case.optimizer))
 
 
-def planned(case: Case, how: How, *, grad_direct: bool = False) -> tuple[Plan, int]:
+def planned(case: Case, how: How, *, grad_zero_copy: bool = False) -> tuple[Plan, int]:
     """Return the plan and what it needs on the device."""
     profile = profiled(case)
-    made = choices(profile, case, how, grad_direct=grad_direct)
+    made = decisions(profile, case, how, grad_zero_copy=grad_zero_copy)
     plan = build_plan(made, profile, planner="test", budget_bytes=1 << 40, host_budget_bytes=1 << 40)
     budget = int(device_bytes(plan, profile).max())
     plan = replace(plan, budget_bytes=budget)
@@ -129,20 +129,20 @@ CASES = [
 
 
 @pytest.mark.parametrize(
-    ("case", "how", "grad_direct"), CASES, ids=lambda value: getattr(value, "__name__", str(value))
+    ("case", "how", "grad_zero_copy"), CASES, ids=lambda value: getattr(value, "__name__", str(value))
 )
-def test_equal_to_plain_pytorch(case: Case, how: How, grad_direct: bool) -> None:
-    plan, budget = planned(case, how, grad_direct=grad_direct)
+def test_equal_to_plain_pytorch(case: Case, how: How, grad_zero_copy: bool) -> None:
+    plan, budget = planned(case, how, grad_zero_copy=grad_zero_copy)
     actual, peak = trained(case, plan, budget)
     assert differences(plain(case), actual) == []
     assert changed(case, actual)
     assert peak <= budget
 
 
-@pytest.mark.parametrize(("case", "how", "grad_direct"), CASES[4:7])
-def test_on_a_model_of_cuda(case: Case, how: How, grad_direct: bool) -> None:
+@pytest.mark.parametrize(("case", "how", "grad_zero_copy"), CASES[4:7])
+def test_on_a_model_of_cuda(case: Case, how: How, grad_zero_copy: bool) -> None:
     """The order of issue on a GPU; the computations themselves run on the CPU, and nothing says what a GPU does."""
-    plan, _ = planned(case, how, grad_direct=grad_direct)
+    plan, _ = planned(case, how, grad_zero_copy=grad_zero_copy)
     actual, _ = trained_on(CudaDevice(1 << 29, runtime=Gpu(free=1 << 30)), case, plan)
     assert differences(plain(case), actual) == []
 
@@ -169,7 +169,7 @@ def test_the_backward_finds_a_saved_weight_where_its_own_step_has_it(
 def test_what_is_read_in_host_memory_takes_none_on_the_device() -> None:
     case = Case(places=HOST)
     assert planned(case, everything)[0].arena_bytes == 0
-    plan, budget = planned(case, everything, grad_direct=True)
+    plan, budget = planned(case, everything, grad_zero_copy=True)
     held = planned(case, everything)[1]
     assert trained(case, plan, budget)[1] < held
     assert not [op for op in plan.ops if op.resource in ("h2d", "d2h")]
@@ -181,7 +181,7 @@ def test_a_tied_table_is_read_by_the_embedding_and_copied_for_the_projection() -
     (table,) = [tensor for tensor in profile.tensors if len(tensor.blocks) > 1]
     index, last = profile.tensors.index(table), len(profile.blocks) - 1
     computed = [op for op in plan.ops if op.kind in ("forward", "backward") and op.block in table.blocks]
-    assert [(op.block, index in op.direct, op.bytes) for op in computed] == [
+    assert [(op.block, index in op.zero_copy, op.bytes) for op in computed] == [
         (0, True, table.read(0).forward_bytes),
         (last, False, 0),
         (last, False, 0),
@@ -217,7 +217,7 @@ def test_a_direct_read_waits_for_a_copy_to_the_host() -> None:
 
 def test_an_update_on_the_host_waits_for_what_the_backward_writes_there() -> None:
     case = Case(places=HOST)
-    plan, budget = planned(case, everything, grad_direct=True)
+    plan, budget = planned(case, everything, grad_zero_copy=True)
 
     def ignore(what: str, event: str) -> bool:
         return what.startswith("update") and event == "compute"
@@ -228,7 +228,7 @@ def test_an_update_on_the_host_waits_for_what_the_backward_writes_there() -> Non
 
 def test_the_backward_writes_after_the_last_update_has_read() -> None:
     case = Case(places=HOST)
-    plan, budget = planned(case, nothing, grad_direct=True)
+    plan, budget = planned(case, nothing, grad_zero_copy=True)
 
     def ignore(what: str, event: str) -> bool:
         return event.startswith("update")
@@ -241,12 +241,12 @@ def test_a_plan_that_would_read_an_outdated_copy_is_refused() -> None:
     """The device has updated the weight, and nobody has copied it to the host."""
     case = Case(places=("device",))
     profile = profiled(case)
-    tensors = tuple(TensorChoice(place="device") for _ in profile.tensors)
+    tensors = tuple(TensorDecision(place="device") for _ in profile.tensors)
     blocks = block_choices(profile, tuple("keep" for _ in profile.blocks), lag=0, lead=0)
-    made = Choices(tensors=tensors, blocks=blocks)
+    made = Decisions(tensors=tensors, blocks=blocks)
     plan = build_plan(made, profile, planner="test", budget_bytes=1 << 40, host_budget_bytes=1 << 40)
     nbytes = profile.tensors[0].read(0).forward_bytes
-    spoilt = replace(plan, ops=(replace(plan.ops[0], direct=(0,), bytes=nbytes), *plan.ops[1:]))
+    spoilt = replace(plan, ops=(replace(plan.ops[0], zero_copy=(0,), bytes=nbytes), *plan.ops[1:]))
     assert any("outdated" in problem for problem in check(spoilt, profile))
     with pytest.raises(PlanError, match=r"op 0 reads weight .* in host memory, which is older than the device copy"):
         trained(case, spoilt, 1 << 30)

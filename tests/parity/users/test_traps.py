@@ -147,11 +147,11 @@ def test_cached_results_are_neither_random_nor_written_in_place() -> None:
         model = build(case)
         seen: set[Any] = set()
 
-        class Pager:
+        class ActivationOffloader:
             def take(self, tensor: torch.Tensor, *, watch: bool = False) -> torch.Tensor:
                 return tensor
 
-        cache = CacheCostly(Pager())  # type: ignore[arg-type]
+        cache = CacheCostly(ActivationOffloader())  # type: ignore[arg-type]
         with torch.no_grad(), cache:
             model(**batches(case, model)[0])
         seen.update(func for func, _ in cache.results)

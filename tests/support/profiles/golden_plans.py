@@ -38,7 +38,7 @@ def normal_form(plan: Plan) -> list[Any]:
     """Return what the plan tells the engine, free of how it is written down."""
     ops = [
         (op.kind, op.step, op.block, op.resource, op.payload, op.tensors, op.offsets, op.slot, op.bytes)
-        + (f"{op.seconds:.9e}", op.after, op.until, op.save, op.direct)
+        + (f"{op.seconds:.9e}", op.after, op.release_after, op.save, op.zero_copy)
         for op in plan.ops
     ]
     initial = [(copy.payload, copy.tensor, copy.offset) for copy in plan.initial]

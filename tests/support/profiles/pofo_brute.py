@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from math import inf
 
-from lt_offload.plan.planners.pofo.chain import Chain, Layer
+from lt_offload.plan.planners.pofo.chain import Chain, ChainLayer
 from lt_offload.plan.planners.pofo.sequence import Operation, memory, walk
 
 Operations = tuple[Operation, ...]
@@ -20,9 +20,9 @@ def random_chain(seed: int, layers: int, *, rate: float = 1.0, loss: bool = True
     """Small whole numbers everywhere, so that the dynamic program rounds nothing."""
     rng = random.Random(seed)
 
-    def layer() -> Layer:
+    def layer() -> ChainLayer:
         output, overhead = rng.randint(1, 4), rng.randint(0, 2)
-        return Layer(
+        return ChainLayer(
             forward_s=rng.randint(1, 5),
             backward_s=rng.randint(1, 8),
             output_bytes=output,
@@ -35,7 +35,7 @@ def random_chain(seed: int, layers: int, *, rate: float = 1.0, loss: bool = True
 
     return Chain(
         layers=tuple(layer() for _ in range(layers)),
-        loss=Layer(
+        loss=ChainLayer(
             forward_s=rng.randint(0, 2),
             backward_s=rng.randint(0, 2),
             output_bytes=0,

@@ -82,8 +82,8 @@ def host_bytes(profile: Profile, solution: Solution, config: OffmateConfig) -> f
         total += group.bytes + group.state_bytes * (flows.state_offload.sum() + flows.host_share)
         gradients[group.last_backward] += group.trainable_bytes * flows.host_share
     total += max(gradients.values()) if config.shared_gradients else sum(gradients.values())
-    for block, choice in zip(profile.blocks, chosen_options(profile, solution), strict=True):
-        total += choice.offload_bytes if block.has_backward else 0
+    for block, decision in zip(profile.blocks, chosen_options(profile, solution), strict=True):
+        total += decision.offload_bytes if block.has_backward else 0
     return total
 
 
@@ -189,17 +189,17 @@ def device_bytes(
         )
         if group.trainable_bytes:
             other += gradient_bytes(profile, config, group, flows)
-    for block, choice in enumerate(chosen_options(profile, solution)):
+    for block, decision in enumerate(chosen_options(profile, solution)):
         cost, backward = profile.blocks[block], steps - 1 - block
-        other[block] += cost.input_bytes + cost.output_bytes + choice.forward_peak_bytes
+        other[block] += cost.input_bytes + cost.output_bytes + decision.forward_peak_bytes
         if cost.has_backward:
-            other[backward] += 2 * cost.input_bytes + cost.output_bytes + choice.backward_peak_bytes
-            other[block : backward + 1] += choice.saved_bytes
-            other[block + 1 : backward] += cost.input_bytes if choice.keeps_input else 0
+            other[backward] += 2 * cost.input_bytes + cost.output_bytes + decision.backward_peak_bytes
+            other[block : backward + 1] += decision.saved_bytes
+            other[block + 1 : backward] += cost.input_bytes if decision.keeps_input else 0
             gone = min(block + config.lag, backward - 1)
             back = max(backward - config.lookahead, gone + 1)
-            other[block + 1 : gone + 1] += choice.offload_bytes
-            other[back:backward] += choice.offload_bytes
+            other[block + 1 : gone + 1] += decision.offload_bytes
+            other[back:backward] += decision.offload_bytes
     return arena, other
 
 
@@ -228,16 +228,16 @@ def least_step_s(profile: Profile, config: OffmateConfig, solution: Solution) ->
     steps = 2 * number
     hardware, optimizer = profile.hardware, profile.optimizer
     compute, h2d, d2h, host = (np.zeros(steps) for _ in range(4))
-    for block, choice in enumerate(chosen_options(profile, solution)):
+    for block, decision in enumerate(chosen_options(profile, solution)):
         backward = steps - 1 - block
-        compute[block] += choice.forward_s
+        compute[block] += decision.forward_s
         launch = profile.blocks[block].launch_s if config.launch_interrupts else 0.0
         host[block] += launch
         if profile.blocks[block].has_backward:
-            compute[backward] += choice.backward_s
+            compute[backward] += decision.backward_s
             host[backward] += launch
-            d2h[block] += choice.offload_bytes / hardware.d2h_bytes_per_s if config.lag == 0 else 0
-            h2d[backward] += choice.offload_bytes / hardware.h2d_bytes_per_s if config.lookahead == 0 else 0
+            d2h[block] += decision.offload_bytes / hardware.d2h_bytes_per_s if config.lag == 0 else 0
+            h2d[backward] += decision.offload_bytes / hardware.h2d_bytes_per_s if config.lookahead == 0 else 0
     for group, flows in zip(solution.groups, solution.flows, strict=True):
         fetched = group.bytes * flows.prefetch + group.state_bytes * flows.state_prefetch
         left = group.bytes * flows.write_back + group.state_bytes * flows.state_offload

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lt_offload.plan.iteration.decisions import BlockChoice, Choices, Stay, TensorChoice
+from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision
 from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import (
     BlockProfile,
-    DirectProfile,
     HardwareProfile,
     OptimizerProfile,
     OptionProfile,
     Profile,
     ReadProfile,
     TensorProfile,
+    ZeroCopyProfile,
 )
 
 HUGE = 10**12
@@ -110,11 +110,11 @@ def small_profile(
     )
 
 
-def resident(profile: Profile, option: str = "keep") -> Choices:
+def resident(profile: Profile, option: str = "keep") -> Decisions:
     """Everything stays on the device."""
-    return Choices(
-        tensors=tuple(TensorChoice(place="device" if t.trainable else "none") for t in profile.tensors),
-        blocks=tuple(BlockChoice(option=option) for _ in profile.blocks),  # type: ignore[arg-type]
+    return Decisions(
+        tensors=tuple(TensorDecision(place="device" if t.trainable else "none") for t in profile.tensors),
+        blocks=tuple(BlockDecision(option=option) for _ in profile.blocks),  # type: ignore[arg-type]
     )
 
 
@@ -133,25 +133,25 @@ def chained(profile: Profile) -> Profile:
     return replace(profile, blocks=(first, *(block(other) for other in others)))
 
 
-def with_direct(profile: Profile, *reads: ReadProfile) -> Profile:
+def with_zero_copy(profile: Profile, *reads: ReadProfile) -> Profile:
     """``profile`` with tensors that may be read in host memory: the first uses of each cost ``reads``, others READ."""
 
-    def direct(tensor: TensorProfile) -> DirectProfile:
+    def zero_copy(tensor: TensorProfile) -> ZeroCopyProfile:
         uses = len(tensor.blocks)
-        return DirectProfile(reads=(*reads, *[READ] * uses)[:uses], grad_s=1.0)
+        return ZeroCopyProfile(reads=(*reads, *[READ] * uses)[:uses], grad_s=1.0)
 
-    return replace(profile, tensors=tuple(replace(tensor, direct=direct(tensor)) for tensor in profile.tensors))
-
-
-def changed(choices: Choices, tensor: int, choice: TensorChoice) -> Choices:
-    """Return ``choices`` with another decision about one tensor."""
-    tensors = list(choices.tensors)
-    tensors[tensor] = choice
-    return replace(choices, tensors=tuple(tensors))
+    return replace(profile, tensors=tuple(replace(tensor, zero_copy=zero_copy(tensor)) for tensor in profile.tensors))
 
 
-def stays(*pairs: tuple[int, int]) -> tuple[Stay, ...]:
-    return tuple(Stay(start=start, end=end) for start, end in pairs)
+def changed(decisions: Decisions, tensor: int, decision: TensorDecision) -> Decisions:
+    """Return ``decisions`` with another decision about one tensor."""
+    tensors = list(decisions.tensors)
+    tensors[tensor] = decision
+    return replace(decisions, tensors=tuple(tensors))
+
+
+def intervals(*pairs: tuple[int, int]) -> tuple[Interval, ...]:
+    return tuple(Interval(start=start, end=end) for start, end in pairs)
 
 
 def words(op: Op) -> str:

@@ -10,7 +10,7 @@ import pytest
 from lt_offload.plan.build.fit import fit
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.build.squeeze import squeeze_framework
-from lt_offload.plan.iteration.decisions import BlockChoice, Choices, Stay, TensorChoice, block_choices
+from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision, block_choices
 from lt_offload.plan.iteration.memory import budget_for, framework_bytes, usage
 from lt_offload.plan.planners.baselines import streaming_choices
 from lt_offload.plan.planners.offmate.discretise import Slack, discretise, nearest_subset
@@ -21,13 +21,13 @@ from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests.support.profiles.program_rules import random_profile
 from tests.support.profiles.random_solutions import random_solution
-from tests.support.profiles.small import HUGE, changed, named, resident, small_profile, stays, waits_for, words
+from tests.support.profiles.small import HUGE, changed, intervals, named, resident, small_profile, waits_for, words
 
 KINDS = ("plain", "tied", "half", "lora", "frozen start")
 
 
-def built(choices: Choices, profile: Profile, budget: int = HUGE) -> Plan:
-    return build(choices, profile, planner="test", budget_bytes=budget, host_budget_bytes=HUGE)
+def built(decisions: Decisions, profile: Profile, budget: int = HUGE) -> Plan:
+    return build(decisions, profile, planner="test", budget_bytes=budget, host_budget_bytes=HUGE)
 
 
 def random_slack(rng: np.random.Generator) -> Slack:
@@ -60,21 +60,22 @@ def test_all_resident_has_computations_and_updates_only() -> None:
 
 def test_a_streamed_block_is_issued_in_the_order_of_the_contract() -> None:
     profile = small_profile(3)
-    choices = changed(
+    decisions = changed(
         resident(profile),
         1,
-        TensorChoice(
+        TensorDecision(
             place="paged",
-            stays=stays((0, 1), (3, 5)),
+            intervals=intervals((0, 1), (3, 5)),
             write_back=4,
-            state_stay=Stay(start=3, end=5),
-            state_leave=4,
+            state_interval=Interval(start=3, end=5),
+            state_offload_after=4,
         ),
     )
-    choices = replace(
-        choices, blocks=(choices.blocks[0], BlockChoice(option="offload", until=2, fetch=4), choices.blocks[2])
+    decisions = replace(
+        decisions,
+        blocks=(decisions.blocks[0], BlockDecision(option="offload", release_after=2, fetch=4), decisions.blocks[2]),
     )
-    plan = built(choices, profile)
+    plan = built(decisions, profile)
     assert [words(op) for op in plan.ops] == [
         "0 prefetch weight 1",
         "0 forward 0",
@@ -106,15 +107,15 @@ def test_a_streamed_block_is_issued_in_the_order_of_the_contract() -> None:
     assert waits_for(plan, "5 drop weight 1") == {"4 offload weight 1", "5 update 0"}
     # Activations leave until the end of step 2: what is computed next takes their memory.
     assert waits_for(plan, "3 backward 2") == {"1 offload activation 1"}
-    assert named(plan, "4 offload state 1").until == 5
+    assert named(plan, "4 offload state 1").release_after == 5
     assert check(plan, profile) == []
 
 
 def test_a_range_is_written_after_its_last_users_have_gone() -> None:
     profile = small_profile(3, states=0)
-    choices = changed(resident(profile), 1, TensorChoice(place="device", stays=stays((4, 1)), write_back=4))
-    choices = changed(choices, 2, TensorChoice(place="device", stays=stays((2, 3)), write_back=3))
-    plan = built(choices, profile)
+    decisions = changed(resident(profile), 1, TensorDecision(place="device", intervals=intervals((4, 1)), write_back=4))
+    decisions = changed(decisions, 2, TensorDecision(place="device", intervals=intervals((2, 3)), write_back=3))
+    plan = built(decisions, profile)
     assert named(plan, "2 prefetch weight 2").offsets == named(plan, "4 prefetch weight 1").offsets
     assert waits_for(plan, "2 prefetch weight 2") == {"-3 offload weight 2", "1 drop weight 1"}
     assert waits_for(plan, "4 prefetch weight 1") == {"-4 offload weight 1", "3 drop weight 2"}
@@ -123,8 +124,8 @@ def test_a_range_is_written_after_its_last_users_have_gone() -> None:
 
 def test_a_host_update_stands_between_gradient_and_next_fetch() -> None:
     profile = small_profile(3)
-    choice = TensorChoice(place="host", stays=stays((0, 1), (3, 4)), grad_until=5)
-    plan = built(changed(resident(profile), 1, choice), profile)
+    decision = TensorDecision(place="host", intervals=intervals((0, 1), (3, 4)), grad_release_after=5)
+    plan = built(changed(resident(profile), 1, decision), profile)
     assert waits_for(plan, "4 offload grad 1") == {"4 backward 1"}
     assert waits_for(plan, "4 update 1") == {"4 offload grad 1"}
     assert named(plan, "4 update 1").resource == "host"
@@ -146,9 +147,9 @@ def test_the_activations_a_step_needs_are_fetched_before_the_weights_it_needs() 
 
 def test_last_blocks_have_less_time_to_offload() -> None:
     blocks = block_choices(small_profile(3), ("offload", "keep", "offload"), lag=2, lead=2)
-    assert blocks[0] == BlockChoice(option="offload", until=2, fetch=3)
-    assert blocks[1] == BlockChoice(option="keep")
-    assert blocks[2] == BlockChoice(option="offload", until=2, fetch=3), "it returns in its own backward step"
+    assert blocks[0] == BlockDecision(option="offload", release_after=2, fetch=3)
+    assert blocks[1] == BlockDecision(option="keep")
+    assert blocks[2] == BlockDecision(option="offload", release_after=2, fetch=3), "it returns in its own backward step"
 
 
 def test_tied_tensors_are_updated_after_their_last_gradient() -> None:
@@ -245,8 +246,8 @@ def four_tensors(share: float) -> tuple[Profile, Solution]:
 @pytest.mark.parametrize(("share", "counts"), [(0.0, [0, 0, 0]), (1.0, [4, 4, 4]), (0.5, [2, 2, 2]), (0.4, [2, 1, 2])])
 def test_the_error_of_a_share_is_carried_to_the_next_block(share: float, counts: list[int]) -> None:
     profile, solution = four_tensors(share)
-    choices = discretise(solution, profile, Slack())
-    places = [choice.place for choice in choices.tensors]
+    decisions = discretise(solution, profile, Slack())
+    places = [decision.place for decision in decisions.tensors]
     assert [places[4 * block : 4 * block + 4].count("host") for block in (1, 2, 3)] == counts
     assert "host" not in places[:4], "the first block has no time for a host update"
 
@@ -264,10 +265,10 @@ def test_tensors_leave_and_return_when_the_flow_passes_their_middle() -> None:
     solution = replace(solution, flows=(solution.flows[0], flows, *solution.flows[2:]))
     found = discretise(solution, profile, Slack()).tensors[4:8]
     step = [(6 + at) % 8 for at in range(8)]
-    assert [choice.stays[0].end for choice in found] == [step[3], step[3], step[4], step[4]]
-    assert [choice.stays[0].start for choice in found] == [step[6], step[7], step[7], step[7]]
+    assert [decision.intervals[0].end for decision in found] == [step[3], step[3], step[4], step[4]]
+    assert [decision.intervals[0].start for decision in found] == [step[6], step[7], step[7], step[7]]
     # A copy that runs during a tau is queued after the computation before.
-    assert [choice.write_back for choice in found] == [step[1], step[1], step[2], step[2]]
+    assert [decision.write_back for decision in found] == [step[1], step[1], step[2], step[2]]
 
 
 # -- any solution ------------------------------------------------------------------------------------------------------
@@ -277,8 +278,8 @@ def test_tensors_leave_and_return_when_the_flow_passes_their_middle() -> None:
 def test_any_solution_becomes_a_plan_without_violations(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_profile(rng, KINDS[seed % len(KINDS)])
-    choices = discretise(random_solution(rng, profile), profile, random_slack(rng))
-    plan = built(choices, profile)
+    decisions = discretise(random_solution(rng, profile), profile, random_slack(rng))
+    plan = built(decisions, profile)
     assert check(plan, profile) == []
     peak = simulate(plan, profile).device_peak
     assert check(replace(plan, budget_bytes=peak), profile) == []
@@ -289,16 +290,16 @@ def test_any_solution_becomes_a_plan_without_violations(seed: int) -> None:
 def test_squeezing_keeps_plans_valid_and_within_the_room(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_profile(rng, KINDS[seed % len(KINDS)])
-    choices = discretise(random_solution(rng, profile), profile, random_slack(rng))
-    loose = built(choices, profile)
+    decisions = discretise(random_solution(rng, profile), profile, random_slack(rng))
+    loose = built(decisions, profile)
     peak = simulate(loose, profile).device_peak
-    least = squeeze_framework(choices, profile, 0)
-    assert framework_bytes(least.usage, profile).max() <= framework_bytes(choices.usage, profile).max()
+    least = squeeze_framework(decisions, profile, 0)
+    assert framework_bytes(least.usage, profile).max() <= framework_bytes(decisions.usage, profile).max()
     room = int((peak - budget_for(0, profile)) * rng.uniform(0.8, 1.0))
-    fitted = fit(choices, profile, room)
+    fitted = fit(decisions, profile, room)
     budget = room + budget_for(0, profile) + max(fitted.over, 0) * HUGE
     plan = build(
-        fitted.choices,
+        fitted.decisions,
         profile,
         planner="test",
         budget_bytes=budget,

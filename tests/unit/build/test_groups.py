@@ -14,7 +14,7 @@ from lt_offload.plan.build.fit import fit
 from lt_offload.plan.build.groups import CUTS, GOAL, runs
 from lt_offload.plan.build.plan import build, room_needed
 from lt_offload.plan.iteration.arena import aligned
-from lt_offload.plan.iteration.decisions import Choices, TensorChoice
+from lt_offload.plan.iteration.decisions import Decisions, TensorDecision
 from lt_offload.plan.iteration.memory import budget_for
 from lt_offload.plan.planners.baselines import streaming_choices
 from lt_offload.plan.planners.offmate.discretise import Slack, discretise
@@ -26,14 +26,14 @@ from tests.support.profiles.fixtures import llama7b_b4
 from tests.support.profiles.program_rules import random_profile
 from tests.support.profiles.random_choices import random_choices
 from tests.support.profiles.random_solutions import random_solution
-from tests.support.profiles.small import HUGE, chained, changed, resident, small_profile, stays, with_direct
+from tests.support.profiles.small import HUGE, chained, changed, intervals, resident, small_profile, with_zero_copy
 
 KINDS = ("plain", "tied", "half", "lora", "frozen start")
 SMALLEST = CUTS[-1]
 
 
-def built(choices: Choices, profile: Profile) -> Plan:
-    return build(choices, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+def built(decisions: Decisions, profile: Profile) -> Plan:
+    return build(decisions, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
 
 
 def with_small_tensors(profile: Profile) -> Profile:
@@ -73,7 +73,7 @@ def ranges(plan: Plan, profile: Profile) -> dict[tuple[str, int, tuple[int, ...]
     return found
 
 
-def random_plan(seed: int) -> tuple[Profile, Choices]:
+def random_plan(seed: int) -> tuple[Profile, Decisions]:
     rng = np.random.default_rng(seed)
     profile = with_small_tensors(random_profile(rng, KINDS[seed % len(KINDS)]))
     return profile, discretise(random_solution(rng, profile), profile, Slack())
@@ -81,8 +81,8 @@ def random_plan(seed: int) -> tuple[Profile, Choices]:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_small_tensors_travel_with_their_neighbours(seed: int) -> None:
-    profile, choices = random_plan(seed)
-    plan = built(choices, profile)
+    profile, decisions = random_plan(seed)
+    plan = built(decisions, profile)
     found = ranges(plan, profile)
     for (_, _, group), sizes in found.items():
         assert len(sizes) == 1 or min(sizes) >= SMALLEST, f"group {group} is parted into {sizes}"
@@ -92,17 +92,17 @@ def test_small_tensors_travel_with_their_neighbours(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", range(20, 40))
 def test_so_they_do_in_a_budget_that_is_short(seed: int) -> None:
-    profile, choices = random_plan(seed)
-    needed = room_needed(choices, profile)
+    profile, decisions = random_plan(seed)
+    needed = room_needed(decisions, profile)
     fitting = 0
     for part in (1.0, 0.97, 0.94, 0.9, 0.85):
         room = int(part * needed)
-        fitted = fit(choices, profile, room)
+        fitted = fit(decisions, profile, room)
         if fitted.over > 0:
             break
         fitting += 1
         plan = build(
-            fitted.choices,
+            fitted.decisions,
             profile,
             planner="test",
             budget_bytes=room + budget_for(0, profile),
@@ -118,16 +118,16 @@ def test_so_they_do_in_a_budget_that_is_short(seed: int) -> None:
 @pytest.mark.parametrize("seed", range(10))
 def test_runs_are_in_the_same_ops_all_the_time(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    profile = with_direct(chained(small_profile(int(rng.integers(2, 6)))))
-    choices = random_choices(rng, profile)
-    copies = device_copies(choices, profile)
+    profile = with_zero_copy(chained(small_profile(int(rng.integers(2, 6)))))
+    decisions = random_choices(rng, profile)
+    copies = device_copies(decisions, profile)
     for cut in CUTS:
-        parts = runs(copies, choices, profile, cut=cut)
+        parts = runs(copies, decisions, profile, cut=cut)
         assert sorted(id(copy) for part in parts for copy in part.copies) == sorted(map(id, copies))
-    plan = built(choices, profile)
+    plan = built(decisions, profile)
     group = {t: g for g in transfer_groups(plan, "weight") for t in g}
-    for part in runs(copies, choices, profile, cut=None):
-        if part.copies[0].payload == "weight" and part.stay is not None:
+    for part in runs(copies, decisions, profile, cut=None):
+        if part.copies[0].payload == "weight" and part.interval is not None:
             assert {copy.tensor for copy in part.copies} <= set(group[part.copies[0].tensor])
 
 
@@ -138,12 +138,12 @@ def test_runs_end_where_they_are_long_enough_and_so_is_the_rest() -> None:
     sizes = [mib // 2, mib // 2, 3 * mib, mib // 4, 2 * mib, mib // 4]
     tensors = tuple(replace(one, name=str(at), bytes=size) for at, size in enumerate(sizes))
     profile = replace(profile, tensors=tensors)
-    choice = TensorChoice(place="device", stays=stays((1, 0)), write_back=1)
-    choices = Choices(tensors=(choice,) * len(sizes), blocks=resident(profile).blocks)
-    copies = [copy for copy in device_copies(choices, profile) if copy.payload == "weight"]
-    found = runs(copies, choices, profile, cut=mib)
+    decision = TensorDecision(place="device", intervals=intervals((1, 0)), write_back=1)
+    decisions = Decisions(tensors=(decision,) * len(sizes), blocks=resident(profile).blocks)
+    copies = [copy for copy in device_copies(decisions, profile) if copy.payload == "weight"]
+    found = runs(copies, decisions, profile, cut=mib)
     assert [[copy.tensor for copy in part.copies] for part in found] == [[0, 1], [2], [3, 4, 5]]
-    assert len(runs(copies, choices, profile, cut=None)) == 1
+    assert len(runs(copies, decisions, profile, cut=None)) == 1
 
 
 def test_what_always_stays_is_one_range_of_weights_and_one_of_states() -> None:
@@ -158,9 +158,11 @@ def test_what_always_stays_is_one_range_of_weights_and_one_of_states() -> None:
 
 def test_packing_counts_live_bytes_and_transfers() -> None:
     profile = small_profile(3)
-    moving = TensorChoice(place="host", stays=stays((0, 1)), grad_until=5)
-    choices = changed(resident(profile), 0, replace(moving, stays=stays((0, 0), (5, 5)), grad_until=5))
-    plan = built(choices, profile)
+    moving = TensorDecision(place="host", intervals=intervals((0, 1)), grad_release_after=5)
+    decisions = changed(
+        resident(profile), 0, replace(moving, intervals=intervals((0, 0), (5, 5)), grad_release_after=5)
+    )
+    plan = built(decisions, profile)
     always = 2 * (1024 + plan.state_bytes[0])
     assert plan.packing == Packing(extent=always + 1024, live_peak=always + 1024, tensors=2, transfers=2)
     assert plan.packing.waste == 0
@@ -173,8 +175,8 @@ def test_tensors_side_by_side_are_one_transfer() -> None:
     profile = small_profile(1)
     (one,) = profile.tensors
     profile = replace(profile, tensors=(one, replace(one, name="b"), replace(one, name="c")))
-    choices = streaming_choices(profile, ("keep",), host_update=True, lead=0, lag=0)
-    plan = built(choices, profile)
+    decisions = streaming_choices(profile, ("keep",), host_update=True, lead=0, lag=0)
+    plan = built(decisions, profile)
     assert transfer_groups(plan, "weight") == [(0, 1, 2)]
     assert transfer_groups(plan, "state") == [(0, 1, 2)]
     assert plan.packing is not None

@@ -84,8 +84,8 @@ def test_packing_keeps_capacity_and_chosen_lifetimes(seed: int) -> None:
     worst = max(sum(b.bytes for b in buffers if step in b.lifetimes[0]) for step in range(steps))
     found = pack(buffers, steps, int(1.02 * worst), rounds=500)
     placed = [
-        (at, at + b.bytes, set(b.lifetimes[choice]))
-        for at, b, choice in zip(found.offsets, buffers, found.lifetimes, strict=True)
+        (at, at + b.bytes, set(b.lifetimes[decision]))
+        for at, b, decision in zip(found.offsets, buffers, found.lifetimes, strict=True)
     ]
     if not found.missing:
         assert overlaps(placed) == []

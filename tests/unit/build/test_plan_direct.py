@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.iteration.decisions import BlockChoice, Choices, Rerun, TensorChoice
+from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Recomputation, TensorDecision
 from lt_offload.plan.iteration.memory import computation_bytes, device_bytes
 from lt_offload.plan.planners.baselines import option_sets, resident_choices, streaming_choices
 from lt_offload.plan.verify.check import check
@@ -23,22 +23,22 @@ from tests.support.profiles.small import (
     READ,
     chained,
     changed,
+    intervals,
     named,
     resident,
     small_profile,
-    stays,
     waits_for,
-    with_direct,
+    with_zero_copy,
     words,
 )
 
-PROFILE = with_direct(chained(small_profile(4)))
-FIRST = TensorChoice(place="host", direct=(0, 7), grad_direct=True)
+PROFILE = with_zero_copy(chained(small_profile(4)))
+FIRST = TensorDecision(place="host", zero_copy=(0, 7), grad_zero_copy=True)
 """The first block's weight is never on the device."""
 
 
-def built(choices: Choices, profile: Profile = PROFILE) -> Plan:
-    plan = build(choices, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+def built(decisions: Decisions, profile: Profile = PROFILE) -> Plan:
+    plan = build(decisions, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
     assert check(plan, profile) == []
     return plan
 
@@ -55,14 +55,14 @@ def spans(plan: Plan, profile: Profile = PROFILE) -> dict[str, tuple[float, floa
 
 def test_a_tied_weight_costs_what_the_block_that_reads_it_needs() -> None:
     lookup, product = replace(READ, backward_s=0.0, backward_bytes=0), replace(READ, forward_s=7.0, forward_bytes=700)
-    profile = with_direct(chained(small_profile(4, tied=True)), lookup, product)
-    everything = TensorChoice(place="host", direct=(0, 3, 4, 7), grad_until=7)
+    profile = with_zero_copy(chained(small_profile(4, tied=True)), lookup, product)
+    everything = TensorDecision(place="host", zero_copy=(0, 3, 4, 7), grad_release_after=7)
     plan = built(changed(resident(profile), 0, everything), profile)
-    read = [(op.block, op.bytes, op.seconds) for op in plan.ops if op.direct]
+    read = [(op.block, op.bytes, op.seconds) for op in plan.ops if op.zero_copy]
     assert read == [(0, 100, 12), (3, 700, 17), (3, 200, 23), (0, 0, 20)]
-    embedding = replace(everything, direct=(0, 7), stays=stays((2, 4)))
+    embedding = replace(everything, zero_copy=(0, 7), intervals=intervals((2, 4)))
     plan = built(changed(resident(profile), 0, embedding), profile)
-    assert [(op.block, op.bytes) for op in plan.ops if op.direct] == [(0, 100), (0, 0)]
+    assert [(op.block, op.bytes) for op in plan.ops if op.zero_copy] == [(0, 100), (0, 0)]
     assert "2 prefetch weight 3" in waits_for(plan, "3 forward 3")
     # A backward that runs the forward again reads twice.
     plan = built(changed(resident(profile, "recompute"), 0, everything), profile)
@@ -74,40 +74,40 @@ def test_a_weight_that_is_read_directly_has_no_device_copy() -> None:
     assert plan.arena_bytes == 3 * (1024 + 2048)
     assert [words(op) for op in plan.ops if op.step == 7] == ["7 backward 0", "7 offload grad 0", "7 update 0"]
     forward, backward = named(plan, "0 forward 0"), named(plan, "7 backward 0")
-    assert (forward.direct, forward.bytes, forward.seconds) == ((0,), 100, 12)
-    assert (backward.direct, backward.bytes, backward.seconds) == ((0,), 200, 23)
+    assert (forward.zero_copy, forward.bytes, forward.seconds) == ((0,), 100, 12)
+    assert (backward.zero_copy, backward.bytes, backward.seconds) == ((0,), 200, 23)
     out = named(plan, "7 offload grad 0")
-    assert (out.resource, out.until, out.bytes, out.seconds) == ("compute", 7, 1000, 1)
+    assert (out.resource, out.release_after, out.bytes, out.seconds) == ("compute", 7, 1000, 1)
     assert waits_for(plan, "7 update 0") == {"7 offload grad 0"}
     assert waits_for(plan, "7 offload grad 0") == {"7 backward 0"}
     assert "-7 update 0" in waits_for(plan, "0 forward 0")
 
 
 def test_a_backward_that_runs_its_forward_again_reads_twice() -> None:
-    choices = changed(resident(PROFILE, "recompute"), 0, FIRST)
-    backward = named(built(choices), "7 backward 0")
+    decisions = changed(resident(PROFILE, "recompute"), 0, FIRST)
+    backward = named(built(decisions), "7 backward 0")
     assert (backward.bytes, backward.seconds) == (300, 30 + 2 + 3)
 
 
 def test_only_some_steps_may_read_directly() -> None:
-    choice = TensorChoice(place="host", direct=(1,), stays=stays((4, 6)), grad_until=7)
-    again = {5: (Rerun(block=1, save="input"),)}
-    blocks = (*resident(PROFILE).blocks[:1], BlockChoice(option="recompute"), *resident(PROFILE).blocks[2:])
-    plan = built(replace(changed(resident(PROFILE), 1, choice), reruns=again, blocks=blocks))
-    assert [op.direct for op in plan.ops if op.block == 1 and op.resource == "compute"] == [(1,), (), ()]
+    decision = TensorDecision(place="host", zero_copy=(1,), intervals=intervals((4, 6)), grad_release_after=7)
+    again = {5: (Recomputation(block=1, save="input"),)}
+    blocks = (*resident(PROFILE).blocks[:1], BlockDecision(option="recompute"), *resident(PROFILE).blocks[2:])
+    plan = built(replace(changed(resident(PROFILE), 1, decision), recomputations=again, blocks=blocks))
+    assert [op.zero_copy for op in plan.ops if op.block == 1 and op.resource == "compute"] == [(1,), (), ()]
     assert waits_for(plan, "5 forward 1") == {"4 prefetch weight 1"}
-    direct = replace(choice, direct=(1, 5), stays=stays((5, 6)))
-    plan = built(replace(changed(resident(PROFILE), 1, direct), reruns=again, blocks=blocks))
-    assert named(plan, "5 forward 1").direct == (1,)
+    zero_copy = replace(decision, zero_copy=(1, 5), intervals=intervals((5, 6)))
+    plan = built(replace(changed(resident(PROFILE), 1, zero_copy), recomputations=again, blocks=blocks))
+    assert named(plan, "5 forward 1").zero_copy == (1,)
     assert "-6 update 1" in waits_for(plan, "5 forward 1")
 
 
 def test_written_back_weights_may_be_read_directly_afterwards() -> None:
-    choice = TensorChoice(place="device", direct=(1,), stays=stays((5, 6)), write_back=6)
-    plan = built(changed(resident(PROFILE), 1, choice))
+    decision = TensorDecision(place="device", zero_copy=(1,), intervals=intervals((5, 6)), write_back=6)
+    plan = built(changed(resident(PROFILE), 1, decision))
     assert waits_for(plan, "1 forward 1") == {"-6 offload weight 1"}
     unwritten = build(
-        changed(resident(PROFILE), 1, replace(choice, write_back=None)),
+        changed(resident(PROFILE), 1, replace(decision, write_back=None)),
         PROFILE,
         planner="test",
         budget_bytes=HUGE,
@@ -118,12 +118,12 @@ def test_written_back_weights_may_be_read_directly_afterwards() -> None:
 
 
 def test_gradients_written_directly_are_held_no_longer_than_on_the_device() -> None:
-    sent = replace(FIRST, grad_direct=False, grad_until=7)
-    sizes = [device_bytes(built(changed(resident(PROFILE), 0, choice)), PROFILE) for choice in (FIRST, sent)]
+    sent = replace(FIRST, grad_zero_copy=False, grad_release_after=7)
+    sizes = [device_bytes(built(changed(resident(PROFILE), 0, decision)), PROFILE) for decision in (FIRST, sent)]
     assert (sizes[0] == sizes[1]).all()
-    middle = TensorChoice(place="host", stays=stays((0, 6)), grad_direct=True)
-    sent = replace(middle, grad_direct=False, grad_until=7)
-    sizes = [device_bytes(built(changed(resident(PROFILE), 1, choice)), PROFILE) for choice in (middle, sent)]
+    middle = TensorDecision(place="host", intervals=intervals((0, 6)), grad_zero_copy=True)
+    sent = replace(middle, grad_zero_copy=False, grad_release_after=7)
+    sizes = [device_bytes(built(changed(resident(PROFILE), 1, decision)), PROFILE) for decision in (middle, sent)]
     assert (sizes[1] - sizes[0]).tolist() == [0] * 7 + [1000]
     scratch = replace(PROFILE, optimizer=replace(PROFILE.optimizer, scratch_ratio=2.0))
     on_device = computation_bytes(built(resident(scratch), scratch), scratch) - 4 * 3072
@@ -137,25 +137,33 @@ def test_gradients_written_directly_are_held_no_longer_than_on_the_device() -> N
 
 
 def test_times_of_forwards_that_run_again() -> None:
-    reruns = {5: (Rerun(block=0, save="input"), Rerun(block=1, save="nothing"), Rerun(block=2, save="all"))}
-    reruns[6] = (Rerun(block=0, save="all"), Rerun(block=1, save="input"))
+    recomputations = {
+        5: (
+            Recomputation(block=0, save="input"),
+            Recomputation(block=1, save="nothing"),
+            Recomputation(block=2, save="all"),
+        )
+    }
+    recomputations[6] = (Recomputation(block=0, save="all"), Recomputation(block=1, save="input"))
     options = ("recompute", "discard", "discard", "keep")
-    choices = replace(resident(PROFILE), reruns=reruns, blocks=tuple(BlockChoice(option=o) for o in options))  # type: ignore[arg-type]
-    found = spans(built(choices))
+    decisions = replace(
+        resident(PROFILE), recomputations=recomputations, blocks=tuple(BlockDecision(option=o) for o in options)
+    )  # type: ignore[arg-type]
+    found = spans(built(decisions))
     assert found["backward 3"] == (40, 60)
     assert found["backward 2"] == (61 + 30, 61 + 30 + 20)
     assert found["backward 1"] == (112 + 20, 112 + 20 + 30)
     assert found["backward 0"] == (163, 183)
     assert found["forward 1 again"] == (122, 132)
-    events = to_perfetto(simulate(built(choices), PROFILE))["traceEvents"]
+    events = to_perfetto(simulate(built(decisions), PROFILE))["traceEvents"]
     assert [event["cat"] for event in events if event["name"] == "forward 1 again"] == ["forward", "forward"]
-    assert simulate(built(choices), PROFILE).iteration_time == pytest.approx(184)
+    assert simulate(built(decisions), PROFILE).iteration_time == pytest.approx(184)
 
 
 def test_each_forward_that_runs_again_is_launched() -> None:
     profile = chained(small_profile(3, launch_s=50.0, speed=1e9))
-    choices = replace(resident(profile, "recompute"), reruns={4: (Rerun(block=0, save="input"),)})
-    assert simulate(built(choices, profile), profile).iteration_time == pytest.approx(7 * 50)
+    decisions = replace(resident(profile, "recompute"), recomputations={4: (Recomputation(block=0, save="input"),)})
+    assert simulate(built(decisions, profile), profile).iteration_time == pytest.approx(7 * 50)
 
 
 def test_times_of_direct_access() -> None:
@@ -179,12 +187,12 @@ def test_a_computation_lasts_as_long_as_the_link_needs() -> None:
 
 def test_direct_reads_delay_copies() -> None:
     # Block 3 is fetched anew from the begin of backward 2 on, which takes 20 s; reading for that backward takes 6 s.
-    choices = changed(resident(PROFILE), 3, TensorChoice(place="none", stays=stays((1, 4))))
-    more = with_direct(PROFILE, replace(READ, backward_bytes=600)).tensors
+    decisions = changed(resident(PROFILE), 3, TensorDecision(place="none", intervals=intervals((1, 4))))
+    more = with_zero_copy(PROFILE, replace(READ, backward_bytes=600)).tensors
     frozen = replace(more[3], trainable=False, state_bytes=0, bytes=2000)
     profile = replace(PROFILE, tensors=(*more[:3], frozen))
-    read = changed(choices, 2, TensorChoice(place="host", direct=(2, 5), grad_direct=True))
-    for decided, seconds in ((choices, 20), (read, 26)):
+    read = changed(decisions, 2, TensorDecision(place="host", zero_copy=(2, 5), grad_zero_copy=True))
+    for decided, seconds in ((decisions, 20), (read, 26)):
         plan = built(decided, profile)
         found, iteration = spans(plan, profile), simulate(plan, profile).iteration_time
         begin = next(start for name, (start, _) in found.items() if name.startswith("backward 2"))
@@ -220,10 +228,10 @@ def test_reads_that_begin_inside_a_gap_move_what_comes_after() -> None:
 def test_more_bandwidth_never_hurts_direct_access() -> None:
     times = []
     for speed in (0.1, 1.0, 10.0):
-        profile = with_direct(small_profile(6, speed=speed))
-        choices = streaming_choices(profile, ("offload",) * 6, host_update=True, lead=1, lag=1)
-        choices = changed(choices, 2, TensorChoice(place="host", direct=(2, 9), grad_direct=True))
-        times.append(simulate(built(choices, profile), profile).iteration_time)
+        profile = with_zero_copy(small_profile(6, speed=speed))
+        decisions = streaming_choices(profile, ("offload",) * 6, host_update=True, lead=1, lag=1)
+        decisions = changed(decisions, 2, TensorDecision(place="host", zero_copy=(2, 9), grad_zero_copy=True))
+        times.append(simulate(built(decisions, profile), profile).iteration_time)
     assert times == sorted(times, reverse=True)
 
 
@@ -231,14 +239,18 @@ def test_more_bandwidth_never_hurts_direct_access() -> None:
 
 
 def test_the_table_says_what_runs_again_and_what_is_accessed_directly() -> None:
-    choices = changed(resident(PROFILE), 0, FIRST)
-    blocks = tuple(BlockChoice(option=option) for option in ("recompute", "discard", "discard", "keep"))  # type: ignore[arg-type]
-    reruns = {
-        5: (Rerun(block=0, save="input"), Rerun(block=1, save="nothing"), Rerun(block=2, save="all")),
-        6: (Rerun(block=0, save="input"), Rerun(block=1, save="input")),
+    decisions = changed(resident(PROFILE), 0, FIRST)
+    blocks = tuple(BlockDecision(option=option) for option in ("recompute", "discard", "discard", "keep"))  # type: ignore[arg-type]
+    recomputations = {
+        5: (
+            Recomputation(block=0, save="input"),
+            Recomputation(block=1, save="nothing"),
+            Recomputation(block=2, save="all"),
+        ),
+        6: (Recomputation(block=0, save="input"), Recomputation(block=1, save="input")),
     }
-    choices = changed(choices, 0, replace(FIRST, direct=(0, 5, 6, 7)))
-    text = explain(built(replace(choices, blocks=blocks, reruns=reruns)))
+    decisions = changed(decisions, 0, replace(FIRST, zero_copy=(0, 5, 6, 7)))
+    text = explain(built(replace(decisions, blocks=blocks, recomputations=recomputations)))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert "0 recompute, again 2x direct 600 B - direct 1 kB host 1" in lines
     assert "1-2 discard, again 1-2x - - - device 1" in lines
@@ -251,14 +263,16 @@ def test_the_table_says_what_runs_again_and_what_is_accessed_directly() -> None:
 
 
 def test_a_wide_table_still_fits() -> None:
-    profile = with_direct(chained(llama7b_b4(12)), replace(READ, forward_bytes=123_000_000, backward_bytes=123_000_000))
-    choices = streaming_choices(profile, ("keep",) * 14, host_update=True, lead=1, lag=1)
-    tensors = list(choices.tensors)
+    profile = with_zero_copy(
+        chained(llama7b_b4(12)), replace(READ, forward_bytes=123_000_000, backward_bytes=123_000_000)
+    )
+    decisions = streaming_choices(profile, ("keep",) * 14, host_update=True, lead=1, lag=1)
+    tensors = list(decisions.tensors)
     for index, tensor in enumerate(profile.tensors):
         (block,) = tensor.blocks
         if index % 3 == 0:
-            tensors[index] = TensorChoice(place="host", direct=(block, 27 - block), grad_direct=True)
-    text = explain(built(replace(choices, tensors=tuple(tensors)), profile))
+            tensors[index] = TensorDecision(place="host", zero_copy=(block, 27 - block), grad_zero_copy=True)
+    text = explain(built(replace(decisions, tensors=tuple(tensors)), profile))
     assert "direct" in text
     assert max(len(line) for line in text.splitlines()) <= 100
 
@@ -266,5 +280,5 @@ def test_a_wide_table_still_fits() -> None:
 def test_planners_that_run_nothing_again_do_not_discard() -> None:
     allowed = tuple(block.options for block in PROFILE.blocks)
     assert all("discard" not in options for options in option_sets(PROFILE, allowed))
-    for choices, _ in resident_choices(PROFILE, allowed):
-        assert all(block.option != "discard" for block in choices.blocks)
+    for decisions, _ in resident_choices(PROFILE, allowed):
+        assert all(block.option != "discard" for block in decisions.blocks)

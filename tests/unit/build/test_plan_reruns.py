@@ -10,7 +10,7 @@ import pytest
 from lt_offload.plan.build.fit import fit
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.build.squeeze import squeeze_framework
-from lt_offload.plan.iteration.decisions import BlockChoice, Choices, Rerun, TensorChoice
+from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Recomputation, TensorDecision
 from lt_offload.plan.iteration.memory import budget_for, computation_bytes, device_bytes, framework_bytes, usage
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
@@ -21,17 +21,17 @@ from tests.support.profiles.small import (
     HUGE,
     chained,
     changed,
+    intervals,
     resident,
     small_profile,
-    stays,
     waits_for,
-    with_direct,
+    with_zero_copy,
     words,
 )
 
 
-def built(choices: Choices, profile: Profile) -> Plan:
-    return build(choices, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+def built(decisions: Decisions, profile: Profile) -> Plan:
+    return build(decisions, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
 
 
 def random_model(rng: np.random.Generator) -> Profile:
@@ -42,16 +42,16 @@ def random_model(rng: np.random.Generator) -> Profile:
         frozen, profile = (0,), small_profile(blocks, states=1, frozen=(0,), no_backward=1)
     elif not rng.integers(2):
         profile = small_profile(blocks, states=1, frozen=frozen)
-    return with_direct(chained(profile))
+    return with_zero_copy(chained(profile))
 
 
-def with_again(profile: Profile, options: list[str], reruns: dict[int, list[tuple[int, str]]]) -> Choices:
+def with_again(profile: Profile, options: list[str], recomputations: dict[int, list[tuple[int, str]]]) -> Decisions:
     return replace(
         resident(profile),
-        blocks=tuple(BlockChoice(option=option) for option in options),  # type: ignore[arg-type]
-        reruns={
-            step: tuple(Rerun(block=block, save=save) for block, save in chain)  # type: ignore[arg-type]
-            for step, chain in reruns.items()
+        blocks=tuple(BlockDecision(option=option) for option in options),  # type: ignore[arg-type]
+        recomputations={
+            step: tuple(Recomputation(block=block, save=save) for block, save in chain)  # type: ignore[arg-type]
+            for step, chain in recomputations.items()
         },
     )
 
@@ -104,24 +104,27 @@ def test_blocks_without_recompute_are_described_by_keep() -> None:
         replace(block, options=tuple(o for o in block.options if o.name != "recompute")) for block in PROFILE.blocks
     )
     profile = replace(PROFILE, blocks=blocks)
-    choices = with_again(profile, ["keep", "reload", "discard", "keep"], {5: [(1, "input"), (2, "input")]})
-    choices = replace(
-        choices, blocks=(choices.blocks[0], BlockChoice(option="reload", until=2, fetch=5), *choices.blocks[2:])
+    decisions = with_again(profile, ["keep", "reload", "discard", "keep"], {5: [(1, "input"), (2, "input")]})
+    decisions = replace(
+        decisions,
+        blocks=(decisions.blocks[0], BlockDecision(option="reload", release_after=2, fetch=5), *decisions.blocks[2:]),
     )
-    plan = built(choices, profile)
+    plan = built(decisions, profile)
     assert check(plan, profile) == []
     assert [op.seconds for op in plan.ops if op.kind == "backward"] == [20, 30, 30, 20]
-    assert computation_bytes(plan, profile).tolist() == computation_bytes(built(choices, PROFILE), PROFILE).tolist()
+    assert computation_bytes(plan, profile).tolist() == computation_bytes(built(decisions, PROFILE), PROFILE).tolist()
 
 
 def test_what_runs_again_waits_for_its_weights_and_for_its_input() -> None:
-    choices = with_again(PROFILE, ["keep", "reload", "discard", "keep"], {5: [(1, "input"), (2, "all")]})
-    blocks = list(choices.blocks)
-    blocks[1] = BlockChoice(option="reload", until=2, fetch=4)
-    choices = replace(choices, blocks=tuple(blocks))
-    choices = changed(choices, 1, TensorChoice(place="host", stays=stays((0, 1), (4, 6)), grad_until=7))
-    choices = changed(choices, 2, TensorChoice(place="device", stays=stays((0, 2), (4, 5)), write_back=5))
-    plan = built(choices, PROFILE)
+    decisions = with_again(PROFILE, ["keep", "reload", "discard", "keep"], {5: [(1, "input"), (2, "all")]})
+    blocks = list(decisions.blocks)
+    blocks[1] = BlockDecision(option="reload", release_after=2, fetch=4)
+    decisions = replace(decisions, blocks=tuple(blocks))
+    decisions = changed(
+        decisions, 1, TensorDecision(place="host", intervals=intervals((0, 1), (4, 6)), grad_release_after=7)
+    )
+    decisions = changed(decisions, 2, TensorDecision(place="device", intervals=intervals((0, 2), (4, 5)), write_back=5))
+    plan = built(decisions, PROFILE)
     assert check(plan, PROFILE) == []
     assert waits_for(plan, "5 forward 1") == {"4 prefetch activation 1", "4 prefetch weight 1"}
     assert waits_for(plan, "5 forward 2") == {"4 prefetch weight 2"}
@@ -129,9 +132,9 @@ def test_what_runs_again_waits_for_its_weights_and_for_its_input() -> None:
 
 
 def test_what_runs_again_takes_over_memory_that_was_given_back() -> None:
-    choices = with_again(PROFILE, ["recompute", "recompute", "keep", "keep"], {5: [(1, "all")]})
-    choices = changed(choices, 3, TensorChoice(place="host", stays=stays((0, 4)), grad_until=4))
-    plan = built(choices, PROFILE)
+    decisions = with_again(PROFILE, ["recompute", "recompute", "keep", "keep"], {5: [(1, "all")]})
+    decisions = changed(decisions, 3, TensorDecision(place="host", intervals=intervals((0, 4)), grad_release_after=4))
+    plan = built(decisions, PROFILE)
     assert waits_for(plan, "5 forward 1") == {"4 offload grad 3"}
     assert check(plan, PROFILE) == []
 
@@ -168,8 +171,14 @@ def test_memory_of_each_computation() -> None:
 
 def test_a_saved_input_is_held_until_it_is_dropped() -> None:
     kept = with_again(PROFILE, ["recompute", "recompute", "discard", "recompute"], {5: [(1, "input"), (2, "all")]})
-    dropped = replace(kept, reruns={5: (Rerun(block=1, save="nothing"), *kept.reruns[5][1:]), 6: CHAINS.reruns[6]})
-    sizes = [computation_bytes(built(choices, PROFILE), PROFILE) for choices in (kept, dropped)]
+    dropped = replace(
+        kept,
+        recomputations={
+            5: (Recomputation(block=1, save="nothing"), *kept.recomputations[5][1:]),
+            6: CHAINS.recomputations[6],
+        },
+    )
+    sizes = [computation_bytes(built(decisions, PROFILE), PROFILE) for decisions in (kept, dropped)]
     # forwards, backward 3, blocks 1 and 2 again, backward 2
     assert (sizes[0][:8] - sizes[1][:8]).tolist() == [0] * 6 + [10, 10]
     assert check(built(dropped, PROFILE), PROFILE) == []
@@ -179,8 +188,12 @@ def test_reloaded_inputs_count_from_their_return() -> None:
     options = ["recompute", "reload", "discard", "keep"]
     chain = with_again(PROFILE, options, {5: [(1, "input"), (2, "all")]})
     found = []
-    for until, fetch in ((1, 5), (2, 4)):
-        blocks = (chain.blocks[0], BlockChoice(option="reload", until=until, fetch=fetch), *chain.blocks[2:])
+    for release_after, fetch in ((1, 5), (2, 4)):
+        blocks = (
+            chain.blocks[0],
+            BlockDecision(option="reload", release_after=release_after, fetch=fetch),
+            *chain.blocks[2:],
+        )
         plan = built(replace(chain, blocks=blocks), PROFILE)
         assert check(plan, PROFILE) == []
         found.append(device_bytes(plan, PROFILE))
@@ -204,11 +217,11 @@ def reference(plan: Plan, profile: Profile) -> list[int]:
             held["fetched", op.block] = option.offload_bytes
         if op.kind == "offload" and op.payload == "activation":
             held["leaving", op.block] = option.offload_bytes
-            leaves.setdefault(op.until or 0, []).append(("leaving", op.block))
+            leaves.setdefault(op.release_after or 0, []).append(("leaving", op.block))
         if op.kind == "offload" and op.payload == "grad" and op.resource == "d2h":
             for t in op.tensors:
                 held["grad", t] = profile.tensors[t].bytes
-                leaves.setdefault(op.until or 0, []).append(("grad", t))
+                leaves.setdefault(op.release_after or 0, []).append(("grad", t))
         if op.kind == "forward" and op.save is None:
             inside = block.input_bytes + block.output_bytes + option.forward_peak_bytes
             found.append(sum(held.values()) + inside + (option.saved_bytes if block.has_backward else 0))
@@ -284,10 +297,10 @@ def test_random_choices_are_valid_and_counted_to_the_byte(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_model(rng)
     profile = with_held_peaks(profile, rng) if seed % 2 else profile
-    choices = random_choices(rng, profile)
-    plan = built(choices, profile)
+    decisions = random_choices(rng, profile)
+    plan = built(decisions, profile)
     assert check(plan, profile) == []
-    assert (framework_bytes(choices.usage, profile) == framework_bytes(usage(plan), profile)).all()
+    assert (framework_bytes(decisions.usage, profile) == framework_bytes(usage(plan), profile)).all()
     counted = computation_bytes(plan, profile) - plan.arena_bytes - budget_for(0, profile)
     assert counted.tolist() == reference(plan, profile)
     trace = simulate(plan, profile)
@@ -302,13 +315,15 @@ def test_random_choices_are_valid_and_counted_to_the_byte(seed: int) -> None:
 def test_random_choices_are_squeezed_without_harm(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_model(rng)
-    choices = random_choices(rng, profile)
-    least = squeeze_framework(choices, profile, 0)
-    assert least.reruns == choices.reruns
-    assert framework_bytes(least.usage, profile).max() <= framework_bytes(choices.usage, profile).max()
+    decisions = random_choices(rng, profile)
+    least = squeeze_framework(decisions, profile, 0)
+    assert least.recomputations == decisions.recomputations
+    assert framework_bytes(least.usage, profile).max() <= framework_bytes(decisions.usage, profile).max()
     assert check(built(least, profile), profile) == []
-    peak = int(framework_bytes(choices.usage, profile).max()) + built(choices, profile).arena_bytes
-    fitted = fit(choices, profile, int(peak * rng.uniform(0.7, 1.0)))
-    assert fitted.choices.reruns == choices.reruns
-    assert [tensor.direct for tensor in fitted.choices.tensors] == [tensor.direct for tensor in choices.tensors]
-    assert check(built(fitted.choices, profile), profile) == []
+    peak = int(framework_bytes(decisions.usage, profile).max()) + built(decisions, profile).arena_bytes
+    fitted = fit(decisions, profile, int(peak * rng.uniform(0.7, 1.0)))
+    assert fitted.decisions.recomputations == decisions.recomputations
+    assert [tensor.zero_copy for tensor in fitted.decisions.tensors] == [
+        tensor.zero_copy for tensor in decisions.tensors
+    ]
+    assert check(built(fitted.decisions, profile), profile) == []

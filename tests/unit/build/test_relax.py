@@ -26,24 +26,24 @@ def test_time_is_taken_from_spare_memory_only(seed: int, earlier: bool) -> None:
     profile = random_profile(np.random.default_rng(seed), KINDS[seed % len(KINDS)])
     names = [[o.name for o in block.options] for block in profile.blocks]
     options = tuple("offload" if "offload" in found else found[0] for found in names)
-    choices = streaming_choices(profile, options, host_update=True, lead=0, lag=0)
-    peak = int(framework_bytes(choices.usage, profile).max())
+    decisions = streaming_choices(profile, options, host_update=True, lead=0, lag=0)
+    peak = int(framework_bytes(decisions.usage, profile).max())
     for limit in (peak, int(1.3 * peak), HUGE):
-        relaxed = relax(choices, profile, limit, earlier=earlier)
+        relaxed = relax(decisions, profile, limit, earlier=earlier)
         assert framework_bytes(relaxed.usage, profile).max() <= limit
-        for before, after in zip(choices.blocks, relaxed.blocks, strict=True):
-            assert (after.until or 0) >= (before.until or 0)
+        for before, after in zip(decisions.blocks, relaxed.blocks, strict=True):
+            assert (after.release_after or 0) >= (before.release_after or 0)
             assert (after.fetch or 0) <= (before.fetch or 0)
             assert earlier or after.fetch == before.fetch
-        for old, new in zip(choices.tensors, relaxed.tensors, strict=True):
-            assert (new.grad_until or 0) >= (old.grad_until or 0)
-            assert replace(new, grad_until=None) == replace(old, grad_until=None)
+        for old, new in zip(decisions.tensors, relaxed.tensors, strict=True):
+            assert (new.grad_release_after or 0) >= (old.grad_release_after or 0)
+            assert replace(new, grad_release_after=None) == replace(old, grad_release_after=None)
         plan = build(relaxed, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
         assert check(plan, profile) == []
         if limit == HUGE and not earlier:
-            stiff = build(choices, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+            stiff = build(decisions, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
             assert simulate(plan, profile).iteration_time <= simulate(stiff, profile).iteration_time * (1 + 1e-9)
-    assert relax(choices, profile, HUGE, earlier=earlier) != choices
+    assert relax(decisions, profile, HUGE, earlier=earlier) != decisions
 
 
 def test_steps_without_work_do_not_count() -> None:

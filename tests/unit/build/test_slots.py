@@ -9,7 +9,7 @@ import pytest
 
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.build.slots import share_slots, slot_bytes
-from lt_offload.plan.iteration.decisions import Choices, TensorChoice
+from lt_offload.plan.iteration.decisions import Decisions, TensorDecision
 from lt_offload.plan.iteration.memory import host_bytes, lasting_host_bytes
 from lt_offload.plan.planners.baselines import streaming_choices
 from lt_offload.plan.solve import solve
@@ -20,14 +20,23 @@ from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.plan_valid import problems
 from lt_offload.schema.profile import Profile
 from tests.support.profiles.random_choices import random_choices
-from tests.support.profiles.small import HUGE, chained, changed, named, resident, small_profile, stays, with_direct
+from tests.support.profiles.small import (
+    HUGE,
+    chained,
+    changed,
+    intervals,
+    named,
+    resident,
+    small_profile,
+    with_zero_copy,
+)
 
 BLOCKS = 6
 LAST = 2 * BLOCKS - 1
 
 
-def built(choices: Choices, profile: Profile) -> Plan:
-    return build(choices, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+def built(decisions: Decisions, profile: Profile) -> Plan:
+    return build(decisions, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
 
 
 def all_on_the_host(seconds: float) -> tuple[Plan, Profile]:
@@ -35,12 +44,14 @@ def all_on_the_host(seconds: float) -> tuple[Plan, Profile]:
     profile = small_profile(BLOCKS)
     profile = replace(profile, optimizer=replace(profile.optimizer, host_bytes_per_s=1000 / seconds))
     profile = replace(profile, hardware=replace(profile.hardware, h2d_bytes_per_s=1e6, d2h_bytes_per_s=1e6))
-    choices = resident(profile)
+    decisions = resident(profile)
     for block in range(BLOCKS):
         update = LAST - block
-        choice = TensorChoice(place="host", stays=stays((block, update)), grad_until=min(update + 1, LAST))
-        choices = changed(choices, block, choice)
-    return built(choices, profile), profile
+        decision = TensorDecision(
+            place="host", intervals=intervals((block, update)), grad_release_after=min(update + 1, LAST)
+        )
+        decisions = changed(decisions, block, decision)
+    return built(decisions, profile), profile
 
 
 def shared(plan: Plan, profile: Profile, room: int = HUGE) -> Plan:
@@ -86,14 +97,14 @@ def twice(profile: Profile) -> Profile:
 def test_no_gradient_is_overwritten_however_long_things_take(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = chained(twice(small_profile(int(rng.integers(2, 7)), tied=bool(seed % 2))))
-    profile = with_direct(profile) if seed % 3 == 0 else profile
+    profile = with_zero_copy(profile) if seed % 3 == 0 else profile
     optimizer = replace(profile.optimizer, host_bytes_per_s=float(rng.choice([20.0, 60.0, 500.0])))
     profile = replace(profile, optimizer=optimizer)
-    choices = random_choices(rng, profile)
-    plan = built(choices, profile)
+    decisions = random_choices(rng, profile)
+    plan = built(decisions, profile)
     assert check(plan, profile) == []
-    lasting = lasting_host_bytes(plan.options, choices.usage.grad_direct, profile)
-    least = choices.least_host_bytes(profile) - lasting
+    lasting = lasting_host_bytes(plan.options, decisions.usage.grad_zero_copy, profile)
+    least = decisions.least_host_bytes(profile) - lasting
     for room in {HUGE, least, (least + plan.gradient_bytes) // 2}:
         found = shared(plan, profile, room)
         assert found.gradient_bytes <= room
@@ -106,10 +117,13 @@ def test_no_gradient_is_overwritten_however_long_things_take(seed: int) -> None:
 
 def test_gradients_of_one_step_never_share() -> None:
     profile = twice(small_profile(3))
-    choices = streaming_choices(profile, ("keep",) * 3, host_update=True, lead=0, lag=1)
-    tensors = [replace(t, grad_until=min(5, (t.grad_until or 0) + at % 2)) for at, t in enumerate(choices.tensors)]
-    plan = built(replace(choices, tensors=tuple(tensors)), profile)
-    least = choices.least_host_bytes(profile) - lasting_host_bytes(plan.options, (), profile)
+    decisions = streaming_choices(profile, ("keep",) * 3, host_update=True, lead=0, lag=1)
+    tensors = [
+        replace(t, grad_release_after=min(5, (t.grad_release_after or 0) + at % 2))
+        for at, t in enumerate(decisions.tensors)
+    ]
+    plan = built(replace(decisions, tensors=tuple(tensors)), profile)
+    least = decisions.least_host_bytes(profile) - lasting_host_bytes(plan.options, (), profile)
     found = shared(plan, profile, least)
     assert found.gradient_bytes == least == 2 * 1024
     by_step = [[op for op in arrivals(found) if op.step == step] for step in range(3, 6)]
@@ -193,9 +207,12 @@ def test_single_slots_are_checked() -> None:
 
 def test_a_gradient_that_nobody_has_read_is_not_overwritten() -> None:
     profile = twice(small_profile(3))
-    choices = streaming_choices(profile, ("keep",) * 3, host_update=True, lead=0, lag=0)
-    tensors = [replace(t, grad_until=min(5, (t.grad_until or 0) + at % 2)) for at, t in enumerate(choices.tensors)]
-    plan = built(replace(choices, tensors=tuple(tensors)), profile)
+    decisions = streaming_choices(profile, ("keep",) * 3, host_update=True, lead=0, lag=0)
+    tensors = [
+        replace(t, grad_release_after=min(5, (t.grad_release_after or 0) + at % 2))
+        for at, t in enumerate(decisions.tensors)
+    ]
+    plan = built(replace(decisions, tensors=tuple(tensors)), profile)
     one, other = [op for op in arrivals(plan) if op.step == 3]
     ops = list(plan.ops)
     ops[other.id] = replace(other, slot=one.slot)

@@ -199,8 +199,8 @@ def test_gguf_is_converted_once(package: Callable[[], Path], capsys: pytest.Capt
     from transformers import AutoModelForCausalLM
 
     model = load.load_model(load.SMOLLM2)
-    direct = AutoModelForCausalLM.from_pretrained(source, gguf_file=load._SMOLLM2_FILE, dtype=torch.float32)
-    for (name, ours), theirs in zip(model.named_parameters(), direct.parameters(), strict=True):
+    zero_copy = AutoModelForCausalLM.from_pretrained(source, gguf_file=load._SMOLLM2_FILE, dtype=torch.float32)
+    for (name, ours), theirs in zip(model.named_parameters(), zero_copy.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
     assert getattr(model, "hf_quantizer", None) is None
     assert not hasattr(model.config, "quantization_config")

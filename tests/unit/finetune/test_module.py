@@ -75,7 +75,7 @@ def test_layers_are_compiled_one_by_one(folder: str, lora: LoraArgs | None) -> N
     module.configure_model()
     compiled = [name for name, part in module.named_modules() if part._compiled_call_impl is not None]
     assert [name.split("layers.")[1] for name in compiled] == ["0", "1"]
-    limits.check("model", limits.Run(model=module))
+    limits.check("model", limits.Setup(model=module))
 
 
 def test_a_short_sanity_check_is_no_loss_before_training(folder: str, text: str) -> None:

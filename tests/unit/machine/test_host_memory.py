@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lt_offload.machine.host_memory import LARGE_BYTES, SLAB_BYTES, HostMemory
-from lt_offload.machine.numa import Place
+from lt_offload.machine.numa import MemoryNode
 
 
 class Driver:
@@ -200,7 +200,7 @@ def test_buffers_that_must_be_locked():
 def test_memory_is_touched_where_it_should_be():
     touched = []
 
-    class Here(Place):
+    class Here(MemoryNode):
         def run(self, work):
             touched.append(torch.get_num_threads())
             work()

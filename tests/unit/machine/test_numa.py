@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lt_offload.machine.numa import Place, place_near, place_of
+from lt_offload.machine.numa import MemoryNode, place_near, place_of
 
 GPU = "0000:65:00.0"
 
@@ -26,13 +26,13 @@ def sysfs(tmp_path: Path) -> Path:
 
 def test_the_node_of_the_gpu(sysfs: Path) -> None:
     place = place_near(GPU, sysfs, allowed=frozenset(range(16)))
-    assert place == Place(cores=frozenset({4, 5, 6, 7, 12, 13, 14, 15}), about="node 1 of 2, 8 of 16 cores")
+    assert place == MemoryNode(cores=frozenset({4, 5, 6, 7, 12, 13, 14, 15}), about="node 1 of 2, 8 of 16 cores")
     assert place_near(GPU, sysfs, allowed=frozenset({0, 5})).cores == {5}
 
 
 def test_cores_that_a_process_may_not_use(sysfs: Path) -> None:
     place = place_near(GPU, sysfs, allowed=frozenset({0, 1}))
-    assert place == Place(about="node 1 of 2, but this process may use none of its cores")
+    assert place == MemoryNode(about="node 1 of 2, but this process may use none of its cores")
 
 
 @pytest.mark.parametrize("node", ["-1\n", "\n", None, "7\n"])
@@ -52,15 +52,17 @@ def test_unreadable_cores(sysfs: Path) -> None:
 
 
 def test_one_node_or_no_sysfs(sysfs: Path, tmp_path: Path) -> None:
-    assert place_near(GPU, tmp_path / "none", allowed=frozenset({0})) == Place(about="unknown: the system does not say")
+    assert place_near(GPU, tmp_path / "none", allowed=frozenset({0})) == MemoryNode(
+        about="unknown: the system does not say"
+    )
     for path in (sysfs / "devices/system/node/node1").iterdir():
         path.unlink()
     (sysfs / "devices/system/node/node1").rmdir()
-    assert place_near(GPU, sysfs, allowed=frozenset({0})) == Place(about="one node")
+    assert place_near(GPU, sysfs, allowed=frozenset({0})) == MemoryNode(about="one node")
 
 
 def test_no_gpu() -> None:
-    assert place_of(torch.device("cpu")) == Place(about="no GPU")
+    assert place_of(torch.device("cpu")) == MemoryNode(about="no GPU")
 
 
 def test_an_older_torch_does_not_tell_addresses(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -76,14 +78,14 @@ def test_work_is_done_there_and_nobody_else_is_moved() -> None:
     mine = os.sched_getaffinity(0)
     core = frozenset({max(mine)})
     seen: list[set[int]] = []
-    Place(cores=core).run(lambda: seen.append(os.sched_getaffinity(0)))
+    MemoryNode(cores=core).run(lambda: seen.append(os.sched_getaffinity(0)))
     assert seen == [core]
     assert os.sched_getaffinity(0) == mine
 
 
 def test_without_a_choice_the_caller_works_itself() -> None:
     seen: list[object] = []
-    Place().run(lambda: seen.append(threading.current_thread()))
+    MemoryNode().run(lambda: seen.append(threading.current_thread()))
     assert seen == [threading.current_thread()]
 
 
@@ -92,13 +94,13 @@ def test_without_permission_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> 
         raise PermissionError
 
     monkeypatch.setattr(os, "sched_setaffinity", refuse)
-    Place(cores=frozenset({0})).bind()
+    MemoryNode(cores=frozenset({0})).bind()
 
 
 def test_a_failure_reaches_the_caller() -> None:
     def fail() -> None:
         raise MemoryError("no pages")
 
-    for place in (Place(), Place(cores=frozenset(os.sched_getaffinity(0)))):
+    for place in (MemoryNode(), MemoryNode(cores=frozenset(os.sched_getaffinity(0)))):
         with pytest.raises(MemoryError, match="no pages"):
             place.run(fail)

@@ -5,12 +5,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lt_offload.model.chain import Handed, tensors_of
+from lt_offload.model.chain import BlockOutput, tensors_of
 
 
 def test_the_same_tensor_is_recognised() -> None:
     a, b = torch.zeros(2, 3), torch.zeros(3)
-    handed = Handed({"hidden": a, "rest": (None, b)})
+    handed = BlockOutput({"hidden": a, "rest": (None, b)})
     assert tensors_of({"hidden": a, "rest": (None, b)}) == [a, b]
     assert handed.sources([a]) == (0,)
     assert handed.sources([b, a, b]) == (1, 0, 1)
@@ -19,7 +19,7 @@ def test_the_same_tensor_is_recognised() -> None:
 
 def test_anything_else_is_not() -> None:
     a = torch.zeros(2, 3)
-    handed = Handed(a)
+    handed = BlockOutput(a)
     for other in (a.clone(), a.t(), a[:1], a.view(6), a.view(torch.int32), a + 0):
         assert handed.sources([other]) is None
         assert handed.sources([a, other]) is None
@@ -28,13 +28,13 @@ def test_anything_else_is_not() -> None:
 
 def test_a_tensor_that_was_written_to_is_not() -> None:
     a = torch.zeros(2, 3)
-    handed = Handed(a)
+    handed = BlockOutput(a)
     a[0].add_(1)
     assert handed.sources([a]) is None
 
 
 def test_a_storage_that_returns_at_the_same_address_is_another() -> None:
-    handed = Handed(torch.zeros(1000))
+    handed = BlockOutput(torch.zeros(1000))
     for _ in range(100):
         assert handed.sources([torch.zeros(1000)]) is None
 
@@ -42,7 +42,7 @@ def test_a_storage_that_returns_at_the_same_address_is_another() -> None:
 def test_nothing_is_kept_alive() -> None:
     a = torch.zeros(1000)
     died = weakref.ref(a.untyped_storage())
-    handed = Handed(a)
+    handed = BlockOutput(a)
     del a
     gc.collect()
     assert died() is None
@@ -62,7 +62,7 @@ def test_outputs_of_an_autograd_function(fake: bool) -> None:
 
     def check() -> None:
         out = Twice.apply(torch.zeros(3, requires_grad=True))
-        handed = Handed(out)
+        handed = BlockOutput(out)
         assert handed.sources([out]) == (0,)
         out.mul_(2)
         assert handed.sources([out]) is None

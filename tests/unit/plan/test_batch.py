@@ -15,7 +15,7 @@ from lt_offload.plan.planners.offmate.program import OffmateConfig, lower_bound
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests.support.profiles.fixtures import GB, PAPER, llama7b_b4
-from tests.support.profiles.small import READ, small_profile, with_direct
+from tests.support.profiles.small import READ, small_profile, with_zero_copy
 
 CONFIG = OffmateConfig(budget_bytes=int(10 * GB), host_budget_bytes=int(128 * GB), window=3, **PAPER)
 """Figure 4's setting: everything that depends on the batch is proportional to it."""
@@ -80,11 +80,11 @@ def test_nothing_is_less_in_a_larger_batch() -> None:
 
 def test_direct_access_is_interpolated_if_both_know_it() -> None:
     profile = small_profile(2)
-    direct = with_direct(profile)
-    larger = replace(with_direct(profile, replace(READ, forward_bytes=300, forward_s=4.0)), batch_size=4)
-    found = scaled(direct, 3, larger).tensors[0].read(0)
+    zero_copy = with_zero_copy(profile)
+    larger = replace(with_zero_copy(profile, replace(READ, forward_bytes=300, forward_s=4.0)), batch_size=4)
+    found = scaled(zero_copy, 3, larger).tensors[0].read(0)
     assert (found.forward_bytes, found.forward_s, found.backward_s) == (200, 3.0, 3.0)
-    assert scaled(direct, 3, replace(profile, batch_size=4)).tensors[0].direct is None
+    assert scaled(zero_copy, 3, replace(profile, batch_size=4)).tensors[0].zero_copy is None
 
 
 def test_options_that_only_one_size_has_are_left_out() -> None:
@@ -151,10 +151,10 @@ def throughput(plan: Plan) -> float:
 
 
 def test_sizes_that_the_planner_does_not_apply_to_are_not_chosen() -> None:
-    choice = choose_batch(affine(), memory=30_000, planner="pofo", candidates=[1, 2, 64])
-    assert choice.batch_size < 64
-    assert "64 does not fit in 30 kB" in choice.why
-    assert "does not apply" in choice.curve[-1].reason
+    decision = choose_batch(affine(), memory=30_000, planner="pofo", candidates=[1, 2, 64])
+    assert decision.batch_size < 64
+    assert "64 does not fit in 30 kB" in decision.why
+    assert "does not apply" in decision.curve[-1].reason
     with pytest.raises(UnsupportedError, match="planner='pofo' does not apply"):
         choose_batch(affine(), memory=12_000, planner="pofo", candidates=[1, 2])
 
@@ -162,40 +162,40 @@ def test_sizes_that_the_planner_does_not_apply_to_are_not_chosen() -> None:
 @pytest.mark.parametrize(("budget", "once", "each"), [(5_000, 2.0, 4.0), (7_000, 0.0, 5.0), (15_000, 4.0, 1.0)])
 def test_it_is_the_best_of_all_sizes(budget: int, once: float, each: float) -> None:
     at = affine(3, once=once, each=each)
-    choice = choose_batch(at, memory=budget, most=16)
+    decision = choose_batch(at, memory=budget, most=16)
     found = []
     for size in range(1, 17):
         try:
             found.append(throughput(solve(at(size), memory=budget)))
         except InfeasibleError:
             break
-    assert throughput(choice.plan) >= 0.99 * max(found)
-    assert choice.profile == at(choice.batch_size)
-    assert choice.plan.fingerprint == choice.profile.fingerprint
+    assert throughput(decision.plan) >= 0.99 * max(found)
+    assert decision.profile == at(decision.batch_size)
+    assert decision.plan.fingerprint == decision.profile.fingerprint
 
 
 def test_it_shows_the_curve_and_says_why() -> None:
-    choice = choose_batch(affine(4), memory=8_000, most=40)
-    sizes = [point.batch_size for point in choice.curve]
+    decision = choose_batch(affine(4), memory=8_000, most=40)
+    sizes = [point.batch_size for point in decision.curve]
     assert sizes == sorted(set(sizes))
     assert 1 in sizes
-    (chosen,) = [point for point in choice.curve if point.reason == "chosen"]
-    assert chosen.batch_size == choice.batch_size == choice.plan.batch_size
-    assert chosen.samples_per_s == pytest.approx(throughput(choice.plan))
-    assert chosen.device_peak_bytes == choice.plan.predicted.device_peak_bytes
-    assert chosen.iteration_s == choice.plan.predicted.iteration_s
-    assert all(point.reason for point in choice.curve)
-    assert choice.plan.batch_curve == choice.curve
-    assert choice.why in choice.plan.notes
-    assert choice.why.startswith(f"batch_size={choice.batch_size} gives ")
-    text = " ".join(choice.plan.explain().split())
+    (chosen,) = [point for point in decision.curve if point.reason == "chosen"]
+    assert chosen.batch_size == decision.batch_size == decision.plan.batch_size
+    assert chosen.samples_per_s == pytest.approx(throughput(decision.plan))
+    assert chosen.device_peak_bytes == decision.plan.predicted.device_peak_bytes
+    assert chosen.iteration_s == decision.plan.predicted.iteration_s
+    assert all(point.reason for point in decision.curve)
+    assert decision.plan.batch_curve == decision.curve
+    assert decision.why in decision.plan.notes
+    assert decision.why.startswith(f"batch_size={decision.batch_size} gives ")
+    text = " ".join(decision.plan.explain().split())
     assert "Batch sizes:" in text
     assert ": chosen" in text
 
 
 def test_of_equal_throughput_the_smallest_batch_is_taken() -> None:
-    choice = choose_batch(affine(3, once=0.0), memory=10**7, most=200)
-    assert choice.batch_size < 100, "200 would be faster by a fraction of a percent"
+    decision = choose_batch(affine(3, once=0.0), memory=10**7, most=200)
+    assert decision.batch_size < 100, "200 would be faster by a fraction of a percent"
 
 
 def test_the_plan_travels_as_json() -> None:
@@ -216,13 +216,13 @@ def test_sizes_that_cannot_be_profiled_do_not_fit() -> None:
             raise InfeasibleError(f"batch_size={size} is too much")
         return at(size)
 
-    choice = choose_batch(limited, memory=10**6, most=64)
-    assert choice.batch_size == 5
+    decision = choose_batch(limited, memory=10**6, most=64)
+    assert decision.batch_size == 5
     assert len(asked) == len(set(asked)), "nothing is profiled twice"
-    (point,) = [point for point in choice.curve if point.batch_size == 6]
+    (point,) = [point for point in decision.curve if point.batch_size == 6]
     assert point.reason == "batch_size=6 is too much"
     assert point.samples_per_s is None
-    assert "6 does not fit" in choice.why
+    assert "6 does not fit" in decision.why
 
 
 def test_nothing_fits() -> None:

@@ -11,7 +11,7 @@ from lt_offload.errors import InfeasibleError, UnsupportedError
 from lt_offload.plan import Plan, check, solve
 from lt_offload.plan.planners.offmate.program import OffmateConfig, lower_bound
 from lt_offload.schema.plan import PlannerName
-from lt_offload.schema.profile import DirectProfile, Profile, ReadProfile, TensorProfile
+from lt_offload.schema.profile import Profile, ReadProfile, TensorProfile, ZeroCopyProfile
 from tests.support.profiles.program_rules import random_profile
 from tests.support.profiles.small import chained
 
@@ -26,10 +26,10 @@ def read(tensor: TensorProfile, part: float, rate: float) -> ReadProfile:
     return ReadProfile(forward_s=seconds, backward_s=seconds, forward_bytes=nbytes, backward_bytes=nbytes)
 
 
-def direct(tensor: TensorProfile, cheap: bool, rate: float) -> TensorProfile:
+def zero_copy(tensor: TensorProfile, cheap: bool, rate: float) -> TensorProfile:
     """Reading ``tensor`` in host memory costs more than copying it; ``cheap``: but for the first block."""
     reads = tuple(read(tensor, 0.1 if cheap and block == 0 else 1.5, rate) for block in tensor.blocks)
-    return replace(tensor, direct=DirectProfile(reads=reads, grad_s=tensor.bytes / rate))
+    return replace(tensor, zero_copy=ZeroCopyProfile(reads=reads, grad_s=tensor.bytes / rate))
 
 
 def rich_profile(seed: int) -> Profile:
@@ -37,7 +37,7 @@ def rich_profile(seed: int) -> Profile:
     rng = np.random.default_rng(seed)
     profile = chained(random_profile(rng, KINDS[seed % len(KINDS)]))
     rate = profile.hardware.h2d_bytes_per_s
-    tensors = [direct(t, index == 0 or len(t.blocks) > 1, rate) for index, t in enumerate(profile.tensors)]
+    tensors = [zero_copy(t, index == 0 or len(t.blocks) > 1, rate) for index, t in enumerate(profile.tensors)]
     kinds = ["embedding", *("layer" for _ in profile.blocks[1:])]
     blocks = [replace(block, kind=kind) for block, kind in zip(profile.blocks, kinds, strict=True)]
     return replace(profile, tensors=tuple(tensors), blocks=tuple(blocks))
@@ -86,7 +86,7 @@ def test_every_planner_says_what_it_does_when_it_does_not_apply() -> None:
         solve(profile, memory=int(0.5 * everything), planner="pofo")
     with pytest.raises(UnsupportedError, match="planner='memferry' does not apply: .*host"):
         solve(profile, memory=int(0.5 * everything), planner="memferry", host_update=False)
-    bare = replace(profile, tensors=tuple(replace(t, direct=None) for t in profile.tensors))
+    bare = replace(profile, tensors=tuple(replace(t, zero_copy=None) for t in profile.tensors))
     with pytest.raises(UnsupportedError, match="planner='memferry' does not apply: .*direct host access"):
         solve(bare, memory=int(0.5 * everything), planner="memferry")
 

@@ -11,7 +11,7 @@ from lt_offload.plan import solve
 from lt_offload.plan.what_if import MORE_MEMORY, MORE_RAM, gains, with_faster_link, with_faster_update
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
-from tests.support.profiles.small import small_profile, with_direct
+from tests.support.profiles.small import small_profile, with_zero_copy
 from tests.support.samples import MB, make_plan, make_profile
 
 PROFILE = make_profile(layers=8, tensors_per_layer=2)
@@ -71,11 +71,11 @@ def test_no_change_makes_it_worse_even_if_the_planner_does() -> None:
 
 
 def test_faster_machines() -> None:
-    profile = with_direct(small_profile(tied=True))
+    profile = with_zero_copy(small_profile(tied=True))
     fast = with_faster_link(profile, 2.0)
     assert fast.hardware.h2d_bytes_per_s == 2 * profile.hardware.h2d_bytes_per_s
     assert fast.hardware.d2h_bytes_per_s == 2 * profile.hardware.d2h_bytes_per_s
-    before, after = profile.tensors[0].direct, fast.tensors[0].direct
+    before, after = profile.tensors[0].zero_copy, fast.tensors[0].zero_copy
     assert before is not None
     assert after is not None
     assert after.grad_s == before.grad_s / 2

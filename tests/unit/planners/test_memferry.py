@@ -10,13 +10,13 @@ import pytest
 
 from lt_offload.plan.planners.memferry.backward import kept_gradients, switched_weights
 from lt_offload.plan.planners.memferry.forward import best_forward, layer_ways
-from lt_offload.plan.planners.memferry.model import Decisions, Layer, Weight, backward, forward, uniform
+from lt_offload.plan.planners.memferry.model import Decisions, MemFerryLayer, MemFerryWeight, backward, forward, uniform
 from lt_offload.plan.planners.memferry.paper import algorithm_1_as_printed, algorithm_1_corrected
 
 
-def random_weight(rng: np.random.Generator, *, reads: bool) -> Weight:
+def random_weight(rng: np.random.Generator, *, reads: bool) -> MemFerryWeight:
     transfer = float(rng.choice([0.0, rng.uniform(0, 2), rng.uniform(0, 10)], p=[0.1, 0.4, 0.5]))
-    return Weight(
+    return MemFerryWeight(
         transfer_s=transfer,
         forward_s=float(rng.choice([rng.uniform(0, 2), rng.uniform(0, 12), np.inf], p=[0.45, 0.45, 0.1])),
         backward_s=float(rng.uniform(0, 2)),
@@ -28,10 +28,12 @@ def random_weight(rng: np.random.Generator, *, reads: bool) -> Weight:
     )
 
 
-def random_layers(rng: np.random.Generator, most: int, *, reads: bool = False, weights: int | None = 1) -> list[Layer]:
+def random_layers(
+    rng: np.random.Generator, most: int, *, reads: bool = False, weights: int | None = 1
+) -> list[MemFerryLayer]:
     """``weights``: how many each layer has; None: none to three."""
     return [
-        Layer(
+        MemFerryLayer(
             forward_s=float(rng.uniform(0.1, 3)),
             backward_s=float(rng.uniform(0.2, 6)),
             weights=tuple(
@@ -42,15 +44,15 @@ def random_layers(rng: np.random.Generator, most: int, *, reads: bool = False, w
     ]
 
 
-def all_decisions(layers: list[Layer]) -> list[Decisions]:
-    choices = [
+def all_decisions(layers: list[MemFerryLayer]) -> list[Decisions]:
+    decisions = [
         list(product(*[(True,) if w.forward_s == float("inf") else (False, True) for w in layer.weights]))
         for layer in layers
     ]
-    return list(product(*choices))
+    return list(product(*decisions))
 
 
-def seconds(layers: list[Layer], copied: Decisions) -> float:
+def seconds(layers: list[MemFerryLayer], copied: Decisions) -> float:
     """Event by event, not by :func:`forward`: when the computations of all layers have ended."""
     queue = [
         (at, weight.transfer_s if is_copied else weight.forward_read_s, is_copied)
@@ -116,7 +118,7 @@ def test_buckets_cost_next_to_nothing_in_long_chains() -> None:
 
 
 def test_a_layer_of_a_dozen_tensors_has_few_ways_that_matter() -> None:
-    weights = [Weight(transfer_s=1.0, forward_s=2.0, forward_read_s=0.5) for _ in range(12)]
+    weights = [MemFerryWeight(transfer_s=1.0, forward_s=2.0, forward_read_s=0.5) for _ in range(12)]
     ways = layer_ways(weights)
     assert len(ways) == 13  # equal tensors: how many of them are copied
     assert {sum(way.copied) for way in ways} == set(range(13))
@@ -143,9 +145,9 @@ def test_a_faster_link_never_makes_the_forward_longer() -> None:
 
 
 def test_edges_of_the_forward() -> None:
-    nothing = Layer(forward_s=2.0)
-    copied_only = Layer(forward_s=1.0, weights=(Weight(transfer_s=5.0, forward_s=float("inf")),))
-    at_once = Layer(forward_s=1.0, weights=(Weight(transfer_s=0.0, forward_s=3.0),))
+    nothing = MemFerryLayer(forward_s=2.0)
+    copied_only = MemFerryLayer(forward_s=1.0, weights=(MemFerryWeight(transfer_s=5.0, forward_s=float("inf")),))
+    at_once = MemFerryLayer(forward_s=1.0, weights=(MemFerryWeight(transfer_s=0.0, forward_s=3.0),))
     assert best_forward([]) == ()
     assert forward([], ()).seconds == 0
     assert best_forward([nothing]) == ((),)
@@ -155,7 +157,7 @@ def test_edges_of_the_forward() -> None:
     assert best_forward([at_once, at_once]) == ((True,), (True,))
     assert algorithm_1_corrected([at_once, at_once]) == ((True,), (True,))
     # What has to be copied holds up the link, not what is read directly.
-    free = Layer(forward_s=1.0, weights=(Weight(transfer_s=1.0, forward_s=0.5),))
+    free = MemFerryLayer(forward_s=1.0, weights=(MemFerryWeight(transfer_s=1.0, forward_s=0.5),))
     assert best_forward([free, copied_only]) == ((False,), (True,))
     assert uniform([free, copied_only], False) == ((False,), (True,))
 
@@ -167,8 +169,8 @@ def letters(copied: Decisions) -> str:
 def test_what_the_printed_algorithm_gets_wrong() -> None:
     """Figures worked out by hand from the lines of the algorithm."""
 
-    def layer(transfer_s: float, longer: float) -> Layer:
-        return Layer(forward_s=1.0, weights=(Weight(transfer_s=transfer_s, forward_s=longer),))
+    def layer(transfer_s: float, longer: float) -> MemFerryLayer:
+        return MemFerryLayer(forward_s=1.0, weights=(MemFerryWeight(transfer_s=transfer_s, forward_s=longer),))
 
     # Line 3: a copy would be hidden by the layer before in part, but the whole of it is compared with.
     layers = [layer(4.0, 2.5)] * 5
@@ -208,19 +210,19 @@ def test_switched_weights_are_near_the_best_choice_and_never_harm() -> None:
 
 
 def test_copies_for_the_backward_wait_for_the_forward_and_go_deepest_first() -> None:
-    weight = Weight(transfer_s=4.0, forward_s=0.0, backward_s=3.0)
-    layers = [Layer(forward_s=1.0, backward_s=2.0, weights=(weight,))] * 2
-    direct: Decisions = ((False,), (False,))
-    assert backward(layers, direct).compute_s == 2 + (2 + 3) * 2
+    weight = MemFerryWeight(transfer_s=4.0, forward_s=0.0, backward_s=3.0)
+    layers = [MemFerryLayer(forward_s=1.0, backward_s=2.0, weights=(weight,))] * 2
+    zero_copy: Decisions = ((False,), (False,))
+    assert backward(layers, zero_copy).compute_s == 2 + (2 + 3) * 2
     # The copy for layer 1 begins when its forward has ended, at 2, and that for layer 0 when the link is free, at 6.
-    assert backward(layers, direct, {(0, 0), (1, 0)}).compute_s == max(2 + 4 + 2, 2 + 4 + 4) + 2
-    assert switched_weights(layers, direct) == {(0, 0)}
-    assert backward(layers, direct, {(0, 0)}).compute_s == 2 + (2 + 3) + 2
+    assert backward(layers, zero_copy, {(0, 0), (1, 0)}).compute_s == max(2 + 4 + 2, 2 + 4 + 4) + 2
+    assert switched_weights(layers, zero_copy) == {(0, 0)}
+    assert backward(layers, zero_copy, {(0, 0)}).compute_s == 2 + (2 + 3) + 2
 
 
 def test_gradients_leave_one_after_the_other_or_are_written_by_the_backward() -> None:
-    weight = Weight(transfer_s=0.0, forward_s=0.0, gradient_transfer_s=5.0, gradient_s=1.0)
-    layers = [Layer(forward_s=1.0, backward_s=2.0, weights=(weight,))] * 2
+    weight = MemFerryWeight(transfer_s=0.0, forward_s=0.0, gradient_transfer_s=5.0, gradient_s=1.0)
+    layers = [MemFerryLayer(forward_s=1.0, backward_s=2.0, weights=(weight,))] * 2
     copied: Decisions = ((True,), (True,))
     kept, mixed = backward(layers, copied), backward(layers, copied, written={(0, 0)})
     assert (kept.compute_s, kept.arrivals) == (6, (2 + 2 + 5 + 5, 2 + 2 + 5))
@@ -251,5 +253,5 @@ def test_kept_gradients_are_the_best_choice_and_more_reserve_never_hurts() -> No
 
 
 def test_gradients_that_cost_nothing_to_write_are_not_kept() -> None:
-    weights = [Weight(transfer_s=1.0, forward_s=0.0, gradient_bytes=10, gradient_s=cost) for cost in (0.0, 1.0)]
+    weights = [MemFerryWeight(transfer_s=1.0, forward_s=0.0, gradient_bytes=10, gradient_s=cost) for cost in (0.0, 1.0)]
     assert kept_gradients(weights, 100) == [False, True]

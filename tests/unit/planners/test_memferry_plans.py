@@ -11,7 +11,7 @@ import pytest
 from lt_offload.plan.build.fit import fit
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.build.slots import share_slots
-from lt_offload.plan.iteration.decisions import Choices, TensorChoice, uses
+from lt_offload.plan.iteration.decisions import Decisions, TensorDecision, uses
 from lt_offload.plan.planners.baselines import streaming_choices
 from lt_offload.plan.planners.memferry.chain import Reading, chain, to_choices
 from lt_offload.plan.planners.memferry.embeddings import direct_embeddings
@@ -22,17 +22,17 @@ from lt_offload.plan.planners.request import NotApplicable, Request
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan
-from lt_offload.schema.profile import DirectProfile, Profile, ReadProfile, TensorProfile
+from lt_offload.schema.profile import Profile, ReadProfile, TensorProfile, ZeroCopyProfile
 from lt_offload.schema.trace import Trace
 from tests.support.profiles.fixtures import llama7b_b4, with_bandwidth
 from tests.support.profiles.random_solutions import random_solution
-from tests.support.profiles.small import changed, small_profile, stays
+from tests.support.profiles.small import changed, intervals, small_profile
 
 ROWS = llama7b_b4(1).blocks[0].output_bytes
 """Bytes of an embedding that one batch reads."""
 
 
-def with_direct(profile: Profile, *, tiles: float = 16.0, of_tied: bool = True) -> Profile:
+def with_zero_copy(profile: Profile, *, tiles: float = 16.0, of_tied: bool = True) -> Profile:
     """``profile`` with figures for direct host access: rows of embeddings, ``tiles`` times every matrix.
 
     ``of_tied``: whether tied tensors have some.
@@ -50,8 +50,8 @@ def with_direct(profile: Profile, *, tiles: float = 16.0, of_tied: bool = True) 
     tensors = []
     for tensor in profile.tensors:
         reads = tuple(read(tensor, block) for block in tensor.blocks)
-        direct = DirectProfile(reads=reads, grad_s=tensor.bytes / profile.hardware.d2h_bytes_per_s)
-        tensors.append(replace(tensor, direct=direct if of_tied or len(tensor.blocks) == 1 else None))
+        zero_copy = ZeroCopyProfile(reads=reads, grad_s=tensor.bytes / profile.hardware.d2h_bytes_per_s)
+        tensors.append(replace(tensor, zero_copy=zero_copy if of_tied or len(tensor.blocks) == 1 else None))
     return replace(profile, tensors=tuple(tensors))
 
 
@@ -62,7 +62,7 @@ def fast_host(profile: Profile) -> Profile:
 
 def mostly_frozen(*, tied: bool) -> Profile:
     """A profile of which the last tensor is trained only."""
-    profile = with_direct(llama7b_b4(6, tied=tied, trainable=False))
+    profile = with_zero_copy(llama7b_b4(6, tied=tied, trainable=False))
     last = profile.tensors[-1]
     trained = replace(last, trainable=True, state_bytes=2 * last.bytes)
     return replace(profile, tensors=(*profile.tensors[:-1], trained))
@@ -76,12 +76,12 @@ def request(profile: Profile, budget: float, **kwargs: Any) -> Request:
     return Request(profile=profile, budget_bytes=int(budget), **(defaults | kwargs))
 
 
-def planned(choices: Choices, asked: Request) -> tuple[Plan, Trace]:
-    """The plan of ``choices`` as select makes it, checked, and its simulation."""
-    fitted = fit(choices, asked.profile, asked.room)
+def planned(decisions: Decisions, asked: Request) -> tuple[Plan, Trace]:
+    """The plan of ``decisions`` as select makes it, checked, and its simulation."""
+    fitted = fit(decisions, asked.profile, asked.room)
     assert fitted.over <= 0
     plan = build(
-        fitted.choices,
+        fitted.decisions,
         asked.profile,
         planner="memferry",
         budget_bytes=asked.budget_bytes,
@@ -93,64 +93,64 @@ def planned(choices: Choices, asked: Request) -> tuple[Plan, Trace]:
     return plan, trace
 
 
-def proposals(asked: Request) -> dict[str, tuple[Choices, Trace]]:
+def proposals(asked: Request) -> dict[str, tuple[Decisions, Trace]]:
     """Proposals by name, each planned."""
     found = propose_memferry(asked)
     assert len({proposal.name for proposal in found}) == len(found)
     assert all(proposal.name.startswith("memferry, ") for proposal in found)
-    return {proposal.name: (proposal.choices, planned(proposal.choices, asked)[1]) for proposal in found}
+    return {proposal.name: (proposal.decisions, planned(proposal.decisions, asked)[1]) for proposal in found}
 
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("budget", [40e9, 12e9, 7e9, 5e9], ids=lambda budget: f"{budget / 1e9:g} GB")
 def test_plans_pass_every_check_and_fit(tied: bool, budget: float) -> None:
-    profile = fast_host(with_direct(llama7b_b4(6, tied=tied)))
+    profile = fast_host(with_zero_copy(llama7b_b4(6, tied=tied)))
     found = proposals(request(profile, budget))
     best = min(trace.iteration_time for _, trace in found.values())
     compute = sum(o.forward_s + o.backward_s for o in (block.options[0] for block in profile.blocks))
     assert compute <= best <= 1.5 * compute
-    for choices, _ in found.values():
-        assert all(choice.place == "host" for choice in choices.tensors)
+    for decisions, _ in found.values():
+        assert all(decision.place == "host" for decision in decisions.tensors)
 
 
 def test_the_embedding_is_read_directly_and_saves_its_copy() -> None:
-    profile = fast_host(with_direct(llama7b_b4(4)))
+    profile = fast_host(with_zero_copy(llama7b_b4(4)))
     found = proposals(request(profile, 40e9))
-    choices, best = found["memferry, best forward"]
-    assert choices.tensors[0].direct == (0, 11)
-    assert choices.tensors[0].stays == ()
+    decisions, best = found["memferry, best forward"]
+    assert decisions.tensors[0].zero_copy == (0, 11)
+    assert decisions.tensors[0].intervals == ()
     copied, slower = found["memferry, all weights copied"]
-    assert not any(choice.direct for choice in copied.tensors)
+    assert not any(decision.zero_copy for decision in copied.tensors)
     less_s = (profile.tensors[0].bytes - ROWS) / profile.hardware.h2d_bytes_per_s
     # Its copy cannot begin before its update, which is the last.
     assert slower.iteration_time - best.iteration_time >= 0.99 * less_s
 
 
 def test_a_tied_table_is_read_by_the_embedding_only() -> None:
-    profile = fast_host(with_direct(llama7b_b4(3, tied=True)))
-    choice = proposals(request(profile, 40e9))["memferry, best forward"][0].tensors[0]
-    assert choice.direct == (0, 9)
-    (stay,) = choice.stays
-    assert 0 < stay.start <= stay.end == 5
+    profile = fast_host(with_zero_copy(llama7b_b4(3, tied=True)))
+    decision = proposals(request(profile, 40e9))["memferry, best forward"][0].tensors[0]
+    assert decision.zero_copy == (0, 9)
+    (interval,) = decision.intervals
+    assert 0 < interval.start <= interval.end == 5
     # Without figures it has to be copied before the first step and to stay to the last.
-    profile = fast_host(with_direct(llama7b_b4(3, tied=True), of_tied=False))
-    choice = proposals(request(profile, 40e9))["memferry, best forward"][0].tensors[0]
-    assert (choice.direct, choice.stays) == ((), stays((0, 9)))
+    profile = fast_host(with_zero_copy(llama7b_b4(3, tied=True), of_tied=False))
+    decision = proposals(request(profile, 40e9))["memferry, best forward"][0].tensors[0]
+    assert (decision.zero_copy, decision.intervals) == ((), intervals((0, 9)))
 
 
 def test_matrices_that_are_cheap_to_read_are_read_and_copied_for_the_backward() -> None:
     """On a machine where most of a direct read hides behind arithmetic, and the link to the device is slow."""
     profile = fast_host(llama7b_b4(4))
     profile = replace(profile, hardware=replace(profile.hardware, h2d_bytes_per_s=2e9))
-    profile = with_direct(profile, tiles=0.6)
+    profile = with_zero_copy(profile, tiles=0.6)
     found = proposals(request(profile, 40e9))
-    choices, best = found["memferry, best forward"]
-    pairs = zip(profile.tensors, choices.tensors, strict=True)
-    switched = [c for tensor, c in pairs if len(c.direct) == 1 and c.stays and len(tensor.shape) == 2]
+    decisions, best = found["memferry, best forward"]
+    pairs = zip(profile.tensors, decisions.tensors, strict=True)
+    switched = [c for tensor, c in pairs if len(c.zero_copy) == 1 and c.intervals and len(tensor.shape) == 2]
     assert switched
-    for choice in switched:
-        (stay,) = choice.stays
-        assert choice.direct[0] < stay.start <= stay.end == 11 - choice.direct[0]
+    for decision in switched:
+        (interval,) = decision.intervals
+        assert decision.zero_copy[0] < interval.start <= interval.end == 11 - decision.zero_copy[0]
     _, without = found["memferry, no copies after the forward"]
     _, copied = found["memferry, all weights copied"]
     assert best.iteration_time < without.iteration_time
@@ -160,17 +160,17 @@ def test_matrices_that_are_cheap_to_read_are_read_and_copied_for_the_backward() 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("reserve", [0.0, 0.3, 1.0])
 def test_gradients_are_kept_within_the_reserve(reserve: float, tied: bool) -> None:
-    profile = fast_host(with_direct(llama7b_b4(4, tied=tied)))
+    profile = fast_host(with_zero_copy(llama7b_b4(4, tied=tied)))
     total = sum(tensor.bytes for tensor in profile.tensors)
-    for choices, _ in proposals(request(profile, 30e9, gradient_reserve=reserve)).values():
-        pairs = list(zip(profile.tensors, choices.tensors, strict=True))
-        kept = sum(tensor.bytes for tensor, choice in pairs if not choice.grad_direct)
+    for decisions, _ in proposals(request(profile, 30e9, gradient_reserve=reserve)).values():
+        pairs = list(zip(profile.tensors, decisions.tensors, strict=True))
+        kept = sum(tensor.bytes for tensor, decision in pairs if not decision.grad_zero_copy)
         assert 0.95 * reserve * total <= kept <= reserve * total
-        assert all((choice.grad_until is None) == choice.grad_direct for _, choice in pairs)
+        assert all((decision.grad_release_after is None) == decision.grad_zero_copy for _, decision in pairs)
 
 
 def test_more_reserve_and_a_faster_link_never_hurt() -> None:
-    profile = fast_host(with_direct(llama7b_b4(4)))
+    profile = fast_host(with_zero_copy(llama7b_b4(4)))
 
     def fastest(asked: Request) -> float:
         return min(trace.iteration_time for _, trace in proposals(asked).values())
@@ -178,77 +178,79 @@ def test_more_reserve_and_a_faster_link_never_hurt() -> None:
     times = [fastest(request(profile, 30e9, gradient_reserve=reserve)) for reserve in (0.0, 0.25, 0.5, 0.75, 1.0)]
     assert times == sorted(times, reverse=True)
     assert times[0] > times[-1]
-    links = [fastest(request(with_direct(fast_host(with_bandwidth(profile, speed))), 30e9)) for speed in (2, 5, 10, 50)]
+    links = [
+        fastest(request(with_zero_copy(fast_host(with_bandwidth(profile, speed))), 30e9)) for speed in (2, 5, 10, 50)
+    ]
     assert links == sorted(links, reverse=True)
 
 
 def test_gradients_are_written_directly_where_they_do_not_fit() -> None:
-    profile = fast_host(with_direct(llama7b_b4(6)))
+    profile = fast_host(with_zero_copy(llama7b_b4(6)))
     (roomy, _), (tight, _) = (proposals(request(profile, b))["memferry, best forward"] for b in (40e9, 4.1e9))
-    assert not any(choice.grad_direct for choice in roomy.tensors)
-    assert any(choice.grad_direct for choice in tight.tensors)
+    assert not any(decision.grad_zero_copy for decision in roomy.tensors)
+    assert any(decision.grad_zero_copy for decision in tight.tensors)
 
 
 def test_frozen_weights_stay_until_memory_is_short() -> None:
     profile = mostly_frozen(tied=False)
     roomy = proposals(request(profile, 40e9))["memferry, best forward"][0]
     assert [c.place for c in roomy.tensors] == ["none"] * (len(profile.tensors) - 1) + ["host"]
-    assert not any(c.stays or c.direct for c in roomy.tensors[:-1])
+    assert not any(c.intervals or c.zero_copy for c in roomy.tensors[:-1])
     tight = proposals(request(profile, 5e9))["memferry, best forward"][0]
-    assert any(c.stays or c.direct for c in tight.tensors[:-1])
+    assert any(c.intervals or c.zero_copy for c in tight.tensors[:-1])
 
 
 def test_a_frozen_tied_table_that_has_to_travel_is_read_by_the_embedding() -> None:
     profile = mostly_frozen(tied=True)
     found = proposals(request(profile, 4e9))
-    choices, best = found["memferry, best forward"]
-    assert choices.tensors[0].direct == (0, 15)
-    (stay,) = choices.tensors[0].stays
-    assert 0 < stay.start <= stay.end == 8
+    decisions, best = found["memferry, best forward"]
+    assert decisions.tensors[0].zero_copy == (0, 15)
+    (interval,) = decisions.tensors[0].intervals
+    assert 0 < interval.start <= interval.end == 8
     copied, slower = found["memferry, all weights copied"]
-    assert not any(choice.direct for choice in copied.tensors)
+    assert not any(decision.zero_copy for decision in copied.tensors)
     assert best.iteration_time < slower.iteration_time
 
 
 def test_switches_are_honoured() -> None:
-    profile = fast_host(with_direct(llama7b_b4(6)))
+    profile = fast_host(with_zero_copy(llama7b_b4(6)))
     for names in (("keep", "offload"), ("keep", "recompute")):
         allowed = tuple(tuple(o for o in block.options if o.name in names) for block in profile.blocks)
-        for choices, _ in proposals(request(profile, 8e9, allowed=allowed)).values():
-            assert {block.option for block in choices.blocks} == set(names)
+        for decisions, _ in proposals(request(profile, 8e9, allowed=allowed)).values():
+            assert {block.option for block in decisions.blocks} == set(names)
 
 
 def test_activations_stay_off_the_host_if_ram_is_short() -> None:
-    profile = fast_host(with_direct(llama7b_b4(6)))
+    profile = fast_host(with_zero_copy(llama7b_b4(6)))
     of_blocks = [sum(t.bytes for t in profile.tensors if block in t.blocks) for block in range(len(profile.blocks))]
     ram = sum(tensor.bytes + tensor.state_bytes for tensor in profile.tensors) + max(of_blocks)
-    for choices, _ in proposals(request(profile, 8e9, host_budget_bytes=ram)).values():
-        assert {block.option for block in choices.blocks} == {"keep", "recompute"}
+    for decisions, _ in proposals(request(profile, 8e9, host_budget_bytes=ram)).values():
+        assert {block.option for block in decisions.blocks} == {"keep", "recompute"}
     with pytest.raises(NotApplicable, match=r"need .* GB of .* GB of RAM"):
         propose_memferry(request(profile, 8e9, host_budget_bytes=ram - 1))
 
 
 def test_what_does_not_apply_says_why() -> None:
-    profile = with_direct(llama7b_b4(2))
+    profile = with_zero_copy(llama7b_b4(2))
     with pytest.raises(NotApplicable, match="host_update=False"):
         propose_memferry(request(profile, 40e9, host_update=False))
     with pytest.raises(NotApplicable, match="no figures for direct host access"):
         propose_memferry(request(llama7b_b4(2), 40e9))
     with pytest.raises(NotApplicable, match=r"its smallest plan needs 3\.\d+ GB of the 2 GB on the device"):
         propose_memferry(request(profile, 2e9))
-    tied = with_direct(llama7b_b4(2, tied=True), of_tied=False)
+    tied = with_zero_copy(llama7b_b4(2, tied=True), of_tied=False)
     with pytest.raises(NotApplicable, match=r"gradient_reserve=0.1, and the backward cannot write .*0\.\d+ or more"):
         propose_memferry(request(tied, 40e9, gradient_reserve=0.1))
 
 
 def test_a_model_of_few_blocks_and_one_that_starts_frozen() -> None:
     for profile in (small_profile(1), small_profile(2), small_profile(4, frozen=(0, 1), no_backward=2)):
-        asked = request(with_direct(profile), 10**6)
+        asked = request(with_zero_copy(profile), 10**6)
         assert proposals(asked)
 
 
 def test_the_chain_has_what_the_profile_says() -> None:
-    profile = with_direct(llama7b_b4(2, tied=True), tiles=3.0)
+    profile = with_zero_copy(llama7b_b4(2, tied=True), tiles=3.0)
     readings = [Reading() for _ in profile.tensors]
     options = ("keep", "recompute", "keep", "keep")
     found = chain(profile, options, readings)
@@ -262,28 +264,33 @@ def test_the_chain_has_what_the_profile_says() -> None:
     assert weight.backward_s == pytest.approx(6 * q.bytes / link)
     assert found.layers[2].weights[0].backward_s == pytest.approx(3 * q.bytes / link)
     # Read directly by the embedding, the tied table is a weight of the head; its rows are time of the embedding.
-    readings[0] = Reading(direct=(0, 7))
+    readings[0] = Reading(zero_copy=(0, 7))
     mixed = chain(profile, options, readings)
     assert [len(layer.weights) for layer in mixed.layers] == [0, 9, 9, 2]
     assert mixed.layers[0].forward_s == pytest.approx(found.layers[0].forward_s + ROWS / link)
 
 
 def test_copies_begin_as_late_as_the_link_allows() -> None:
-    profile = with_direct(small_profile(4))  # 10 s to copy a weight, 10 s per forward
+    profile = with_zero_copy(small_profile(4))  # 10 s to copy a weight, 10 s per forward
     options = ("keep",) * 4
     late = to_choices(profile, options, [Reading()] * 4, written=(), early=False)
-    assert [c.stays for c in late.tensors] == [stays((0, 7)), stays((0, 6)), stays((0, 5)), stays((1, 4))]
+    assert [c.intervals for c in late.tensors] == [
+        intervals((0, 7)),
+        intervals((0, 6)),
+        intervals((0, 5)),
+        intervals((1, 4)),
+    ]
     slow = replace(profile, hardware=replace(profile.hardware, h2d_bytes_per_s=30.0))
     early = to_choices(slow, options, [Reading()] * 4, written=(), early=True)
-    starts = [c.stays[0].start for c in early.tensors]
+    starts = [c.intervals[0].start for c in early.tensors]
     assert starts[0] == 0
     # The link is behind: the others come in the iteration before, as soon as the host has updated them.
     assert starts[3] == 6
-    assert all(planned(choices, request(profile, 10**6)) for choices in (late, early))
+    assert all(planned(decisions, request(profile, 10**6)) for decisions in (late, early))
 
 
 def test_relaxations_are_sorted_and_shrink_what_they_change() -> None:
-    profile = with_direct(llama7b_b4(5))
+    profile = with_zero_copy(llama7b_b4(5))
     given = Given(
         options=tuple(block.options[0].name for block in profile.blocks),
         readings=tuple(Reading() for _ in profile.tensors),
@@ -292,7 +299,7 @@ def test_relaxations_are_sorted_and_shrink_what_they_change() -> None:
     steps = relaxations(profile, given, allowed, link_price=1.0, copying=True)
     assert [step.price for step in steps] == sorted(step.price for step in steps)
     after = relaxed(given, steps)
-    assert all(reading.leaves or reading.direct for reading in after.readings)
+    assert all(reading.leaves or reading.zero_copy for reading in after.readings)
     assert all(option != "keep" for option in after.options[1:-1])
     copied = relaxations(profile, given, allowed, link_price=1.0, copying=False)
     assert {step.option for step in copied} == {None, "recompute"}
@@ -304,37 +311,37 @@ def test_relaxations_are_sorted_and_shrink_what_they_change() -> None:
 @pytest.mark.parametrize("lead", [0, 1])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_streaming_plans_may_read_their_embedding_directly(tied: bool, lead: int) -> None:
-    profile = fast_host(with_direct(llama7b_b4(4, tied=tied)))
+    profile = fast_host(with_zero_copy(llama7b_b4(4, tied=tied)))
     asked = request(profile, 40e9)
     before = streaming_choices(profile, ("keep",) * 6, host_update=True, lead=lead, lag=1)
     after = direct_embeddings(before, asked)
     assert after is not None
-    assert after.tensors[0].direct == (0, 11)
+    assert after.tensors[0].zero_copy == (0, 11)
     assert after.tensors[1:] == before.tensors[1:]
-    assert all(5 <= stay.end <= 6 and stay.start >= 5 - lead for stay in after.tensors[0].stays)
-    assert bool(after.tensors[0].stays) == tied
+    assert all(5 <= interval.end <= 6 and interval.start >= 5 - lead for interval in after.tensors[0].intervals)
+    assert bool(after.tensors[0].intervals) == tied
     (_, old), (plan, new) = planned(before, asked), planned(after, asked)
     assert new.iteration_time < old.iteration_time
-    assert [op.direct for op in plan.ops if op.kind == "forward" and op.block == 0] == [(0,)]
+    assert [op.zero_copy for op in plan.ops if op.kind == "forward" and op.block == 0] == [(0,)]
     assert direct_embeddings(after, asked) is None
 
 
 def test_a_table_that_stays_between_two_uses_is_shortened_only_where_nothing_needs_it() -> None:
-    profile = with_direct(llama7b_b4(4, tied=True))
+    profile = with_zero_copy(llama7b_b4(4, tied=True))
     asked = request(profile, 40e9)
     before = streaming_choices(profile, ("keep",) * 6, host_update=True, lead=1, lag=1)
-    whole = changed(before, 0, replace(before.tensors[0], stays=stays((0, 11))))
+    whole = changed(before, 0, replace(before.tensors[0], intervals=intervals((0, 11))))
     after = direct_embeddings(whole, asked)
     assert after is not None
-    assert after.tensors[0].stays == stays((5, 6))
+    assert after.tensors[0].intervals == intervals((5, 6))
     assert uses(profile.tensors[0].blocks, profile) == [0, 5, 6, 11]
     planned(after, asked)
 
 
 def test_embeddings_updated_on_the_device_are_left_alone() -> None:
-    profile = with_direct(llama7b_b4(2))
-    resident = Choices(
-        tensors=tuple(TensorChoice(place="device") for _ in profile.tensors),
+    profile = with_zero_copy(llama7b_b4(2))
+    resident = Decisions(
+        tensors=tuple(TensorDecision(place="device") for _ in profile.tensors),
         blocks=streaming_choices(profile, ("keep",) * 4, host_update=True, lead=1, lag=1).blocks,
     )
     assert direct_embeddings(resident, request(profile, 40e9)) is None
@@ -347,7 +354,7 @@ def test_embeddings_of_arbitrary_plans() -> None:
     rng = np.random.default_rng(7)
     changes = 0
     for case in range(40):
-        profile = with_direct(llama7b_b4(int(rng.integers(1, 4)), tied=bool(rng.integers(2))))
+        profile = with_zero_copy(llama7b_b4(int(rng.integers(1, 4)), tied=bool(rng.integers(2))))
         asked = request(profile, 10**12)
         before = discretise(random_solution(rng, profile), profile, Slack())
         after = direct_embeddings(before, asked)
@@ -379,7 +386,7 @@ def test_arbitrary_small_models() -> None:
             reasons.append(str(reason))
             continue
         for proposal in found:
-            planned(proposal.choices, asked)
+            planned(proposal.decisions, asked)
         planned_ones += 1
     assert planned_ones > 25
     assert all(reason.startswith(("its smallest plan", "the profile has no figures")) for reason in reasons)
@@ -395,8 +402,8 @@ def with_random_direct(rng: np.random.Generator, profile: Profile) -> Profile:
     tensors = []
     for tensor in profile.tensors:
         reads = tuple(random_read(rng) for _ in tensor.blocks)
-        direct = DirectProfile(reads=reads, grad_s=float(rng.uniform(0, 20)))
-        tensors.append(replace(tensor, direct=direct if rng.uniform() < 0.8 else None))
+        zero_copy = ZeroCopyProfile(reads=reads, grad_s=float(rng.uniform(0, 20)))
+        tensors.append(replace(tensor, zero_copy=zero_copy if rng.uniform() < 0.8 else None))
     blocks = tuple(
         replace(block, kind="embedding" if at == 0 else block.kind) for at, block in enumerate(profile.blocks)
     )

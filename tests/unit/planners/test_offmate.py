@@ -256,8 +256,8 @@ def test_early_fetches_take_memory_and_save_time() -> None:
 
 def test_inputs_that_leave_take_no_memory() -> None:
     profile = llama7b_b4(24, trainable=False)
-    stays, leaves = (restricted(profile, "recompute", keeps_input=keeps) for keeps in (True, False))
-    saved = smallest_budget(stays, paper(None)) - smallest_budget(leaves, paper(None))
+    intervals, leaves = (restricted(profile, "recompute", keeps_input=keeps) for keeps in (True, False))
+    saved = smallest_budget(intervals, paper(None)) - smallest_budget(leaves, paper(None))
     assert saved == pytest.approx(23 * profile.blocks[1].input_bytes, rel=0.1)
 
 

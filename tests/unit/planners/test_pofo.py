@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.iteration.decisions import Choices, Rerun
+from lt_offload.plan.iteration.decisions import Decisions, Recomputation
 from lt_offload.plan.iteration.memory import device_bytes
 from lt_offload.plan.planners.pofo.convert import MOST_LAYERS, as_chain, as_choices
 from lt_offload.plan.planners.pofo.copies import with_copies
@@ -54,7 +54,7 @@ def request(profile: Profile, activations: int, **kwargs: Any) -> Request:
 
 def planned(proposal: Proposal, asked: Request) -> Plan:
     return build(
-        proposal.choices,
+        proposal.decisions,
         asked.profile,
         planner="pofo",
         budget_bytes=asked.budget_bytes,
@@ -74,8 +74,8 @@ def seconds(asked: Request) -> float:
     return times[0]
 
 
-def options(choices: Choices) -> list[str]:
-    return [block.option for block in choices.blocks]
+def options(decisions: Decisions) -> list[str]:
+    return [block.option for block in decisions.blocks]
 
 
 @pytest.mark.parametrize("link", [0.5, 2.0, 10.0, 100.0])
@@ -94,8 +94,8 @@ def test_plans_are_valid_at_every_budget_and_faster_with_more(link: float) -> No
 def test_with_room_for_everything_nothing_is_decided() -> None:
     asked = request(chained_profile(), 10_000)
     (proposal,) = propose_pofo(asked)
-    assert options(proposal.choices) == ["keep"] * 8
-    assert proposal.choices.reruns == {}
+    assert options(proposal.decisions) == ["keep"] * 8
+    assert proposal.decisions.recomputations == {}
 
 
 def test_forwards_run_again_where_the_link_is_slow() -> None:
@@ -103,9 +103,9 @@ def test_forwards_run_again_where_the_link_is_slow() -> None:
     # Other planners cannot use ``discard``, so it is not among the options that the switches leave.
     allowed = tuple(tuple(o for o in block.options if o.name != "discard") for block in profile.blocks)
     asked = request(profile, 1700, allowed=allowed)
-    best = propose_pofo(asked)[0].choices
+    best = propose_pofo(asked)[0].decisions
     assert "discard" in options(best)
-    assert any(len(found) > 1 for found in best.reruns.values())
+    assert any(len(found) > 1 for found in best.recomputations.values())
     assert not any(block.option(o).offload_bytes for block, o in zip(asked.profile.blocks, options(best), strict=True))
 
 
@@ -122,15 +122,15 @@ def test_switches_are_respected() -> None:
     ):
         asked = request(profile, 2200, allowed=only(*names), **{switch: False})
         for proposal in propose_pofo(asked):
-            assert set(options(proposal.choices)) <= set(names)
-            assert switch != "recompute" or not proposal.choices.reruns
+            assert set(options(proposal.decisions)) <= set(names)
+            assert switch != "recompute" or not proposal.decisions.recomputations
         assert seconds(asked) >= mixed - 1e-6
 
 
 def test_frozen_weights_are_not_updated_and_their_blocks_still_run_again() -> None:
     asked = request(chained_profile(link=0.01, trainable=(3,)), 1400)
-    best = propose_pofo(asked)[0].choices
-    assert [choice.place for choice in best.tensors] == ["none"] * 3 + ["device"] + ["none"] * 4
+    best = propose_pofo(asked)[0].decisions
+    assert [decision.place for decision in best.tensors] == ["none"] * 3 + ["device"] + ["none"] * 4
     assert "discard" in options(best)
     assert seconds(asked) > 0
 
@@ -156,11 +156,11 @@ def test_too_little_beside_the_weights_is_said() -> None:
 
 def test_host_memory_is_respected() -> None:
     profile = chained_profile(link=100.0)
-    roomy = propose_pofo(request(profile, 2200))[0].choices
+    roomy = propose_pofo(request(profile, 2200))[0].decisions
     assert "offload" in options(roomy)
     ram = 8 * 3000
     asked = request(profile, 2200, host_budget_bytes=ram)
-    assert not {"offload", "reload"} & set(options(propose_pofo(asked)[0].choices))
+    assert not {"offload", "reload"} & set(options(propose_pofo(asked)[0].decisions))
     assert seconds(asked) > seconds(request(profile, 2200))
 
 
@@ -189,8 +189,8 @@ def test_many_blocks_share_layers_and_the_plans_stay_valid() -> None:
     asked = request(profile, 9000, time_limit=2.0)
     layout = as_chain(profile, asked.allowed)
     assert {len(blocks) for blocks in layout.layers} == {2}
-    choices = as_choices(from_scratch(layout.chain), layout, profile, asked.allowed)
-    assert options(choices)[:3] == ["recompute", "discard", "discard"]
+    decisions = as_choices(from_scratch(layout.chain), layout, profile, asked.allowed)
+    assert options(decisions)[:3] == ["recompute", "discard", "discard"]
     assert seconds(asked) > 0
 
 
@@ -200,8 +200,8 @@ def test_the_chain_counts_what_the_plan_will() -> None:
     layout = as_chain(profile, asked.allowed)
     for operations in (sequential(layout.chain), from_scratch(layout.chain)):
         needed = max(memory(walk(operations, layout.chain)))
-        choices = as_choices(operations, layout, profile, asked.allowed)
-        plan = planned(Proposal(name="", choices=choices), asked)
+        decisions = as_choices(operations, layout, profile, asked.allowed)
+        plan = planned(Proposal(name="", decisions=decisions), asked)
         exact = int(device_bytes(plan, profile).max()) - plan.arena_bytes - FIXED
         assert exact <= needed <= exact + 40
 
@@ -217,17 +217,21 @@ def test_a_sequence_in_steps() -> None:
         "backward 2, backward 1"
     )
     operations = [Operation(kind, int(layer)) for kind, layer in (part.split() for part in text.split(", "))]  # type: ignore[arg-type]
-    choices = as_choices(operations, layout, profile, asked.allowed)
-    assert options(choices) == ["offload", "reload", "discard", "discard", "reload", "keep", "keep"]
-    assert choices.reruns == {
-        10: (Rerun(block=1, save="input"), Rerun(block=2, save="nothing"), Rerun(block=3, save="all")),
-        11: (Rerun(block=1, save="all"), Rerun(block=2, save="all")),
+    decisions = as_choices(operations, layout, profile, asked.allowed)
+    assert options(decisions) == ["offload", "reload", "discard", "discard", "reload", "keep", "keep"]
+    assert decisions.recomputations == {
+        10: (
+            Recomputation(block=1, save="input"),
+            Recomputation(block=2, save="nothing"),
+            Recomputation(block=3, save="all"),
+        ),
+        11: (Recomputation(block=1, save="all"), Recomputation(block=2, save="all")),
     }
-    fitted = with_copies(choices, profile, 10**9)
+    fitted = with_copies(decisions, profile, 10**9)
     assert fitted is not None
     # What layer 2 reloads is needed two steps before its backward, and nothing is fetched before the loss.
     assert 7 <= fitted.blocks[4].fetch <= 9  # type: ignore[operator]
     assert 7 <= fitted.blocks[1].fetch <= 10  # type: ignore[operator]
-    assert check(planned(Proposal(name="", choices=fitted), asked), profile) == []
-    tight = with_copies(choices, profile, 0)
+    assert check(planned(Proposal(name="", decisions=fitted), asked), profile) == []
+    tight = with_copies(decisions, profile, 0)
     assert tight is None

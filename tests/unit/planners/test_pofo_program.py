@@ -10,7 +10,7 @@ from math import inf
 import pytest
 
 from lt_offload.plan.planners.pofo.chain import Chain
-from lt_offload.plan.planners.pofo.program import Program
+from lt_offload.plan.planners.pofo.program import ChainProgram
 from lt_offload.plan.planners.pofo.sequence import from_scratch, memory, sequential, walk
 from tests.support.profiles.pofo_brute import fluid_s, random_chain, rematerialised_s, sequences
 
@@ -21,9 +21,9 @@ def bounds(chain: Chain) -> tuple[int, int]:
     return low, high
 
 
-def exact(chain: Chain, memory_bytes: int, **switches: bool) -> Program:
+def exact(chain: Chain, memory_bytes: int, **switches: bool) -> ChainProgram:
     """A program whose slots are bytes."""
-    return Program(chain, memory_bytes=memory_bytes, slots=memory_bytes, **switches)
+    return ChainProgram(chain, memory_bytes=memory_bytes, slots=memory_bytes, **switches)
 
 
 @pytest.mark.parametrize("rate", [1.0, 2.0])
@@ -167,8 +167,8 @@ def test_rounding_to_the_nearest_slot_is_closer_than_rounding_up() -> None:
     low, high = bounds(chain)
     budget = (low + high) // 2
     true = exact(chain, budget).seconds(budget)
-    up = Program(chain, memory_bytes=budget, slots=25).seconds(budget)
-    nearest = Program(chain, memory_bytes=budget, slots=25, nearest=True).seconds(budget)
+    up = ChainProgram(chain, memory_bytes=budget, slots=25).seconds(budget)
+    nearest = ChainProgram(chain, memory_bytes=budget, slots=25, nearest=True).seconds(budget)
     assert up >= true - 1e-3
     assert abs(nearest - true) < up - true
 

@@ -12,21 +12,23 @@ from papers_weights import LAYER, TABLE_1, gpt2
 
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.planners.weights.bound import weights_bound
-from lt_offload.plan.planners.weights.model import Chain, Gap, Layer, l2l_s
+from lt_offload.plan.planners.weights.model import Gap, WeightChain, WeightLayer, l2l_s
 from lt_offload.plan.planners.weights.select import held_bytes, select_gaps
 from lt_offload.plan.planners.weights.timing import Schedule, schedule
 
 SLACK = 1e-9
 
 
-def equal(count: int, *, memory: int = 10**9, weight: int = 100, activation: int = 10, bandwidth: float = 20) -> Chain:
-    layers = [Layer(weight_bytes=weight, forward_s=1, backward_s=3, activation_bytes=activation)] * count
-    return Chain.of(layers, memory=memory, bandwidth=bandwidth)
+def equal(
+    count: int, *, memory: int = 10**9, weight: int = 100, activation: int = 10, bandwidth: float = 20
+) -> WeightChain:
+    layers = [WeightLayer(weight_bytes=weight, forward_s=1, backward_s=3, activation_bytes=activation)] * count
+    return WeightChain.of(layers, memory=memory, bandwidth=bandwidth)
 
 
-def random_layers(rng: np.random.Generator, count: int) -> list[Layer]:
+def random_layers(rng: np.random.Generator, count: int) -> list[WeightLayer]:
     return [
-        Layer(
+        WeightLayer(
             weight_bytes=int(rng.integers(0, 10)) * 100,
             forward_s=float(rng.uniform(0, 4)),
             backward_s=float(rng.uniform(1, 8)),
@@ -36,14 +38,14 @@ def random_layers(rng: np.random.Generator, count: int) -> list[Layer]:
     ]
 
 
-def random_chain(seed: int, most: int = 5) -> Chain:
+def random_chain(seed: int, most: int = 5) -> WeightChain:
     """Memory between what is needed with all weights absent and with none."""
     rng = np.random.default_rng(seed)
     layers = random_layers(rng, int(rng.integers(1, most + 1)))
     bandwidth = float(rng.choice([50, 100, 200, 400]))
-    whole = Chain.of(layers, memory=10**9, bandwidth=bandwidth)
+    whole = WeightChain.of(layers, memory=10**9, bandwidth=bandwidth)
     least, most_bytes = held_bytes(whole, whole.gaps()).max(), held_bytes(whole, ()).max()
-    return Chain.of(layers, memory=int(least + rng.uniform() * (most_bytes - least)) + 1, bandwidth=bandwidth)
+    return WeightChain.of(layers, memory=int(least + rng.uniform() * (most_bytes - least)) + 1, bandwidth=bandwidth)
 
 
 # Published numbers.
@@ -85,7 +87,7 @@ def test_the_discount_helps_where_computations_are_short() -> None:
 # Brute force and order.
 
 
-def every_selection(chain: Chain) -> list[tuple[Gap, ...]]:
+def every_selection(chain: WeightChain) -> list[tuple[Gap, ...]]:
     gaps = chain.gaps()
     found = itertools.chain.from_iterable(itertools.combinations(gaps, count) for count in range(len(gaps) + 1))
     return [chosen for chosen in found if held_bytes(chain, chosen).max() <= chain.memory]
@@ -121,11 +123,13 @@ def test_both_solvers_find_the_same_bound() -> None:
 def test_more_memory_or_bandwidth_never_raises_the_bound() -> None:
     for seed in range(5):
         layers = random_layers(np.random.default_rng(seed), 4)
-        chain = Chain.of(layers, memory=10**9, bandwidth=100)
+        chain = WeightChain.of(layers, memory=10**9, bandwidth=100)
         least, most = held_bytes(chain, chain.gaps()).max(), held_bytes(chain, ()).max()
         sizes = [int(size) for size in np.linspace(least, most, 6)]
-        by_memory = [weights_bound(Chain.of(layers, memory=size, bandwidth=100)) for size in sizes]
-        by_speed = [weights_bound(Chain.of(layers, memory=sizes[1], bandwidth=speed)) for speed in (25, 50, 100, 1e6)]
+        by_memory = [weights_bound(WeightChain.of(layers, memory=size, bandwidth=100)) for size in sizes]
+        by_speed = [
+            weights_bound(WeightChain.of(layers, memory=sizes[1], bandwidth=speed)) for speed in (25, 50, 100, 1e6)
+        ]
         for bounds in (by_memory, by_speed):
             assert all(after <= before + 1e-6 for before, after in itertools.pairwise(bounds)), seed
         assert by_memory[-1] == pytest.approx(chain.compute_s)
@@ -135,7 +139,7 @@ def test_more_memory_or_bandwidth_never_raises_the_bound() -> None:
 # Selection.
 
 
-def printed_selection(chain: Chain) -> list[Gap]:
+def printed_selection(chain: WeightChain) -> list[Gap]:
     """Algorithm 1 as printed, step by step."""
     steps = chain.steps
     excess = [
@@ -186,10 +190,10 @@ def test_one_layer_has_nothing_to_choose() -> None:
 
 
 def test_layers_without_weights_are_not_chosen() -> None:
-    layers = [Layer(weight_bytes=size, forward_s=1, backward_s=1) for size in (100, 0, 100, 0, 100)]
-    chain = Chain.of(layers, memory=260, bandwidth=10)
+    layers = [WeightLayer(weight_bytes=size, forward_s=1, backward_s=1) for size in (100, 0, 100, 0, 100)]
+    chain = WeightChain.of(layers, memory=260, bandwidth=10)
     assert {gap.layer for gap in select_gaps(chain)} <= {0, 2, 4}
-    assert Chain.of(layers[1:2], memory=1, bandwidth=1).gaps() == []
+    assert WeightChain.of(layers[1:2], memory=1, bandwidth=1).gaps() == []
 
 
 def test_the_second_gap_of_a_layer_is_preferred() -> None:
@@ -201,7 +205,7 @@ def test_the_second_gap_of_a_layer_is_preferred() -> None:
 
 
 def test_states_leave_with_the_first_gap() -> None:
-    chain = Chain(
+    chain = WeightChain(
         weights=(100,) * 4,
         seconds=(1.0,) * 8,
         working=(0,) * 8,
@@ -226,7 +230,7 @@ def test_states_leave_with_the_first_gap() -> None:
 # Schedules.
 
 
-def broken(chain: Chain, gaps: tuple[Gap, ...], planned: Schedule, *, discount: bool = True) -> list[str]:
+def broken(chain: WeightChain, gaps: tuple[Gap, ...], planned: Schedule, *, discount: bool = True) -> list[str]:
     """Return how ``planned`` breaks the rules of the paper's section 3, for a chain without states."""
     found, layers = [], chain.layers
     changes: dict[float, int] = defaultdict(int)
@@ -261,7 +265,7 @@ def broken(chain: Chain, gaps: tuple[Gap, ...], planned: Schedule, *, discount: 
     return found + stale(chain, gaps, planned)
 
 
-def stale(chain: Chain, gaps: tuple[Gap, ...], planned: Schedule) -> list[str]:
+def stale(chain: WeightChain, gaps: tuple[Gap, ...], planned: Schedule) -> list[str]:
     """Every fetch is of what the last backward left, copied to the host in between."""
     found = []
     for copy in planned.copies:
@@ -348,7 +352,7 @@ def test_bad_chains(change: dict[str, object], message: str) -> None:
         "d2h": 1.0,
     }
     with pytest.raises(ConfigError, match=message):
-        Chain(**{**settings, **change})  # type: ignore[arg-type]
+        WeightChain(**{**settings, **change})  # type: ignore[arg-type]
 
 
 def test_too_little_memory_says_how_much_is_enough() -> None:

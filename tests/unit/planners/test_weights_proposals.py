@@ -11,7 +11,7 @@ import pytest
 
 from lt_offload.plan.build.fit import fit
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.iteration.decisions import Choices, uses
+from lt_offload.plan.iteration.decisions import Decisions, uses
 from lt_offload.plan.planners.offmate.config import OffmateConfig, allowed_options
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request
 from lt_offload.plan.planners.weights.propose import propose_greedy, propose_l2l
@@ -37,11 +37,11 @@ def request(profile: Profile, budget: float, *, host_budget: float = 1e15, **swi
 
 def fitted(proposal: Proposal, asked: Request) -> Plan | None:
     """Return the checked plan, or None if it cannot be brought into the budget."""
-    found = fit(proposal.choices, asked.profile, asked.room)
+    found = fit(proposal.decisions, asked.profile, asked.room)
     if found.over > 0:
         return None
     plan = build(
-        found.choices,
+        found.decisions,
         asked.profile,
         planner=proposal.name,
         budget_bytes=asked.budget_bytes,
@@ -56,8 +56,8 @@ def seconds(plan: Plan, profile: Profile) -> float:
     return simulate(plan, profile).iteration_time
 
 
-def by_place(choices: Choices) -> Counter[str]:
-    return Counter(tensor.place for tensor in choices.tensors)
+def by_place(decisions: Decisions) -> Counter[str]:
+    return Counter(tensor.place for tensor in decisions.tensors)
 
 
 @pytest.mark.parametrize("model", ["plain", "tied", "half", "lora", "frozen start"])
@@ -87,7 +87,7 @@ def test_l2l_fetches_every_weight_twice() -> None:
     (proposal,) = propose_l2l(asked)
     plan = fitted(proposal, asked)
     assert plan is not None
-    assert by_place(proposal.choices) == {"host": 5}
+    assert by_place(proposal.decisions) == {"host": 5}
     fetched = Counter(op.block for op in plan.ops if op.kind == "prefetch" and op.payload == "weight")
     # Between the last block's forward and its backward nothing could be gained.
     assert fetched == {0: 2, 1: 2, 2: 2, 3: 2, 4: 1}
@@ -103,7 +103,7 @@ def test_l2l_without_the_host_fetches_states() -> None:
     (proposal,) = propose_l2l(asked)
     plan = fitted(proposal, asked)
     assert plan is not None
-    assert by_place(proposal.choices) == {"paged": 5}
+    assert by_place(proposal.decisions) == {"paged": 5}
     assert sum(op.kind == "prefetch" and op.payload == "state" for op in plan.ops) == 5
     assert plan.options == ("keep",) * 5
 
@@ -112,8 +112,8 @@ def test_greedy_leaves_everything_where_it_fits() -> None:
     profile = small_profile(5)
     proposals = propose_greedy(request(profile, 10**6))
     assert len(proposals) == 1
-    assert by_place(proposals[0].choices) == {"device": 5}
-    assert all(not tensor.stays for tensor in proposals[0].choices.tensors)
+    assert by_place(proposals[0].decisions) == {"device": 5}
+    assert all(not tensor.intervals for tensor in proposals[0].decisions.tensors)
 
 
 def test_greedy_moves_more_the_less_memory_there_is() -> None:
@@ -121,7 +121,7 @@ def test_greedy_moves_more_the_less_memory_there_is() -> None:
     resident = []
     for budget in (26_000, 22_000, 18_000, 14_000):
         proposal = propose_greedy(request(profile, budget, host_update=False))[0]
-        counts = by_place(proposal.choices)
+        counts = by_place(proposal.decisions)
         assert set(counts) <= {"device", "paged"}
         resident.append(counts["device"])
     assert resident == sorted(resident, reverse=True)
@@ -131,21 +131,21 @@ def test_greedy_moves_more_the_less_memory_there_is() -> None:
 def test_greedy_on_the_host_keeps_the_first_block_on_the_device() -> None:
     profile = small_profile(8)
     proposal = next(p for p in propose_greedy(request(profile, 12_000)) if p.name.endswith("update on the host"))
-    places = [tensor.place for tensor in proposal.choices.tensors]
+    places = [tensor.place for tensor in proposal.decisions.tensors]
     assert places[0] in ("device", "paged")
     assert "host" in places
-    for index, tensor in enumerate(proposal.choices.tensors):
+    for index, tensor in enumerate(proposal.decisions.tensors):
         if tensor.place == "host":
             # What the backward leaves is stale.
-            assert tensor.stays[-1].end == 15 - index
+            assert tensor.intervals[-1].end == 15 - index
 
 
 def test_tied_weights_stay() -> None:
     profile = small_profile(8, tied=True)
     for proposal in propose_greedy(request(profile, 16_000)):
-        assert proposal.choices.tensors[0].stays == ()
-        assert proposal.choices.tensors[0].place == "device"
-        assert any(tensor.stays for tensor in proposal.choices.tensors)
+        assert proposal.decisions.tensors[0].intervals == ()
+        assert proposal.decisions.tensors[0].place == "device"
+        assert any(tensor.intervals for tensor in proposal.decisions.tensors)
 
 
 def test_activations_are_given_up_where_that_is_needed() -> None:
@@ -159,7 +159,7 @@ def test_activations_are_given_up_where_that_is_needed() -> None:
     )
     for budget, kept in ((60_000, True), (20_000, False)):
         proposals = propose_greedy(request(heavy, budget, host_update=False))
-        options = {block.option for block in proposals[0].choices.blocks}
+        options = {block.option for block in proposals[0].decisions.blocks}
         assert ("keep" in options) == kept
         assert fitted(proposals[0], request(heavy, budget, host_update=False)) is not None
 

@@ -8,7 +8,7 @@ from torch import nn
 
 import lt_offload
 from lt_offload.model.blocks import find_blocks
-from lt_offload.profiling import host_reads as direct
+from lt_offload.profiling import host_reads as zero_copy
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.host_reads import CACHE_BYTES, TILE, Readers, reads
 from lt_offload.profiling.meters import Lap
@@ -67,11 +67,11 @@ def test_every_tensor_of_every_family_is_known(family, lora):
     optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.1)
     hardware = load_hardware("h200")
     found = lt_offload.profile(model, models.batch(model), optimizer=optimizer, hardware=hardware)
-    assert all(tensor.direct is not None for tensor in found.tensors)
+    assert all(tensor.zero_copy is not None for tensor in found.tensors)
     assert not any(module._forward_hooks for module in model.modules())
     table = next(tensor for tensor in found.tensors if tensor.blocks[0] == 0 and len(tensor.shape) == 2)
-    assert table.direct.grad_s == table.bytes / hardware.d2h_bytes_per_s
-    lookup, *others = table.direct.reads
+    assert table.zero_copy.grad_s == table.bytes / hardware.d2h_bytes_per_s
+    lookup, *others = table.zero_copy.reads
     assert (lookup.forward_bytes, lookup.backward_bytes) == (2 * 12 * models.HIDDEN * 4, 0)
     assert lookup.forward_s == lookup.forward_bytes / hardware.h2d_bytes_per_s
     # Where it is tied, the projection reads all of it.
@@ -83,10 +83,10 @@ def test_estimates_from_a_configuration():
     options = {"batch_size": 4, "sequence_length": 512, "dtype": "bfloat16", "hardware": "rtx-3060"}
     found = lt_offload.profile_config("tinyllama-1.1b", **options)
     table = found.tensors[0]
-    (lookup,) = table.direct.reads
+    (lookup,) = table.zero_copy.reads
     assert lookup.forward_bytes == 4 * 512 * 2048 * 2
     matrix = next(tensor for tensor in found.tensors if "down_proj" in tensor.name)
-    (product,) = matrix.direct.reads
+    (product,) = matrix.zero_copy.reads
     assert product.forward_bytes == 16 * matrix.bytes
     assert lookup.forward_s < table.bytes / found.hardware.h2d_bytes_per_s
     assert product.forward_s > matrix.bytes / found.hardware.h2d_bytes_per_s
@@ -129,7 +129,7 @@ def test_what_is_not_known_has_no_figures():
     model = Chain()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     found = lt_offload.profile(model, (torch.zeros(2, 8),), optimizer=optimizer, hardware=load_hardware("h200"))
-    known = {tensor.name for tensor in found.tensors if tensor.direct is not None}
+    known = {tensor.name for tensor in found.tensors if tensor.zero_copy is not None}
     assert known == {f"layers.{i}.known.weight" for i in range(3)}
 
 
@@ -185,11 +185,11 @@ def test_a_device_that_cannot_read_host_memory_leaves_no_figures(monkeypatch, ho
     @contextmanager
     def locked(host):
         if how == "lock":
-            raise direct.UnsupportedError("memory cannot be page-locked")
+            raise zero_copy.UnsupportedError("memory cannot be page-locked")
         yield host
 
-    monkeypatch.setattr(direct, "locked", locked)
-    monkeypatch.setattr(direct, "refusal", lambda *args: "kernels read something else")
+    monkeypatch.setattr(zero_copy, "locked", locked)
+    monkeypatch.setattr(zero_copy, "refusal", lambda *args: "kernels read something else")
     said = []
     with Readers(structure) as readers:
         model(**models.batch(model))

@@ -8,7 +8,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 import pytest
 import torch
 
-from lt_offload.machine.numa import Place
+from lt_offload.machine.numa import MemoryNode
 from lt_offload.profiling import links
 from lt_offload.profiling.links import measure_links
 
@@ -23,8 +23,8 @@ def test_copies_within_ram() -> None:
 
 def test_host_memory_is_where_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
     touched: list[object] = []
-    monkeypatch.setattr(Place, "run", lambda self, work: touched.append((self.about, work())))
-    measure_links(torch.device("cpu"), place=Place(about="here"))
+    monkeypatch.setattr(MemoryNode, "run", lambda self, work: touched.append((self.about, work())))
+    measure_links(torch.device("cpu"), place=MemoryNode(about="here"))
     assert touched == [("here", None)] * 2
 
 

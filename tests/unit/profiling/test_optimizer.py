@@ -9,7 +9,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
 
 import lt_offload
 from lt_offload.errors import ConfigError
-from lt_offload.machine.numa import Place
+from lt_offload.machine.numa import MemoryNode
 from lt_offload.profiling import optimizer as module
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.optimizer import (
@@ -185,10 +185,10 @@ def test_the_fewest_threads_that_are_fast_enough(
     monkeypatch.setattr(module, "_speed", speed)
     before = torch.get_num_threads()
     optimizer = AdamW(parameters(), fused=True)
-    place = Place(cores=frozenset(os.sched_getaffinity(0)))
+    place = MemoryNode(cores=frozenset(os.sched_getaffinity(0)))
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(range(8)))
     sample = module._largest(optimizer)
-    assert module._fastest(optimizer, sample, Place()) == (chosen, speeds[chosen])
+    assert module._fastest(optimizer, sample, MemoryNode()) == (chosen, speeds[chosen])
     assert [threads for threads, _ in measured] == [1, 2, 4, 7]
     assert threading.get_ident() not in {thread for _, thread in measured}
     assert torch.get_num_threads() == before
@@ -205,7 +205,7 @@ def test_an_error_of_the_measurement_is_the_callers(monkeypatch: pytest.MonkeyPa
     optimizer = AdamW(parameters())
     before = torch.get_num_threads()
     with pytest.raises(MemoryError, match="no room"):
-        module._fastest(optimizer, module._largest(optimizer), Place())
+        module._fastest(optimizer, module._largest(optimizer), MemoryNode())
     assert torch.get_num_threads() == before
 
 

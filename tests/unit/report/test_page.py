@@ -237,7 +237,7 @@ def with_ops(plan: Plan, **changes: dict[int, dict[str, object]]) -> Plan:
 
 def test_decisions_say_what_runs_again_and_what_is_read_in_place(tmp_path: Path) -> None:
     tensor = next(i for i, t in enumerate(PROFILE.tensors) if t.blocks == (2,))
-    changed = with_ops(PLAN, forward={2: {"direct": (tensor,), "bytes": 5 * MB}})
+    changed = with_ops(PLAN, forward={2: {"zero_copy": (tensor,), "bytes": 5 * MB}})
     again = replace(next(op for op in PLAN.ops if op.kind == "forward" and op.block == 3), save="all", id=len(PLAN.ops))
     html = report(tmp_path, replace(changed, ops=(*changed.ops, again)))
     decisions = plain(html).split("Decisions")[1].split("Traffic")[0]

@@ -8,18 +8,22 @@ import pytest
 
 from lt_offload.plan import explain, solve
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.iteration.decisions import BlockChoice, TensorChoice
+from lt_offload.plan.iteration.decisions import BlockDecision, TensorDecision
 from lt_offload.schema.explain import brief
 from lt_offload.schema.plan import Alternative, Plan, Prediction
 from tests.support.profiles.fixtures import llama7b_b4
-from tests.support.profiles.small import HUGE, changed, resident, small_profile, stays
+from tests.support.profiles.small import HUGE, changed, intervals, resident, small_profile
 
 
 def hand_made() -> Plan:
     profile = small_profile(5)
-    choices = changed(resident(profile), 1, TensorChoice(place="host", stays=stays((0, 8)), grad_until=9))
-    choices = replace(choices, blocks=(*choices.blocks[:3], BlockChoice(option="recompute"), choices.blocks[4]))
-    plan = build(choices, profile, planner="test", budget_bytes=20_000, host_budget_bytes=HUGE)
+    decisions = changed(
+        resident(profile), 1, TensorDecision(place="host", intervals=intervals((0, 8)), grad_release_after=9)
+    )
+    decisions = replace(
+        decisions, blocks=(*decisions.blocks[:3], BlockDecision(option="recompute"), decisions.blocks[4])
+    )
+    plan = build(decisions, profile, planner="test", budget_bytes=20_000, host_budget_bytes=HUGE)
     prediction = Prediction(
         iteration_s=200.0, lower_bound_s=160.0, no_offload_s=100.0, device_peak_bytes=19_000, host_peak_bytes=16_000
     )

@@ -10,32 +10,40 @@ from typing import Any
 import pytest
 
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.iteration.decisions import BlockChoice, Choices, Stay, TensorChoice
+from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision
 from lt_offload.plan.iteration.memory import device_bytes, host_bytes
 from lt_offload.plan.planners.baselines import streaming_choices
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import Profile
-from tests.support.profiles.small import HUGE, changed, named, resident, small_profile, stays, words
+from tests.support.profiles.small import HUGE, changed, intervals, named, resident, small_profile, words
 
 PROFILE = small_profile(6, frozen=(4,))
 
 
 def everything() -> Plan:
     """A plan with every kind of op: one block on the host, one paged, one written back, one frozen that travels."""
-    choices: Choices = resident(PROFILE)
-    choices = changed(choices, 1, TensorChoice(place="host", stays=stays((0, 2), (8, 10)), grad_until=11))
-    paged = TensorChoice(
-        place="paged", stays=stays((7, 3)), write_back=2, state_stay=Stay(start=8, end=10), state_leave=9
+    decisions: Decisions = resident(PROFILE)
+    decisions = changed(
+        decisions, 1, TensorDecision(place="host", intervals=intervals((0, 2), (8, 10)), grad_release_after=11)
     )
-    choices = changed(choices, 2, paged)
-    choices = changed(choices, 3, TensorChoice(place="device", stays=stays((7, 10), (1, 4)), write_back=9))
-    choices = changed(choices, 4, TensorChoice(place="none", stays=stays((3, 4), (6, 7))))
-    blocks = list(choices.blocks)
-    blocks[2] = BlockChoice(option="offload", until=3, fetch=8)
-    blocks[1] = BlockChoice(option="recompute")
+    paged = TensorDecision(
+        place="paged",
+        intervals=intervals((7, 3)),
+        write_back=2,
+        state_interval=Interval(start=8, end=10),
+        state_offload_after=9,
+    )
+    decisions = changed(decisions, 2, paged)
+    decisions = changed(
+        decisions, 3, TensorDecision(place="device", intervals=intervals((7, 10), (1, 4)), write_back=9)
+    )
+    decisions = changed(decisions, 4, TensorDecision(place="none", intervals=intervals((3, 4), (6, 7))))
+    blocks = list(decisions.blocks)
+    blocks[2] = BlockDecision(option="offload", release_after=3, fetch=8)
+    blocks[1] = BlockDecision(option="recompute")
     plan = build(
-        replace(choices, blocks=tuple(blocks)), PROFILE, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE
+        replace(decisions, blocks=tuple(blocks)), PROFILE, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE
     )
     return replace(plan, budget_bytes=int(device_bytes(plan, PROFILE).max()))
 
@@ -87,8 +95,8 @@ def test_no_op_can_be_left_out(gone: int) -> None:
 def streamed_plans() -> Iterator[tuple[Plan, Profile]]:
     for states, host_update, lead, option in itertools.product((0, 2), (False, True), (0, 1), ("keep", "offload")):
         profile = small_profile(5, states=states, frozen=(2,), tied=True)
-        choices = streaming_choices(profile, (option,) * 5, host_update=host_update, lead=lead, lag=lead)  # type: ignore[arg-type]
-        yield build(choices, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE), profile
+        decisions = streaming_choices(profile, (option,) * 5, host_update=host_update, lead=lead, lag=lead)  # type: ignore[arg-type]
+        yield build(decisions, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE), profile
 
 
 def kind_of(op: Op) -> str:
@@ -188,8 +196,8 @@ CASES: dict[str, tuple[Callable[[], Plan], str]] = {
     "no payload": (lambda: with_op(named(PLAN, "0 prefetch weight 1"), payload=None), "payload: missing"),
     "payload too many": (lambda: with_op(named(PLAN, "0 forward 0"), payload="weight"), "payload: only copies"),
     "gradient fetched": (lambda: with_op(named(PLAN, "0 prefetch weight 1"), payload="grad"), "offloaded only"),
-    "never given back": (lambda: with_op(named(PLAN, "10 offload grad 1"), until=None), "until"),
-    "given back too early": (lambda: with_op(named(PLAN, "10 offload grad 1"), until=9), "until"),
+    "never given back": (lambda: with_op(named(PLAN, "10 offload grad 1"), release_after=None), "release_after"),
+    "given back too early": (lambda: with_op(named(PLAN, "10 offload grad 1"), release_after=9), "release_after"),
     "tensors of a computation": (lambda: with_op(named(PLAN, "0 forward 0"), tensors=(1,)), "none belong to it"),
     "no tensors": (lambda: with_op(named(PLAN, "10 update 1"), tensors=()), "tensors: missing"),
     "no offsets": (lambda: with_op(named(PLAN, "0 prefetch weight 1"), offsets=()), "offsets: 0 for 1 tensors"),
@@ -203,7 +211,10 @@ CASES: dict[str, tuple[Callable[[], Plan], str]] = {
         lambda: with_op(named(PLAN, "10 offload grad 1"), tensors=(1, 0), bytes=2000),
         "weight0 sends it once, if the host updates it",
     ),
-    "activations back too early": (lambda: with_op(named(PLAN, "2 offload activation 2"), until=8), "in this order"),
+    "activations back too early": (
+        lambda: with_op(named(PLAN, "2 offload activation 2"), release_after=8),
+        "in this order",
+    ),
     "arena too small": (lambda: replace(PLAN, arena_bytes=PLAN.arena_bytes - 512), "the extent is"),
     "initial missing": (lambda: replace(PLAN, initial=PLAN.initial[1:]), "weight weight0 is not on the device"),
     "initial unused": (

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.iteration.decisions import BlockChoice, Rerun, TensorChoice
+from lt_offload.plan.iteration.decisions import BlockDecision, Recomputation, TensorDecision
 from lt_offload.plan.iteration.memory import device_bytes
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import Op, Plan
@@ -18,33 +18,41 @@ from tests.support.profiles.small import (
     HUGE,
     chained,
     changed,
+    intervals,
     named,
     resident,
     small_profile,
-    stays,
-    with_direct,
+    with_zero_copy,
     words,
 )
 
-PROFILE = with_direct(chained(small_profile(5, frozen=(3,))))
+PROFILE = with_zero_copy(chained(small_profile(5, frozen=(3,))))
 
 
 def everything() -> Plan:
     """Inputs that are kept, reloaded and discarded; weights that are read directly always, once and never."""
-    choices = resident(PROFILE)
-    choices = changed(choices, 0, TensorChoice(place="host", direct=(0, 8, 9), grad_direct=True))
-    choices = changed(choices, 1, TensorChoice(place="host", stays=stays((0, 1), (6, 8)), grad_until=9))
-    choices = changed(choices, 2, TensorChoice(place="device", stays=stays((5, 7)), direct=(2,), write_back=7))
-    choices = changed(choices, 3, TensorChoice(place="none", direct=(3,), stays=stays((6, 6))))
-    blocks = [BlockChoice(option=option) for option in ("recompute", "keep", "discard", "discard", "keep")]  # type: ignore[arg-type]
-    blocks[1] = BlockChoice(option="reload", until=2, fetch=5)
-    reruns = {
-        6: (Rerun(block=1, save="input"), Rerun(block=2, save="input"), Rerun(block=3, save="all")),
-        7: (Rerun(block=2, save="all"),),
-        8: (Rerun(block=0, save="input"), Rerun(block=1, save="all")),
+    decisions = resident(PROFILE)
+    decisions = changed(decisions, 0, TensorDecision(place="host", zero_copy=(0, 8, 9), grad_zero_copy=True))
+    decisions = changed(
+        decisions, 1, TensorDecision(place="host", intervals=intervals((0, 1), (6, 8)), grad_release_after=9)
+    )
+    decisions = changed(
+        decisions, 2, TensorDecision(place="device", intervals=intervals((5, 7)), zero_copy=(2,), write_back=7)
+    )
+    decisions = changed(decisions, 3, TensorDecision(place="none", zero_copy=(3,), intervals=intervals((6, 6))))
+    blocks = [BlockDecision(option=option) for option in ("recompute", "keep", "discard", "discard", "keep")]  # type: ignore[arg-type]
+    blocks[1] = BlockDecision(option="reload", release_after=2, fetch=5)
+    recomputations = {
+        6: (
+            Recomputation(block=1, save="input"),
+            Recomputation(block=2, save="input"),
+            Recomputation(block=3, save="all"),
+        ),
+        7: (Recomputation(block=2, save="all"),),
+        8: (Recomputation(block=0, save="input"), Recomputation(block=1, save="all")),
     }
-    choices = replace(choices, blocks=tuple(blocks), reruns=reruns)
-    plan = build(choices, PROFILE, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+    decisions = replace(decisions, blocks=tuple(blocks), recomputations=recomputations)
+    plan = build(decisions, PROFILE, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
     return replace(plan, budget_bytes=int(device_bytes(plan, PROFILE).max()))
 
 
@@ -85,7 +93,7 @@ def swapped(first: int) -> Plan:
 def test_the_plan_itself_is_good() -> None:
     assert check(PLAN, PROFILE) == []
     assert {op.save for op in AGAIN} == {"input", "all"}
-    assert {op.direct for op in COMPUTED} == {(), (0,), (2,), (3,)}
+    assert {op.zero_copy for op in COMPUTED} == {(), (0,), (2,), (3,)}
 
 
 @pytest.mark.parametrize("op", PLAN.ops, ids=words)
@@ -176,9 +184,9 @@ def test_dependencies_that_nothing_implies(text: str, other: str) -> None:
 
 
 def test_direct_reads_wait_for_write_backs() -> None:
-    choice = TensorChoice(place="device", direct=(1,), stays=stays((7, 8)), write_back=8)
-    choices = changed(resident(PROFILE), 1, choice)
-    plan = build(choices, PROFILE, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+    decision = TensorDecision(place="device", zero_copy=(1,), intervals=intervals((7, 8)), write_back=8)
+    decisions = changed(resident(PROFILE), 1, decision)
+    plan = build(decisions, PROFILE, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
     read, written = named(plan, "1 forward 1"), named(plan, "8 offload weight 1")
     ops = [replace(op, after=()) if op is read else op for op in plan.ops]
     (violation,) = check(replace(plan, ops=tuple(ops)), PROFILE)
@@ -253,30 +261,30 @@ CASES: dict[str, tuple[Callable[[], Plan], str, str]] = {
     "nothing run again": (lambda: without("6 forward 3"), "6 backward 3", "nothing is saved of the block"),
     "fetched too late": (fetched_late, "6 forward 1", "its activations have not been fetched"),
     "a tensor of another block": (
-        lambda: with_op(named(PLAN, "2 forward 2"), direct=(1,)),
+        lambda: with_op(named(PLAN, "2 forward 2"), zero_copy=(1,)),
         "2 forward 2",
-        "direct: tensor 1 is none of its block",
+        "zero_copy: tensor 1 is none of its block",
     ),
     "a tensor that does not exist": (
-        lambda: with_op(named(PLAN, "2 forward 2"), direct=(99,)),
+        lambda: with_op(named(PLAN, "2 forward 2"), zero_copy=(99,)),
         "2 forward 2",
-        "direct: tensor 99 is none of its block",
+        "zero_copy: tensor 99 is none of its block",
     ),
-    "direct twice": (lambda: with_op(named(PLAN, "2 forward 2"), direct=(2, 2)), "2 forward 2", "direct: only"),
+    "direct twice": (lambda: with_op(named(PLAN, "2 forward 2"), zero_copy=(2, 2)), "2 forward 2", "zero_copy: only"),
     "a copy that reads directly": (
-        lambda: with_op(named(PLAN, "5 prefetch weight 2"), direct=(2,)),
+        lambda: with_op(named(PLAN, "5 prefetch weight 2"), zero_copy=(2,)),
         "5 prefetch weight 2",
-        "direct: only computations",
+        "zero_copy: only computations",
     ),
     "neither direct nor there": (
-        lambda: with_op(named(PLAN, "2 forward 2"), direct=(), bytes=0),
+        lambda: with_op(named(PLAN, "2 forward 2"), zero_copy=(), bytes=0),
         "2 forward 2",
         "residency: weight weight2 is not on the device",
     ),
     "direct before it is written back": (
         lambda: without("7 offload weight 2"),
         "2 forward 2",
-        "direct: the host copy of weight weight2 is outdated",
+        "zero_copy: the host copy of weight weight2 is outdated",
     ),
     "direct beside its update on the host": (
         lambda: with_op(named(PLAN, "0 forward 0"), after=()),
@@ -284,14 +292,14 @@ CASES: dict[str, tuple[Callable[[], Plan], str, str]] = {
         "not ordered after op",
     ),
     "read by a backward on the device alone": (
-        lambda: with_op(named(PLAN, "8 backward 1"), direct=(1,), bytes=100),
+        lambda: with_op(named(PLAN, "8 backward 1"), zero_copy=(1,), bytes=100),
         "8 backward 1",
         "bytes: 100 are given, it reads 200 directly",
     ),
     "a gradient that is held though written": (
         lambda: with_op(named(PLAN, "8 offload grad 1"), resource="compute"),
         "8 offload grad 1",
-        "until: a gradient that the backward writes",
+        "release_after: a gradient that the backward writes",
     ),
     "a gradient before its backward": (
         lambda: with_op(named(PLAN, "9 offload grad 0"), step=8, block=1),
@@ -335,9 +343,9 @@ def test_profiles_that_do_not_allow_it_are_named() -> None:
     assert any("block block2: run again: option 'discard', but the input of block2" in text for text in found), found
     (first,) = [op.id for op in PLAN.ops if words(op) == "6 forward 2"]
     assert any(text.startswith(f"op {first} (") and "nor is it what the block before returns" in text for text in found)
-    undirected = replace(PROFILE, tensors=tuple(replace(tensor, direct=None) for tensor in PROFILE.tensors))
+    undirected = replace(PROFILE, tensors=tuple(replace(tensor, zero_copy=None) for tensor in PROFILE.tensors))
     found = check(PLAN, undirected)
-    assert any("direct: weight0 cannot be accessed in host memory" in text for text in found), found
+    assert any("zero_copy: weight0 cannot be accessed in host memory" in text for text in found), found
     assert sum("cannot be accessed" in text for text in found) == 6
     fewer = replace(
         PROFILE,
@@ -353,23 +361,31 @@ def test_profiles_that_do_not_allow_it_are_named() -> None:
 
 def test_frozen_blocks_run_again_for_others_only() -> None:
     profile = chained(small_profile(3, frozen=(0, 1), no_backward=2))
-    choices = replace(
+    decisions = replace(
         resident(profile),
-        blocks=tuple(BlockChoice(option=option) for option in ("keep", "keep", "discard")),  # type: ignore[arg-type]
-        reruns={3: (Rerun(block=0, save="nothing"), Rerun(block=1, save="nothing"), Rerun(block=2, save="all"))},
+        blocks=tuple(BlockDecision(option=option) for option in ("keep", "keep", "discard")),  # type: ignore[arg-type]
+        recomputations={
+            3: (
+                Recomputation(block=0, save="nothing"),
+                Recomputation(block=1, save="nothing"),
+                Recomputation(block=2, save="all"),
+            )
+        },
     )
-    plan = build(choices, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+    plan = build(decisions, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
     assert check(plan, profile) == []
-    wrong = replace(choices, reruns={3: (Rerun(block=0, save="all"), *choices.reruns[3][1:])})
+    wrong = replace(
+        decisions, recomputations={3: (Recomputation(block=0, save="all"), *decisions.recomputations[3][1:])}
+    )
     (found,) = check(build(wrong, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE), profile)
     assert "save: 'all', but the block has no backward" in found
 
 
 def test_an_idle_backward_reads_nothing() -> None:
-    profile = with_direct(small_profile(3, frozen=(0,), no_backward=1))
+    profile = with_zero_copy(small_profile(3, frozen=(0,), no_backward=1))
     plan = build(resident(profile), profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
     idle = named(plan, "5 backward 0")
-    ops = tuple(replace(op, direct=(0,)) if op is idle else op for op in plan.ops)
+    ops = tuple(replace(op, zero_copy=(0,)) if op is idle else op for op in plan.ops)
     (found,) = check(replace(plan, ops=ops), profile)
     assert found.startswith(f"op {idle.id} (")
-    assert "direct: it computes nothing" in found
+    assert "zero_copy: it computes nothing" in found

@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.iteration.decisions import TensorChoice
+from lt_offload.plan.iteration.decisions import TensorDecision
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan, deadlines
 from lt_offload.schema.profile import Profile
-from tests.support.profiles.small import HUGE, changed, resident, small_profile, stays
+from tests.support.profiles.small import HUGE, changed, intervals, resident, small_profile
 
 BLOCKS = 5
 LAST = 2 * BLOCKS - 1
@@ -22,12 +22,14 @@ def all_on_the_host(seconds: float) -> tuple[Plan, Profile]:
     optimizer = replace(profile.optimizer, host_bytes_per_s=1000 / seconds)
     hardware = replace(profile.hardware, h2d_bytes_per_s=1e6, d2h_bytes_per_s=1e6)
     profile = replace(profile, optimizer=optimizer, hardware=hardware)
-    choices = resident(profile)
+    decisions = resident(profile)
     for block in range(BLOCKS):
         start, update = max(block - 1, 0), LAST - block
-        choice = TensorChoice(place="host", stays=stays((start, update)), grad_until=min(update + 1, LAST))
-        choices = changed(choices, block, choice)
-    return build(choices, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE), profile
+        decision = TensorDecision(
+            place="host", intervals=intervals((start, update)), grad_release_after=min(update + 1, LAST)
+        )
+        decisions = changed(decisions, block, decision)
+    return build(decisions, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE), profile
 
 
 def test_a_deadline_is_the_first_op_that_waits() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from lt_offload.errors import PlanError
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.iteration.decisions import BlockChoice, Choices, Stay, TensorChoice
+from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision
 from lt_offload.plan.planners.baselines import streaming_choices
 from lt_offload.plan.planners.offmate.discretise import Slack, discretise
 from lt_offload.plan.verify.simulate import simulate
@@ -18,11 +18,11 @@ from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import Profile
 from tests.support.profiles.program_rules import random_profile
 from tests.support.profiles.random_solutions import random_solution
-from tests.support.profiles.small import HUGE, changed, named, resident, small_profile, stays
+from tests.support.profiles.small import HUGE, changed, intervals, named, resident, small_profile
 
 
-def built(choices: Choices, profile: Profile) -> Plan:
-    return build(choices, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
+def built(decisions: Decisions, profile: Profile) -> Plan:
+    return build(decisions, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE)
 
 
 def with_op(plan: Plan, op: Op, **fields: Any) -> Plan:
@@ -46,8 +46,8 @@ def test_a_resident_plan_lasts_as_long_as_its_computations() -> None:
 def test_a_copy_that_nothing_hides_is_waited_for() -> None:
     profile = small_profile(3)
     # The first block's weight is fetched in its own step, after the update on the host: 5 s out, 10 s update, 10 s in.
-    choice = TensorChoice(place="host", stays=stays((0, 5)), grad_until=5)
-    trace = simulate(built(changed(resident(profile), 0, choice), profile), profile)
+    decision = TensorDecision(place="host", intervals=intervals((0, 5)), grad_release_after=5)
+    trace = simulate(built(changed(resident(profile), 0, decision), profile), profile)
     assert trace.iteration_time == pytest.approx(3 * 30 + 2 + 5 + 10 + 10)
     assert trace.busy("host") == pytest.approx(10)
 
@@ -55,8 +55,8 @@ def test_a_copy_that_nothing_hides_is_waited_for() -> None:
 def test_a_copy_beside_a_computation_costs_nothing() -> None:
     profile = small_profile(4)
     # 5 s out beside the next backward, 10 s update, 10 s in beside the first forward: block 1 waits for the last bit.
-    choice = TensorChoice(place="host", stays=stays((0, 6)), grad_until=7)
-    trace = simulate(built(changed(resident(profile), 1, choice), profile), profile)
+    decision = TensorDecision(place="host", intervals=intervals((0, 6)), grad_release_after=7)
+    trace = simulate(built(changed(resident(profile), 1, decision), profile), profile)
     assert trace.iteration_time == pytest.approx(4 * 30 + 3)
     spans = {span.label: span for span in trace.spans}
     assert spans["prefetch weight 1"].end <= spans["forward 1"].start
@@ -87,20 +87,24 @@ def test_memory_is_counted_by_step() -> None:
 def test_offloaded_activations_count_until_they_have_left_and_from_when_they_are_fetched() -> None:
     profile = small_profile(4)
     blocks = list(resident(profile).blocks)
-    early = replace(resident(profile), blocks=(BlockChoice(option="offload", until=0, fetch=7), *blocks[1:]))
-    late = replace(resident(profile), blocks=(BlockChoice(option="offload", until=2, fetch=5), *blocks[1:]))
+    early = replace(resident(profile), blocks=(BlockDecision(option="offload", release_after=0, fetch=7), *blocks[1:]))
+    late = replace(resident(profile), blocks=(BlockDecision(option="offload", release_after=2, fetch=5), *blocks[1:]))
     sizes = [np.array([size for _, size in simulate(built(c, profile), profile).memory]) for c in (early, late)]
     assert (sizes[1] - sizes[0]).tolist() == [0, 300, 300, 0, 0, 300, 300, 0]
 
 
 def test_host_memory_counts_what_travels() -> None:
     profile = small_profile(3)
-    choices = changed(resident(profile), 1, TensorChoice(place="host", stays=stays((0, 4)), grad_until=5))
-    paged = TensorChoice(place="paged", state_stay=Stay(start=4, end=5), state_leave=5)
-    choices = changed(choices, 0, paged)
-    choices = replace(choices, blocks=(BlockChoice(option="offload", until=1, fetch=4), *choices.blocks[1:]))
+    decisions = changed(
+        resident(profile), 1, TensorDecision(place="host", intervals=intervals((0, 4)), grad_release_after=5)
+    )
+    paged = TensorDecision(place="paged", state_interval=Interval(start=4, end=5), state_offload_after=5)
+    decisions = changed(decisions, 0, paged)
+    decisions = replace(
+        decisions, blocks=(BlockDecision(option="offload", release_after=1, fetch=4), *decisions.blocks[1:])
+    )
     # all weights and states; the gradient of the host's share at its place; activations
-    assert simulate(built(choices, profile), profile).host_peak == 3 * (1000 + 2000) + 1024 + 300
+    assert simulate(built(decisions, profile), profile).host_peak == 3 * (1000 + 2000) + 1024 + 300
 
 
 def test_collected_gradients_and_scratch() -> None:
@@ -181,15 +185,15 @@ def test_more_bandwidth_never_hurts() -> None:
     times = []
     for speed in (0.1, 1.0, 10.0):
         profile = small_profile(6, speed=speed)
-        choices = streaming_choices(profile, ("offload",) * 6, host_update=True, lead=1, lag=1)
-        times.append(simulate(built(choices, profile), profile).iteration_time)
+        decisions = streaming_choices(profile, ("offload",) * 6, host_update=True, lead=1, lag=1)
+        times.append(simulate(built(decisions, profile), profile).iteration_time)
     assert times == sorted(times, reverse=True)
 
 
 def test_deadlocks_name_the_ops() -> None:
     profile = small_profile(3)
-    choice = TensorChoice(place="host", stays=stays((0, 5)), grad_until=5)
-    plan = built(changed(resident(profile), 0, choice), profile)
+    decision = TensorDecision(place="host", intervals=intervals((0, 5)), grad_release_after=5)
+    plan = built(changed(resident(profile), 0, decision), profile)
     with pytest.raises(PlanError, match=r"op 1 \(forward 0\) waits for op 99, which the plan does not have"):
         simulate(with_op(plan, named(plan, "0 forward 0"), after=(99,)), profile)
     grad, update = named(plan, "5 offload grad 0"), named(plan, "5 update 0")

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_offload.plan.planners.memferry.forward import undominated
-from lt_offload.plan.planners.memferry.model import Decisions, Layer, Position, Weight, backward
+from lt_offload.plan.planners.memferry.model import Decisions, MemFerryLayer, MemFerryWeight, Position, backward
 
 _WORTH = 1e-6
 """Part of the time that one more copy has to save: it is not for nothing, though no time is charged for its launch."""
@@ -19,7 +19,7 @@ SIZES = 4096
 """Sums of gradient bytes that are told apart in :func:`kept_gradients`."""
 
 
-def switched_weights(layers: Sequence[Layer], copied: Decisions) -> frozenset[Position]:
+def switched_weights(layers: Sequence[MemFerryLayer], copied: Decisions) -> frozenset[Position]:
     """Return the weights that are read directly in the forward and worth a copy before the backward (DFGB).
 
     Tried in the order of seconds saved per second of copying, and kept if the backward ends earlier with them. The
@@ -43,7 +43,7 @@ def switched_weights(layers: Sequence[Layer], copied: Decisions) -> frozenset[Po
     return switched
 
 
-def kept_gradients(weights: Sequence[Weight], capacity: int, *, buckets: int | None = SIZES) -> list[bool]:
+def kept_gradients(weights: Sequence[MemFerryWeight], capacity: int, *, buckets: int | None = SIZES) -> list[bool]:
     """Return for which ``weights`` the gradients are kept on the device, in at most ``capacity`` bytes altogether.
 
     The others are written to host memory by the backward. What that saves of the backward's time is the most
@@ -74,5 +74,5 @@ def kept_gradients(weights: Sequence[Weight], capacity: int, *, buckets: int | N
     return kept[::-1]
 
 
-def _rate(weight: Weight) -> float:
+def _rate(weight: MemFerryWeight) -> float:
     return weight.backward_s / weight.transfer_s if weight.transfer_s > 0 else float("inf")

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from lt_offload.plan.iteration.computations import Computation, computations
-from lt_offload.plan.iteration.decisions import Choices, Stay, TensorChoice, block_choices, uses
+from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, block_choices, uses
 from lt_offload.plan.iteration.memory import backward_steps
-from lt_offload.plan.planners.memferry.model import Layer, Weight
+from lt_offload.plan.planners.memferry.model import MemFerryLayer, MemFerryWeight
 from lt_offload.schema.profile import OptionName, Profile, TensorProfile
 
 _LAG, _LEAD = 1, 1
@@ -26,7 +26,7 @@ _SLACK = 1
 class Reading:
     """How the computations get at one tensor."""
 
-    direct: tuple[int, ...] = ()
+    zero_copy: tuple[int, ...] = ()
     """The steps that read it in host memory."""
     leaves: bool = False
     """Whether its device copy goes and comes again between the other steps that use it."""
@@ -35,20 +35,20 @@ class Reading:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chain:
+class ProfileChain:
     """The layers of a profile; those tensors that travel are their weights."""
 
-    layers: tuple[Layer, ...]
+    layers: tuple[MemFerryLayer, ...]
     tensors: tuple[tuple[int, ...], ...]
     """Per layer: its weights' indices in the profile."""
 
 
-def chain(profile: Profile, options: Sequence[OptionName], readings: Sequence[Reading]) -> Chain:
+def chain(profile: Profile, options: Sequence[OptionName], readings: Sequence[Reading]) -> ProfileChain:
     """Return the chain whose weights are the trainable tensors; the frozen ones add what ``readings`` say.
 
     A tied tensor is a weight of the first block that does not read it directly, and has to be copied there.
     """
-    weights: list[list[Weight]] = [[] for _ in profile.blocks]
+    weights: list[list[MemFerryWeight]] = [[] for _ in profile.blocks]
     tensors: list[list[int]] = [[] for _ in profile.blocks]
     computed = computations(options, {}, profile)
     tied = [reading if len(tensor.blocks) > 1 else Reading() for tensor, reading in _zip(profile, readings)]
@@ -56,29 +56,29 @@ def chain(profile: Profile, options: Sequence[OptionName], readings: Sequence[Re
     for index, (tensor, reading) in enumerate(_zip(profile, readings)):
         if not tensor.trainable:
             continue
-        block = next((block for block in tensor.blocks if block not in reading.direct), tensor.blocks[0])
+        block = next((block for block in tensor.blocks if block not in reading.zero_copy), tensor.blocks[0])
         weights[block].append(_weight(profile, index, computed))
         tensors[block].append(index)
     layers = tuple(
-        Layer(forward_s=seconds[at], backward_s=seconds[-1 - at], weights=tuple(found))
+        MemFerryLayer(forward_s=seconds[at], backward_s=seconds[-1 - at], weights=tuple(found))
         for at, found in enumerate(weights)
     )
-    return Chain(layers=layers, tensors=tuple(tuple(found) for found in tensors))
+    return ProfileChain(layers=layers, tensors=tuple(tuple(found) for found in tensors))
 
 
-def _weight(profile: Profile, index: int, computed: Sequence[Computation]) -> Weight:
+def _weight(profile: Profile, index: int, computed: Sequence[Computation]) -> MemFerryWeight:
     tensor, hardware = profile.tensors[index], profile.hardware
-    costs = Weight(
+    costs = MemFerryWeight(
         transfer_s=tensor.bytes / hardware.h2d_bytes_per_s,
         forward_s=float("inf"),
         gradient_bytes=tensor.bytes,
         gradient_transfer_s=tensor.bytes / hardware.d2h_bytes_per_s,
-        gradient_s=tensor.direct.grad_s if tensor.direct else float("inf"),
+        gradient_s=tensor.zero_copy.grad_s if tensor.zero_copy else float("inf"),
     )
-    if tensor.direct is None or len(tensor.blocks) > 1:
+    if tensor.zero_copy is None or len(tensor.blocks) > 1:
         return costs
-    forward_bytes, forward_s = computed[tensor.blocks[0]].direct([index], profile)
-    backward_bytes, backward_s = computed[-1 - tensor.blocks[0]].direct([index], profile)
+    forward_bytes, forward_s = computed[tensor.blocks[0]].zero_copy([index], profile)
+    backward_bytes, backward_s = computed[-1 - tensor.blocks[0]].zero_copy([index], profile)
     return replace(
         costs,
         forward_s=forward_s,
@@ -94,10 +94,10 @@ def _seconds(
     """Return, per step, how long its computation takes: the option's, and what ``readings`` and ``written`` add."""
     found = [computation.seconds for computation in computed]
     for index, (tensor, reading) in enumerate(_zip(profile, readings)):
-        for step in reading.direct:
-            found[step] += computed[step].direct([index], profile)[1]
-        if index in written and tensor.direct is not None:
-            found[backward_steps(tensor.blocks, profile)[-1]] += tensor.direct.grad_s
+        for step in reading.zero_copy:
+            found[step] += computed[step].zero_copy([index], profile)[1]
+        if index in written and tensor.zero_copy is not None:
+            found[backward_steps(tensor.blocks, profile)[-1]] += tensor.zero_copy.grad_s
     return found
 
 
@@ -108,7 +108,7 @@ def to_choices(
     *,
     written: Collection[int],
     early: bool,
-) -> Choices:
+) -> Decisions:
     """Return the choices with these options, readings and gradients ``written`` to host memory by the backward.
 
     Args:
@@ -122,23 +122,23 @@ def to_choices(
     schedule = _Schedule(profile, options, readings, written, early)
     tensors = []
     for index, (tensor, reading) in enumerate(_zip(profile, readings)):
-        stays = () if reading.always else schedule.stays[index]
+        intervals = () if reading.always else schedule.intervals[index]
         if not tensor.trainable:
-            tensors.append(TensorChoice(place="none", stays=stays, direct=reading.direct))
+            tensors.append(TensorDecision(place="none", intervals=intervals, zero_copy=reading.zero_copy))
             continue
-        choice = TensorChoice(
+        decision = TensorDecision(
             place="host",
-            stays=stays,
-            direct=reading.direct,
-            grad_until=None if index in written else schedule.left[index],
-            grad_direct=index in written,
+            intervals=intervals,
+            zero_copy=reading.zero_copy,
+            grad_release_after=None if index in written else schedule.left[index],
+            grad_zero_copy=index in written,
         )
-        tensors.append(choice)
-    return Choices(tensors=tuple(tensors), blocks=block_choices(profile, options, lag=_LAG, lead=_LEAD))
+        tensors.append(decision)
+    return Decisions(tensors=tuple(tensors), blocks=block_choices(profile, options, lag=_LAG, lead=_LEAD))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Copy:
+class _ChainCopy:
     """Something that takes the link to the device: for a tensor, or for nobody that would have to be told."""
 
     need: int
@@ -172,7 +172,7 @@ class _Schedule:
         if not early:
             ready = dict.fromkeys(ready, self.steps)
         copies = [copy for index in range(len(profile.tensors)) for copy in self._weight_copies(index, ready)]
-        self.stays = self._just_in_time([*copies, *self._other_copies()])
+        self.intervals = self._just_in_time([*copies, *self._other_copies()])
 
     def _updates(self, written: Collection[int]) -> dict[int, int]:
         """Return, by tensor, the step in which the host has updated it; on the way, when gradients have left."""
@@ -191,9 +191,9 @@ class _Schedule:
             ready[index] = max(self._step_at(host), step + 1)
         return ready
 
-    def _weight_copies(self, index: int, ready: dict[int, int]) -> Iterator[_Copy]:
+    def _weight_copies(self, index: int, ready: dict[int, int]) -> Iterator[_ChainCopy]:
         tensor, reading = self.profile.tensors[index], self.readings[index]
-        copied = [step for step in uses(tensor.blocks, self.profile) if step not in reading.direct]
+        copied = [step for step in uses(tensor.blocks, self.profile) if step not in reading.zero_copy]
         if reading.always or not copied:
             return
         groups = [[copied[0]]]
@@ -209,8 +209,8 @@ class _Schedule:
             # What it follows: the drop of the copy before, the host's update, or a forward that reads it directly.
             before = groups[at - 1][-1] + 1
             if group[0] >= forwards:
-                passed = [step + 1 for step in reading.direct if step < forwards]
-                yield _Copy(
+                passed = [step + 1 for step in reading.zero_copy if step < forwards]
+                yield _ChainCopy(
                     need=group[0],
                     seconds=seconds,
                     earliest=max(before if at else 0, *passed, 0),
@@ -219,32 +219,34 @@ class _Schedule:
                 )
             else:
                 earliest = before + self.steps if at else max(before, ready.get(index, 0))
-                yield _Copy(need=group[0] + self.steps, seconds=seconds, earliest=earliest, tensor=index, end=group[-1])
+                yield _ChainCopy(
+                    need=group[0] + self.steps, seconds=seconds, earliest=earliest, tensor=index, end=group[-1]
+                )
 
-    def _other_copies(self) -> Iterator[_Copy]:
+    def _other_copies(self) -> Iterator[_ChainCopy]:
         """Activations that return, and what is read directly."""
         rate = self.profile.hardware.h2d_bytes_per_s
         for at, (block, name) in enumerate(zip(self.profile.blocks, self.options, strict=True)):
             nbytes = block.option(name).offload_bytes if block.has_backward else 0
             if nbytes:
-                yield _Copy(need=self.steps - 1 - at, seconds=nbytes / rate, earliest=at + 1)
+                yield _ChainCopy(need=self.steps - 1 - at, seconds=nbytes / rate, earliest=at + 1)
         for index, reading in enumerate(self.readings):
-            for step in reading.direct:
-                nbytes, _ = self.computed[step].direct([index], self.profile)
+            for step in reading.zero_copy:
+                nbytes, _ = self.computed[step].zero_copy([index], self.profile)
                 need = step + self.steps if step < len(self.profile.blocks) else step
-                yield _Copy(need=need, seconds=nbytes / rate, earliest=0)
+                yield _ChainCopy(need=need, seconds=nbytes / rate, earliest=0)
 
-    def _just_in_time(self, copies: Sequence[_Copy]) -> list[tuple[Stay, ...]]:
+    def _just_in_time(self, copies: Sequence[_ChainCopy]) -> list[tuple[Interval, ...]]:
         """Return, by tensor, the stays that begin as late as the link allows, and a little earlier."""
-        stays: list[list[Stay]] = [[] for _ in self.profile.tensors]
+        intervals: list[list[Interval]] = [[] for _ in self.profile.tensors]
         free = float("inf")
         for copy in sorted(copies, key=lambda copy: -copy.need):
             begin = self.ends[copy.need - 1] if copy.need else 0.0
             free = min(free, begin) - copy.seconds
             start = min(max(self._step_at(free) - _SLACK, copy.earliest), copy.need)
             if copy.tensor is not None:
-                stays[copy.tensor].append(Stay(start=start % self.steps, end=copy.end))
-        return [tuple(reversed(found)) for found in stays]
+                intervals[copy.tensor].append(Interval(start=start % self.steps, end=copy.end))
+        return [tuple(reversed(found)) for found in intervals]
 
     def _step_at(self, time: float) -> int:
         """Return the step that runs at ``time``."""

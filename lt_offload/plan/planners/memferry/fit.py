@@ -10,7 +10,7 @@ from lt_offload.plan.build.copies import device_copies
 from lt_offload.plan.build.fit import fit
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.arena import Placement, live_bytes
-from lt_offload.plan.iteration.decisions import Choices
+from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import framework_bytes
 from lt_offload.plan.planners.memferry.chain import to_choices
 from lt_offload.plan.planners.memferry.relax import Given, Relaxation, relaxations, relaxed
@@ -39,11 +39,11 @@ class _Manner:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Attempt:
     manner: _Manner
-    choices: Choices
+    decisions: Decisions
     seconds: float
     given_up: int
     """How many steps of the ladder it took."""
-    least: Choices
+    least: Decisions
     """What is left after all of them."""
     least_bytes: int
 
@@ -57,7 +57,7 @@ class Fitting:
         """Bytes of room that the smallest plan found needs, as long as none fits."""
         self._manner: _Manner | None = None
 
-    def fastest(self, given: Given, written: Sequence[Written]) -> Choices | None:
+    def fastest(self, given: Given, written: Sequence[Written]) -> Decisions | None:
         """Return the fastest choices found that begin with ``given`` and fit; None if there are none.
 
         The later ``written`` are tried only if with the first one something has to be given up. The manner that is
@@ -73,22 +73,22 @@ class Fitting:
         tight = {a.manner.written: a for a in reversed(attempts) if a.seconds == float("inf")}
         smallest = min(attempts, key=lambda attempt: attempt.least_bytes)
         found = [
-            *(self._fitted(attempt.choices, attempt.manner) for attempt in fitting),
+            *(self._fitted(attempt.decisions, attempt.manner) for attempt in fitting),
             *(self._fitted(attempt.least, attempt.manner) for attempt in tight.values()),
         ]
         best = min(filter(None, found), key=lambda item: item[0], default=None)
         best = best or self._fitted(smallest.least, smallest.manner)
         if best is None:
             return None
-        _, choices, self._manner = best
-        return choices
+        _, decisions, self._manner = best
+        return decisions
 
-    def _fitted(self, choices: Choices, manner: _Manner) -> tuple[float, Choices, _Manner] | None:
-        fitted = fit(choices, self.profile, self.request.room)
+    def _fitted(self, decisions: Decisions, manner: _Manner) -> tuple[float, Decisions, _Manner] | None:
+        fitted = fit(decisions, self.profile, self.request.room)
         if fitted.over > 0:
             self.least = min(self.least, self.request.room + fitted.over)
             return None
-        return self._seconds(fitted.choices, fitted.placement), fitted.choices, manner
+        return self._seconds(fitted.decisions, fitted.placement), fitted.decisions, manner
 
     def _attempts(self, given: Given, written: Sequence[Written]) -> list[_Attempt]:
         """Try one manner after the other, each time with what was best until then."""
@@ -117,25 +117,25 @@ class Fitting:
                 high = middle
             else:
                 low = middle + 1
-        choices = self._choices(given, ladder[:low], manner)
+        decisions = self._choices(given, ladder[:low], manner)
         fits = low < len(ladder) or least_bytes <= room
         return _Attempt(
             manner=manner,
-            choices=choices,
-            seconds=self._seconds(choices) if fits else float("inf"),
+            decisions=decisions,
+            seconds=self._seconds(decisions) if fits else float("inf"),
             given_up=low,
             least=least,
             least_bytes=least_bytes,
         )
 
-    def _choices(self, given: Given, steps: Sequence[Relaxation], manner: _Manner) -> Choices:
+    def _choices(self, given: Given, steps: Sequence[Relaxation], manner: _Manner) -> Decisions:
         now = relaxed(given, steps)
         return to_choices(self.profile, now.options, now.readings, written=manner.written, early=manner.early)
 
-    def _seconds(self, choices: Choices, placement: Placement | None = None) -> float:
+    def _seconds(self, decisions: Decisions, placement: Placement | None = None) -> float:
         request = self.request
         plan = build(
-            choices,
+            decisions,
             self.profile,
             planner="memferry",
             budget_bytes=request.budget_bytes,
@@ -149,8 +149,8 @@ def _rank(attempt: _Attempt) -> tuple[float, int]:
     return attempt.seconds, attempt.least_bytes
 
 
-def _needed_bytes(choices: Choices, profile: Profile) -> int:
-    """Return the room that ``choices`` take, but for what the arena may lose to fragmentation."""
+def _needed_bytes(decisions: Decisions, profile: Profile) -> int:
+    """Return the room that ``decisions`` take, but for what the arena may lose to fragmentation."""
     steps = 2 * len(profile.blocks)
-    arena = live_bytes([copy.lifetime(steps) for copy in device_copies(choices, profile)], steps)
-    return int(arena.max(initial=0)) + int(framework_bytes(choices.usage, profile).max())
+    arena = live_bytes([copy.lifetime(steps) for copy in device_copies(decisions, profile)], steps)
+    return int(arena.max(initial=0)) + int(framework_bytes(decisions.usage, profile).max())

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_offload.plan.planners.memferry.model import Decisions, Layer, Weight
+from lt_offload.plan.planners.memferry.model import Decisions, MemFerryLayer, MemFerryWeight
 
 _Times = NDArray[np.float64]
 _Indices = NDArray[np.int64]
@@ -34,7 +34,7 @@ class Way:
     copied: tuple[bool, ...]
 
 
-def best_forward(layers: Sequence[Layer], *, buckets: int | None = BUCKETS) -> Decisions:
+def best_forward(layers: Sequence[MemFerryLayer], *, buckets: int | None = BUCKETS) -> Decisions:
     """Return which weights to copy so that the forward ends first, and of those ways one with the least copying.
 
     Args:
@@ -45,7 +45,7 @@ def best_forward(layers: Sequence[Layer], *, buckets: int | None = BUCKETS) -> D
     time, link = np.zeros(1), np.zeros(1)
     history: list[tuple[_Indices, _Indices]] = []
     found: list[list[Way]] = []
-    known: dict[tuple[Weight, ...], list[Way]] = {}
+    known: dict[tuple[MemFerryWeight, ...], list[Way]] = {}
     for layer in layers:
         ways = known.get(layer.weights) or known.setdefault(layer.weights, layer_ways(layer.weights))
         copy = np.array([way.copy_s for way in ways])
@@ -66,7 +66,7 @@ def best_forward(layers: Sequence[Layer], *, buckets: int | None = BUCKETS) -> D
     return tuple(reversed(decisions))
 
 
-def layer_ways(weights: Sequence[Weight]) -> list[Way]:
+def layer_ways(weights: Sequence[MemFerryWeight]) -> list[Way]:
     """Return the ways to provide one layer with ``weights`` that no other beats in every respect.
 
     All of them read directly is kept apart: that alone waits for no copies, not even for those of earlier layers.

@@ -18,7 +18,7 @@ Position = tuple[int, int]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Weight:
+class MemFerryWeight:
     """One tensor; seconds are what it adds to the computation of its layer, on the device."""
 
     transfer_s: float
@@ -39,12 +39,12 @@ class Weight:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layer:
+class MemFerryLayer:
     """A computation that needs its weights; without any, one like the paper's ``A_{l,l+1}``."""
 
     forward_s: float
     backward_s: float = 0.0
-    weights: tuple[Weight, ...] = ()
+    weights: tuple[MemFerryWeight, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ class Forward:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Backward:
+class BackwardReads:
     """When the backward ends, from the first moment of the forward on."""
 
     compute_s: float
@@ -74,12 +74,12 @@ class Backward:
     """Per layer: when its gradients are on the host."""
 
 
-def uniform(layers: Sequence[Layer], decision: bool) -> Decisions:
+def uniform(layers: Sequence[MemFerryLayer], decision: bool) -> Decisions:
     """Return the same decision for every weight that leaves a choice; what has to be copied is copied."""
     return tuple(tuple(decision or w.forward_s == float("inf") for w in layer.weights) for layer in layers)
 
 
-def forward(layers: Sequence[Layer], copied: Decisions) -> Forward:
+def forward(layers: Sequence[MemFerryLayer], copied: Decisions) -> Forward:
     """Run the forward: a layer starts when the one before has ended and its ``copied`` weights have arrived.
 
     Direct reads take their time on the link before any copy for a later layer.
@@ -103,8 +103,11 @@ def forward(layers: Sequence[Layer], copied: Decisions) -> Forward:
 
 
 def backward(
-    layers: Sequence[Layer], copied: Decisions, switched: Collection[Position] = (), written: Collection[Position] = ()
-) -> Backward:
+    layers: Sequence[MemFerryLayer],
+    copied: Decisions,
+    switched: Collection[Position] = (),
+    written: Collection[Position] = (),
+) -> BackwardReads:
     """Run the backward after the forward.
 
     Args:
@@ -135,4 +138,4 @@ def backward(
         if gradients:
             out = max(out, time) + gradients
         arrivals.append(out if gradients else time)
-    return Backward(compute_s=time, arrivals=tuple(reversed(arrivals)))
+    return BackwardReads(compute_s=time, arrivals=tuple(reversed(arrivals)))

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lt_offload.plan.planners.memferry.model import Decisions, Layer, Weight
+from lt_offload.plan.planners.memferry.model import Decisions, MemFerryLayer, MemFerryWeight
 
 
-def algorithm_1_as_printed(layers: Sequence[Layer]) -> Decisions:
+def algorithm_1_as_printed(layers: Sequence[MemFerryLayer]) -> Decisions:
     """Return which weights algorithm 1 of MemFerry (2024) copies, if its lines are followed to the letter.
 
     Line 3 compares with ``T_FP + max(T_trans, 0)``, as if every copy were waited for in full; the text's criterion
@@ -27,9 +27,9 @@ def algorithm_1_as_printed(layers: Sequence[Layer]) -> Decisions:
         if not layer.weights:
             total, reserve = total + layer.forward_s, reserve + layer.forward_s
             continue
-        transfer, on_device, direct = _times(layer)
-        if direct <= on_device + max(transfer, 0.0):
-            total, reserve = total + direct, reserve + direct
+        transfer, on_device, zero_copy = _times(layer)
+        if zero_copy <= on_device + max(transfer, 0.0):
+            total, reserve = total + zero_copy, reserve + zero_copy
             continue
         copied[at] = True
         if transfer < reserve:
@@ -51,7 +51,7 @@ def algorithm_1_as_printed(layers: Sequence[Layer]) -> Decisions:
     return _decisions(layers, copied)
 
 
-def algorithm_1_corrected(layers: Sequence[Layer]) -> Decisions:
+def algorithm_1_corrected(layers: Sequence[MemFerryLayer]) -> Decisions:
     """Return which weights the algorithm copies without the errors named in :func:`algorithm_1_as_printed`."""
     total = reserve = 0.0
     tag: int | None = None
@@ -60,10 +60,10 @@ def algorithm_1_corrected(layers: Sequence[Layer]) -> Decisions:
         if not layer.weights:
             total, reserve = total + layer.forward_s, reserve + layer.forward_s
             continue
-        transfer, on_device, direct = _times(layer)
+        transfer, on_device, zero_copy = _times(layer)
         wait = max(transfer - reserve, 0.0)
-        if direct <= on_device + wait:
-            total, reserve = total + direct, reserve + direct
+        if zero_copy <= on_device + wait:
+            total, reserve = total + zero_copy, reserve + zero_copy
             continue
         copied[at] = True
         tag = at if tag is None else tag
@@ -85,16 +85,16 @@ def algorithm_1_corrected(layers: Sequence[Layer]) -> Decisions:
     return _decisions(layers, copied)
 
 
-def _times(layer: Layer) -> tuple[float, float, float]:
-    weight: Weight
+def _times(layer: MemFerryLayer) -> tuple[float, float, float]:
+    weight: MemFerryWeight
     (weight,) = layer.weights
     return weight.transfer_s, layer.forward_s, layer.forward_s + weight.forward_s
 
 
-def _gain(layer: Layer) -> float:
+def _gain(layer: MemFerryLayer) -> float:
     """Return by how much the reserve grows if the layer's weight is read directly instead of copied."""
     return layer.weights[0].transfer_s + layer.weights[0].forward_s
 
 
-def _decisions(layers: Sequence[Layer], copied: Sequence[bool]) -> Decisions:
+def _decisions(layers: Sequence[MemFerryLayer], copied: Sequence[bool]) -> Decisions:
     return tuple(tuple(one for _ in layer.weights) for layer, one in zip(layers, copied, strict=True))

@@ -18,7 +18,7 @@ from typing import Literal
 
 from lt_offload.plan.iteration.memory import budget_for, least_host_bytes
 from lt_offload.plan.planners.memferry.backward import kept_gradients, switched_weights
-from lt_offload.plan.planners.memferry.chain import Chain, Reading, chain
+from lt_offload.plan.planners.memferry.chain import ProfileChain, Reading, chain
 from lt_offload.plan.planners.memferry.embeddings import embedding_steps
 from lt_offload.plan.planners.memferry.fit import Fitting
 from lt_offload.plan.planners.memferry.forward import best_forward
@@ -36,17 +36,17 @@ _RESERVES = (1.0, 0.5, 0.0)
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Variant:
     name: str
-    direct: Literal["best", "small", "none"]
+    zero_copy: Literal["best", "small", "none"]
     """What the forward reads directly: what is best, embeddings and vectors (norms, biases), nothing."""
     switch: bool = True
     """Whether weights read directly in the forward may be copied for the backward."""
 
 
 _VARIANTS = (
-    _Variant(name="memferry, best forward", direct="best"),
-    _Variant(name="memferry, no copies after the forward", direct="best", switch=False),
-    _Variant(name="memferry, embeddings and norms read directly", direct="small", switch=False),
-    _Variant(name="memferry, all weights copied", direct="none"),
+    _Variant(name="memferry, best forward", zero_copy="best"),
+    _Variant(name="memferry, no copies after the forward", zero_copy="best", switch=False),
+    _Variant(name="memferry, embeddings and norms read directly", zero_copy="small", switch=False),
+    _Variant(name="memferry, all weights copied", zero_copy="none"),
 )
 
 
@@ -59,7 +59,7 @@ def propose_memferry(request: Request) -> list[Proposal]:
     profile = request.profile
     if not request.host_update:
         raise NotApplicable("host_update=False, and it updates all parameters on the host")
-    if all(tensor.direct is None for tensor in profile.tensors):
+    if all(tensor.zero_copy is None for tensor in profile.tensors):
         raise NotApplicable("the profile has no figures for direct host access")
     planner = _Planner(request)
     proposals: list[Proposal] = []
@@ -72,7 +72,7 @@ def propose_memferry(request: Request) -> list[Proposal]:
         seen.append(given)
         found = planner.fitting.fastest(given, planner.written)
         if found is not None:
-            proposals.append(Proposal(name=variant.name, choices=found))
+            proposals.append(Proposal(name=variant.name, decisions=found))
     if not proposals:
         raise NotApplicable(planner.why_nothing_fits())
     return proposals
@@ -112,29 +112,31 @@ class _Planner:
         """Return what ``variant`` would do in enough memory."""
         profile, last = self.profile, 2 * len(self.profile.blocks) - 1
         readings = [Reading(always=not tensor.trainable) for tensor in profile.tensors]
-        if variant.direct != "none":
+        if variant.zero_copy != "none":
             for index, tensor in enumerate(profile.tensors):
                 if len(tensor.blocks) > 1 and tensor.trainable and self._reads_table(tensor):
-                    readings[index] = Reading(direct=embedding_steps(profile, tensor))
+                    readings[index] = Reading(zero_copy=embedding_steps(profile, tensor))
         found = chain(profile, self.options, readings)
-        choose: Callable[[Chain], Decisions] = {"best": _best, "small": self._small, "none": _all}[variant.direct]
+        choose: Callable[[ProfileChain], Decisions] = {"best": _best, "small": self._small, "none": _all}[
+            variant.zero_copy
+        ]
         copied = choose(found)
         switched = switched_weights(found.layers, copied) if variant.switch else frozenset()
         for block, tensors in enumerate(found.tensors):
             for at, index in enumerate(tensors):
                 if not copied[block][at]:
-                    readings[index] = Reading(direct=(block,) if (block, at) in switched else (block, last - block))
-        return Given(options=self.options, readings=tuple(readings), direct=variant.direct != "none")
+                    readings[index] = Reading(zero_copy=(block,) if (block, at) in switched else (block, last - block))
+        return Given(options=self.options, readings=tuple(readings), zero_copy=variant.zero_copy != "none")
 
     def _reads_table(self, tensor: TensorProfile) -> bool:
         """Return whether embeddings better read a tied tensor directly."""
-        if tensor.direct is None:
+        if tensor.zero_copy is None:
             return False
         reads = [tensor.read(block) for block in tensor.blocks if self.profile.blocks[block].kind == "embedding"]
         transfer_s = tensor.bytes / self.profile.hardware.h2d_bytes_per_s
         return bool(reads) and sum(read.forward_s + read.backward_s for read in reads) < transfer_s
 
-    def _small(self, found: Chain) -> Decisions:
+    def _small(self, found: ProfileChain) -> Decisions:
         """Copy everything but embeddings, and vectors such as the weights of norms."""
         blocks, tensors = self.profile.blocks, self.profile.tensors
         return tuple(
@@ -173,11 +175,11 @@ class _Planner:
         return frozenset(index for index, keep in zip(free, kept, strict=True) if not keep)
 
 
-def _best(found: Chain) -> Decisions:
+def _best(found: ProfileChain) -> Decisions:
     return best_forward(found.layers)
 
 
-def _all(found: Chain) -> Decisions:
+def _all(found: ProfileChain) -> Decisions:
     return uniform(found.layers, True)
 
 

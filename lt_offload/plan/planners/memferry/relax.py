@@ -24,7 +24,7 @@ class Given:
 
     options: tuple[OptionName, ...]
     readings: tuple[Reading, ...]
-    direct: bool = True
+    zero_copy: bool = True
     """Whether more may be read directly than is."""
 
 
@@ -97,20 +97,20 @@ def _of_blocks(profile: Profile, given: Given, allowed: Allowed, copying: bool) 
 def _of_tensors(profile: Profile, given: Given, link_price: float) -> Iterator[Relaxation]:
     rate, computed = profile.hardware.h2d_bytes_per_s, computations(given.options, {}, profile)
     for index, (tensor, reading) in enumerate(zip(profile.tensors, given.readings, strict=True)):
-        if reading.leaves or (reading.direct and len(tensor.blocks) == 1) or tensor.bytes == 0:
+        if reading.leaves or (reading.zero_copy and len(tensor.blocks) == 1) or tensor.bytes == 0:
             continue
         copy_price, copies = link_price * tensor.bytes / rate, 2 if reading.always else 1
         ways = [(copies * copy_price, replace(reading, leaves=True, always=False))]
-        if given.direct and tensor.direct is not None:
+        if given.zero_copy and tensor.zero_copy is not None:
             tied = len(tensor.blocks) > 1
             steps = embedding_steps(profile, tensor) if tied else tuple(uses(tensor.blocks, profile))
-            reads = [computed[step].direct([index], profile) for step in steps]
+            reads = [computed[step].zero_copy([index], profile) for step in steps]
             prices = [longer + link_price * nbytes / rate for nbytes, longer in reads]
             if not tied:
-                ways.append((sum(prices), Reading(direct=steps)))
+                ways.append((sum(prices), Reading(zero_copy=steps)))
                 if not reading.always and len(steps) > 1:
-                    ways.append((prices[-1], Reading(direct=steps[-1:])))
-            elif steps and not reading.direct:  # the other uses share a copy
-                ways.append((sum(prices) + (copies - 1) * copy_price, Reading(direct=steps)))
+                    ways.append((prices[-1], Reading(zero_copy=steps[-1:])))
+            elif steps and not reading.zero_copy:  # the other uses share a copy
+                ways.append((sum(prices) + (copies - 1) * copy_price, Reading(zero_copy=steps)))
         cost, cheapest = min(ways, key=lambda way: way[0])
         yield Relaxation(price=cost / tensor.bytes, block=tensor.blocks[0], tensor=index, reading=cheapest)

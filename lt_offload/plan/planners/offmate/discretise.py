@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_offload.plan.iteration.decisions import Choices, Stay, TensorChoice, block_choices, uses
+from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, block_choices, uses
 from lt_offload.plan.planners.offmate.solution import Group, GroupFlows, Solution
 from lt_offload.schema.profile import Profile
 
@@ -38,13 +38,13 @@ class Slack:
     """Steps after the update step at whose end gradients have left, at least."""
 
 
-def discretise(solution: Solution, profile: Profile, slack: Slack) -> Choices:
+def discretise(solution: Solution, profile: Profile, slack: Slack) -> Decisions:
     """Return decisions as near to ``solution`` as whole tensors allow."""
-    chosen: dict[int, TensorChoice] = {}
+    chosen: dict[int, TensorDecision] = {}
     carry = _Carry()
     for group, flows in zip(solution.groups, solution.flows, strict=True):
-        chosen.update(_Rounding(group, flows, profile, carry, slack).choices())
-    return Choices(
+        chosen.update(_Rounding(group, flows, profile, carry, slack).decisions())
+    return Decisions(
         tensors=tuple(chosen[index] for index in range(len(profile.tensors))),
         blocks=block_choices(profile, solution.options, lag=slack.activation_lag, lead=slack.activation_lead),
     )
@@ -95,12 +95,12 @@ class _Rounding:
         self.tiny = tiny if self._bytes(tiny) <= _ALL_TINY * group.bytes else frozenset[int]()
         self.host = self._host_set()
         self.resident_states = self._state_set()
-        self.stays: dict[int, list[Stay]] = {t: [] for t in group.tensors}
+        self.intervals: dict[int, list[Interval]] = {t: [] for t in group.tensors}
         self.first_release: dict[int, int] = {}
         """Per tensor, the tau at whose end its updated device copy is dropped first."""
         self._plan_stays()
 
-    def choices(self) -> dict[int, TensorChoice]:
+    def decisions(self) -> dict[int, TensorDecision]:
         """Return one decision per tensor of the group."""
         leaving = [t for t in self.first_release if self._trainable(t) and t not in self.host]
         write_back = self._moments(sorted(leaving, key=self.first_release.__getitem__), self.flows.write_back)
@@ -116,32 +116,36 @@ class _Rounding:
         found = {}
         for t in order:
             if not self._trainable(t):
-                found[t] = TensorChoice(place="none", stays=tuple(self.stays[t]))
+                found[t] = TensorDecision(place="none", intervals=tuple(self.intervals[t]))
             elif t in self.host:
-                until = max(self.update + grads[t], min(self.update + self.slack.grad_lag, self.steps - 1))
-                found[t] = TensorChoice(place="host", stays=tuple(self.stays[t]), grad_until=min(until, self.steps - 1))
+                release_after = max(self.update + grads[t], min(self.update + self.slack.grad_lag, self.steps - 1))
+                found[t] = TensorDecision(
+                    place="host",
+                    intervals=tuple(self.intervals[t]),
+                    grad_release_after=min(release_after, self.steps - 1),
+                )
             else:
                 back = min(write_back[t], self.first_release[t]) if t in write_back else None
-                choice = TensorChoice(
+                decision = TensorDecision(
                     place="paged" if t in leave else "device",
-                    stays=tuple(self.stays[t]),
+                    intervals=tuple(self.intervals[t]),
                     write_back=None if back is None else self._issue(back),
                 )
-                found[t] = self._page(choice, leave[t], arrive[t]) if t in leave else choice
+                found[t] = self._page(decision, leave[t], arrive[t]) if t in leave else decision
         return found
 
-    def _page(self, choice: TensorChoice, leave: int, arrive: int) -> TensorChoice:
+    def _page(self, decision: TensorDecision, leave: int, arrive: int) -> TensorDecision:
         """Add the stay of the states: they arrive before the update step, or in it if the iteration is very short."""
         end = min(leave, self.steps - 2)
         start = max(arrive, end + 1)
         issue = self._issue(end)
-        return TensorChoice(
+        return TensorDecision(
             place="paged",
-            stays=choice.stays,
-            write_back=choice.write_back,
-            state_stay=Stay(start=self._step(start), end=self._step(end)),
+            intervals=decision.intervals,
+            write_back=decision.write_back,
+            state_interval=Interval(start=self._step(start), end=self._step(end)),
             # Copy and release belong to one iteration.
-            state_leave=issue if issue <= self._step(end) else self._step(end),
+            state_offload_after=issue if issue <= self._step(end) else self._step(end),
         )
 
     # -- sets --------------------------------------------------------------------------------------------------------
@@ -175,15 +179,15 @@ class _Rounding:
         staying: list[frozenset[int]] = []
         for ordinal, (use, following) in enumerate(gaps):
             stale = self.host if self._updated_in(use) else frozenset()
-            stays = self._gap_set(ordinal, use, following, stale, staying[-1] if staying else frozenset())
-            staying.append(stays)
-        moves = [self._gap_moves(gap, stays) for gap, stays in zip(gaps, staying, strict=True)]
+            intervals = self._gap_set(ordinal, use, following, stale, staying[-1] if staying else frozenset())
+            staying.append(intervals)
+        moves = [self._gap_moves(gap, intervals) for gap, intervals in zip(gaps, staying, strict=True)]
         for t in self.group.tensors:
             own = [(release[t], fetch[t]) for release, fetch in moves if t in release]
             # From each arrival to the release that follows it, cyclically.
             for at, (_, fetch_tau) in enumerate(own):
                 release_tau = own[(at + 1) % len(own)][0]
-                self.stays[t].append(Stay(start=self._step(fetch_tau), end=self._step(release_tau)))
+                self.intervals[t].append(Interval(start=self._step(fetch_tau), end=self._step(release_tau)))
             if own:
                 self.first_release[t] = own[0][0]
 
@@ -225,11 +229,11 @@ class _Rounding:
 
     # -- times -------------------------------------------------------------------------------------------------------
 
-    def _gap_moves(self, gap: tuple[int, int], stays: frozenset[int]) -> tuple[dict[int, int], dict[int, int]]:
+    def _gap_moves(self, gap: tuple[int, int], intervals: frozenset[int]) -> tuple[dict[int, int], dict[int, int]]:
         """Return, for the tensors that do not stay through ``gap``, the taus of their release and their return."""
         use, following = gap
         # What the host updates is stale at once; its prefetch waits for the update and comes last.
-        moving = [t for t in self.group.tensors if t not in stays]
+        moving = [t for t in self.group.tensors if t not in intervals]
         stale = self.host if self._updated_in(use) else frozenset()
         moving.sort(key=lambda t: t in stale)
         inside = self.flows.resident.take(range(use + 1, following), mode="wrap")

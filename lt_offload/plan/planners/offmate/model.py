@@ -244,8 +244,10 @@ class Program:
         The program does not tell uses apart: for a bound, a tensor that one of them hardly reads counts for none.
         """
         tensors = [self.profile.tensors[index] for index in group.tensors]
-        direct = [t for t in tensors if t.direct and any(2 * r.forward_bytes <= t.bytes for r in t.direct.reads)]
-        return group.bytes - (sum(t.bytes for t in direct) if self.config.optimistic else 0)
+        zero_copy = [
+            t for t in tensors if t.zero_copy and any(2 * r.forward_bytes <= t.bytes for r in t.zero_copy.reads)
+        ]
+        return group.bytes - (sum(t.bytes for t in zero_copy) if self.config.optimistic else 0)
 
     def _gradient_peak(self, group: Group) -> float:
         if self.config.gamma is not None:

@@ -47,7 +47,7 @@ def solve_offmate(profile: Profile, config: OffmateConfig) -> Solution:
         InfeasibleError: if the budgets are too small; says which ones would do.
         ConfigError: if the switches leave a block without options, or the time limit is too short for a first solution.
     """
-    search = _Search(profile, config)
+    search = _ProgramSearch(profile, config)
     if not search.run():
         raise _infeasible(profile, config)
     return search.solution()
@@ -58,7 +58,7 @@ def lower_bound(profile: Profile, config: OffmateConfig) -> float:
 
     Solves the relaxation only. Errors as :func:`solve_offmate`.
     """
-    search = _Search(profile, config)
+    search = _ProgramSearch(profile, config)
     if not search.relax():
         raise _infeasible(profile, config)
     return search.bound * search.program.seconds_unit
@@ -72,7 +72,7 @@ def smallest_budget(profile: Profile, config: OffmateConfig) -> int:
     Raises:
         InfeasibleError: if the host budget is too small for any device budget.
     """
-    search = _Search(profile, config, "device")
+    search = _ProgramSearch(profile, config, "device")
     if not search.run():
         least = smallest_host_budget(profile, replace(config, budget_bytes=None))
         raise InfeasibleError(
@@ -90,7 +90,7 @@ def smallest_host_budget(profile: Profile, config: OffmateConfig) -> int:
     Raises:
         InfeasibleError: if the device budget is too small for any host budget.
     """
-    search = _Search(profile, config, "host")
+    search = _ProgramSearch(profile, config, "host")
     if not search.run():
         raise InfeasibleError(
             f"memory={_format(config.budget_bytes)} is too small for {profile.model} with any host memory"
@@ -112,7 +112,7 @@ def no_offload_s(profile: Profile) -> float:
     return compute + trained / profile.optimizer.device_bytes_per_s
 
 
-class _Search:
+class _ProgramSearch:
     """One program on its way to whole options.
 
     After a successful :meth:`run` its variables hold the best solution found.

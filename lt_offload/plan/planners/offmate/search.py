@@ -62,7 +62,7 @@ def search_budgets(
             candidates.out_of_time = error
             candidates.fail(name, f"the program was not solved within time_limit={request.time_limit:g} s")
             return
-        missed = candidates.add(Proposal(name=name, choices=discretise(solution, request.profile, Slack())))
+        missed = candidates.add(Proposal(name=name, decisions=discretise(solution, request.profile, Slack())))
         ram -= max(missed.host, 0)
         if done() or not (missed.host > 0 or search.advance(missed.device)):
             return

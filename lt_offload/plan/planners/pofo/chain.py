@@ -17,7 +17,7 @@ _ROUNDING = 1e-9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layer:
+class ChainLayer:
     """One layer of a chain; sizes in bytes. Overheads are beyond what the operation reads, writes and keeps."""
 
     forward_s: float
@@ -50,8 +50,8 @@ class Layer:
 class Chain:
     """Layers 1 to L, the loss behind them, and the link that activations may travel over."""
 
-    layers: tuple[Layer, ...]
-    loss: Layer
+    layers: tuple[ChainLayer, ...]
+    loss: ChainLayer
     """Its output and gradient are empty; what it saves is held from its forward to its backward."""
     input_bytes: int = 0
     """a of layer 0."""
@@ -78,7 +78,7 @@ class Chain:
         return self.layers[layer - 2].saved_bytes if all_saved else self.output(layer - 1)
 
 
-class Slots(NamedTuple):
+class SlotSizes(NamedTuple):
     """A chain in whole slots of memory and in the time that the link needs for one; index 0 is the chain's input.
 
     Each requirement (the script M of appendix B, less the gradient of the last layer) is rounded up as a whole.
@@ -109,7 +109,7 @@ class Slots(NamedTuple):
 
 def in_slots(
     chain: Chain, slot_bytes: float, *, offload: bool = True, recompute: bool = True, nearest: bool = False
-) -> Slots:
+) -> SlotSizes:
     """Return ``chain`` in slots of ``slot_bytes``; layer L + 1 is the loss.
 
     Sizes, and data that wait for the link, are rounded up. That adds up over the layers; with ``nearest`` sizes, and
@@ -134,7 +134,7 @@ def in_slots(
     backward = [0.0, *(layer.backward_s for layer in layers)]
     saving = [layer.saved_bytes + layer.saving_overhead_bytes for layer in layers]
     passing = [layer.output_bytes + layer.forward_overhead_bytes for layer in layers]
-    return Slots(
+    return SlotSizes(
         forward=np.array(forward) * rate,
         backward=np.array(backward) * rate,
         before=np.cumsum([0.0, *forward]) * rate + np.cumsum([0.0, *backward]) * rate,

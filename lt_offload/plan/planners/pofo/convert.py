@@ -13,8 +13,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from lt_offload.plan.iteration.computations import rerun_option
-from lt_offload.plan.iteration.decisions import BlockChoice, Choices, Rerun, resident_tensors
-from lt_offload.plan.planners.pofo.chain import Chain, Layer
+from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Recomputation, resident_tensors
+from lt_offload.plan.planners.pofo.chain import Chain, ChainLayer
 from lt_offload.plan.planners.pofo.sequence import Operation
 from lt_offload.plan.planners.request import Allowed, NotApplicable
 from lt_offload.schema.plan import Save
@@ -31,7 +31,7 @@ _RERUN: dict[str, tuple[Save, Save]] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layout:
+class ActivationLayout:
     """A profile's chain, and where its layers are."""
 
     chain: Chain
@@ -41,7 +41,7 @@ class Layout:
     """Device bytes held by the blocks before the first layer from their forward to their backward."""
 
 
-def as_chain(profile: Profile, allowed: Allowed) -> Layout:
+def as_chain(profile: Profile, allowed: Allowed) -> ActivationLayout:
     """Return the chain of ``profile``, whose blocks may use the ``allowed`` options.
 
     Raises:
@@ -67,17 +67,19 @@ def as_chain(profile: Profile, allowed: Allowed) -> Layout:
         bytes_per_s=min(hardware.h2d_bytes_per_s, hardware.d2h_bytes_per_s),
     )
     held = sum(option.saved_bytes + option.keeps_input * block.input_bytes for block, option in before)
-    return Layout(chain=chain, layers=layers, held_bytes=held)
+    return ActivationLayout(chain=chain, layers=layers, held_bytes=held)
 
 
-def as_choices(operations: Sequence[Operation], layout: Layout, profile: Profile, allowed: Allowed) -> Choices:
+def as_choices(
+    operations: Sequence[Operation], layout: ActivationLayout, profile: Profile, allowed: Allowed
+) -> Decisions:
     """Return the decisions of a sequence; what travels has no steps yet.
 
     A forward that directly precedes its layer's backward needs no rerun if the layer's input is saved: the backward
     does it.
     """
     options = _options(operations, layout, profile, allowed)
-    reruns: dict[int, tuple[Rerun, ...]] = {}
+    recomputations: dict[int, tuple[Recomputation, ...]] = {}
     run: list[Operation] = []
     loss = next(at for at, operation in enumerate(operations) if operation.kind == "loss")
     for operation in operations[loss + 1 :]:
@@ -88,12 +90,12 @@ def as_choices(operations: Sequence[Operation], layout: Layout, profile: Profile
             continue
         blocks = layout.layers[operation.layer - 1]
         if run and not (len(run) == len(blocks) == 1):
-            reruns[2 * len(profile.blocks) - 1 - blocks[-1]] = tuple(_reruns(run, layout))
+            recomputations[2 * len(profile.blocks) - 1 - blocks[-1]] = tuple(_reruns(run, layout))
         run = []
-    return Choices(
+    return Decisions(
         tensors=resident_tensors(profile),
-        blocks=tuple(BlockChoice(option=option) for option in options),
-        reruns=reruns,
+        blocks=tuple(BlockDecision(option=option) for option in options),
+        recomputations=recomputations,
     )
 
 
@@ -111,7 +113,7 @@ def _works(profile: Profile, block: int) -> bool:
     return profile.blocks[block].has_backward
 
 
-def _layer(profile: Profile, blocks: range, names: Sequence[set[OptionName]]) -> Layer:
+def _layer(profile: Profile, blocks: range, names: Sequence[set[OptionName]]) -> ChainLayer:
     inside = [profile.blocks[at] for at in blocks]
     keeps = [block.option("keep") for block in inside]
     reads, output = inside[0].input_bytes, inside[-1].output_bytes
@@ -121,7 +123,7 @@ def _layer(profile: Profile, blocks: range, names: Sequence[set[OptionName]]) ->
         for at, block in enumerate(inside)
     )
     discards = [profile.blocks[at].chained and "discard" in names[at] for at in blocks]
-    return Layer(
+    return ChainLayer(
         forward_s=sum(keep.forward_s for keep in keeps),
         backward_s=sum(keep.backward_s for keep in keeps) + _update_s(profile, blocks),
         output_bytes=output,
@@ -137,12 +139,12 @@ def _layer(profile: Profile, blocks: range, names: Sequence[set[OptionName]]) ->
     )
 
 
-def _loss(profile: Profile, blocks: range) -> Layer:
+def _loss(profile: Profile, blocks: range) -> ChainLayer:
     inside = [profile.blocks[at] for at in blocks]
     keeps = [block.option("keep") for block in inside]
     reads = inside[0].input_bytes
     saved = sum(keep.saved_bytes for keep in keeps) + sum(block.input_bytes for block in inside[1:])
-    return Layer(
+    return ChainLayer(
         forward_s=sum(keep.forward_s for keep in keeps),
         backward_s=sum(keep.backward_s for keep in keeps) + _update_s(profile, blocks),
         output_bytes=0,
@@ -172,7 +174,9 @@ def _update_s(profile: Profile, blocks: range) -> float:
     return nbytes / profile.optimizer.device_bytes_per_s
 
 
-def _options(operations: Sequence[Operation], layout: Layout, profile: Profile, allowed: Allowed) -> list[OptionName]:
+def _options(
+    operations: Sequence[Operation], layout: ActivationLayout, profile: Profile, allowed: Allowed
+) -> list[OptionName]:
     """Return what the first forward of each block saves."""
     found: list[OptionName] = ["keep" if _works(profile, at) else options[0].name for at, options in enumerate(allowed)]
     moved = {operation.layer for operation in operations if operation.kind == "offload"}
@@ -192,10 +196,10 @@ def _options(operations: Sequence[Operation], layout: Layout, profile: Profile, 
     raise AssertionError("a sequence has a loss")
 
 
-def _reruns(run: Sequence[Operation], layout: Layout) -> list[Rerun]:
+def _reruns(run: Sequence[Operation], layout: ActivationLayout) -> list[Recomputation]:
     found = []
     for operation in run:
         first, others = _RERUN[operation.kind]
         blocks = layout.layers[operation.layer - 1]
-        found += [Rerun(block=at, save=others if at > blocks[0] else first) for at in blocks]
+        found += [Recomputation(block=at, save=others if at > blocks[0] else first) for at in blocks]
     return found

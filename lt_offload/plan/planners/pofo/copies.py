@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_offload.plan.iteration.computations import computations
-from lt_offload.plan.iteration.decisions import Choices
+from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import framework_bytes
 from lt_offload.schema.profile import Profile
 
@@ -26,7 +26,7 @@ class Travel:
     index: int
     """Of the block, or of the item."""
     bytes: int
-    until: int
+    release_after: int
     """The moment at whose end its device memory is given back."""
     needed: int
     """The moment that needs it again."""
@@ -34,45 +34,45 @@ class Travel:
     """The moment at whose beginning it takes memory again."""
 
 
-def with_copies(choices: Choices, profile: Profile, room: int) -> Choices | None:
-    """Return ``choices`` with steps for all that travels; None if the framework needs more than ``room`` bytes."""
-    travels = _tight(choices, profile)
-    found = _apply(choices, travels)
+def with_copies(decisions: Decisions, profile: Profile, room: int) -> Decisions | None:
+    """Return ``decisions`` with steps for all that travels; None if the framework needs more than ``room`` bytes."""
+    travels = _tight(decisions, profile)
+    found = _apply(decisions, travels)
     free = room - framework_bytes(found.usage, profile)
     if free.min() < 0:
         return None
     if not travels:
         return found
-    starts = _starts(choices, profile)
+    starts = _starts(decisions, profile)
     for slack in (0, 1):
         begin = [begin - slack for begin in latest_fetches(travels, starts, profile.hardware.h2d_bytes_per_s)]
         fetch_earlier(travels, free, begin, first=len(profile.blocks))
         _release_later(travels, free, starts, profile, slack)
-    return _apply(choices, travels)
+    return _apply(decisions, travels)
 
 
-def _tight(choices: Choices, profile: Profile) -> list[Travel]:
+def _tight(decisions: Decisions, profile: Profile) -> list[Travel]:
     """Return what travels, in the order of the forwards, each copy within its own step."""
     found = []
-    for at, (block, choice) in enumerate(zip(profile.blocks, choices.blocks, strict=True)):
-        nbytes = block.option(choice.option).offload_bytes if block.has_backward else 0
+    for at, (block, decision) in enumerate(zip(profile.blocks, decisions.blocks, strict=True)):
+        nbytes = block.option(decision.option).offload_bytes if block.has_backward else 0
         if nbytes:
-            needed = choices.activations_needed(at)
-            found.append(Travel(index=at, bytes=nbytes, until=at, needed=needed, fetch=needed))
+            needed = decisions.activations_needed(at)
+            found.append(Travel(index=at, bytes=nbytes, release_after=at, needed=needed, fetch=needed))
     return found
 
 
-def _apply(choices: Choices, travels: list[Travel]) -> Choices:
-    blocks = list(choices.blocks)
+def _apply(decisions: Decisions, travels: list[Travel]) -> Decisions:
+    blocks = list(decisions.blocks)
     for travel in travels:
-        blocks[travel.index] = replace(blocks[travel.index], until=travel.until, fetch=travel.fetch)
-    return replace(choices, blocks=tuple(blocks))
+        blocks[travel.index] = replace(blocks[travel.index], release_after=travel.release_after, fetch=travel.fetch)
+    return replace(decisions, blocks=tuple(blocks))
 
 
-def _starts(choices: Choices, profile: Profile) -> NDArray[np.float64]:
+def _starts(decisions: Decisions, profile: Profile) -> NDArray[np.float64]:
     """Return when each step begins if no copy delays it, and when the last one ends."""
     seconds = np.zeros(2 * len(profile.blocks))
-    for computation in computations([block.option for block in choices.blocks], choices.reruns, profile):
+    for computation in computations([block.option for block in decisions.blocks], decisions.recomputations, profile):
         seconds[computation.step] += computation.seconds
     for tensor in profile.tensors:
         if tensor.trainable:
@@ -100,7 +100,7 @@ def fetch_earlier(travels: Sequence[Travel], free: NDArray[np.int64], begin: Seq
     """
     for at in sorted(range(len(travels)), key=lambda at: (travels[at].needed, -travels[at].index)):
         travel = travels[at]
-        earliest = max(begin[at], first, travel.until + 1)
+        earliest = max(begin[at], first, travel.release_after + 1)
         while travel.fetch > earliest and free[travel.fetch - 1] >= travel.bytes:
             travel.fetch -= 1
             free[travel.fetch] -= travel.bytes
@@ -115,6 +115,6 @@ def _release_later(
     for travel in travels:
         done = max(done, float(starts[travel.index + 1])) + travel.bytes / profile.hardware.d2h_bytes_per_s
         last = min(int(np.searchsorted(starts, done, side="left")) - 1 + slack, travel.fetch - 1)
-        while travel.until < last and free[travel.until + 1] >= travel.bytes:
-            travel.until += 1
-            free[travel.until] -= travel.bytes
+        while travel.release_after < last and free[travel.release_after + 1] >= travel.bytes:
+            travel.release_after += 1
+            free[travel.release_after] -= travel.bytes

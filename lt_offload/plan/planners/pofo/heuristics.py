@@ -11,15 +11,15 @@ from math import inf
 import numpy as np
 
 from lt_offload.plan.planners.pofo.chain import Chain
-from lt_offload.plan.planners.pofo.program import Program
-from lt_offload.plan.planners.pofo.sequence import Item, Operation, Walk, memory, resident, sequential, walk
+from lt_offload.plan.planners.pofo.program import ChainProgram
+from lt_offload.plan.planners.pofo.sequence import Item, Operation, SequenceWalk, memory, resident, sequential, walk
 from lt_offload.plan.planners.pofo.timing import simulated_s
 
 _LIMITS = 40
 """Memory limits that autocapper tries."""
 
 
-def opportunist_s(chain: Chain, memory_bytes: int, rematerialise: Program) -> float:
+def opportunist_s(chain: Chain, memory_bytes: int, rematerialise: ChainProgram) -> float:
     """Return the time of the heuristic *opportunist*; infinity if it finds no sequence.
 
     Whenever the link is idle, the next layer saves all and its input and output are offloaded; the others save
@@ -77,7 +77,7 @@ def _kept_bytes(chain: Chain, first: int) -> int:
     return max(memory(walk(sequential(rest), rest)))
 
 
-def autocapper_s(chain: Chain, memory_bytes: int, rematerialise: Program) -> float:
+def autocapper_s(chain: Chain, memory_bytes: int, rematerialise: ChainProgram) -> float:
     """Return the time of the heuristic *autocapper*; infinity if it finds no sequence.
 
     *capper* takes the sequence that ``rematerialise``, a program without offloading, has for a larger memory, and
@@ -99,7 +99,7 @@ def autocapper_s(chain: Chain, memory_bytes: int, rematerialise: Program) -> flo
     return best
 
 
-def _cap(walked: Walk, memory_bytes: int) -> bool:
+def _cap(walked: SequenceWalk, memory_bytes: int) -> bool:
     """Offload items of ``walked`` until it fits; return whether it does."""
     used = np.array(memory(walked), dtype=np.int64)
     while used.max() > memory_bytes:

@@ -22,7 +22,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from lt_offload.plan.planners.pofo.chain import Slots
+from lt_offload.plan.planners.pofo.chain import SlotSizes
 
 Table = NDArray[np.float32]
 
@@ -43,7 +43,7 @@ def pending(data: float) -> int:
 
 
 @njit(cache=True)
-def backward_part(s: Slots, table: Table, i: int, j: int, free: int, due: int) -> tuple[float, float, int, int]:
+def backward_part(s: SlotSizes, table: Table, i: int, j: int, free: int, due: int) -> tuple[float, float, int, int]:
     """Return the time to run layers ``i`` to ``j`` backward from the stored input of ``i``: C of eq. 2.
 
     ``free`` excludes that input; ``due`` slots must have been prefetched by the end.
@@ -55,7 +55,7 @@ def backward_part(s: Slots, table: Table, i: int, j: int, free: int, due: int) -
     """
     count = len(s.last) - 2
     saving, back = s.gradient[j] + s.needs_saving[i], s.needs_backward[i]
-    best, moved, choice, left = inf, inf, 0, 0
+    best, moved, decision, left = inf, inf, 0, 0
     if max(saving, back) <= free:
         both, moves = s.forward[i] + s.backward[i], s.moved_forward[i] + s.moved_backward[i]
         if i == j:
@@ -87,13 +87,13 @@ def backward_part(s: Slots, table: Table, i: int, j: int, free: int, due: int) -
         late = max(0.0, s.gradient[j] + later - free + max(0.0, after - table[1, upper, rest, after]))
         value = again + table[0, row, free, due] + table[0, upper, rest, after] + late
         if value < best:
-            best, choice, left = value, split, after
+            best, decision, left = value, split, after
             moved = moves + table[1, row, free, due] + table[1, upper, rest, after] + late
-    return best, moved, choice, left
+    return best, moved, decision, left
 
 
 @njit(cache=True)
-def fill_backward(s: Slots, table: Table) -> None:
+def fill_backward(s: SlotSizes, table: Table) -> None:
     """Fill the table of the backward phase: (time or slots moved, layers, free slots, due slots)."""
     count = len(s.last) - 2
     for length in range(count):
@@ -107,7 +107,7 @@ def fill_backward(s: Slots, table: Table) -> None:
 
 @njit(cache=True)
 def forward_part(
-    s: Slots, parts: Table, table: Table, x: int, i: int, free: int, out: int, due: int
+    s: SlotSizes, parts: Table, table: Table, x: int, i: int, free: int, out: int, due: int
 ) -> tuple[float, int, bool, int, int]:
     """Return the time from the forward of layer ``i`` to its backward: OC of eq. 1.
 
@@ -128,7 +128,7 @@ def forward_part(
 
 
 @njit(cache=True)
-def _at_loss(s: Slots, stored: int, free: int, out: int, due: int) -> float:
+def _at_loss(s: SlotSizes, stored: int, free: int, out: int, due: int) -> float:
     """Return the time of the loss, between whose forward and backward all copies to the host end."""
     loss = len(s.last) - 1
     if max(s.needs_saving[loss], s.needs_backward[loss]) + stored > free:
@@ -141,7 +141,7 @@ def _at_loss(s: Slots, stored: int, free: int, out: int, due: int) -> float:
 
 @njit(cache=True)
 def _saving(
-    s: Slots, table: Table, stored: int, travels: bool, i: int, free: int, out: int, due: int
+    s: SlotSizes, table: Table, stored: int, travels: bool, i: int, free: int, out: int, due: int
 ) -> tuple[float, int, bool, int, int]:
     """Return what ``forward_part`` does if layer ``i`` saves all: B.1, case 1."""
     if max(s.needs_saving[i], s.needs_backward[i]) + stored > free:
@@ -161,7 +161,7 @@ def _saving(
 
 @njit(cache=True)
 def _running_again(
-    s: Slots,
+    s: SlotSizes,
     parts: Table,
     table: Table,
     stored: int,
@@ -174,7 +174,7 @@ def _running_again(
 ) -> tuple[float, int, bool, int, int]:
     """Return what ``forward_part`` does if layers from ``i`` on run again, where that beats ``best``: B.1, case 2."""
     count, single = len(s.last) - 2, s.before[len(s.last)] - s.before[i]
-    choice, moved, out_left, due_left = 0, False, 0, 0
+    decision, moved, out_left, due_left = 0, False, 0, 0
     again, moves, highest, later = 0.0, 0.0, 0, -inf
     for end in range(i, s.last[i] + 1):
         needs = s.needs_first[i] if end == i else s.needs_next[end]
@@ -195,17 +195,17 @@ def _running_again(
             leaves = pending(out - moves - wait)
             value = time + table[0, end + 1, free - stored, leaves, comes]
             if value < best:
-                best, choice, moved, out_left, due_left = value, end, False, leaves, comes
+                best, decision, moved, out_left, due_left = value, end, False, leaves, comes
         if travels and comes + stored <= free:
             leaves = pending(out + stored - moves - wait)
             value = time + table[0, end + 1, free, leaves, comes + stored]
             if value < best:
-                best, choice, moved, out_left, due_left = value, end, True, leaves, comes + stored
-    return best, choice, moved, out_left, due_left
+                best, decision, moved, out_left, due_left = value, end, True, leaves, comes + stored
+    return best, decision, moved, out_left, due_left
 
 
 @njit(cache=True)
-def fill_forward(s: Slots, parts: Table, table: Table) -> None:
+def fill_forward(s: SlotSizes, parts: Table, table: Table) -> None:
     """Fill the table of the forward phase: (kind of input, layer, free slots, slots to offload, slots to prefetch).
 
     Every forward waits until what is still to be offloaded fits beside what it needs, and every backward for what is

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from lt_offload.plan.planners.pofo.kernels import Table
 
 
-class Program:
+class ChainProgram:
     """The fastest sequences of one chain for every memory up to the largest.
 
     With ``recompute=False`` the program of offloading alone; with ``offload=False`` that of rematerialisation alone,

@@ -12,12 +12,12 @@ from itertools import islice
 
 from lt_offload.plan.build.groups import arrange
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.iteration.decisions import Choices, block_choices, resident_tensors
+from lt_offload.plan.iteration.decisions import Decisions, block_choices, resident_tensors
 from lt_offload.plan.iteration.memory import framework_bytes
 from lt_offload.plan.planners.pofo.chain import Chain
-from lt_offload.plan.planners.pofo.convert import Layout, as_chain, as_choices
+from lt_offload.plan.planners.pofo.convert import ActivationLayout, as_chain, as_choices
 from lt_offload.plan.planners.pofo.copies import with_copies
-from lt_offload.plan.planners.pofo.program import Program
+from lt_offload.plan.planners.pofo.program import ChainProgram
 from lt_offload.plan.planners.pofo.sequence import Operation, memory, sequential, walk
 from lt_offload.plan.planners.request import Allowed, NotApplicable, Proposal, Request
 from lt_offload.plan.verify.simulate import simulate
@@ -45,7 +45,7 @@ def propose_pofo(request: Request) -> list[Proposal]:
     """
     request = replace(request, allowed=_allowed(request))
     profile = request.profile
-    resident = Choices(
+    resident = Decisions(
         tensors=resident_tensors(profile),
         blocks=block_choices(profile, tuple(options[0].name for options in request.allowed), lag=0, lead=0),
     )
@@ -57,19 +57,19 @@ def propose_pofo(request: Request) -> list[Proposal]:
         raise NotApplicable(f"{short}; this planner keeps them all on the device")
     kept = _fitted(sequential(layout.chain), layout, request, arena)
     if kept is not None:
-        return [Proposal(name="pofo, everything kept", choices=kept)]
-    found: list[tuple[float, Choices]] = []
+        return [Proposal(name="pofo, everything kept", decisions=kept)]
+    found: list[tuple[float, Decisions]] = []
     for sequences in _sequences(layout.chain, room, request):
-        fitting = (choices for o in sequences if (choices := _fitted(o, layout, request, arena)) is not None)
-        for choices in islice(fitting, _TRIED):
-            if all(choices != other for _, other in found):
-                found.append((_simulated_s(choices, request), choices))
+        fitting = (decisions for o in sequences if (decisions := _fitted(o, layout, request, arena)) is not None)
+        for decisions in islice(fitting, _TRIED):
+            if all(decisions != other for _, other in found):
+                found.append((_simulated_s(decisions, request), decisions))
     if not found:
         raise NotApplicable(f"{short}; the rest is too little for the activations")
     best = sorted(found, key=lambda item: item[0])[:_BEST]
     return [
-        Proposal(name="pofo" if place == 1 else f"pofo, choice {place}", choices=choices)
-        for place, (_, choices) in enumerate(best, 1)
+        Proposal(name="pofo" if place == 1 else f"pofo, choice {place}", decisions=decisions)
+        for place, (_, decisions) in enumerate(best, 1)
     ]
 
 
@@ -87,7 +87,7 @@ def _sequences(chain: Chain, room: int, request: Request) -> Iterator[Iterator[t
     most = (min(_SOLVE_SECONDS, request.time_limit / 2) / (_SLOT_SECONDS * len(chain.layers) ** 2)) ** (1 / 3)
     for offload, recompute in _MIXES:
         if (request.activation_offload or not offload) and (request.recompute or not recompute):
-            yield Program(
+            yield ChainProgram(
                 chain,
                 memory_bytes=min(int(_SURPLUS * room), high),
                 slots=min(max(int(most), _FEWEST_SLOTS), _MOST_SLOTS),
@@ -97,20 +97,22 @@ def _sequences(chain: Chain, room: int, request: Request) -> Iterator[Iterator[t
             ).sequences()
 
 
-def _fitted(operations: tuple[Operation, ...], layout: Layout, request: Request, arena: int) -> Choices | None:
+def _fitted(
+    operations: tuple[Operation, ...], layout: ActivationLayout, request: Request, arena: int
+) -> Decisions | None:
     """Return the decisions of a sequence, or None if they do not fit."""
     profile = request.profile
-    choices = as_choices(operations, layout, profile, request.allowed)
-    if choices.least_host_bytes(profile) > request.host_budget_bytes:
+    decisions = as_choices(operations, layout, profile, request.allowed)
+    if decisions.least_host_bytes(profile) > request.host_budget_bytes:
         return None
-    found = with_copies(choices, profile, request.room - arena)
+    found = with_copies(decisions, profile, request.room - arena)
     assert found is None or int(framework_bytes(found.usage, profile).max()) <= request.room - arena
     return found
 
 
-def _simulated_s(choices: Choices, request: Request) -> float:
+def _simulated_s(decisions: Decisions, request: Request) -> float:
     plan = build(
-        choices,
+        decisions,
         request.profile,
         planner="pofo",
         budget_bytes=request.budget_bytes,

@@ -40,7 +40,7 @@ class Item:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Walk:
+class SequenceWalk:
     """A sequence's computations in order, with what they need."""
 
     computations: tuple[Operation, ...]
@@ -51,7 +51,7 @@ class Walk:
     items: tuple[Item, ...]
 
 
-def walk(operations: Sequence[Operation], chain: Chain) -> Walk:
+def walk(operations: Sequence[Operation], chain: Chain) -> SequenceWalk:
     """Return what the computations of ``operations`` need, with the items that they say travel.
 
     Raises:
@@ -60,7 +60,7 @@ def walk(operations: Sequence[Operation], chain: Chain) -> Walk:
     return _Walker(chain).run(operations)
 
 
-def memory(walked: Walk) -> list[int]:
+def memory(walked: SequenceWalk) -> list[int]:
     """Return the bytes that each computation takes, what travels counted as gone as long as it may be."""
     total = list(walked.passing)
     for item in walked.items:
@@ -113,7 +113,7 @@ class _Walker:
         self.gradient = 0
         """Bytes of the gradient that waits for the next backward."""
 
-    def run(self, operations: Sequence[Operation]) -> Walk:
+    def run(self, operations: Sequence[Operation]) -> SequenceWalk:
         travelling: dict[int, Item] = {}
         for operation in operations:
             if operation.kind == "offload":
@@ -127,7 +127,7 @@ class _Walker:
                 self._forward(operation)
         for layer, item in travelling.items():
             item.departs, item.returns = _gap(item, self.computations, layer)
-        return Walk(
+        return SequenceWalk(
             computations=tuple(self.computations),
             seconds=tuple(self.seconds),
             passing=tuple(self.passing),

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_offload.plan.planners.pofo.copies import Travel, fetch_earlier, latest_fetches
-from lt_offload.plan.planners.pofo.sequence import Walk, memory
+from lt_offload.plan.planners.pofo.sequence import SequenceWalk, memory
 
 
-def simulated_s(walked: Walk, memory_bytes: int, bytes_per_s: float) -> float:
+def simulated_s(walked: SequenceWalk, memory_bytes: int, bytes_per_s: float) -> float:
     """Return the time of a sequence within ``memory_bytes``; infinity if it does not fit.
 
     Copies queue per direction: offloads as their data are made, prefetches in the order of need. A computation waits
@@ -25,7 +25,7 @@ def simulated_s(walked: Walk, memory_bytes: int, bytes_per_s: float) -> float:
     if free.min() < 0:
         return inf
     travels = [
-        Travel(index=at, bytes=item.bytes, until=item.departs, needed=item.returns, fetch=item.returns)
+        Travel(index=at, bytes=item.bytes, release_after=item.departs, needed=item.returns, fetch=item.returns)
         for at, item in enumerate(walked.items)
         if item.departs is not None and item.returns is not None and item.returns > item.departs + 1
     ]
@@ -37,7 +37,7 @@ def simulated_s(walked: Walk, memory_bytes: int, bytes_per_s: float) -> float:
     return _run(walked, travels, free, bytes_per_s)
 
 
-def _run(walked: Walk, travels: list[Travel], free: NDArray[np.int64], bytes_per_s: float) -> float:
+def _run(walked: SequenceWalk, travels: list[Travel], free: NDArray[np.int64], bytes_per_s: float) -> float:
     """Compute one after the other; ``free`` is what each computation leaves when all that may be gone is gone."""
     made: dict[int, list[Travel]] = {}
     fetched: dict[int, list[Travel]] = {}
@@ -49,7 +49,9 @@ def _run(walked: Walk, travels: list[Travel], free: NDArray[np.int64], bytes_per
     """By item: when its offload has ended."""
     there: dict[int, float] = {}
     for at, seconds in enumerate(walked.seconds):
-        leaving = sorted((gone[t.index], t.bytes) for t in travels if t.until < at < t.fetch and gone[t.index] > now)
+        leaving = sorted(
+            (gone[t.index], t.bytes) for t in travels if t.release_after < at < t.fetch and gone[t.index] > now
+        )
         held = sum(nbytes for _, nbytes in leaving)
         for ends, nbytes in leaving:
             if held <= free[at]:

@@ -23,12 +23,12 @@ import pulp
 from lt_offload.errors import ConfigError
 from lt_offload.plan.planners.lp import SolverName, run
 from lt_offload.plan.planners.offmate.groups import Pair, require
-from lt_offload.plan.planners.weights.model import Chain
+from lt_offload.plan.planners.weights.model import WeightChain
 from lt_offload.plan.planners.weights.select import require_room
 
 
 def weights_bound(
-    chain: Chain,
+    chain: WeightChain,
     *,
     relaxed: bool = True,
     solver: SolverName = "highs",
@@ -62,7 +62,7 @@ def weights_bound(
 
 
 class _Program:
-    def __init__(self, chain: Chain, *, whole: bool) -> None:
+    def __init__(self, chain: WeightChain, *, whole: bool) -> None:
         self.chain, self.whole = chain, whole
         self.bytes_unit = float(chain.largest or 1)
         self.seconds_unit = chain.compute_s / chain.steps or self.bytes_unit / chain.h2d

@@ -9,9 +9,9 @@ from functools import cached_property
 
 from lt_offload.plan.build.copies import state_room
 from lt_offload.plan.iteration.arena import aligned
-from lt_offload.plan.iteration.decisions import BlockChoice, Choices, Stay, TensorChoice, block_choices
+from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision, block_choices
 from lt_offload.plan.iteration.memory import framework_bytes
-from lt_offload.plan.planners.weights.model import Chain, Gap, Phase
+from lt_offload.plan.planners.weights.model import Gap, Phase, WeightChain
 from lt_offload.plan.planners.weights.timing import Schedule
 from lt_offload.schema.plan import UpdatePlace
 from lt_offload.schema.profile import OptionName, Profile
@@ -42,7 +42,7 @@ class Setting:
         return tuple(map(tuple, found))
 
     @cached_property
-    def blocks(self) -> tuple[BlockChoice, ...]:
+    def blocks(self) -> tuple[BlockDecision, ...]:
         """The blocks' choices: copies of activations run beside the computations next to theirs."""
         return block_choices(self.profile, self.options, lag=1, lead=1)
 
@@ -59,12 +59,12 @@ class Setting:
         return "paged" if leaves and found.state_bytes else "device"
 
 
-def chain_of(setting: Setting, room: int) -> Chain:
+def chain_of(setting: Setting, room: int) -> WeightChain:
     """Return the abstract problem: each block is a layer, and ``room`` bytes are for everything that is decided."""
     profile = setting.profile
     tensors = profile.tensors
     places = tuple(setting.place(index, leaves=len(tensor.blocks) == 1) for index, tensor in enumerate(tensors))
-    choices = Choices(tensors=tuple(TensorChoice(place=place) for place in places), blocks=setting.blocks)
+    decisions = Decisions(tensors=tuple(TensorDecision(place=place) for place in places), blocks=setting.blocks)
     always = [index for index, tensor in enumerate(tensors) if len(tensor.blocks) != 1]
     fixed = sum(aligned(tensors[index].bytes) + state_room(tensors[index].state_bytes) for index in always)
     trained = [sum(tensors[index].bytes for index in owned if tensors[index].trainable) for owned in setting.tensors]
@@ -75,11 +75,11 @@ def chain_of(setting: Setting, room: int) -> Chain:
         on_host = setting.host and index > 0
         update = 0.0 if on_host else trained[index] / profile.optimizer.device_bytes_per_s
         backward.append((option.backward_s if block.has_backward else 0.0) + update)
-    return Chain(
+    return WeightChain(
         weights=tuple(sum(aligned(tensors[index].bytes) for index in owned) for owned in setting.tensors),
         seconds=(*forward, *reversed(backward)),
         # What the framework frees in one step is no room for weights in that step: the arena has one extent.
-        working=(int(framework_bytes(choices.usage, profile).max()) + fixed,) * setting.steps,
+        working=(int(framework_bytes(decisions.usage, profile).max()) + fixed,) * setting.steps,
         memory=max(room, 1),
         h2d=profile.hardware.h2d_bytes_per_s,
         d2h=profile.hardware.d2h_bytes_per_s,
@@ -98,17 +98,17 @@ def with_host_gaps(setting: Setting, gaps: Iterable[Gap]) -> tuple[Gap, ...]:
     return tuple(chosen)
 
 
-def greedy_choices(setting: Setting, gaps: Iterable[Gap], planned: Schedule) -> Choices:
+def greedy_choices(setting: Setting, gaps: Iterable[Gap], planned: Schedule) -> Decisions:
     """Return the decisions that carry out ``planned``; copies begin in the step in which they begin there."""
     phases: dict[int, set[Phase]] = {}
     for gap in gaps:
         phases.setdefault(gap.layer, set()).add(gap.after)
-    choices = [TensorChoice(place=setting.place(t, leaves=False)) for t in range(len(setting.profile.tensors))]
+    decisions = [TensorDecision(place=setting.place(t, leaves=False)) for t in range(len(setting.profile.tensors))]
     times = _Times(setting.steps, planned)
     for layer, gone in phases.items():
         for t in setting.tensors[layer]:
-            choices[t] = times.choice(setting, t, gone)
-    return Choices(tensors=tuple(choices), blocks=setting.blocks)
+            decisions[t] = times.choice(setting, t, gone)
+    return Decisions(tensors=tuple(decisions), blocks=setting.blocks)
 
 
 class _Times:
@@ -123,7 +123,7 @@ class _Times:
         self.uploaded = {c.at: planned.step_at(c.start) - 1 for c in planned.copies if c.to == "host"}
         self.released = {r.at: bisect_left(starts, r.time) - 1 for r in planned.releases}
 
-    def choice(self, setting: Setting, tensor: int, gone: set[Phase]) -> TensorChoice:
+    def choice(self, setting: Setting, tensor: int, gone: set[Phase]) -> TensorDecision:
         """Return the decisions about a tensor whose layer's weight is absent after the phases ``gone``."""
         layer = setting.profile.tensors[tensor].blocks[0]
         place = setting.place(tensor, leaves=True)
@@ -135,34 +135,36 @@ class _Times:
         if "backward" in gone:
             end = backward if place == "host" else self.released[backward]
             moves["backward"] = self._move(following, end)
-        choice = TensorChoice(place=place, stays=self._stays(moves, setting.profile.blocks[layer].has_backward))
+        decision = TensorDecision(place=place, intervals=self._stays(moves, setting.profile.blocks[layer].has_backward))
         last = self.first + self.steps - 1
         if place == "host":
-            return replace(choice, grad_until=self._step(min(self.released[backward], last)))
+            return replace(decision, grad_release_after=self._step(min(self.released[backward], last)))
         if place == "none":
-            return choice
+            return decision
         leaves = backward if "backward" in gone else min(max(self.uploaded[following], backward), following)
-        choice = replace(choice, write_back=self._step(leaves))
+        decision = replace(decision, write_back=self._step(leaves))
         if place == "device":
-            return choice
+            return decision
         start = self.fetched[backward]
         end = min(self.released[backward], start + self.steps - 1, last)
-        stay = Stay(start=self._step(start), end=self._step(end))
-        return replace(choice, state_stay=stay, state_leave=self._step(backward))
+        interval = Interval(start=self._step(start), end=self._step(end))
+        return replace(decision, state_interval=interval, state_offload_after=self._step(backward))
 
     def _move(self, following: int, released: int) -> tuple[int, int]:
         """Return the last step before an absence and the first one after it; at least, they are not the same."""
         end = min(released, following - 1)
         return end, max(min(self.fetched[following], following), end + 1)
 
-    def _stays(self, moves: dict[Phase, tuple[int, int]], has_backward: bool) -> tuple[Stay, ...]:
+    def _stays(self, moves: dict[Phase, tuple[int, int]], has_backward: bool) -> tuple[Interval, ...]:
         if len(moves) == 1:
             ((end, fetch),) = moves.values()
-            return (Stay(start=self._step(fetch), end=self._step(end)),)
+            return (Interval(start=self._step(fetch), end=self._step(end)),)
         forward, backward = moves["forward"], moves["backward"]
-        first = Stay(start=self._step(backward[1]), end=self._step(forward[0]))
+        first = Interval(start=self._step(backward[1]), end=self._step(forward[0]))
         # A block without backward is not used between its forwards.
-        return (first, Stay(start=self._step(forward[1]), end=self._step(backward[0]))) if has_backward else (first,)
+        return (
+            (first, Interval(start=self._step(forward[1]), end=self._step(backward[0]))) if has_backward else (first,)
+        )
 
     def _step(self, counted: int) -> int:
         return counted % self.steps

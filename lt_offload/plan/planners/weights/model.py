@@ -32,7 +32,7 @@ class Gap(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Layer:
+class WeightLayer:
     """One layer as the paper has it; sizes in bytes, times in seconds."""
 
     weight_bytes: int
@@ -43,7 +43,7 @@ class Layer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chain:
+class WeightChain:
     """One problem. :meth:`of` makes it from the paper's quantities; sequences are per layer or per step."""
 
     weights: tuple[int, ...]
@@ -86,7 +86,7 @@ class Chain:
                 raise ConfigError(f"{name}={getattr(self, name)}; it is more than 0")
 
     @classmethod
-    def of(cls, layers: Sequence[Layer], *, memory: int, bandwidth: float) -> Chain:
+    def of(cls, layers: Sequence[WeightLayer], *, memory: int, bandwidth: float) -> WeightChain:
         """Return the problem ``OFF(L, memory, bandwidth)``.
 
         The working bytes are those of eq. 1 less the layer's own weight: the outputs of all layers up to it, and in the
@@ -136,7 +136,7 @@ class Chain:
         return found
 
 
-def l2l_s(chain: Chain) -> float:
+def l2l_s(chain: WeightChain) -> float:
     """Return the seconds of an L2L iteration in closed form.
 
     Both fetches of every weight are exposed, and the copies to the host hide behind the next fetch and computation.

@@ -19,7 +19,7 @@ from functools import partial
 
 from lt_offload.errors import InfeasibleError
 from lt_offload.plan.build.plan import room_needed
-from lt_offload.plan.iteration.decisions import Choices
+from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.baselines import option_sets, streaming_choices
 from lt_offload.plan.planners.offmate.config import held_bytes
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, self_contained
@@ -49,14 +49,14 @@ def propose_l2l(request: Request) -> list[Proposal]:
     profile = request.profile
     usable = zip(profile.blocks, self_contained(request.allowed), strict=True)
     options = tuple(_recomputing(block, options).name for block, options in usable)
-    choices = streaming_choices(profile, options, host_update=request.host_update, lead=0, lag=1)
+    decisions = streaming_choices(profile, options, host_update=request.host_update, lead=0, lag=1)
     least = streaming_choices(profile, options, host_update=request.host_update, lead=0, lag=0)
     needed = room_needed(least, profile)
     if needed > request.room:
         missing = format_bytes(needed - request.room)
         raise NotApplicable(f"one layer at a time with its activations recomputed needs {missing} more device memory")
-    _require_ram(request, choices)
-    return [Proposal(name="l2l", choices=choices)]
+    _require_ram(request, decisions)
+    return [Proposal(name="l2l", decisions=decisions)]
 
 
 def propose_greedy(request: Request) -> list[Proposal]:
@@ -70,33 +70,33 @@ def propose_greedy(request: Request) -> list[Proposal]:
     for where in ("device", "host") if request.host_update else ("device",):
         for margin in _MARGINS[where]:
             try:
-                choices = _best(request, host=where == "host", margin=margin)
+                decisions = _best(request, host=where == "host", margin=margin)
             except InfeasibleError as error:
                 short.append(error)
                 break
-            if choices not in [proposal.choices for proposal in found]:
+            if decisions not in [proposal.decisions for proposal in found]:
                 layers = "layer" if margin == 1 else "layers"
                 name = f"greedy, margin of {margin} {layers}, update on the {where}"
-                found.append(Proposal(name=name, choices=choices))
+                found.append(Proposal(name=name, decisions=decisions))
     if not found:
         needed = min(error.needed_bytes or 0 for error in short)
         raise NotApplicable(
             f"with every weight absent between its uses, {format_bytes(needed)} are needed "
             f"and there are {format_bytes(max(request.room, 0))}"
         )
-    fitting = [p for p in found if p.choices.least_host_bytes(request.profile) <= request.host_budget_bytes]
+    fitting = [p for p in found if p.decisions.least_host_bytes(request.profile) <= request.host_budget_bytes]
     if not fitting:
-        _require_ram(request, found[0].choices)
+        _require_ram(request, found[0].decisions)
     return fitting
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Found:
     period_s: float
-    choices: Choices
+    decisions: Decisions
 
 
-def _best(request: Request, *, host: bool, margin: int) -> Choices:
+def _best(request: Request, *, host: bool, margin: int) -> Decisions:
     """Return the choices of the fastest schedule over all ways to treat activations.
 
     Raises:
@@ -114,10 +114,10 @@ def _best(request: Request, *, host: bool, margin: int) -> Choices:
             short.append(error)
             continue
         planned = schedule(chain, gaps)
-        found.append(_Found(period_s=planned.period_s, choices=greedy_choices(setting, gaps, planned)))
+        found.append(_Found(period_s=planned.period_s, decisions=greedy_choices(setting, gaps, planned)))
     if not found:
         raise min(short, key=lambda error: error.needed_bytes or 0)
-    return min(found, key=lambda item: item.period_s).choices
+    return min(found, key=lambda item: item.period_s).decisions
 
 
 def _option_levels(request: Request) -> Iterator[tuple[OptionName, ...]]:
@@ -151,7 +151,7 @@ def _recomputing(block: BlockProfile, options: tuple[OptionProfile, ...]) -> Opt
     return min(options, key=lambda o: (o.name != "recompute", o.offload_bytes > 0, held_bytes(block, o)))
 
 
-def _require_ram(request: Request, choices: Choices) -> None:
-    missing = choices.least_host_bytes(request.profile) - request.host_budget_bytes
+def _require_ram(request: Request, decisions: Decisions) -> None:
+    missing = decisions.least_host_bytes(request.profile) - request.host_budget_bytes
     if missing > 0:
         raise NotApplicable(f"host copies need {format_bytes(missing)} more RAM")

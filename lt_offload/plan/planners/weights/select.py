@@ -14,11 +14,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_offload.errors import InfeasibleError
-from lt_offload.plan.planners.weights.model import Chain, Gap
+from lt_offload.plan.planners.weights.model import Gap, WeightChain
 from lt_offload.units import format_bytes
 
 
-def select_gaps(chain: Chain, *, margin: int = 0, discount: bool = True) -> tuple[Gap, ...]:
+def select_gaps(chain: WeightChain, *, margin: int = 0, discount: bool = True) -> tuple[Gap, ...]:
     """Return the gaps that bring every step into ``chain.memory - margin``, in the order of choice.
 
     The next choice is always the one that frees the most bytes in the most steps per byte copied. Optimizer states, if
@@ -47,7 +47,7 @@ def select_gaps(chain: Chain, *, margin: int = 0, discount: bool = True) -> tupl
     return tuple(chosen)
 
 
-def held_bytes(chain: Chain, gaps: Iterable[Gap]) -> NDArray[np.int64]:
+def held_bytes(chain: WeightChain, gaps: Iterable[Gap]) -> NDArray[np.int64]:
     """Return the bytes of each step, without any copy in flight, if weights are absent in ``gaps``."""
     held = np.array(chain.working, dtype=np.int64) + sum(chain.weights) + sum(chain.states)
     seen: set[int] = set()
@@ -57,7 +57,7 @@ def held_bytes(chain: Chain, gaps: Iterable[Gap]) -> NDArray[np.int64]:
     return held
 
 
-def require_room(chain: Chain, gaps: Iterable[Gap], margin: int = 0) -> None:
+def require_room(chain: WeightChain, gaps: Iterable[Gap], margin: int = 0) -> None:
     """Raise ``InfeasibleError`` if some step does not fit, though weights are absent in ``gaps``."""
     needed = int(held_bytes(chain, gaps).max()) + margin
     if needed > chain.memory:
@@ -69,7 +69,7 @@ def require_room(chain: Chain, gaps: Iterable[Gap], margin: int = 0) -> None:
         )
 
 
-def _freed(chain: Chain, gap: Gap, *, first: bool) -> NDArray[np.int64]:
+def _freed(chain: WeightChain, gap: Gap, *, first: bool) -> NDArray[np.int64]:
     """Return the bytes that the absence frees, per step."""
     freed = np.zeros(chain.steps, dtype=np.int64)
     if first:
@@ -80,7 +80,7 @@ def _freed(chain: Chain, gap: Gap, *, first: bool) -> NDArray[np.int64]:
     return freed
 
 
-def _copied(chain: Chain, gap: Gap, *, states: bool, discount: bool) -> int:
+def _copied(chain: WeightChain, gap: Gap, *, states: bool, discount: bool) -> int:
     """Return the bytes that the absence causes to be copied."""
     total = chain.weights[gap.layer] + (0 if discount else chain.changed[gap.layer])
     return total + (2 * chain.states[gap.layer] if states and chain.states_return[gap.layer] else 0)

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-from lt_offload.plan.planners.weights.model import Chain, Gap
+from lt_offload.plan.planners.weights.model import Gap, WeightChain
 from lt_offload.plan.planners.weights.select import require_room
 
 _ITERATIONS = 24
@@ -63,7 +63,7 @@ class Schedule:
         return step + 1 if step < 0 or time >= self.computations[step][1] else step
 
 
-def schedule(chain: Chain, gaps: Iterable[Gap], *, ahead: bool = True, discount: bool = True) -> Schedule:
+def schedule(chain: WeightChain, gaps: Iterable[Gap], *, ahead: bool = True, discount: bool = True) -> Schedule:
     """Return the steady state of ``chain`` with its weights absent in ``gaps``.
 
     Args:
@@ -122,7 +122,7 @@ class _Level:
 
 
 class _Run:
-    def __init__(self, chain: Chain, gaps: frozenset[Gap], ahead: bool, discount: bool) -> None:
+    def __init__(self, chain: WeightChain, gaps: frozenset[Gap], ahead: bool, discount: bool) -> None:
         self.chain, self.ahead, self.discount = chain, ahead, discount
         self.gone = {phase: {gap.layer for gap in gaps if gap.after == phase} for phase in ("forward", "backward")}
         self.paged = {gap.layer for gap in gaps}
