@@ -7,7 +7,7 @@ before training starts, :func:`markdown` prints it for the README. Foreign optim
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -447,6 +447,29 @@ CALL_ARGUMENTS = _while_running(
     why="they collect what a block computes, twice where it is computed again",
     instead="leave them out of the training call",
 )
+_COLLECTORS = (
+    "use_cache",
+    "past_key_values",
+    "past_key_value",
+    "layer_past",
+    "output_attentions",
+    "output_hidden_states",
+)
+
+
+def check_arguments(block: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a call in training whose arguments make ``block`` collect what it computes.
+
+    Raises:
+        UnsupportedError: naming the argument.
+    """
+    for name in _COLLECTORS:
+        value = kwargs.get(name)
+        if value is not None and value is not False:
+            shown = value if isinstance(value, (bool, int)) else type(value).__name__
+            raise CALL_ARGUMENTS.error(f"block {block} was called with {name}={shown}")
+
+
 HALFWAY = _while_running(
     "weights or optimizer states read or written between the backward and the optimizer step",
     why="they are updated during the backward, so that some are of this step and others of the next",

@@ -16,7 +16,7 @@ from lt_offload.execute import find_device, open_device
 from lt_offload.execute.engine import Engine
 from lt_offload.machine.driver import current
 from lt_offload.model.blocks import find_blocks
-from lt_offload.model.caches import caches_off
+from lt_offload.model.calls import caches_off
 from lt_offload.plan import check, solve
 from lt_offload.profiling.hardware import check_memory, free_memory
 from lt_offload.profiling.measure import check_use

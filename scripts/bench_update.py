@@ -98,7 +98,7 @@ def torch_cases(t: Tensors) -> Iterator[Case]:
 def our_cases(t: Tensors) -> Iterator[Case]:
     """Yield the ways of ``lt_offload.AdamW``."""
     from lt_offload.optim import native, plain
-    from lt_offload.optim.entries import Entry, Options
+    from lt_offload.optim.plain import Entry, Options
 
     options = Options(lr=LR, beta1=BETAS[0], beta2=BETAS[1], eps=EPS, weight_decay=DECAY)
     full = Entry(t.weight, t.grad, None, t.exp_avg, t.exp_avg_sq, 10.0)

@@ -12,8 +12,7 @@ from rich.table import Table
 from lt_offload.cli.progress import say
 from lt_offload.machine.numa import place_of
 from lt_offload.machine.pinning import advice, is_wsl2, memlock_bytes
-from lt_offload.profiling.hardware import save_hardware
-from lt_offload.profiling.rates import measure_machine
+from lt_offload.profiling.hardware import measure_machine, save_hardware
 from lt_offload.schema.profile import HardwareProfile
 from lt_offload.units import format_bytes
 

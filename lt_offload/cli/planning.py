@@ -205,7 +205,7 @@ def estimate(app: App, hardware: str | HardwareProfile | None, batch_size: int |
     from lt_offload.finetune import load
     from lt_offload.optim import AdamW
     from lt_offload.profiling.from_config import profile_config
-    from lt_offload.profiling.rates import measure_machine
+    from lt_offload.profiling.hardware import measure_machine
 
     module, data = app.model, app.datamodule
     if hardware is not None:

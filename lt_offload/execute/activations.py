@@ -7,6 +7,7 @@ travel once and come back exactly as they were.
 
 from __future__ import annotations
 
+import bisect
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,11 +21,55 @@ from typing_extensions import override
 from lt_offload import limits
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.device.base import Cell, Device, Event
-from lt_offload.execute.pools import HostBuffer, HostPool
 from lt_offload.execute.tensors import Weight, round_up
-from lt_offload.model.chain import version
-from lt_offload.model.compiled import unseen_by_dynamo
+from lt_offload.machine.dispatch import unseen_by_dynamo
 from lt_offload.model.options import for_replay, is_costly, travels
+from lt_offload.model.snapshot import version
+
+_STEP = 4096
+
+ROUNDING = 2 * _STEP
+"""Bytes per block by which its activations may take more than their size: whole pages, and aligned storages in them."""
+
+
+class HostBuffer(Cell):
+    """Some host memory; ``used`` is the last task that touched it, to be awaited by the next."""
+
+    __slots__ = ("data", "used")
+
+    def __init__(self, data: Tensor) -> None:
+        super().__init__("host activation")
+        self.data = data
+        self.used: Event | None = None
+
+
+class HostPool:
+    """Host buffers by size."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._free: list[HostBuffer] = []
+        self.nbytes = 0
+        """Bytes allocated in all."""
+
+    def take(self, nbytes: int) -> HostBuffer:
+        """Return the smallest free buffer of at least ``nbytes`` that wastes at most a quarter, else a new one."""
+        at = bisect.bisect_left(self._free, nbytes, key=_size)
+        if at < len(self._free) and _size(self._free[at]) <= nbytes + nbytes // 4 + _STEP:
+            return self._free.pop(at)
+        size = -(-nbytes // _STEP) * _STEP
+        self.nbytes += size
+        return HostBuffer(self.device.host_empty((size,), torch.uint8))
+
+    def give(self, buffer: HostBuffer, used: Event | None) -> None:
+        """Take ``buffer`` back; ``used`` is the last task that reads or writes it."""
+        buffer.used = used
+        bisect.insort(self._free, buffer, key=_size)
+
+
+def _size(buffer: HostBuffer) -> int:
+    return buffer.data.numel()
+
 
 _HOST_ALIGNMENT = 64
 """Saved storages begin at multiples of this many bytes in host memory: a cache line."""

@@ -24,15 +24,14 @@ from typing_extensions import override
 
 from lt_offload import limits
 from lt_offload.errors import UnsupportedError
-from lt_offload.execute.activations import ActivationOffloader, CacheCostly, Moved, ReplayCostly, SavedTensors
+from lt_offload.execute.activations import ActivationOffloader, CacheCostly, HostPool, Moved, ReplayCostly, SavedTensors
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.edges.inner import InnerTensors
-from lt_offload.execute.pools import HostPool
 from lt_offload.execute.tensors import Weight
-from lt_offload.model.chain import tensors_of, version
+from lt_offload.model.calls import edges, tensors_of
 from lt_offload.model.effects import Effects, Snapshot, ambient, autocasts, within
 from lt_offload.model.options import is_activation, travels
-from lt_offload.model.seams import edges
+from lt_offload.model.snapshot import version
 from lt_offload.schema.plan import Save
 from lt_offload.schema.profile import RECORDED, OptionName
 

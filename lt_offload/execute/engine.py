@@ -19,28 +19,25 @@ from torch.optim import Optimizer
 
 from lt_offload import limits
 from lt_offload.errors import OverBudget, UnsupportedError
+from lt_offload.execute.activations import ROUNDING, HostPool
 from lt_offload.execute.block_graph import BlockFunction, Frame
 from lt_offload.execute.bound_weights import BoundWeights, expose
 from lt_offload.execute.copies import Residency
 from lt_offload.execute.device.base import Device
-from lt_offload.execute.edges.aliases import Aliases, find_aliases
+from lt_offload.execute.edges.checks import Backward, Consumers, Fixed, OwnParameters, check_hooks
 from lt_offload.execute.edges.consumed import OwnLoop, StandIns
-from lt_offload.execute.edges.consumers import Consumers
-from lt_offload.execute.edges.fixed import Backward, Fixed, OwnParameters, check_hooks
-from lt_offload.execute.edges.guard import Guard
+from lt_offload.execute.edges.guard import Aliases, Guard, find_aliases
 from lt_offload.execute.frames import Frames
 from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.groups import Layout
 from lt_offload.execute.inference import Streaming, room
 from lt_offload.execute.optimizer import Updates
-from lt_offload.execute.pools import ROUNDING, HostPool
 from lt_offload.execute.program import check_match, program
 from lt_offload.execute.record import Recorder
 from lt_offload.execute.tensors import Weight
 from lt_offload.execute.walk import Walk
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.compiled import called, intercept
-from lt_offload.model.seams import check_arguments
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes
@@ -408,7 +405,7 @@ class Engine:
                 f"block {self.structure.blocks[index].name} was called where block {self._walk.cursor} was expected; "
                 "lt_offload needs every block to be called once per forward, in order"
             )
-        check_arguments(self.structure.blocks[index].name, kwargs)
+        limits.check_arguments(self.structure.blocks[index].name, kwargs)
         self._own[index].check()
         self._walk.begin(index)
         weights = self._blocks[index]

@@ -10,12 +10,12 @@ from typing import Any
 from torch import Tensor
 
 from lt_offload.errors import PlanError
+from lt_offload.execute.activations import HostPool
 from lt_offload.execute.block_graph import Frame
 from lt_offload.execute.device.base import Device
-from lt_offload.execute.pools import HostPool
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure
-from lt_offload.model.chain import BlockOutput
+from lt_offload.model.calls import BlockOutput
 from lt_offload.model.compiled import is_compiled
 from lt_offload.model.effects import Effects
 from lt_offload.schema.plan import Op, Plan

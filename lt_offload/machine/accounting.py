@@ -15,7 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_offload.errors import OverBudget
-from lt_offload.model.compiled import show_buffers, unseen_by_dynamo
+from lt_offload.machine.dispatch import show_buffers, unseen_by_dynamo
 from lt_offload.units import format_bytes
 
 _MAKES: dict[Any, bool] = {}

@@ -9,19 +9,22 @@ generators are the device's business.
 from __future__ import annotations
 
 import copy
+import functools
 import random
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules import module as _torch
 from typing_extensions import override
 
-from lt_offload.model.chain import version as _version
+from lt_offload.model.compiled import is_compiled
+from lt_offload.model.snapshot import version as _version
 
 _INTERNAL = frozenset({"_parameters", "_buffers", "_modules", "forward", "_compiled_call_impl"})
 """Attributes of ``nn.Module`` that a run of its forward does not count with, or that have a place of their own."""
@@ -475,3 +478,61 @@ def _choose_attention_kernels(enabled: tuple[bool, ...]) -> None:
     choose = (cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_math_sdp, cuda.enable_cudnn_sdp)
     for function, value in zip(choose, enabled, strict=True):
         function(value)
+
+
+_LIBRARIES = ("torch", "transformers", "peft", "lt_offload")
+"""Whose own hooks may be called any number of times: they compute weights from others, cast, or count nothing."""
+
+
+class InnerHooks:
+    """The forward hooks and pre-hooks inside one block.
+
+    Those on the block itself are not among them: calls of the block are intercepted below them, so that they are called
+    once, unless the block is compiled with its hooks.
+
+    Args:
+        name: of the block.
+        module: the block.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name = name
+        own = is_compiled(module)
+        self._places: list[tuple[str, dict[int, Callable[..., Any]]]] = [
+            (f"{name}.{path}" if path else name, hooks)
+            for path, member in module.named_modules()
+            if path or own
+            for hooks in (member._forward_pre_hooks, member._forward_hooks)
+        ]
+        if self._places:
+            self._places += [("every module", _torch._global_forward_pre_hooks)]
+            self._places += [("every module", _torch._global_forward_hooks)]
+
+    def find(self) -> str | None:
+        """Return a hook of the user's own and where it is, as errors name it; None if there is none."""
+        return next(self._found(), None)
+
+    def _found(self) -> Iterator[str]:
+        for path, hooks in self._places:
+            if hooks:
+                for hook in hooks.values():
+                    if _home(hook).partition(".")[0] not in _LIBRARIES:
+                        yield f"forward hook {_title(hook)} on {path}, in block {self._name}"
+
+
+def _plain(hook: Any) -> Any:
+    while isinstance(hook, functools.partial):
+        hook = hook.func
+    return hook
+
+
+def _home(hook: Any) -> str:
+    """Return the module that a hook's code is from."""
+    hook = _plain(hook)
+    named = hook if hasattr(hook, "__qualname__") else type(hook)
+    return str(getattr(named, "__module__", None) or "")
+
+
+def _title(hook: Any) -> str:
+    hook = _plain(hook)
+    return str(getattr(hook, "__qualname__", type(hook).__qualname__))

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from lt_offload.errors import ConfigError
 from lt_offload.optim import native, plain
-from lt_offload.optim.entries import Entry, Options
+from lt_offload.optim.plain import Entry, Options
 
 _LOW = (torch.bfloat16, torch.float16)
 _FOREIGN = ("fused", "foreach", "capturable", "differentiable")

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from lt_offload.optim import plain
-from lt_offload.optim.entries import Entry, Options, converted, tail
+from lt_offload.optim.plain import Entry, Options, converted, tail
 
 _log = logging.getLogger(__name__)
 

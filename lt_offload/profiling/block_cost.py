@@ -14,11 +14,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from lt_offload.model.call import Call
-from lt_offload.model.compiled import unseen_by_dynamo
+from lt_offload.machine.dispatch import unseen_by_dynamo
+from lt_offload.model.calls import Call
 from lt_offload.model.options import for_replay, is_costly, travels
-from lt_offload.profiling.meters import Lap, Meter
-from lt_offload.profiling.watch import Watch
+from lt_offload.profiling.meters import Lap, Meter, Watch
 from lt_offload.schema.profile import OptionProfile
 
 Option = Literal["keep", "recompute", "mixed"]

@@ -21,13 +21,12 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 from lt_offload.errors import ModelError
 from lt_offload.machine.accounting import Account
 from lt_offload.model.blocks import Block, Structure
-from lt_offload.model.call import Call
-from lt_offload.model.chain import BlockOutput
+from lt_offload.model.calls import BlockOutput, Call
 from lt_offload.model.compiled import Forward, intercept, is_compiled, uncompiled
 from lt_offload.model.effects import ambient
 from lt_offload.model.options import is_activation
-from lt_offload.model.seams import Interface, Seams
 from lt_offload.profiling.meters import Lap, Meter
+from lt_offload.profiling.seams import Interface, Seams
 
 Run = Callable[[Any], Any]
 Stage = Callable[[nn.Module], AbstractContextManager[None]]

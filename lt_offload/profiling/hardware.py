@@ -159,7 +159,7 @@ def measure_hardware(
     from lt_offload.machine.numa import place_of
     from lt_offload.machine.pinning import PinLimit, find_pin_limit
     from lt_offload.machine.zero_copy import register, unregister
-    from lt_offload.profiling.links import LOCKED_BYTES, measure_links
+    from lt_offload.profiling.rates import LOCKED_BYTES, measure_links
 
     place = device_for(device)
     cuda = place.type == "cuda"
@@ -183,6 +183,24 @@ def measure_hardware(
         staged_bytes_per_s=links.staged,
         context_bytes=context_bytes(place) if cuda else 0,
         source="; ".join([*source, f"page-locked memory: {limit.how}"] if limit.how else source),
+    )
+
+
+def measure_machine(
+    device: torch.device | str | None = None, *, on_progress: Callable[[str], None] | None = None
+) -> HardwareProfile:
+    """Return ``measure_hardware`` together with the rates of matrix products and of memory, which estimates need."""
+    from lt_offload.machine.driver import device_for
+    from lt_offload.profiling.rates import measure_rates
+
+    place = device_for(device)
+    machine = measure_hardware(place, on_progress=on_progress)
+    rates = measure_rates(place, on_progress=on_progress or (lambda _message: None))
+    return replace(
+        machine,
+        flops_per_s=rates.flops_per_s,
+        device_memory_bytes_per_s=rates.device_bytes_per_s,
+        host_memory_bytes_per_s=rates.host_bytes_per_s,
     )
 
 

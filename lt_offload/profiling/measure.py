@@ -26,7 +26,7 @@ from lt_offload.machine.driver import (
     warm_up,
 )
 from lt_offload.model.blocks import Structure, find_blocks
-from lt_offload.model.caches import caches_off
+from lt_offload.model.calls import caches_off
 from lt_offload.model.compiled import forget_compiled, is_compiled
 from lt_offload.model.snapshot import untouched
 from lt_offload.profiling.block_cost import BlockCost, discard, measure_block, storage_bytes

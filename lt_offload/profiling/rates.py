@@ -1,38 +1,170 @@
-"""How fast this machine computes and moves memory: what an estimate of times needs and a measured profile does not."""
+"""Measures how fast copies between host and device, copies within either, and matrix products are on this machine.
+
+Copies between host and device are timed in memory like the engine's, each direction alone and both at once.
+"""
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor
 
-from lt_offload.profiling.hardware import measure_hardware
-from lt_offload.schema.profile import HardwareProfile
+from lt_offload.machine.numa import MemoryNode
+from lt_offload.machine.pages import map_pages
+from lt_offload.machine.staging import STAGING_BYTES, Staging
+from lt_offload.machine.zero_copy import locked
+
+_COPY_BYTES = 64 << 20
+_STREAM_REPEATS, _THREAD_REPEATS = 16, 5
+LOCKED_BYTES = 2 * _COPY_BYTES + STAGING_BYTES
+"""Host memory that is page-locked for the measurement."""
+_Pair = tuple[Tensor, Tensor]
+"""Target and source."""
+_Copy = Callable[[Tensor, Tensor], object]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Links:
+    """Copy speeds between host and device, in bytes per second."""
+
+    h2d_alone: float
+    d2h_alone: float
+    h2d: float
+    """While the other direction is busy."""
+    d2h: float
+    """While the other direction is busy."""
+    staged: float
+    """The slower direction while both are busy, for host memory that is not page-locked; 0 without CUDA."""
+
+
+def measure_links(device: torch.device, *, pinned: bool = True, place: MemoryNode | None = None) -> Links:
+    """Measure copies, each way alone and both at once; without CUDA between two places in RAM.
+
+    Args:
+        device: where to copy to and from.
+        pinned: whether ``LOCKED_BYTES`` of host memory can be page-locked.
+        place: where host memory should be.
+    """
+    with ExitStack() as stack:
+        pages = [map_pages(_COPY_BYTES) for _ in range(2)]
+        for each in pages:
+            (place or MemoryNode()).run(each.touch)
+        hosts = [each.bytes() for each in pages]
+        devices = [torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+        down, up = (devices[0], hosts[0]), (hosts[1], devices[1])
+        if device.type != "cuda":
+            return _links(partial(_on_threads, [Tensor.copy_, Tensor.copy_]), down, up)
+        staged = _staged(device, down, up, stack if pinned else None)
+        if pinned:
+            for host in hosts:
+                stack.enter_context(locked(host))
+        return _links(partial(_on_streams, device), down, up, staged=staged)
+
+
+def _links(copy: Callable[[Sequence[_Pair]], list[float]], down: _Pair, up: _Pair, *, staged: float = 0.0) -> Links:
+    copy([down, up])
+    (h2d_alone,), (d2h_alone,) = copy([down]), copy([up])
+    h2d, d2h = copy([down, up])
+    return Links(h2d_alone=h2d_alone, d2h_alone=d2h_alone, h2d=h2d, d2h=d2h, staged=staged)
+
+
+def _staged(device: torch.device, down: _Pair, up: _Pair, stack: ExitStack | None) -> float:
+    """Return the speed of pageable copies; ``stack`` page-locks the buffers, None if that is not possible."""
+    memory = None if stack is None else stack.enter_context(locked(map_pages(STAGING_BYTES).bytes()))
+    staging = Staging(
+        memory,
+        event=partial(torch.cuda.Event, blocking=True),
+        use=torch.cuda.stream,
+        copy=partial(Tensor.copy_, non_blocking=True),
+    )
+    streams = [torch.cuda.Stream(device) for _ in range(2)]  # type: ignore[no-untyped-call]
+    copies = [partial(staging.to_device, stream=streams[0]), partial(staging.to_host, stream=streams[1])]
+    speeds = _on_threads(copies, [down, up])
+    torch.cuda.synchronize(device)
+    return min(speeds)
+
+
+def _on_streams(device: torch.device, pairs: Sequence[_Pair]) -> list[float]:
+    """Return the speed of copying every pair over and over, on a stream of its own."""
+    ends: list[list[Any]] = [[] for _ in pairs]
+    starts: list[Any] = []
+    streams = [torch.cuda.Stream(device) for _ in pairs]  # type: ignore[no-untyped-call]
+    torch.cuda.synchronize(device)
+    for stream in streams:
+        starts.append(torch.Event("cuda", enable_timing=True))
+        starts[-1].record(stream)
+    for _ in range(_STREAM_REPEATS):
+        for (target, source), stream, mine in zip(pairs, streams, ends, strict=True):
+            with torch.cuda.stream(stream):
+                target.copy_(source, non_blocking=True)
+            mine.append(torch.Event("cuda", enable_timing=True))
+            mine[-1].record(stream)
+    torch.cuda.synchronize(device)
+    return _speeds([[start.elapsed_time(end) / 1e3 for end in mine] for start, mine in zip(starts, ends, strict=True)])
+
+
+def _on_threads(copies: Sequence[_Copy], pairs: Sequence[_Pair]) -> list[float]:
+    """Return the speed of copying every pair over and over, on a thread of its own."""
+    ends: list[list[float]] = [[] for _ in pairs]
+    together = threading.Barrier(len(pairs))
+
+    def work(mine: list[float], copy: _Copy, target: Tensor, source: Tensor) -> None:
+        together.wait()
+        start = time.perf_counter()
+        for _ in range(_THREAD_REPEATS):
+            copy(target, source)
+            mine.append(time.perf_counter() - start)
+
+    jobs = [
+        threading.Thread(target=work, args=(mine, copy, *pair))
+        for mine, copy, pair in zip(ends, copies, pairs, strict=False)
+    ]
+    for job in jobs:
+        job.start()
+    for job in jobs:
+        job.join()
+    return _speeds(ends)
+
+
+def _speeds(ends: Sequence[Sequence[float]]) -> list[float]:
+    """Return bytes per second from the times at which copies ended, as long as all were at it."""
+    until = min(mine[-1] for mine in ends)
+    found: list[float] = []
+    for mine in ends:
+        within = [end for end in mine if end <= until] or mine[:1]
+        found.append(len(within) * _COPY_BYTES / within[-1])
+    return found
+
 
 _SIZE = 1024
-_COPY_BYTES = 64 << 20
 _SECONDS = 0.2
 
 
-def measure_machine(
-    device: torch.device | str | None = None, *, on_progress: Callable[[str], None] | None = None
-) -> HardwareProfile:
-    """Return ``measure_hardware`` together with the rates of matrix products and of memory."""
-    say = on_progress or (lambda _message: None)
-    place = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    machine = measure_hardware(place, on_progress=say)
-    say("measuring matrix products")
-    flops = {name: _flops(getattr(torch, name), place) for name in ("float32", "bfloat16")}
-    say("measuring memory")
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """How fast one device and the host compute and move memory, each by itself."""
+
+    flops_per_s: dict[str, float]
+    """Of matrix products on the device, by dtype."""
+    device_bytes_per_s: float
+    host_bytes_per_s: float
+
+
+def measure_rates(device: torch.device, *, on_progress: Callable[[str], None]) -> Rates:
+    """Measure matrix products on ``device`` and copies within its memory and within the host's."""
+    on_progress("measuring matrix products")
+    flops = {name: _flops(getattr(torch, name), device) for name in ("float32", "bfloat16")}
+    on_progress("measuring memory")
     on_host = _copy_rate(torch.device("cpu"))
-    return replace(
-        machine,
-        flops_per_s=flops,
-        device_memory_bytes_per_s=_copy_rate(place) if place.type == "cuda" else on_host,
-        host_memory_bytes_per_s=on_host,
-    )
+    on_device = _copy_rate(device) if device.type == "cuda" else on_host
+    return Rates(flops_per_s=flops, device_bytes_per_s=on_device, host_bytes_per_s=on_host)
 
 
 def _flops(dtype: torch.dtype, device: torch.device) -> float:

@@ -22,7 +22,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.execute import open_device
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.engine import Engine
-from lt_offload.model.caches import caches_off
+from lt_offload.model.calls import caches_off
 from lt_offload.plan.batch.choose import BatchChoice
 from lt_offload.plan.solve import check_planner, check_reserve
 from lt_offload.profiling.hardware import check_memory, free_memory

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, Literal, cast
 
@@ -19,14 +20,89 @@ from typing_extensions import override
 from lt_offload.errors import OverBudget, UnsupportedError
 from lt_offload.execute.device.arena import Arena, ArenaBuffer, Freed
 from lt_offload.execute.device.base import Buffer, Cell, Device, Event, Lane
-from lt_offload.execute.device.budget import DeviceAccount
 from lt_offload.execute.device.lanes import UNORDERED, CallerLanes, Lanes, Task, plain_torch
-from lt_offload.execute.device.links import LinkRunner
 from lt_offload.execute.device.races import ORIGIN, Checker
 from lt_offload.execute.device.threads import ThreadLanes
 from lt_offload.machine.accounting import Account
 from lt_offload.machine.host_memory import HOST_MEMORY, HostMemory
 from lt_offload.units import format_bytes
+
+
+class DeviceAccount(Account):  # type: ignore[no-untyped-call]
+    """Before it gives up, waits for the copies to the host that are on their way: they hold device memory."""
+
+    def __init__(self, limit: int, lanes: Lanes) -> None:
+        super().__init__(limit=limit)
+        self._lanes = lanes
+        self.everything = True
+        """Whether all that operations make is device memory, or only what they make from device memory."""
+
+    def _meet(self, storage: torch.UntypedStorage, func: Any, given: list[torch.Tensor]) -> None:
+        if self.everything or any(self._holds(tensor) for tensor in given):
+            super()._meet(storage, func, given)
+
+    def _holds(self, tensor: torch.Tensor) -> bool:
+        charge = self._live.get(tensor.untyped_storage()._cdata)
+        return charge is not None and charge.nbytes > 0
+
+    def _charge(self, storage: torch.UntypedStorage, *, free: bool, cause: object) -> None:
+        try:
+            super()._charge(storage, free=free, cause=cause)
+            return
+        except OverBudget:
+            leaving = self._lanes.pending("d2h")
+            if not leaving:
+                raise
+        self._lanes.finish(leaving)
+        super()._charge(storage, free=free, cause=cause)
+
+
+class _Link:
+    def __init__(self, bytes_per_s: float) -> None:
+        self.bytes_per_s = bytes_per_s
+        self.release_after = 0.0
+        """When the last access of a computation ends."""
+        self.taken = 0.0
+        """Seconds of all accesses of computations."""
+
+
+class LinkRunner:
+    """Does the work of a task, no faster than its lane's link.
+
+    Args:
+        rates: bytes per second by lane; lanes without one are not slowed down.
+    """
+
+    def __init__(self, rates: Mapping[str, float | None]) -> None:
+        self._links = {lane: _Link(rate) for lane, rate in rates.items() if rate is not None}
+        self.recording = False
+        self.spans: deque[tuple[int, str, str, float, float]] = deque()
+
+    def __call__(self, task: Task) -> None:
+        """Run ``task``."""
+        assert task.work is not None
+        start = time.perf_counter()
+        link = self._links.get(task.lane)
+        if link is None:
+            task.work()
+        else:
+            taken = link.taken - max(0.0, link.release_after - start)
+            task.work()
+            release_after = start + task.nbytes / link.bytes_per_s - taken
+            while (left := release_after + link.taken - time.perf_counter()) > 0:
+                time.sleep(left)
+        if self.recording and task.lane != UNORDERED:
+            self.spans.append((task.op, task.lane, task.label, start, time.perf_counter()))
+
+    def cross(self, lane: str, nbytes: int) -> None:
+        """Block the calling thread, which computes, until it has moved ``nbytes`` over the link of ``lane``."""
+        link = self._links.get(lane)
+        if link is not None:
+            seconds = nbytes / link.bytes_per_s
+            link.release_after = time.perf_counter() + seconds
+            link.taken += seconds
+            time.sleep(seconds)
+
 
 Mode = Literal["lazy", "random", "thread"]
 Accounting = Literal["always", "off"]
@@ -274,7 +350,7 @@ class EmulatedDevice(Device):
 
     @override
     def cross(self, lane: Lane, nbytes: int) -> None:
-        """Copies pause meanwhile, and nothing is computed; see :mod:`lt_offload.execute.device.links`."""
+        """Copies pause meanwhile, and nothing is computed; see :mod:`lt_offload.execute.device.emulated`."""
         self._runner.cross(lane, nbytes)
 
     @override

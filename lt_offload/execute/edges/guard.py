@@ -16,9 +16,11 @@ last one, or in between, and what they write may be lost. Plain PyTorch does not
 
 from __future__ import annotations
 
+import gc
 import os
 import threading
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,7 +35,7 @@ from lt_offload.execute.copies import Residency
 from lt_offload.execute.groups import Parcel
 from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.tensors import Weight
-from lt_offload.model.compiled import unseen_by_dynamo
+from lt_offload.machine.dispatch import unseen_by_dynamo
 
 
 @dataclass(frozen=True, slots=True)
@@ -451,3 +453,58 @@ def _leave_child() -> None:
 
 
 os.register_at_fork(after_in_child=_leave_child)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Aliases:
+    """The weights whose memory somebody else holds, too, by their index."""
+
+    held: frozenset[int] = frozenset()
+    unseen: frozenset[int] = frozenset()
+    """By something else than tensors, so that no operation on them shows when it is read or written."""
+
+
+def find_aliases(weights: Sequence[Tensor], others: Iterable[Tensor]) -> Aliases:
+    """Return who is held.
+
+    A NumPy array that a weight was made of is not found: the array owns the memory, and nobody tells how many use it.
+
+    Args:
+        weights: parameters of a model, on the host.
+        others: its other parameters and its buffers.
+    """
+    storages = [weight.untyped_storage() for weight in weights]
+    own = Counter(storage._cdata for storage in storages)
+    own.update(other.untyped_storage()._cdata for other in others if other.device.type == "cpu")
+    lone = torch.empty(1)
+    alone = _count(lone.untyped_storage())
+    extra = {s._cdata: _count(s) - alone + 1 - own[s._cdata] for s in storages}
+    extra = {key: count for key, count in extra.items() if count > 0}
+    shared = {storage._cdata for storage in storages if storage.is_shared()}
+    # Torch marks what NumPy has a view of.
+    unseen = shared | {s._cdata for s in storages if s._cdata in extra and not s.resizable()}
+    unseen |= _not_in_python(extra, own) if extra.keys() - unseen else set()
+    keys = [storage._cdata for storage in storages]
+    return Aliases(
+        held=frozenset(index for index, key in enumerate(keys) if key in extra or key in shared),
+        unseen=frozenset(index for index, key in enumerate(keys) if key in unseen),
+    )
+
+
+def _not_in_python(extra: dict[int, int], own: Counter[int]) -> set[int]:
+    """Return the storages that more than the model's tensors and those in objects of Python hold: dlpack's capsules.
+
+    Nobody tells who holds a variable of a function that runs; its memory is taken for one of them.
+    """
+    objects = gc.get_objects()
+    referred = set(map(id, gc.get_referents(*objects)))
+    with torch._C.DisableTorchFunctionSubclass():
+        tensors = [t for t in objects if issubclass(type(t), Tensor) and id(t) in referred]
+        tensors = [*{id(t): t for t in (*tensors, *(t._base for t in tensors if t._base is not None))}.values()]
+        stored = [t for t in tensors if torch._C._has_storage(t) and t.device.type == "cpu"]
+        seen = Counter(tensor.untyped_storage()._cdata for tensor in stored)
+    return {key for key, count in extra.items() if count + own[key] > seen[key]}
+
+
+def _count(storage: torch.UntypedStorage) -> int:
+    return int(torch._C._storage_Use_Count(storage._cdata))

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from lt_offload.errors import OverBudget, Race
-from lt_offload.execute.device import links
+from lt_offload.execute.device import emulated
 from lt_offload.execute.device.base import Cell
 from lt_offload.execute.device.emulated import EmulatedDevice
 
@@ -616,7 +616,7 @@ def test_copies_are_throttled_and_the_host_is_not(opened, monkeypatch):
     clock = SimpleNamespace(
         perf_counter=time.perf_counter, sleep=lambda s: (slept.append(threading.current_thread().name), time.sleep(s))
     )
-    monkeypatch.setattr(links, "time", clock)
+    monkeypatch.setattr(emulated, "time", clock)
     device = opened("thread", h2d_bytes_per_s=1e6, d2h_bytes_per_s=2e6)
     device.record(True)
     for lane in ("h2d", "d2h", "host"):

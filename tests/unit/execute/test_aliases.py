@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from lt_offload.execute.edges.aliases import find_aliases
+from lt_offload.execute.edges.guard import find_aliases
 
 HOLDERS: dict[str, tuple[Callable[[nn.Parameter], Any], bool, bool]] = {
     "nobody": (lambda p: None, False, False),

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from lt_offload.optim import native, plain
-from lt_offload.optim.entries import Entry, Options, converted, piece
+from lt_offload.optim.plain import Entry, Options, converted, piece
 
 SIZES = [1, 7, 15, 16, 17, 63, 64, 1013, 16384, 16400, (300, 77), 3 * 16384 + 5]
 SPECIAL = [0.0, -0.0, 1e-42, -1e-42, 3e38, -3e38, float("inf"), -float("inf"), float("nan"), 1e-20, 1.0]

@@ -109,7 +109,7 @@ def test_shipped_configurations_are_the_models_they_are_named_after() -> None:
 
 def test_a_large_model_needs_little_memory() -> None:
     program = (
-        "from lt_offload.profiling import profile_config\n"
+        "from lt_offload.profiling.from_config import profile_config\n"
         "found = profile_config('llama2-7b', batch_size=4, sequence_length=512, hardware='rtx-3060', optimizer='sgd')\n"
         "layers = [b for b in found.blocks if b.kind == 'layer']\n"
         "keep = layers[0].option('keep')\n"

@@ -84,7 +84,6 @@ def test_reading_needs_no_torch() -> None:
         "import sys, lt_offload\n"
         "from lt_offload.profiling.hardware import load_hardware\n"
         "from lt_offload.schema.profile import Profile\n"
-        "from lt_offload.profiling import Profile\n"
         "load_hardware('h200')\n"
         "assert 'torch' not in sys.modules\n"
     )

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from lt_offload.machine.numa import MemoryNode
-from lt_offload.profiling import links
-from lt_offload.profiling.links import measure_links
+from lt_offload.profiling import rates
+from lt_offload.profiling.rates import measure_links
 
 
 def test_copies_within_ram() -> None:
@@ -30,14 +30,14 @@ def test_host_memory_is_where_it_should_be(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_speeds_count_only_while_all_are_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     """The slower direction is faster when the other one is over: that is not its speed beside it."""
-    monkeypatch.setattr(links, "_COPY_BYTES", 100)
-    assert links._speeds([[1.0, 2.0, 3.0], [1.4, 2.8, 3.2]]) == [100.0, pytest.approx(200 / 2.8)]
-    assert links._speeds([[1.0, 2.0]]) == [100.0]
-    assert links._speeds([[1.0, 2.0], [5.0, 5.5]]) == [100.0, 20.0]
+    monkeypatch.setattr(rates, "_COPY_BYTES", 100)
+    assert rates._speeds([[1.0, 2.0, 3.0], [1.4, 2.8, 3.2]]) == [100.0, pytest.approx(200 / 2.8)]
+    assert rates._speeds([[1.0, 2.0]]) == [100.0]
+    assert rates._speeds([[1.0, 2.0], [5.0, 5.5]]) == [100.0, 20.0]
 
 
 def test_both_directions_begin_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_COPY_BYTES", 4)
+    monkeypatch.setattr(rates, "_COPY_BYTES", 4)
     inside, most, gate = itertools.count(), [], threading.Barrier(2)
 
     def copy(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -47,8 +47,8 @@ def test_both_directions_begin_together(monkeypatch: pytest.MonkeyPatch) -> None
 
     pair = torch.zeros(4), torch.zeros(4)
     with ThreadPoolExecutor(1) as pool:
-        speeds = pool.submit(links._on_threads, [copy, copy], [pair, pair]).result(60)
-    assert len(most) == 2 * links._THREAD_REPEATS
+        speeds = pool.submit(rates._on_threads, [copy, copy], [pair, pair]).result(60)
+    assert len(most) == 2 * rates._THREAD_REPEATS
     assert all(0 < speed < 4 / 0.001 for speed in speeds)
 
 
@@ -80,7 +80,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         yield host
         held.remove(host.nbytes)
 
-    monkeypatch.setattr(links, "locked", locked)
+    monkeypatch.setattr(rates, "locked", locked)
     monkeypatch.setattr(torch, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Event", Event)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: object())
@@ -91,26 +91,26 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def pair(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     source = torch.randint(
-        0, 255, (links._COPY_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
+        0, 255, (rates._COPY_BYTES,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed)
     )
     return torch.zeros_like(source), source
 
 
 def test_copies_on_streams(gpu: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(links, "_COPY_BYTES", 1 << 20)
+    monkeypatch.setattr(rates, "_COPY_BYTES", 1 << 20)
     down, up = pair(0), pair(1)
-    assert len(links._on_streams(torch.device("cpu"), [down])) == 1
-    speeds = links._on_streams(torch.device("cpu"), [down, up])
+    assert len(rates._on_streams(torch.device("cpu"), [down])) == 1
+    speeds = rates._on_streams(torch.device("cpu"), [down, up])
     assert all(speed > 0 for speed in speeds)
     assert all(torch.equal(*each) for each in (down, up))
 
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_copies_through_buffers(gpu: list[int], monkeypatch: pytest.MonkeyPatch, pinned: bool) -> None:
-    monkeypatch.setattr(links, "_COPY_BYTES", 10 << 20)
+    monkeypatch.setattr(rates, "_COPY_BYTES", 10 << 20)
     down, up = pair(0), pair(1)
     with ExitStack() as stack:
-        assert links._staged(torch.device("cpu"), down, up, stack if pinned else None) > 0
-        assert gpu == ([links.STAGING_BYTES] if pinned else [])
+        assert rates._staged(torch.device("cpu"), down, up, stack if pinned else None) > 0
+        assert gpu == ([rates.STAGING_BYTES] if pinned else [])
     assert gpu == []
     assert all(torch.equal(*each) for each in (down, up))

@@ -1,3 +1,7 @@
+"""What blocks are called with: outputs recognised among the next inputs, and generation caches switched off."""
+
+from __future__ import annotations
+
 import gc
 import weakref
 
@@ -5,7 +9,8 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lt_offload.model.chain import BlockOutput, tensors_of
+from lt_offload.model.calls import BlockOutput, caches_off, tensors_of
+from tests.support import models
 
 
 def test_the_same_tensor_is_recognised() -> None:
@@ -72,3 +77,12 @@ def test_outputs_of_an_autograd_function(fake: bool) -> None:
             check()
     else:
         check()
+
+
+def test_caches_are_off_inside_and_as_before_outside() -> None:
+    on, off = models.build(use_cache=True), models.build()
+    with caches_off(torch.nn.ModuleList([on, off])):
+        assert not on.config.use_cache
+        assert not off.config.use_cache
+    assert on.config.use_cache
+    assert not off.config.use_cache

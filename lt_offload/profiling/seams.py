@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -22,28 +22,11 @@ from typing_extensions import override
 
 from lt_offload import limits
 from lt_offload.model.blocks import Structure
-from lt_offload.model.call import Call
-from lt_offload.model.chain import tensors_of, version
-from lt_offload.model.effects import Effects
-from lt_offload.model.hooked import InnerHooks
+from lt_offload.model.calls import Call, edges, tensors_of
+from lt_offload.model.effects import Effects, InnerHooks
+from lt_offload.model.snapshot import version
 
 _log = logging.getLogger(__name__)
-
-_CACHES = ("use_cache", "past_key_values", "past_key_value", "layer_past")
-_COLLECTORS = (*_CACHES, "output_attentions", "output_hidden_states")
-
-
-def check_arguments(block: str, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a call in training whose arguments make ``block`` collect what it computes.
-
-    Raises:
-        UnsupportedError: naming the argument.
-    """
-    for name in _COLLECTORS:
-        value = kwargs.get(name)
-        if value is not None and value is not False:
-            shown = value if isinstance(value, (bool, int)) else type(value).__name__
-            raise limits.CALL_ARGUMENTS.error(f"block {block} was called with {name}={shown}")
 
 
 class Seams:
@@ -72,7 +55,7 @@ class Seams:
         Raises:
             UnsupportedError: if an argument makes the block hand out what it computes.
         """
-        check_arguments(self._blocks[index].name, kwargs)
+        limits.check_arguments(self._blocks[index].name, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         origins = [(leaves[slot].grad_fn, int(leaves[slot].output_nr)) for slot in call.slots]
         entered = []
@@ -205,29 +188,6 @@ class Interface(torch.autograd.Function):
         ctx.box.append(grads[0])  # stays alive, as the gradient that the block's backward begins with
         ctx.reached()
         return None, None, None, None
-
-
-def edges(roots: Iterable[Any]) -> Iterator[tuple[Any, int]]:
-    """Yield every edge of the graph below the nodes ``roots``: where it leads, and to which output of that node."""
-    seen: dict[int, Any] = {}  # with the nodes: the identity of one that is gone may be another's
-    waiting = [node for node in roots if node is not None]
-    while waiting:
-        node = waiting.pop()
-        if id(node) in seen:
-            continue
-        seen[id(node)] = node
-        for following, number in _following(node):
-            if following is not None:
-                yield following, number
-                waiting.append(following)
-
-
-def _following(node: Any) -> Sequence[tuple[Any, int]]:
-    try:
-        found: Sequence[tuple[Any, int]] = node.next_functions
-    except RuntimeError:  # until torch 2.12 the Python object of an autograd.Function's node may outlive the node
-        return ()
-    return found
 
 
 def _uses(entered: Sequence[Tensor], out: Any) -> list[int]:

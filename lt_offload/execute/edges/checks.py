@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +16,7 @@ from lt_offload.execute.block_graph import Frame
 from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure
-from lt_offload.model.hooked import InnerHooks
+from lt_offload.model.effects import InnerHooks
 
 
 def check_hooks(structure: Structure, repeated: Collection[int]) -> None:
@@ -172,3 +174,42 @@ class Backward:
             )
         if frame.done:
             raise limits.ONE_BACKWARD.error(f"the backward of block {frame.name} ran a second time")
+
+
+class Consumers:
+    """Watches the inputs of an iteration's blocks.
+
+    Args:
+        name: of a block, by its index.
+        uses: how often a block uses each of its inputs, by its index, once its backward has begun.
+    """
+
+    def __init__(self, name: Callable[[int], str], uses: dict[int, Counter[int]]) -> None:
+        self._name, self._uses = name, uses
+        self._given: dict[tuple[int, int], tuple[int, int]] = {}
+
+    def watch(self, block: int, inputs: Sequence[Tensor]) -> None:
+        """See the gradients of what ``block`` is about to be called with, before hooks of users change them."""
+        for slot, tensor in enumerate(inputs):
+            if tensor.requires_grad and torch.is_grad_enabled():
+                users = dict(tensor._backward_hooks or {})
+                tensor.register_hook(partial(self._arrived, block, slot))  # type: ignore[no-untyped-call]
+                for key, hook in users.items():  # autograd goes by the order of insertion alone
+                    del tensor._backward_hooks[key]  # type: ignore[union-attr]
+                    tensor._backward_hooks[key] = hook  # type: ignore[index]
+
+    def given(self, block: int, gradients: Sequence[Tensor | None]) -> None:
+        """Note what the backward of ``block`` has found, per input."""
+        found = enumerate(gradients)
+        self._given.update(((block, slot), _identity(grad)) for slot, grad in found if grad is not None)
+
+    def _arrived(self, block: int, slot: int, gradient: Tensor) -> None:
+        given = self._given.pop((block, slot), None)
+        if given is not None and self._uses[block][slot] > 1 and _identity(gradient) != given:
+            raise limits.SEVERAL_CONSUMERS.error(f"the input of block {self._name(block)} is used in several places")
+
+
+def _identity(tensor: Tensor) -> tuple[int, int]:
+    """Return what differs once something was added to ``tensor``, or ``tensor`` to something; it must be alive."""
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()._cdata, tensor._version

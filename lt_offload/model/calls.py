@@ -1,0 +1,131 @@
+"""What a block is called with and what it returns: enough to run it alone, and to see where its input comes from."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
+
+from lt_offload.model.compiled import is_compiled
+from lt_offload.model.effects import Ambient, within
+from lt_offload.model.snapshot import version
+from lt_offload.schema.profile import COLLECTED_BELOW
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """A block and what it was called with."""
+
+    module: nn.Module
+    leaves: list[Any]
+    """Arguments as ``tree_flatten`` gives them."""
+    spec: TreeSpec
+    slots: tuple[int, ...]
+    """Which leaves are activations."""
+    needs_grad: tuple[bool, ...]
+    """Per slot."""
+    has_backward: bool
+    contexts: Ambient
+    """In which it was called."""
+    reached: set[int]
+    """Which of its outputs of numbers a loss has given gradients, as far as that is known; the first one goes on to the
+    next block."""
+
+    @property
+    def inputs(self) -> list[Tensor]:
+        """The activations."""
+        return [self.leaves[slot] for slot in self.slots]
+
+    @property
+    def compiled(self) -> bool:
+        """Whether the block is compiled."""
+        return is_compiled(self.module)
+
+    @property
+    def passing_bytes(self) -> int:
+        """Bytes of gradients that whoever adds up a backward adds to what is measured here."""
+        sizes = [parameter.nbytes for parameter in self.module.parameters() if parameter.requires_grad]
+        large = [size for size in sizes if size >= COLLECTED_BELOW]
+        return sum(sizes) - sum(large) + max(large, default=0)
+
+    def run(self, inputs: Sequence[Tensor]) -> Any:
+        """Call the block on ``inputs``."""
+        leaves = list(self.leaves)
+        for slot, tensor in zip(self.slots, inputs, strict=True):
+            leaves[slot] = tensor
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        with within(self.contexts):
+            return self.module(*args, **kwargs)
+
+
+class BlockOutput:
+    """What a block returned, to be recognised among the arguments of the next one; keeps nothing alive."""
+
+    def __init__(self, out: Any) -> None:
+        self._known = [(weakref.ref(t.untyped_storage()), _describe(t)) for t in tensors_of(out)]
+
+    def sources(self, inputs: Sequence[Tensor]) -> tuple[int, ...] | None:
+        """Return, per input, which of the returned tensors it is, untouched.
+
+        None if one of them is something else, or there are none: running the block before again would give nothing.
+        """
+        found = [self._source(tensor) for tensor in inputs]
+        known = tuple(at for at in found if at is not None)
+        return known if known and len(known) == len(found) else None
+
+    def _source(self, tensor: Tensor) -> int | None:
+        storage, description = tensor.untyped_storage(), _describe(tensor)
+        matches = (i for i, (ref, known) in enumerate(self._known) if ref() is storage and known == description)
+        return next(matches, None)
+
+
+def tensors_of(out: Any) -> list[Tensor]:
+    """Return the tensors among what a block returned, in their order."""
+    return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+
+
+def edges(roots: Iterable[Any]) -> Iterator[tuple[Any, int]]:
+    """Yield every edge of the graph below the nodes ``roots``: where it leads, and to which output of that node."""
+    seen: dict[int, Any] = {}  # with the nodes: the identity of one that is gone may be another's
+    waiting = [node for node in roots if node is not None]
+    while waiting:
+        node = waiting.pop()
+        if id(node) in seen:
+            continue
+        seen[id(node)] = node
+        for following, number in _following(node):
+            if following is not None:
+                yield following, number
+                waiting.append(following)
+
+
+def _following(node: Any) -> Sequence[tuple[Any, int]]:
+    try:
+        found: Sequence[tuple[Any, int]] = node.next_functions
+    except RuntimeError:  # until torch 2.12 the Python object of an autograd.Function's node may outlive the node
+        return ()
+    return found
+
+
+def _describe(tensor: Tensor) -> tuple[torch.dtype, int, torch.Size, tuple[int, ...], int]:
+    return tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride(), version(tensor)
+
+
+@contextmanager
+def caches_off(model: nn.Module) -> Iterator[None]:
+    """Within the context ``use_cache`` is off in every config of ``model``."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
+    changed = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
+    for config in changed:
+        config.use_cache = False
+    try:
+        yield
+    finally:
+        for config in changed:
+            config.use_cache = True
