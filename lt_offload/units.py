@@ -1,4 +1,4 @@
-"""Sizes and durations as people write them. Knows nothing of devices or plans."""
+"""Sizes and durations as people write them, and sizes rounded up."""
 
 from __future__ import annotations
 
@@ -50,6 +50,11 @@ def _meant(text: str, match: re.Match[str] | None, least: int) -> str:
     comma = _SIZE.fullmatch(text.replace(",", "."))
     near = f'; did you mean "{comma[1]}{comma[2]}"? Write' if comma and comma[2].upper() in _FACTORS else "; write"
     return f'{near} "10GB", "10GiB" or a positive number of bytes'
+
+
+def round_up(count: int, multiple: int) -> int:
+    """Return the smallest multiple of ``multiple`` that is at least ``count``."""
+    return -(-count // multiple) * multiple
 
 
 def format_bytes(count: float) -> str:

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lt_offload.cli.progress import say
-from lt_offload.machine.numa import place_of
+from lt_offload.machine.numa import memory_node_of
 from lt_offload.machine.pinning import advice, is_wsl2, memlock_bytes
 from lt_offload.profiling.hardware import measure_machine, save_hardware
 from lt_offload.schema.profile import HardwareProfile
@@ -64,6 +64,6 @@ def surroundings(device: torch.device) -> list[tuple[str, str]]:
     limit = memlock_bytes()
     return [
         ("limit on locked memory (ulimit -l)", "none" if limit is None else format_bytes(limit)),
-        ("memory node (NUMA)", place_of(device).about),
+        ("memory node (NUMA)", memory_node_of(device).about),
         ("system", f"{platform.system()}{' in WSL2' if is_wsl2() else ''} {platform.release()}"),
     ]

@@ -1,14 +1,14 @@
-"""What becomes of the tensors that autograd saves inside a block: kept, or moved to the host and back. Knows no plan.
+"""Saved tensors of a block between its forward and its backward: kept on the device, or moved to the host and back.
 
-A weight is never kept alive by a saved tensor: its alias is replaced by a :class:`WeightAlias` that finds the weight
-again wherever it is when the backward needs it. Other tensors are handled by storage, so that views of one storage
-travel once and come back exactly as they were.
+A weight is never kept alive by a saved tensor: its alias is replaced by a :class:`WeightAlias`, which finds the weight
+again wherever it is when the backward needs it. Other tensors are moved by storage, so that views of one storage travel
+once and come back exactly as they were. Host memory comes from a :class:`HostPool`, which hands out the buffers of the
+last iteration again.
 """
 
 from __future__ import annotations
 
-import bisect
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,19 +21,20 @@ from typing_extensions import override
 from lt_offload import limits
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.device.base import Cell, Device, Event
-from lt_offload.execute.tensors import Weight, round_up
+from lt_offload.execute.tensors import Weight
 from lt_offload.machine.dispatch import unseen_by_dynamo
 from lt_offload.model.options import for_replay, is_costly, travels
 from lt_offload.model.snapshot import version
+from lt_offload.units import round_up
 
-_STEP = 4096
+_PAGE = 4096
 
-ROUNDING = 2 * _STEP
-"""Bytes per block by which its activations may take more than their size: whole pages, and aligned storages in them."""
+ROUNDING = 2 * _PAGE
+"""Bytes that the host copies of one block's activations may take beyond their size: whole pages, storages aligned."""
 
 
 class HostBuffer(Cell):
-    """Some host memory; ``used`` is the last task that touched it, to be awaited by the next."""
+    """Host memory for the activations of one block; whoever uses it next waits for ``used``, the last task that did."""
 
     __slots__ = ("data", "used")
 
@@ -44,7 +45,7 @@ class HostBuffer(Cell):
 
 
 class HostPool:
-    """Host buffers by size."""
+    """Free host buffers, ascending by size; a buffer is taken for one forward and given back after its backward."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -54,17 +55,17 @@ class HostPool:
 
     def take(self, nbytes: int) -> HostBuffer:
         """Return the smallest free buffer of at least ``nbytes`` that wastes at most a quarter, else a new one."""
-        at = bisect.bisect_left(self._free, nbytes, key=_size)
-        if at < len(self._free) and _size(self._free[at]) <= nbytes + nbytes // 4 + _STEP:
-            return self._free.pop(at)
-        size = -(-nbytes // _STEP) * _STEP
+        index = bisect_left(self._free, nbytes, key=_size)
+        if index < len(self._free) and _size(self._free[index]) <= nbytes + nbytes // 4 + _PAGE:
+            return self._free.pop(index)
+        size = round_up(nbytes, _PAGE)
         self.nbytes += size
         return HostBuffer(self.device.host_empty((size,), torch.uint8))
 
     def give(self, buffer: HostBuffer, used: Event | None) -> None:
         """Take ``buffer`` back; ``used`` is the last task that reads or writes it."""
         buffer.used = used
-        bisect.insort(self._free, buffer, key=_size)
+        insort(self._free, buffer, key=_size)
 
 
 def _size(buffer: HostBuffer) -> int:
@@ -86,7 +87,7 @@ class WeightAlias:
     stride: tuple[int, ...]
 
     def restore(self) -> Tensor:
-        """Return the view on what the running computation sees of the weight.
+        """Return the same view of the weight's present copy, which may be at another address than in the forward.
 
         Raises:
             UnsupportedError: outside the backward of a block that owns it.
@@ -115,22 +116,26 @@ class Moved:
 
 
 class MovedStorage:
-    """One storage: on the device, on its way, or on the host."""
+    """One storage that saved tensors share: on the device, on its way, or on the host."""
 
-    __slots__ = ("device", "nbytes", "owner", "users", "version_of")
+    __slots__ = ("device", "nbytes", "owner", "users", "watched")
 
     def __init__(self, owner: ActivationOffloader, tensor: Tensor) -> None:
         self.owner = owner
         self.device: Tensor | None = _bytes_of(tensor)
+        """The bytes on the device; None while only the host has them."""
         self.nbytes = self.device.numel()
         self.users = 0
-        self.version_of: tuple[Tensor, int] | None = None
+        """Saved tensors that have not been unpacked yet."""
+        self.watched: tuple[Tensor, int] | None = None
+        """A tensor that nobody may write to before it has been copied, and its version when it was saved."""
 
     def check_untouched(self) -> None:
         """Raise if a watched tensor was written to, perhaps before it was copied."""
-        if self.version_of is None:
+        # Autograd compares versions of saved tensors only where no hooks are set, so that the check is ours to make.
+        if self.watched is None:
             return
-        tensor, known = self.version_of
+        tensor, known = self.watched
         if version(tensor) != known:
             raise UnsupportedError(
                 f"an input or a result of block {self.owner.label} was written to after it was saved, so that the "
@@ -138,8 +143,8 @@ class MovedStorage:
             )
 
     def use(self) -> Tensor:
-        """Return the fetched bytes for one of its users; the last one takes them along."""
-        if self.device is not None and self.owner.at_home:  # a gradient within the forward
+        """Return the bytes on the device for one saved tensor; after the last one nothing here holds them any more."""
+        if self.device is not None and self.owner.at_home:  # autograd.grad inside the forward: nothing has left yet
             return self.device
         self.owner.arrived()
         assert self.device is not None and self.users > 0
@@ -151,7 +156,7 @@ class MovedStorage:
 
 
 class ActivationOffloader:
-    """Moves the storages of one block between its forward and its backward."""
+    """Moves the saved storages of one block to the host after its forward and back before its backward."""
 
     def __init__(self, device: Device, pool: HostPool, label: str) -> None:
         self.device = device
@@ -165,12 +170,15 @@ class ActivationOffloader:
         """The host memory of each storage."""
         self._nbytes = 0
         self._left: Event | None = None
+        """The copies to the host."""
         self._fetched: Event | None = None
-        self._arrived = False
+        """The copies back."""
+        self._awaited = False
+        """The compute lane is ordered after the copies back."""
         self._memory = Cell(f"activations {label}")
-        """The device memory of all storages, for the checker."""
+        """The device memory of all storages, for the happens-before checker."""
         self._leaving: tuple[Cell, list[Tensor]] | None = None
-        """What is being copied to the host: a plan may fetch it again before it is released."""
+        """The device memory that is being copied to the host, until it is released: a plan may fetch before that."""
 
     @property
     def at_home(self) -> bool:
@@ -178,19 +186,20 @@ class ActivationOffloader:
         return self._left is None and self._fetched is None
 
     def take(self, tensor: Tensor, *, watch: bool = False) -> Moved:
-        """Register ``tensor``; its storage will travel. ``watch``: nobody may write to it before it has left."""
+        """Register ``tensor``; its storage will travel. ``watch``: raise if it is written to before it has left."""
         key = tensor.untyped_storage()._cdata
         storage = self._by_storage.get(key)
         if storage is None:
             storage = self._by_storage[key] = MovedStorage(self, tensor)
             self._storages.append(storage)
-        if watch and storage.version_of is None:
-            storage.version_of = (tensor, version(tensor))
+        if watch and storage.watched is None:
+            storage.watched = (tensor, version(tensor))
         storage.users += 1
         return Moved(storage, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
 
     def leave(self, op: int) -> Event | None:
         """Queue the copies to the host; return their event, None if there is nothing to move."""
+        # The forward is over. Once storages die, others may get their addresses and would be taken for them.
         self._by_storage.clear()
         if not self._storages:
             return None
@@ -199,7 +208,7 @@ class ActivationOffloader:
             assert storage.device is not None
             storage.check_untouched()
             sources.append(storage.device)
-        self._take_host()
+        self._take_host_memory()
         assert self._host is not None
         pairs, used = list(zip(self._parts, sources, strict=True)), self._host.used
         self._leaving = self._memory, sources
@@ -208,6 +217,8 @@ class ActivationOffloader:
             for host, source in pairs:
                 self.device.copy(host, source)
 
+        # After the mark, as kernels of the forward may still be writing the sources; after ``used``, as the last
+        # iteration's copies back may still be reading this host memory.
         self._left = self.device.submit(
             "d2h",
             copy,
@@ -223,11 +234,13 @@ class ActivationOffloader:
     def released(self) -> None:
         """Let go of the device storages once they have been copied."""
         assert self._left is not None and self._leaving is not None
+        # torch's allocator knows nothing of the copy lane: without this wait the compute lane could be given the memory
+        # of a storage, and write there, while it is still being copied.
         self.device.wait(self._left, writes=[self._leaving[0]])
         self._leaving = None
         for storage in self._storages:
             storage.check_untouched()
-            storage.version_of = None
+            storage.watched = None
         if self._fetched is None:
             for storage in self._storages:
                 storage.device = None
@@ -247,6 +260,7 @@ class ActivationOffloader:
             for target, host in pairs:
                 self.device.copy(target, host)
 
+        # After a new mark: the memory of ``empty`` may still be in use by kernels that were launched before.
         self._fetched = self.device.submit(
             "h2d",
             copy,
@@ -259,15 +273,19 @@ class ActivationOffloader:
         )
 
     def arrived(self) -> None:
-        """Order the compute lane after the copies back."""
-        if not self._arrived:
+        """Order the compute lane after the copies back.
+
+        Raises:
+            UnsupportedError: if nobody has planned them: this is not the block's own backward.
+        """
+        if not self._awaited:
             if self._fetched is None:
                 raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {self.label}")
             self.device.wait(self._fetched, reads=[self._memory])
-            self._arrived = True
+            self._awaited = True
 
     def close(self) -> None:
-        """Give the host memory back; whoever takes it next writes after the copies back."""
+        """Give the host memory back; whoever takes it next writes after the last copy from or to it."""
         for storage in self._storages:
             storage.device = None
         if self._host is not None:
@@ -276,13 +294,14 @@ class ActivationOffloader:
         self._parts = []
         self._storages.clear()
 
-    def _take_host(self) -> None:
-        """Take host memory for all storages."""
+    def _take_host_memory(self) -> None:
+        """Take host memory for all storages, side by side."""
         sizes = [storage.nbytes for storage in self._storages]
-        rooms = [round_up(nbytes, _HOST_ALIGNMENT) for nbytes in sizes]
-        self._host, self._nbytes = self.pool.take(sum(rooms)), sum(sizes)
-        parts = self._host.data[: sum(rooms)].split(rooms)  # type: ignore[no-untyped-call]
-        self._parts = [p if room == nbytes else p[:nbytes] for p, room, nbytes in zip(parts, rooms, sizes, strict=True)]
+        padded = [round_up(nbytes, _HOST_ALIGNMENT) for nbytes in sizes]
+        self._host, self._nbytes = self.pool.take(sum(padded)), sum(sizes)
+        parts = self._host.data[: sum(padded)].split(padded)  # type: ignore[no-untyped-call]
+        triples = zip(parts, padded, sizes, strict=True)
+        self._parts = [part if room == nbytes else part[:nbytes] for part, room, nbytes in triples]
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
@@ -291,21 +310,25 @@ def _bytes_of(tensor: Tensor) -> Tensor:
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
-    """Hooks for a block's local graph: weights become aliases, the rest stays or travels."""
+    """Hooks for a block's private graph: weights become aliases, other tensors stay or travel."""
 
-    def __init__(self, weights: Sequence[Weight], pager: ActivationOffloader | None, shared: Sequence[Tensor]) -> None:
+    def __init__(
+        self, weights: Sequence[Weight], offloader: ActivationOffloader | None, shared: Sequence[Tensor]
+    ) -> None:
         ranges = _Ranges(weights)
         starts, ends = ranges.starts, ranges.ends
-        stay = {t.untyped_storage()._cdata for t in shared} if pager is not None else ()
+        stay = {t.untyped_storage()._cdata for t in shared} if offloader is not None else ()
 
         def pack(tensor: Tensor) -> Tensor | WeightAlias | Moved:
+            # By address, not by identity: what a linear layer saves is weight.t(), a new tensor every time.
             address = tensor.data_ptr()
-            at = bisect_right(starts, address) - 1
-            if at >= 0 and address < ends[at]:
+            index = bisect_right(starts, address) - 1
+            if index >= 0 and address < ends[index]:
                 return _alias(tensor, ranges)
-            if pager is None or tensor.untyped_storage()._cdata in stay or not travels(tensor):
+            if offloader is None or tensor.untyped_storage()._cdata in stay or not travels(tensor):
+                # Detached, as a saved output would hold the node that holds it: a cycle that no collector sees.
                 return tensor.detach()
-            return pager.take(tensor)
+            return offloader.take(tensor)
 
         def unpack(packed: Tensor | WeightAlias | Moved) -> Tensor:
             return packed if isinstance(packed, Tensor) else packed.restore()
@@ -314,7 +337,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
 
 
 class _Ranges:
-    """The memory that the present weights of a block lie in: the arena, and host memory that is read directly."""
+    """The memory that the present weights of a block lie in: the arena, and host memory for zero copy."""
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         present = sorted((w.present.data_ptr(), w.index, w) for w in weights if w.present is not None)
@@ -328,9 +351,9 @@ class _Ranges:
 
 def _alias(tensor: Tensor, ranges: _Ranges) -> WeightAlias:
     address = tensor.data_ptr()
-    at = bisect_right(ranges.addresses, address) - 1
-    start, weight = ranges.weights[at]
-    assert at >= 0 and address < start + weight.nbytes, "a saved tensor lies beside weights but belongs to no weight"
+    index = bisect_right(ranges.addresses, address) - 1
+    start, weight = ranges.weights[index]
+    assert index >= 0 and address < start + weight.nbytes, "a saved tensor lies beside weights but belongs to no weight"
     assert weight.present is not None and tensor.dtype == weight.present.dtype
     return WeightAlias(weight, tensor.dtype, (address - start) // tensor.element_size(), tensor.shape, tensor.stride())
 
@@ -339,9 +362,9 @@ def _alias(tensor: Tensor, ranges: _Ranges) -> WeightAlias:
 class CacheCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Runs a forward and moves the results of its costly operations to the host (option ``mixed``)."""
 
-    def __init__(self, pager: ActivationOffloader) -> None:
+    def __init__(self, offloader: ActivationOffloader) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.pager = pager
+        self.offloader = offloader
         self.results: list[tuple[Any, Any]] = []
 
     def __torch_dispatch__(
@@ -354,12 +377,12 @@ class CacheCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def _take(self, tensor: Tensor) -> Tensor | Moved:
-        return self.pager.take(tensor, watch=True) if travels(tensor) else tensor
+        return self.offloader.take(tensor, watch=True) if travels(tensor) else tensor
 
 
 @unseen_by_dynamo
 class ReplayCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Runs the forward again, taking the results of its costly operations from the cache."""
+    """Repeats a forward, but takes the results of its costly operations from the cache instead of computing them."""
 
     def __init__(self, cache: CacheCostly) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -368,9 +391,9 @@ class ReplayCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
     @override
     def __exit__(self, kind: Any, *error: Any) -> None:
         super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
-        left, _ = next(self._results, (None, None))
-        if kind is None and left is not None:
-            raise limits.OTHER_SECOND_RUN.error(f"a block that ran again did not call {left}, as its first run had")
+        unused, _ = next(self._results, (None, None))
+        if kind is None and unused is not None:
+            raise limits.OTHER_SECOND_RUN.error(f"the second run of a block did not call {unused}, as the first had")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

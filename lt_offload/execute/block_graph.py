@@ -1,11 +1,10 @@
-"""One block's run as an autograd function of its own. Knows options and saved tensors; no plan, no other blocks.
+"""One block's run as an autograd function: a private graph inside, one node in the graph outside.
 
-The block's graph is private: outside it, autograd sees one node per block. That node's backward finds (or rebuilds) the
-private graph, runs it, and returns the gradients that arrived at the block's inputs. Parameters get their gradients
-inside, where the engine's hooks pick them up.
+That node's backward finds (or rebuilds) the private graph, runs it, and returns the gradients that arrived at the
+block's inputs. Parameters get their gradients inside, where the engine's hooks pick them up.
 
-Between its forward and its backward a block may run again, any number of times: what it has saved is then replaced. The
-outer graph holds neither inputs nor outputs of a block, so what a frame lets go of is free.
+Between its forward and its backward a block may be recomputed any number of times, each time replacing what it has
+saved. The outer graph holds neither inputs nor outputs of a block, so what a frame lets go of is free.
 """
 
 from __future__ import annotations
@@ -37,7 +36,10 @@ from lt_offload.schema.profile import RECORDED, OptionName
 
 
 class Frame:
-    """What one forward leaves for its backward, and for running again before that."""
+    """What one forward leaves behind for its backward, and for being recomputed before that.
+
+    A *slot* is the position of an activation among the leaves of the call's arguments.
+    """
 
     def __init__(
         self,
@@ -52,7 +54,7 @@ class Frame:
         weights: Sequence[Weight],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        again: bool = False,
+        recomputed: bool = False,
         steady: bool = False,
         compiled: bool = False,
         effects: Effects | None = None,
@@ -64,40 +66,45 @@ class Frame:
         self.option = option
         self.forward = forward
         self.weights = weights
-        self.pager = ActivationOffloader(device, pool, label) if option in ("offload", "mixed", "reload") else None
+        self.offloader = ActivationOffloader(device, pool, label) if option in ("offload", "mixed", "reload") else None
         self.done = False
-        self.again = again
-        """The block runs again whatever its option."""
+        self.recomputed = recomputed
+        """The plan recomputes the block before its backward, whatever its option."""
         self.steady = steady
-        """Its weights stay where they are until its backward."""
+        """Its weights stay at one address from the forward to the backward."""
         self.compiled = compiled
-        """Its forward is compiled code: what it gives without a graph may differ, so that it always runs with one."""
+        """Its forward is compiled code. Without a graph that is other code, perhaps with other last bits: so it always
+        runs with one."""
         self._effects = effects
         self._uses = uses
-        """By block, counted in its first backward."""
+        """By block, how often it uses each of its inputs; counted in its first backward."""
         self._ambient = ambient()
         self._before: Snapshot | None = None
         """State that the first run has changed, as it was before."""
         self._inner: InnerTensors | None = None
         self._in_backward = False
         self.sources: tuple[int, ...] | None = None
-        """Which of the outputs of the block before its activation inputs are; None: they are something else."""
+        """Per activation input, which output of the previous block it is; None if one of them is something else."""
         self._leaves, self._spec = tree_flatten((args, kwargs))
         positional = _positional(self._spec)
         self._slots = [
-            at
-            for at, leaf in enumerate(self._leaves)
-            if isinstance(leaf, Tensor) and is_activation(leaf, positional=at < positional)
+            slot
+            for slot, leaf in enumerate(self._leaves)
+            if isinstance(leaf, Tensor) and is_activation(leaf, positional=slot < positional)
         ]
-        self._needs_grad = [self._leaves[at].requires_grad for at in self._slots]
+        self._needs_grad = [self._leaves[slot].requires_grad for slot in self._slots]
         self._shared = [
-            leaf for at, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and at not in self._slots
+            leaf for slot, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and slot not in self._slots
         ]
+        """Masks and tables that all blocks are given: they stay on the device."""
         self._inputs: list[Tensor | Moved] | None = None
+        """Saved, to recompute from."""
         self._versions: list[int] = []
+        """Of the inputs, before the forward."""
         self._rng: list[Tensor] = []
         self._cache: CacheCostly | None = None
         self._roots: list[GradientEdge | None] | None = None
+        """Where the private graph ends, by output. Edges and not tensors, which would keep the outputs alive."""
         self._input_grads: list[Tensor | None] = [None] * len(self._slots)
         self._out: list[Any] = []
         self._out_slots: list[int] = []
@@ -106,7 +113,7 @@ class Frame:
     @property
     def _is_first(self) -> bool:
         """Whether its input is part of the batch, which stays for the whole iteration anyway."""
-        return self.index == 0 and self.again
+        return self.index == 0 and self.recomputed
 
     @property
     def needs_backward(self) -> bool:
@@ -116,36 +123,37 @@ class Frame:
     @property
     def inputs(self) -> list[Tensor]:
         """The activation inputs, until they have been taken."""
-        return [self._leaves[at] for at in self._slots]
+        return [self._leaves[slot] for slot in self._slots]
 
     def take_inputs(self) -> list[Tensor]:
         """Return the activation inputs and forget them: whoever needs them later saves them."""
         inputs = self.inputs
-        for at in self._slots:
-            self._leaves[at] = None
+        for slot in self._slots:
+            self._leaves[slot] = None
         return inputs
 
     def run(self, anchor: Tensor, inputs: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """Run the forward. Return the output tensors, detached, and those among them that no gradient can reach."""
         recorded = self.option in RECORDED
         if recorded:
-            out = self._record(anchor, inputs, self.pager, steady=self.steady)
+            out = self._record(anchor, inputs, self.offloader, steady=self.steady)
         else:
             with ExitStack() as stack:
                 self._note_first(stack)
                 if self.option == "mixed":
-                    assert self.pager is not None and not self.compiled
-                    self._cache = stack.enter_context(CacheCostly(self.pager))
+                    assert self.offloader is not None and not self.compiled
+                    self._cache = stack.enter_context(CacheCostly(self.offloader))
                 versions = [version(x) for x in inputs]
                 out = self._run_unrecorded(anchor, inputs)
             self._save(inputs, versions)
             if self._before is not None:
                 self._inner = InnerTensors(self.name, self._before, anchor)
         self._out, self._out_spec = tree_flatten(out)
-        self._out_slots = [at for at, leaf in enumerate(self._out) if isinstance(leaf, Tensor)]
-        tensors = [self._out[at] for at in self._out_slots]
-        for at in self._out_slots:
-            self._out[at] = None
+        self._out_slots = [slot for slot, leaf in enumerate(self._out) if isinstance(leaf, Tensor)]
+        tensors = [self._out[slot] for slot in self._out_slots]
+        for slot in self._out_slots:
+            self._out[slot] = None
+        # Without a graph nothing says which outputs depend on what is trained: all numbers might.
         unreached = [not (t.requires_grad if recorded or self.compiled else t.is_floating_point()) for t in tensors]
         detached = [t.detach() for t in tensors]
         return detached, [t for t, dead in zip(detached, unreached, strict=True) if dead]
@@ -154,7 +162,7 @@ class Frame:
         """Run the forward of a block that no gradient can reach; return its output."""
         inputs = self.take_inputs()
         with ExitStack() as stack:
-            if self.again:
+            if self.recomputed:
                 self._note_first(stack)
                 self._inputs = [*inputs] if self._is_first else None
                 self._versions = [version(x) for x in inputs]
@@ -163,28 +171,30 @@ class Frame:
 
     def _note_first(self, stack: ExitStack) -> None:
         """Remember what the first run, within ``stack``, sees and changes, for the runs that repeat it."""
+        # Before anything is drawn: dropout has to draw the same masks when the block is recomputed.
         self._rng = self.device.rng_state()
         if self._effects is not None:
             self._before = stack.enter_context(self._effects.first_run())
 
-    def can_run_again(self, handed: Sequence[Tensor] | None) -> bool:
-        """Return whether its input is at hand: saved, or among what the block before has just returned."""
-        return not self._slots or self._inputs is not None or (handed is not None and self.sources is not None)
+    def can_recompute(self, outputs: Sequence[Tensor] | None) -> bool:
+        """Return whether its input is at hand: saved, or among the previous block's outputs, recomputed just now."""
+        return not self._slots or self._inputs is not None or (outputs is not None and self.sources is not None)
 
-    def run_again(self, anchor: Tensor, handed: list[Tensor] | None, save: Save) -> list[Tensor]:
+    def recompute(self, anchor: Tensor, outputs: list[Tensor] | None, save: Save) -> list[Tensor]:
         """Run the forward as it ran first, let go of what was saved and save something else; return the outputs.
 
         Args:
             anchor: requires grad.
-            handed: what the block before has returned, if it was run again just now; will be empty.
+            outputs: what the previous block has returned, if it was recomputed just now; is emptied, so that nobody
+                holds what the block does not need.
             save: what to save.
         """
-        assert self.can_run_again(handed)
+        assert self.can_recompute(outputs)
         inputs = self._take_saved()
         if inputs is None:
-            inputs = [handed[at] for at in self.sources] if handed and self.sources else []
-        if handed is not None:
-            handed.clear()
+            inputs = [outputs[position] for position in self.sources] if outputs and self.sources else []
+        if outputs is not None:
+            outputs.clear()
         self.release()
         self._versions = [version(x) for x in inputs]
         graph = save == "all"
@@ -194,7 +204,7 @@ class Frame:
             else:
                 out = self._run_unrecorded(anchor, inputs)
         if graph and self._inner is not None:
-            self._inner.ran_again()
+            self._inner.recomputed()
         if save == "input" or self._is_first:
             self._inputs = [*inputs]
         return [t.detach() for t in tensors_of(out)]
@@ -202,8 +212,8 @@ class Frame:
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
         """Return the block's output structure with ``tensors`` in place."""
         assert self._out_spec is not None
-        for at, tensor in zip(self._out_slots, tensors, strict=True):
-            self._out[at] = tensor
+        for slot, tensor in zip(self._out_slots, tensors, strict=True):
+            self._out[slot] = tensor
         out = tree_unflatten(self._out, self._out_spec)
         self._out = []
         return out
@@ -216,14 +226,16 @@ class Frame:
         if self._uses is not None and self.index not in self._uses:
             self._uses[self.index] = _count_uses([root.node for root in roots if root is not None])
         pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if root is not None and grad is not None]
-        del roots
+        del roots  # an output that the loss does not use must not keep its part of the graph alive
         if pairs:
+            # Nested in the outer backward, on its thread. Not autograd.grad: parameters' hooks have to fire one by one,
+            # so that each gradient leaves as soon as it is complete.
             self._in_backward = True
             torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
             self._in_backward = False
-        found, self._input_grads = self._input_grads, []
+        gradients, self._input_grads = self._input_grads, []
         self.close()
-        return found
+        return gradients
 
     def close(self) -> None:
         """Let go of everything that was saved."""
@@ -234,8 +246,8 @@ class Frame:
     def release(self) -> None:
         """Let go of saved inputs, results and graph."""
         self._inputs, self._roots, self._cache = None, None, None
-        if self.pager is not None:
-            self.pager.close()
+        if self.offloader is not None:
+            self.offloader.close()
 
     def catch(self, slot: int, grad: Tensor) -> None:
         """Remember the gradient of an activation input.
@@ -253,21 +265,21 @@ class Frame:
         with self._as_first(graph=True):
             self._record(anchor, inputs or [], None, steady=True)
         if self._inner is not None:
-            self._inner.ran_again()
+            self._inner.recomputed()
 
     def _record(
-        self, anchor: Tensor, inputs: Sequence[Tensor], pager: ActivationOffloader | None, *, steady: bool
+        self, anchor: Tensor, inputs: Sequence[Tensor], offloader: ActivationOffloader | None, *, steady: bool
     ) -> Any:
-        """Run the forward and keep its graph; what it saves travels with ``pager`` if there is one.
+        """Run the forward and keep its graph; what it saves travels with ``offloader`` if there is one.
 
-        Without a pager the graph may hold the weights as they are if they are ``steady``: in their places until it has
-        been used.
+        Without an offloader the graph may hold the weights themselves if they are ``steady``: at the same address
+        until the graph has been used.
         """
         with torch.enable_grad(), ExitStack() as stack:
-            if pager is not None or not steady:
-                stack.enter_context(SavedTensors(self.weights, pager, self._shared))
+            if offloader is not None or not steady:
+                stack.enter_context(SavedTensors(self.weights, offloader, self._shared))
             entered = self._enter(anchor, inputs)
-            del inputs
+            del inputs  # only the graph holds them from here on, so that what travels is free once it has left
             if self._cache is not None:
                 stack.enter_context(ReplayCostly(self._cache))
             out = self._call(entered)
@@ -286,9 +298,9 @@ class Frame:
         if self.option == "recompute":
             self._inputs = list(inputs)
         elif self.option != "discard":
-            assert self.pager is not None
+            assert self.offloader is not None
             moves = [self.option == "mixed" or travels(x) for x in inputs]
-            take = self.pager.take
+            take = self.offloader.take
             self._inputs = [take(x, watch=True) if move else x for x, move in zip(inputs, moves, strict=True)]
 
     def _take_saved(self) -> list[Tensor] | None:
@@ -300,6 +312,7 @@ class Frame:
         return [x.restore() if isinstance(x, Moved) else x for x in saved]
 
     def _check_untouched(self, inputs: Sequence[Tensor | Moved]) -> None:
+        # Autograd compares versions of what its graphs save. These inputs are in no graph, so that is done here.
         for x, known in zip(inputs, self._versions, strict=True):
             if isinstance(x, Tensor) and version(x) != known:
                 raise UnsupportedError(
@@ -310,10 +323,11 @@ class Frame:
     @contextmanager
     def _as_first(self, *, graph: bool) -> Iterator[None]:
         """Let the block see and draw what it did in its first run, and leave nothing behind."""
+        # The generators go back to where they are: the next draw of the model is to be that of plain PyTorch.
         now = self.device.rng_state()
         self.device.set_rng_state(self._rng)
         try:
-            with self._before.again(graph=graph) if self._before is not None else nullcontext():
+            with self._before.restored(graph=graph) if self._before is not None else nullcontext():
                 yield
         finally:
             self.device.set_rng_state(now)
@@ -326,9 +340,10 @@ class Frame:
 
     def _call(self, inputs: Sequence[Tensor]) -> Any:
         leaves = list(self._leaves)
-        for at, tensor in zip(self._slots, inputs, strict=True):
-            leaves[at] = tensor
+        for slot, tensor in zip(self._slots, inputs, strict=True):
+            leaves[slot] = tensor
         args, kwargs = tree_unflatten(leaves, self._spec)
+        # A backward runs outside the contexts of the first call, and on CUDA on another thread.
         if self._ambient == ambient() and not autocasts(self._ambient):
             return self.forward(*args, **kwargs)
         with within(self._ambient):
@@ -352,8 +367,10 @@ class _Entry(torch.autograd.Function):
     @staticmethod
     @override
     def forward(ctx: Any, anchor: Tensor, x: Tensor, frame: Frame, slot: int) -> Tensor:
-        ctx.frame, ctx.slot = weakref.ref(frame), slot  # the frame holds this graph: no cycle
-        return x.view_as(x)
+        # The frame holds this graph. A reference back would close a cycle through C++, which Python's collector does
+        # not see: every iteration's activations would stay.
+        ctx.frame, ctx.slot = weakref.ref(frame), slot
+        return x.view_as(x)  # an output of its own: the graph begins at this node and not at the input
 
     @staticmethod
     @override
@@ -365,12 +382,17 @@ class _Entry(torch.autograd.Function):
 
 
 class BlockFunction(torch.autograd.Function):
-    """One block in the outer graph; ``anchor`` requires grad, for blocks that train on frozen inputs."""
+    """One block in the outer graph.
+
+    ``anchor`` requires grad, so that a block has a backward even if none of its inputs does (LoRA's first block).
+    """
 
     @staticmethod
     @override
     def forward(ctx: Any, frame: Frame, anchor: Tensor, backward: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
         ctx.frame, ctx.anchor, ctx.run = frame, anchor, backward
+        # An output that the loss does not use gets None, not zeros: those would be summed into gradients (and -0 + 0 is
+        # another number than -0).
         ctx.set_materialize_grads(False)
         out, unreached = frame.run(anchor, [x.detach() for x in inputs])
         ctx.mark_non_differentiable(*unreached)
@@ -379,6 +401,6 @@ class BlockFunction(torch.autograd.Function):
     @staticmethod
     @override
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
-        found = ctx.run(ctx.frame, ctx.anchor, grads)
+        gradients = ctx.run(ctx.frame, ctx.anchor, grads)
         needed = ctx.needs_input_grad[3:]
-        return None, None, None, *(grad if need else None for grad, need in zip(found, needed, strict=True))
+        return None, None, None, *(grad if need else None for grad, need in zip(gradients, needed, strict=True))

@@ -1,6 +1,6 @@
-"""What a computation sees of its weights: device copies, or host copies that it reads over the link.
+"""Binds weights to one computation: for its duration each parameter is the device copy, or the host copy (zero copy).
 
-Knows when a computation begins and ends, but not what it does.
+Outside computations a parameter is its host copy, which is what users' code then sees.
 """
 
 from __future__ import annotations
@@ -40,21 +40,23 @@ class BoundWeights:
         self._label = f"{op.kind} {op.block}"
         self._token: object = None
         self._weights = tuple(weights)
-        self._copied = tuple(weight for weight in weights if weight.index not in op.zero_copy)
-        self._direct = tuple(weight for weight in weights if weight.index in op.zero_copy)
-        self._here = _parcels(self._copied)
-        self._there = _parcels(self._direct)
+        self._on_device = tuple(weight for weight in weights if weight.index not in op.zero_copy)
+        self._in_host_memory = tuple(weight for weight in weights if weight.index in op.zero_copy)
+        self._device_groups = _parcels(self._on_device)
+        self._host_groups = _parcels(self._in_host_memory)
 
     def __enter__(self) -> None:
         self._await()
-        for weight in self._copied:
+        # Setting ``data`` leaves a parameter's version, hooks and gradient node alone as long as shape and dtype stay:
+        # so between computations it is the host copy, never an empty placeholder.
+        for weight in self._on_device:
             assert weight.view is not None
             weight.param.data = weight.present = weight.view
-        for weight in self._direct:
+        for weight in self._in_host_memory:
             assert weight.zero_copy is not None
             weight.param.data = weight.present = weight.zero_copy
         self._token = self._device.begin_compute(self._op.id, self._label)
-        if self._direct:
+        if self._in_host_memory:  # an emulated link takes its time; on a GPU this does nothing
             self._device.cross("h2d", self._op.bytes)
 
     def __exit__(self, *error: object) -> None:
@@ -68,13 +70,13 @@ class BoundWeights:
         """Order the compute lane after what brings the weights."""
         events: dict[Event, None] = {}
         reads: list[Cell] = []
-        for parcel in self._here:
+        for parcel in self._device_groups:
             if parcel.buffer is None:
                 raise PlanError(f"the plan does not bring {parcel.label} to the device for step {self._op.step}")
             reads.append(parcel.buffer)
             if parcel.ready is not None:
                 events[parcel.ready] = None
-        for parcel in self._there:
+        for parcel in self._host_groups:
             if parcel.dirty:
                 raise PlanError(
                     f"op {self._op.id} reads {parcel.label} in host memory, which is older than the device copy"
@@ -83,8 +85,8 @@ class BoundWeights:
             if parcel.current is not None:
                 events[parcel.current] = None
         self._device.wait(*events, reads=reads)
-        for parcel in self._here:
-            parcel.ready = None
+        for parcel in self._device_groups:
+            parcel.ready = None  # the compute lane is ordered after it for good
 
 
 def _parcels(weights: Sequence[Weight]) -> tuple[Parcel, ...]:

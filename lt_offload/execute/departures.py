@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from lt_offload.execute.device.base import Cell, Device, Event
-from lt_offload.execute.tensors import Weight, carve, distinct, round_up
+from lt_offload.execute.tensors import Weight, carve, distinct
 from lt_offload.schema.plan import ALIGNMENT, Op
 from lt_offload.schema.profile import GATHERED_BELOW
+from lt_offload.units import round_up
 
 SMALL_GRADIENT = GATHERED_BELOW
 """Gradients of fewer bytes are gathered on the device first. A copy takes some 5 to 10 microseconds to begin, in which

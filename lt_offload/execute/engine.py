@@ -461,8 +461,8 @@ class Engine:
         self._run_again(step)
         op = self._steps[step].compute
         assert op is not None
-        if frame.pager is not None:
-            frame.pager.fetch(op.id)
+        if frame.offloader is not None:
+            frame.offloader.fetch(op.id)
         with self._presence[op.id]:
             self.gradients.begin_block(self._blocks[index])
             found = frame.backward(anchor, grads)
@@ -481,7 +481,7 @@ class Engine:
                 handed = None
             block = op.block
             with self._presence[op.id]:
-                handed = self._frames.run_again(op, self._anchor, handed)
+                handed = self._frames.recompute(op, self._anchor, handed)
 
     def _send_gradients(self, step: int) -> None:
         assert self.gradients is not None

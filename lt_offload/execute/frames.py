@@ -1,4 +1,4 @@
-"""The frames of the running iteration: what each block's forward has left. Knows no weights and no steps."""
+"""The frames of the running iteration, by block: made in the forward, found again in the backward and to recompute."""
 
 from __future__ import annotations
 
@@ -23,25 +23,27 @@ from lt_offload.schema.profile import RECORDED
 
 
 class Frames:
-    """Makes and finds frames, and knows which block is called with what the block before returned.
+    """Makes and finds frames, and sees which blocks are called with what the previous block returned.
 
-    Frames live as long as the outer graph does, so that a forward whose loss is dropped leaves nothing behind; only
-    those of frozen blocks that run again, which the graph does not reach, are held here.
+    A frame lives as long as the outer graph, so that a forward whose loss is dropped leaves nothing behind. Frozen
+    blocks are not in that graph: the frames of those that are recomputed are held here.
     """
 
     def __init__(self, device: Device, pool: HostPool, structure: Structure, plan: Plan | None) -> None:
         self._device, self._pool, self._structure = device, pool, structure
         self._options = plan.options if plan is not None else ()
-        self._again = {op.block for op in plan.ops if op.save is not None} if plan is not None else set()
-        self.repeated = {at for at, option in enumerate(self._options) if option not in RECORDED} | self._again
+        self._recomputed = {op.block for op in plan.ops if op.save is not None} if plan is not None else set()
+        self.repeated = {
+            index for index, option in enumerate(self._options) if option not in RECORDED
+        } | self._recomputed
         """Blocks that run a second time for their backward."""
         self.uses: dict[int, Counter[int]] = {}
-        """How often a block uses each of its inputs, by its index; counted in its first backward."""
+        """By block, how often it uses each of its inputs; counted in its first backward."""
         self._steady = _steady(structure, plan) if plan is not None else set()
         self._effects = [Effects(block.module) for block in structure.blocks]
         self._frames: dict[int, weakref.ref[Frame]] = {}
         self._frozen: dict[int, Frame] = {}
-        self._handed: BlockOutput | None = None
+        self._last_output: BlockOutput | None = None
 
     def __len__(self) -> int:
         return len(self._frames) + len(self._frozen)
@@ -63,7 +65,7 @@ class Frames:
         """Return the frame of a block that is about to run for the first time.
 
         Raises:
-            PlanError: if the plan saves nothing of it, and running the block before again would not give its input.
+            PlanError: if the plan saves nothing of it, and recomputing the previous block would not give its input.
         """
         frame = Frame(
             device=self._device,
@@ -76,16 +78,16 @@ class Frames:
             weights=weights,
             args=args,
             kwargs=kwargs,
-            again=index in self._again,
+            recomputed=index in self._recomputed,
             steady=index in self._steady,
             compiled=is_compiled(self._structure.blocks[index].module),
             effects=self._effects[index],
             uses=self.uses,
         )
-        if self._handed is not None:
-            frame.sources = self._handed.sources(frame.inputs)
+        if self._last_output is not None:
+            frame.sources = self._last_output.sources(frame.inputs)
         if not frame.needs_backward:
-            if frame.again:
+            if frame.recomputed:
                 self._frozen[index] = frame
             return frame
         self._frames[index] = weakref.ref(frame)
@@ -97,9 +99,9 @@ class Frames:
         return frame
 
     def returned(self, out: Any) -> None:
-        """Note what the block that ran last handed on."""
-        if self._again:
-            self._handed = BlockOutput(out)
+        """Note what the block that ran last has returned."""
+        if self._recomputed:
+            self._last_output = BlockOutput(out)
 
     def find(self, index: int) -> Frame | None:
         """Return the frame of a block that has run."""
@@ -108,22 +110,22 @@ class Frames:
         ref = self._frames.get(index)
         return None if ref is None else ref()
 
-    def run_again(self, op: Op, anchor: Tensor, handed: list[Tensor] | None) -> list[Tensor]:
-        """Run a block again and return its outputs; ``handed``, what the block before returned just now, is emptied.
+    def recompute(self, op: Op, anchor: Tensor, outputs: list[Tensor] | None) -> list[Tensor]:
+        """Recompute a block and return its outputs; ``outputs``, of the previous block just now, is emptied.
 
         Raises:
             PlanError: if its input is gone.
         """
         assert op.save is not None
         frame = self.find(op.block)
-        if frame is None or not frame.can_run_again(handed):
+        if frame is None or not frame.can_recompute(outputs):
             raise PlanError(
                 f"op {op.id} runs block {self._name(op.block)} again, whose input is neither saved nor the output of "
                 "the op before; the plan has to save it (option 'recompute' or 'reload') or run the block before again"
             )
-        if frame.pager is not None:
-            frame.pager.fetch(op.id)
-        return frame.run_again(anchor, handed, op.save)
+        if frame.offloader is not None:
+            frame.offloader.fetch(op.id)
+        return frame.recompute(anchor, outputs, op.save)
 
     def close(self) -> None:
         """Drop every frame and what it has saved."""
@@ -136,16 +138,16 @@ class Frames:
         """Forget the frames."""
         self._frames.clear()
         self._frozen.clear()
-        self._handed = None
+        self._last_output = None
 
     def _name(self, index: int) -> str:
         return self._structure.blocks[index].name
 
 
 def _steady(structure: Structure, plan: Plan) -> set[int]:
-    """Return the blocks whose weights stay where they are from the forward to the backward, by ``plan``."""
+    """Return the blocks whose weights stay at one address from the forward to the backward, by ``plan``."""
     moving = {t for op in plan.ops if op.payload == "weight" and op.kind in ("prefetch", "drop") for t in op.tensors}
     moving |= {t for op in plan.ops if op.payload == "weight" and op.release_after is not None for t in op.tensors}
     zero_copy = {op.block for op in plan.ops if op.zero_copy}
     blocks = enumerate(structure.blocks)
-    return {at for at, block in blocks if at not in zero_copy and moving.isdisjoint(block.tensors)}
+    return {index for index, block in blocks if index not in zero_copy and moving.isdisjoint(block.tensors)}

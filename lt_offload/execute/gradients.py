@@ -56,7 +56,7 @@ class Gradients:
         for weight in weights:
             host = self.device.host_empty(weight.host.shape, weight.host.dtype)
             self._host_grads[weight.index] = host
-            self._direct_grads[weight.index] = self.device.direct_view(host)
+            self._direct_grads[weight.index] = self.device.zero_copy_view(host)
 
     def remove(self) -> None:
         """Detach every hook."""

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from lt_offload.execute.device.base import Buffer, Cell, Device, Event
 from lt_offload.execute.optimizer import Updates
-from lt_offload.execute.tensors import States, Weight, distinct, round_up
+from lt_offload.execute.tensors import States, Weight, distinct
 from lt_offload.schema.plan import ALIGNMENT, Plan
+from lt_offload.units import round_up
 
 Member = Weight | States
 Key = tuple[str, int]

@@ -1,4 +1,4 @@
-"""Forwards without gradients: each block's weights come when they are needed, whatever fits stays. Needs no plan.
+"""Forwards without gradients, without a plan: weights come block by block as they are needed, and stay while they fit.
 
 Used for validation, generation and sanity checks, before the first training iteration as well as between iterations.
 """
@@ -11,10 +11,10 @@ from typing import Any
 from lt_offload.errors import OverBudget
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.groups import Layout, Parcel
-from lt_offload.execute.tensors import States, Weight, distinct, round_up
+from lt_offload.execute.tensors import States, Weight, distinct
 from lt_offload.execute.transfers import Transfer
 from lt_offload.schema.plan import ALIGNMENT
-from lt_offload.units import format_bytes
+from lt_offload.units import format_bytes, round_up
 
 
 class Streaming:
@@ -24,7 +24,7 @@ class Streaming:
         self.device = device
         self.blocks = blocks
         self._parcels = [list(dict.fromkeys(weight.parcel for weight in block)) for block in blocks]
-        """Of each block."""
+        """Of each block, the groups of its weights."""
         self._states = [parcel for parcel in layout.all if isinstance(parcel.members[0], States)]
         self._transfers: dict[tuple[Parcel, ...], Transfer] = {}
 
@@ -33,7 +33,7 @@ class Streaming:
         weights, parcels = self.blocks[index], self._parcels[index]
         following = self._parcels[(index + 1) % len(self.blocks)]
         if not self._bring(parcels, index, needed=parcels):
-            self._clear()  # what was there left holes of the wrong sizes
+            self._clear()  # the ranges in use may have left gaps that are too small
             if not self._bring(parcels, index, needed=parcels):
                 nbytes = sum(weight.nbytes for weight in weights)
                 raise OverBudget(f"block {index} needs {format_bytes(nbytes)} of weights, more than the arena holds")
@@ -52,17 +52,17 @@ class Streaming:
                 weight.param.data = weight.host
 
     def close(self) -> None:
-        """Let go of the arena."""
+        """Forget the prepared copies; what is in the arena stays for whoever plans next."""
         self._transfers.clear()
 
     def _bring(self, parcels: Sequence[Parcel], index: int, needed: Sequence[Parcel]) -> bool:
-        """Start to fetch ``parcels``; return False, having fetched nothing, if there is no room beside ``needed``."""
+        """Start to fetch ``parcels``; return False, having fetched nothing, if they do not fit beside ``needed``."""
         missing = tuple(parcel for parcel in parcels if parcel.buffer is None)
-        for at, parcel in enumerate(missing):
+        for count, parcel in enumerate(missing):
             try:
                 self._take(parcel, index, needed)
             except OverBudget:
-                for taken in missing[:at]:
+                for taken in missing[:count]:
                     taken.detach()
                 return False
         if missing:
@@ -90,11 +90,11 @@ class Streaming:
                 self._evict(victims.pop(0))
 
     def _victims(self, index: int, needed: Sequence[Parcel]) -> list[Parcel]:
-        """Return what may leave, states first, then the weights that are needed last."""
+        """Return what may leave: first optimizer states, which no forward reads, then the weights needed last."""
         distance: dict[Parcel, int] = {}
-        for at, block in enumerate(self._parcels):
+        for position, block in enumerate(self._parcels):
             for parcel in block:
-                ahead = (at - index) % len(self.blocks)
+                ahead = (position - index) % len(self.blocks)
                 distance[parcel] = min(ahead, distance.get(parcel, ahead))
         kept = set(needed)
         weights = sorted((p for p in distance if p.buffer is not None and p not in kept), key=lambda p: -distance[p])

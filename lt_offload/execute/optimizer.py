@@ -1,10 +1,14 @@
-"""Runs the user's own optimizer on some tensors at a time, on the device or on the host. Knows tensors, not plans.
+"""Runs the user's own optimizer on some tensors at a time, on the device or on the host.
 
 Any ``torch.optim.Optimizer`` that updates each tensor on its own works: a *sub-optimizer* is the same class with the
-same attributes, whose only parameters are stand-ins ("shadows") for the tensors to be updated and whose state
+same attributes, whose only parameters are stand-ins ("proxies") for the tensors to be updated and whose state
 dictionaries are the very dictionaries of the real optimizer. For torch's own Adam, AdamW and SGD the function that
-their ``step`` calls in the end is called directly. Group options are read when an update is queued, so a learning-rate
-scheduler may change them right afterwards.
+their ``step`` calls in the end is called instead: ``step()`` over a few small tensors takes longer than their update.
+With the same lists and options the functions give the same numbers; whatever they do not cover is left to ``step``.
+
+Group options are read when an update is queued, so a learning-rate scheduler may change them right afterwards. Tensors
+are updated whole: a fused kernel rounds the elements behind its last full vector differently, so that a split tensor
+would have other last bits.
 """
 
 from __future__ import annotations
@@ -24,14 +28,15 @@ from torch.optim.sgd import sgd
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_offload.errors import ConfigError
-from lt_offload.execute.tensors import STATE_ALIGNMENT, States, Weight, round_up
+from lt_offload.execute.tensors import STATE_ALIGNMENT, States, Weight
 from lt_offload.machine.dispatch import unseen_by_dynamo
+from lt_offload.units import round_up
 
 State = Mapping[str, Any]
 Update = Callable[[], None]
 
 
-def direct_update(
+def functional_update(
     optimizer: Optimizer,
     group: Mapping[str, Any],
     params: Sequence[Tensor],
@@ -146,17 +151,19 @@ class Updates:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._subs: dict[tuple[int, ...], Optimizer] = {}
+        # By index, not by reference: ``load_state_dict`` replaces the dictionaries of groups and states, and an update
+        # through an old one would use the learning rate from before.
         self._group_of: dict[nn.Parameter, int] = {}
         self.generation = 0
-        """Changes when tensors of the optimizer's state are made or replaced, or given other memory."""
+        """Counts up when tensors of the optimizer's state are made or replaced, or given other memory."""
         self.states_move = False
-        """Whether an update that is queued may do so: who looks at the states has to wait for it."""
+        """A queued update may make, replace or move state tensors: whoever looks at them has to wait for it."""
         self.counts = False
-        """Some states hold numbers that are no tensors, so that nothing shows when they are read."""
+        """Some states hold Python numbers: no operation shows when those are read."""
         self._replaces = False
-        """The optimizer puts new tensors into a state that exists."""
+        """The optimizer has replaced tensors in a state that existed, and may do so again."""
         self._known: set[Weight] = set()
-        """Weights whose second update, which would have shown that, is queued."""
+        """Weights whose second update is queued: the first makes their state, the second would show a replacement."""
         self.index_groups()
 
     def index_groups(self) -> None:
@@ -187,20 +194,20 @@ class Updates:
             place: ``"host"`` or ``"device"``, where parameter, gradient and states are.
             grads: one gradient per weight, at that place.
         """
-        return self._directly(weights, place, grads) or self._by_step(weights, place, grads)
+        return self._by_function(weights, place, grads) or self._by_step(weights, place, grads)
 
-    def _directly(self, weights: Sequence[Weight], place: str, grads: Sequence[Tensor]) -> Callable[[], None] | None:
-        """Return a function that updates ``weights`` without a sub-optimizer, if there is one."""
+    def _by_function(self, weights: Sequence[Weight], place: str, grads: Sequence[Tensor]) -> Callable[[], None] | None:
+        """Return a function that updates ``weights`` without a sub-optimizer; None if only ``step`` can."""
         groups: defaultdict[int, tuple[list[Tensor], list[Tensor], list[Any]]] = defaultdict(lambda: ([], [], []))
         for weight, grad in zip(weights, grads, strict=True):
-            params, found, states = groups[self._group_of[weight.param]]
+            params, gradients, states = groups[self._group_of[weight.param]]
             data = weight.host if place == "host" else weight.view
             assert data is not None
             params.append(data)
-            found.append(grad)
+            gradients.append(grad)
             state = self.state(weight)
             states.append(state if place == "host" else state | weight.states.on_device)
-        updates = [direct_update(self.optimizer, self._live(index), *lists) for index, lists in groups.items()]
+        updates = [functional_update(self.optimizer, self._live(index), *lists) for index, lists in groups.items()]
         if any(update is None for update in updates):
             return None
 
@@ -226,22 +233,22 @@ class Updates:
             groups[index]["params"].append(proxy)
             state[proxy] = self.state(weight)
         sub = self._sub(tuple(weight.index for weight in weights))
-        held = (value for found in state.values() for value in found.values())
+        held = (value for own in state.values() for value in own.values())
         self.counts = self.counts or any(not isinstance(value, (Tensor, NoneType)) for value in held)
         if self._replaces or not all(state.values()) or not self._known.issuperset(weights):
             self.states_move = True
-            self._known.update(weight for weight, found in zip(weights, state.values(), strict=True) if found)
+            self._known.update(weight for weight, own in zip(weights, state.values(), strict=True) if own)
 
         def run() -> None:
             sub.param_groups = list(groups.values())
             sub.state = state
-            before = [[*found.values()] for found in state.values()]
-            type(sub).step(sub)
-            for weight, (proxy, found) in zip(weights, state.items(), strict=True):
+            before = [[*own.values()] for own in state.values()]
+            type(sub).step(sub)  # the class's method: hooks and wrappers of the real optimizer's step run once, by it
+            for weight, (proxy, own) in zip(weights, state.items(), strict=True):
                 proxy.grad = None
-                if found:
-                    self.optimizer.state[weight.param] = found
-            changed = [known for known, found in zip(before, state.values(), strict=True) if not _same(known, found)]
+                if own:
+                    self.optimizer.state[weight.param] = own
+            changed = [known for known, own in zip(before, state.values(), strict=True) if not _same(known, own)]
             self.generation += bool(changed)
             self._replaces |= any(changed)
 
@@ -252,12 +259,12 @@ class Updates:
         for weight in weights:
             if weight.states.parcel is not None:
                 self.generation += weight.states.refresh(self.state(weight))
-        zero_copy = self._directly(weights, "device", grads)
-        if zero_copy is None:
+        update = self._by_function(weights, "device", grads)
+        if update is None:
             self._step_on_device(weights, grads)
             return
         with torch.no_grad():
-            zero_copy()
+            update()
 
     def _step_on_device(self, weights: Sequence[Weight], grads: Sequence[Tensor]) -> None:
         self._move_scalars(weights)
@@ -278,7 +285,7 @@ class Updates:
             self.generation += 1
 
     def _move_scalars(self, weights: Sequence[Weight]) -> None:
-        """Step counters follow the update: ``load_state_dict`` leaves them on the host."""
+        """Move step counters to where a fused update wants them: ``load_state_dict`` leaves them on the host."""
         for weight in weights:
             state = self.state(weight)
             assert weight.view is not None
@@ -321,7 +328,7 @@ class _StateAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, newborn: Sequence[States]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._free: dict[int, tuple[Tensor, int]] = {}
-        """By the address of a weight's device copy: the room for its states, and how much of it is taken."""
+        """By the address of a weight's device copy: the memory for its states, and how much of it is taken."""
         for states in newborn:
             assert states.weight.view is not None
             self._free[states.weight.view.data_ptr()] = (states.memory(), 0)
@@ -329,15 +336,15 @@ class _StateAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        place = self._free.get(args[0].data_ptr()) if func in _FACTORIES and args[0].is_contiguous() else None
-        if place:
-            like, (memory, at) = args[0], place
+        free = self._free.get(args[0].data_ptr()) if func in _FACTORIES and args[0].is_contiguous() else None
+        if free:
+            like, (memory, offset) = args[0], free
             dtype = (kwargs or {}).get("dtype") or like.dtype
-            end = at + like.numel() * dtype.itemsize
+            end = offset + like.numel() * dtype.itemsize
             if like.numel() > 1 and end <= memory.numel():
                 self._free[like.data_ptr()] = (memory, round_up(end, STATE_ALIGNMENT))
                 born = torch.empty(0, dtype=dtype, device=like.device)
-                born.data = memory[at:end].view(dtype).view(like.shape)
+                born.data = memory[offset:end].view(dtype).view(like.shape)
                 value = _FACTORIES[func]
                 return born if value is None else born.fill_(value)
         return func(*args, **(kwargs or {}))

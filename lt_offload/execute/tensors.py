@@ -20,6 +20,7 @@ from lt_offload.errors import OverBudget
 from lt_offload.execute.device.base import Buffer, Cell, Device, Event
 from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.schema.plan import UpdatePlace
+from lt_offload.units import round_up
 
 if TYPE_CHECKING:
     from lt_offload.execute.groups import Parcel
@@ -116,7 +117,7 @@ class Weight:
     def expose(self, device: Device) -> None:
         """Let computations read the host copy directly; raises ``UnsupportedError`` where they cannot."""
         if self.zero_copy is None:
-            self.zero_copy = device.direct_view(self.host)
+            self.zero_copy = device.zero_copy_view(self.host)
 
     def proxy(self, place: str, data: Tensor, grad: Tensor | None) -> nn.Parameter:
         """Return the parameter's stand-in for updates at ``place``, over ``data`` and with gradient ``grad``."""
@@ -254,11 +255,6 @@ def carve(memory: Tensor, at: int, like: Tensor) -> Tensor:
         return torch.empty(like.shape, dtype=like.dtype)
     flat = torch.frombuffer(memory.numpy(), dtype=like.dtype, count=like.numel(), offset=at)
     return flat.view(like.shape)
-
-
-def round_up(nbytes: int, alignment: int) -> int:
-    """Return the smallest multiple of ``alignment`` that is at least ``nbytes``."""
-    return -(-nbytes // alignment) * alignment
 
 
 def distinct(events: Iterable[Event | None]) -> list[Event]:

@@ -69,9 +69,9 @@ class Walk:
             self._residency.issue(op)
             return
         frame = self._frames.find(op.block)
-        if frame is None or frame.pager is None:
+        if frame is None or frame.offloader is None:
             return
         if op.kind == "prefetch":
-            frame.pager.fetch(op.id)
+            frame.offloader.fetch(op.id)
         else:
-            self._residency.leave(op, frame.pager)
+            self._residency.leave(op, frame.offloader)

@@ -70,7 +70,7 @@ class Account(TorchDispatchMode):
     def current(self) -> int:
         """Bytes in use."""
         with self._lock:
-            self._settle()
+            self._take_off_dead()
             return self._current
 
     @property
@@ -81,7 +81,7 @@ class Account(TorchDispatchMode):
     def reset_peak(self) -> None:
         """Restart the high-water mark (and the timeline) at what is in use now."""
         with self._lock:
-            self._settle()
+            self._take_off_dead()
             self._peak = self._current
             if self._timeline is not None:
                 self._timeline = [(charge.serial, charge.nbytes) for charge in self._live.values()]
@@ -122,7 +122,7 @@ class Account(TorchDispatchMode):
     def _peak_of(self, counts: Callable[[int, int], bool]) -> int:
         assert self._timeline is not None, "made without a timeline"
         with self._lock:
-            self._settle()
+            self._take_off_dead()
             current = peak = 0
             for serial, change in self._timeline:
                 if counts(serial, change):
@@ -167,7 +167,7 @@ class Account(TorchDispatchMode):
         with self._lock:
             if key in self._live:
                 return
-            self._settle()
+            self._take_off_dead()
             nbytes = 0 if free else storage.nbytes()
             if self.limit is not None and self._current + nbytes > self.limit:
                 raise OverBudget(
@@ -189,7 +189,7 @@ class Account(TorchDispatchMode):
         self._live.pop(charge.key, None)
         self._dead.append(charge)
 
-    def _settle(self) -> None:
+    def _take_off_dead(self) -> None:
         while self._dead:
             charge = self._dead.popleft()
             self._current -= charge.nbytes

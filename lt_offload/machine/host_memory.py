@@ -64,13 +64,13 @@ class HostMemory:
     Args:
         register: page-locks ``(address, bytes)`` and returns 0, or an error code.
         unregister: undoes that for an address and returns 0, or an error code.
-        place: where the memory should be.
+        node: where the memory should be.
     """
 
-    def __init__(self, register: Register, unregister: Unregister, *, place: MemoryNode | None = None) -> None:
+    def __init__(self, register: Register, unregister: Unregister, *, node: MemoryNode | None = None) -> None:
         self._register = register
         self._unregister = unregister
-        self._place = place or MemoryNode()
+        self._node = node or MemoryNode()
         self._shared: list[_Slab] = []
         self._mapped: dict[int, _Mapping] = {}
         """By address."""
@@ -98,13 +98,13 @@ class HostMemory:
     @property
     def mapped_bytes(self) -> int:
         """Bytes taken from the operating system."""
-        self._settle()
+        self._forget_released()
         return sum(mapping.nbytes for mapping in self._mapped.values())
 
     @property
     def locked_bytes(self) -> int:
         """Those of ``mapped_bytes`` that are page-locked."""
-        self._settle()
+        self._forget_released()
         return self._locked
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -166,7 +166,7 @@ class HostMemory:
         self._shared.clear()
         for mapping in list(self._mapped.values()):
             mapping.release()
-        self._settle()
+        self._forget_released()
 
     def _tensor(self, pages: Pages, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         count = math.prod(shape)
@@ -198,9 +198,9 @@ class HostMemory:
     def _track(self, pages: Pages) -> bool:
         """Register ``pages`` and keep account of them; return whether they are page-locked."""
         address = pages.address
-        self._settle()  # the address may be that of a mapping that is gone
-        if self._place.cores or torch.get_num_threads() > 1:
-            self._place.run(pages.touch)  # registering would do it on this core alone
+        self._forget_released()  # the address may be that of a mapping that is gone
+        if self._node.cores or torch.get_num_threads() > 1:
+            self._node.run(pages.touch)  # registering would do it on this core alone
         locked = self._lock(address, pages.nbytes)
         # The mapping lives as long as a tensor in it; it must be unregistered just before it goes.
         undo = self._unregister if locked else None
@@ -218,7 +218,7 @@ class HostMemory:
         self._locked += nbytes
         return True
 
-    def _settle(self) -> None:
+    def _forget_released(self) -> None:
         """Forget the mappings that are gone."""
         gone = False
         while self._dead:

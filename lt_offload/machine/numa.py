@@ -49,20 +49,20 @@ class MemoryNode:
             pool.submit(task).result()
 
 
-def place_of(device: torch.device, root: Path = SYSFS) -> MemoryNode:
-    """Return the place of memory for ``device``; nothing can be chosen for the CPU."""
+def memory_node_of(device: torch.device, root: Path = SYSFS) -> MemoryNode:
+    """Return the memory node that ``device`` hangs on; for the CPU there is nothing to choose."""
     if device.type != "cuda":
         return MemoryNode(about="no GPU")
-    found: Any = torch.cuda.get_device_properties(device)
+    gpu: Any = torch.cuda.get_device_properties(device)
     try:
-        address = f"{found.pci_domain_id:04x}:{found.pci_bus_id:02x}:{found.pci_device_id:02x}.0"
+        address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
     except AttributeError:  # an older torch
         address = "?"
-    return place_near(address, root, allowed=_allowed())
+    return memory_node_near(address, root, allowed=_allowed())
 
 
-def place_near(address: str, root: Path, *, allowed: frozenset[int]) -> MemoryNode:
-    """Return the place near the PCI device at ``address``, among the ``allowed`` cores."""
+def memory_node_near(address: str, root: Path, *, allowed: frozenset[int]) -> MemoryNode:
+    """Return the memory node of the PCI device at ``address``, among the ``allowed`` cores."""
     nodes = {path: _cores(path / "cpulist") for path in sorted((root / "devices/system/node").glob("node[0-9]*"))}
     if len(nodes) < 2:
         return MemoryNode(about="one node" if nodes else "unknown: the system does not say")
@@ -85,11 +85,11 @@ def _allowed() -> frozenset[int]:
 
 def _cores(path: Path) -> frozenset[int]:
     """Return the numbers in a list such as ``0-3,8``; none if it cannot be read."""
-    found: set[int] = set()
+    cores: set[int] = set()
     try:
         for part in path.read_text().strip().split(","):
             first, _, last = part.partition("-")
-            found.update(range(int(first), int(last or first) + 1))
+            cores.update(range(int(first), int(last or first) + 1))
     except (OSError, ValueError):
         return frozenset()
-    return frozenset(found)
+    return frozenset(cores)

@@ -26,7 +26,7 @@ LEAST_SPEED = 0.5
 _SPEED_BYTES = 64 << 20
 
 
-def map_host(host: Tensor, device: torch.device) -> Tensor:
+def zero_copy_view(host: Tensor, device: torch.device) -> Tensor:
     """Return a tensor on ``device`` whose storage is the memory of ``host``.
 
     Raises:
@@ -57,10 +57,10 @@ def locked(host: Tensor) -> Iterator[Tensor]:
 
 
 @contextmanager
-def mapped_copy(tensor: Tensor, device: torch.device) -> Iterator[Tensor]:
+def zero_copy_of(tensor: Tensor, device: torch.device) -> Iterator[Tensor]:
     """Have a copy of ``tensor`` in host memory, as ``device`` sees it, within the context."""
     with locked(tensor.detach().to("cpu", copy=True)) as host:
-        yield map_host(host, device)
+        yield zero_copy_view(host, device)
 
 
 def register(address: int, nbytes: int) -> int:

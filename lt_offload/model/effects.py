@@ -119,7 +119,7 @@ class Snapshot:
         return [place for part, before in self.items for place in part.places(before)]
 
     @contextmanager
-    def again(self, *, graph: bool = False) -> Iterator[None]:
+    def restored(self, *, graph: bool = False) -> Iterator[None]:
         """Enclose a run, perhaps with a graph, that shall see that state; afterwards the state is what it is now."""
         today = [(part, part.now()) for part, _ in self.items]
         for part, before in self.items:

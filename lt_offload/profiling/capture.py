@@ -110,7 +110,7 @@ class _Recorder:
         self._calls: list[Call] = []
         self._chained: list[bool] = []
         self._lingering: list[int] = []
-        self._handed = BlockOutput(())
+        self._last_output = BlockOutput(())
         self._by_signature: dict[object, Call] = {}
         self._shared: list[Tensor] = []  # what blocks are given lives until the backward, and so does
         self._graph: list[Any] = []  # what operations between blocks save
@@ -149,7 +149,7 @@ class _Recorder:
             if call.has_backward:
                 position = itertools.count()
                 out = tree_map(lambda leaf: self._connect(leaf, index, call, position), out)
-            self._handed = BlockOutput(out)
+            self._last_output = BlockOutput(out)
             return out
 
         return forward
@@ -202,7 +202,7 @@ class _Recorder:
         tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         slots = tuple(at for at, leaf in tensors if is_activation(leaf, positional=at < positional))
         needs_grad = tuple(leaves[at].requires_grad for at in slots)
-        self._chained.append(self._handed.sources([leaves[at] for at in slots]) is not None)
+        self._chained.append(self._last_output.sources([leaves[at] for at in slots]) is not None)
         for at, leaf in tensors:
             if at in slots:
                 self._interfaces.add(self.account.serial(leaf))

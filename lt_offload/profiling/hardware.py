@@ -156,32 +156,32 @@ def measure_hardware(
     import torch
 
     from lt_offload.machine.driver import context_bytes, current, device_for
-    from lt_offload.machine.numa import place_of
+    from lt_offload.machine.numa import memory_node_of
     from lt_offload.machine.pinning import PinLimit, find_pin_limit
     from lt_offload.machine.zero_copy import register, unregister
     from lt_offload.profiling.rates import LOCKED_BYTES, measure_links
 
-    place = device_for(device)
-    cuda = place.type == "cuda"
+    target = device_for(device)
+    cuda = target.type == "cuda"
     if on_progress is not None:
         on_progress("measuring copies between host and device")
     host = available_host_bytes()
-    with current(place):
+    with current(target):
         limit = find_pin_limit(register, unregister, host_bytes=host) if cuda else PinLimit(nbytes=host, how="")
-        links = measure_links(place, pinned=limit.nbytes >= LOCKED_BYTES, place=place_of(place))
+        links = measure_links(target, pinned=limit.nbytes >= LOCKED_BYTES, node=memory_node_of(target))
     source = [
         f"measured; one direction alone: {format_bytes(links.h2d_alone)}/s to the device, "
         f"{format_bytes(links.d2h_alone)}/s to the host"
     ]
     return HardwareProfile(
-        name=torch.cuda.get_device_name(place) if cuda else "emulated",
-        device_bytes=torch.cuda.mem_get_info(place)[1] if cuda else host,
+        name=torch.cuda.get_device_name(target) if cuda else "emulated",
+        device_bytes=torch.cuda.mem_get_info(target)[1] if cuda else host,
         host_bytes=host,
         pinnable_bytes=limit.nbytes,
         h2d_bytes_per_s=links.h2d,
         d2h_bytes_per_s=links.d2h,
         staged_bytes_per_s=links.staged,
-        context_bytes=context_bytes(place) if cuda else 0,
+        context_bytes=context_bytes(target) if cuda else 0,
         source="; ".join([*source, f"page-locked memory: {limit.how}"] if limit.how else source),
     )
 
@@ -193,9 +193,9 @@ def measure_machine(
     from lt_offload.machine.driver import device_for
     from lt_offload.profiling.rates import measure_rates
 
-    place = device_for(device)
-    machine = measure_hardware(place, on_progress=on_progress)
-    rates = measure_rates(place, on_progress=on_progress or (lambda _message: None))
+    target = device_for(device)
+    machine = measure_hardware(target, on_progress=on_progress)
+    rates = measure_rates(target, on_progress=on_progress or (lambda _message: None))
     return replace(
         machine,
         flops_per_s=rates.flops_per_s,

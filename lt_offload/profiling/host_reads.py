@@ -23,13 +23,14 @@ import statistics
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 
 from lt_offload.errors import UnsupportedError
-from lt_offload.machine.zero_copy import locked, map_host, mapped_copy, measure_speeds, refusal
+from lt_offload.machine.zero_copy import locked, measure_speeds, refusal, zero_copy_of, zero_copy_view
 from lt_offload.model.blocks import Structure
 from lt_offload.profiling.meters import Meter
 from lt_offload.schema.profile import HardwareProfile, ReadProfile, ZeroCopyProfile
@@ -112,13 +113,12 @@ class Readers:
     def measure_on(self, device: torch.device, meter: Meter, say: Callable[[str], None]) -> None:
         """Measure one read of every kind on a CUDA ``device``; if it cannot read host memory, no tensor has figures."""
         say("measuring reads of host memory")
+        view_of, synchronize = partial(zero_copy_view, device=device), partial(torch.cuda.synchronize, device)
         try:
             with locked(torch.empty(1024, dtype=torch.int32)) as probe:
-                reason = refusal(lambda host: map_host(host, device), probe, lambda: torch.cuda.synchronize(device))
+                reason = refusal(view_of, probe, synchronize)
             if not reason:
-                speeds = measure_speeds(
-                    device, lambda: torch.cuda.synchronize(device), lambda host: map_host(host, device)
-                )
+                speeds = measure_speeds(device, synchronize, view_of)
                 reason = speeds.too_slow
             if not reason:
                 self._write_rate = speeds.write
@@ -127,7 +127,7 @@ class Readers:
                     format_bytes(speeds.read),
                     format_bytes(speeds.write),
                 )
-                self.measure(lambda data: mapped_copy(data, device), device, meter)
+                self.measure(lambda data: zero_copy_of(data, device), device, meter)
         except UnsupportedError as error:  # some containers do not allow to lock memory
             reason = str(error)
         if reason:

@@ -116,10 +116,10 @@ def check_use(
         UnsupportedError: naming the block or weight, see ``seams.py``.
         ModelError: if the model calls its blocks in another order or more than once.
     """
-    interval = [*(parameter for _, parameter in structure.rest), *model.buffers()]
+    staying = [*(parameter for _, parameter in structure.rest), *model.buffers()]
     with ExitStack() as stack:
         batch = stack.enter_context(_trial(model, sample_batch, device, optimizer=optimizer))
-        for context in (caches_off(model), _gradients_kept(model), _staged(interval, device)):
+        for context in (caches_off(model), _gradients_kept(model), _staged(staying, device)):
             stack.enter_context(context)
         stage = partial(_stage, device)
         capture(structure, call_with_batch(model), batch, device=device, stage=stage, meter=Stopwatch(device))
@@ -171,8 +171,8 @@ def measure_blocks(
     say: Progress,
 ) -> Measured:
     """Run the model once and every kind of block alone; ``meter`` decides whether times are measured or estimated."""
-    interval = [*(parameter for _, parameter in structure.rest), *model.buffers()]
-    with caches_off(model), _gradients_kept(model), _staged(interval, device):
+    staying = [*(parameter for _, parameter in structure.rest), *model.buffers()]
+    with caches_off(model), _gradients_kept(model), _staged(staying, device):
         say("running the model once")
         with Readers(structure) as readers:
             stage = partial(_stage, device)

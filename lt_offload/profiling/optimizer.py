@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 
 from lt_offload.errors import ConfigError
 from lt_offload.machine.accounting import Account
-from lt_offload.machine.numa import MemoryNode, place_of
+from lt_offload.machine.numa import MemoryNode, memory_node_of
 from lt_offload.machine.pages import map_pages
 from lt_offload.profiling.hardware import available_host_bytes
 from lt_offload.profiling.meters import Roofline, Stopwatch
@@ -179,7 +179,7 @@ def measure_optimizer(optimizer: Optimizer, device: torch.device) -> OptimizerPr
         speed = _speed(_host_stand_in(optimizer, sample), device)
         scratch = _scratch(_ParameterStandIn(sample, device))
         return OptimizerProfile(name=name, host_bytes_per_s=speed, device_bytes_per_s=speed, scratch_ratio=scratch)
-    threads, host_speed = _fastest(optimizer, sample, place_of(device))
+    threads, host_speed = _fastest(optimizer, sample, memory_node_of(device))
     on_device = _ParameterStandIn(sample, device)
     device_speed = _speed(on_device, device)
     before = torch.cuda.memory_allocated(device)
@@ -195,15 +195,15 @@ def measure_optimizer(optimizer: Optimizer, device: torch.device) -> OptimizerPr
     )
 
 
-def _fastest(optimizer: Optimizer, sample: _Sample, place: MemoryNode) -> tuple[int, float]:
+def _fastest(optimizer: Optimizer, sample: _Sample, node: MemoryNode) -> tuple[int, float]:
     """Return the number of threads for updates on the host, and their speed, measured as the engine will run them."""
-    cores = len(place.cores) or len(os.sched_getaffinity(0))
+    cores = len(node.cores) or len(os.sched_getaffinity(0))
     speeds: dict[int, float] = {}
     errors: list[BaseException] = []
 
     def measure() -> None:
         try:
-            place.bind()
+            node.bind()
             stand_in = _host_stand_in(optimizer, sample)
             stand_in.step()  # makes the state
             stand_in.map()

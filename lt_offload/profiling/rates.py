@@ -44,18 +44,18 @@ class Links:
     """The slower direction while both are busy, for host memory that is not page-locked; 0 without CUDA."""
 
 
-def measure_links(device: torch.device, *, pinned: bool = True, place: MemoryNode | None = None) -> Links:
+def measure_links(device: torch.device, *, pinned: bool = True, node: MemoryNode | None = None) -> Links:
     """Measure copies, each way alone and both at once; without CUDA between two places in RAM.
 
     Args:
         device: where to copy to and from.
         pinned: whether ``LOCKED_BYTES`` of host memory can be page-locked.
-        place: where host memory should be.
+        node: where host memory should be.
     """
     with ExitStack() as stack:
         pages = [map_pages(_COPY_BYTES) for _ in range(2)]
         for each in pages:
-            (place or MemoryNode()).run(each.touch)
+            (node or MemoryNode()).run(each.touch)
         hosts = [each.bytes() for each in pages]
         devices = [torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
         down, up = (devices[0], hosts[0]), (hosts[1], devices[1])

@@ -193,7 +193,7 @@ def test_6_computations_in_host_memory(dtype: torch.dtype, target: Target, found
     try:
         torch.manual_seed(0)
         host = device.host_adopt(torch.randn(1000, 256).to(dtype))
-        normal, seen = host.to(target.torch_device, copy=True), device.direct_view(host)
+        normal, seen = host.to(target.torch_device, copy=True), device.zero_copy_view(host)
         ids = torch.randint(1000, (4, 64), device=target.torch_device)
         x = torch.randn(8, 256, device=target.torch_device, dtype=dtype)
         assert seen.device.type == target.torch_device.type

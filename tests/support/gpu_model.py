@@ -104,7 +104,7 @@ class Gpu:
     def prepare(self):
         self.prepared = True
 
-    def place(self):
+    def memory_node(self):
         return MemoryNode()
 
     def stream(self):
@@ -176,7 +176,7 @@ class Gpu:
         del self.registered[address]
         return 0
 
-    def direct_view(self, host):
+    def zero_copy_view(self, host):
         self.viewed += 1
         if self.refuses:
             raise UnsupportedError(self.refuses)

@@ -42,12 +42,12 @@ class Arena:
 
     Args:
         slab: uint8 memory.
-        settled: says whether a freed range needs no ordering any more, so that it can be forgotten.
+        forgettable: says whether a freed range needs no ordering any more, so that it can be forgotten.
     """
 
-    def __init__(self, slab: torch.Tensor, settled: Callable[[Freed], bool]) -> None:
+    def __init__(self, slab: torch.Tensor, forgettable: Callable[[Freed], bool]) -> None:
         self.slab = slab
-        self._settled = settled
+        self._forgettable = forgettable
         self._starts: list[int] = []
         self._used: dict[int, ArenaBuffer] = {}
         self._freed: list[Freed] = []
@@ -63,11 +63,6 @@ class Arena:
     def used(self) -> int:
         """Bytes in use."""
         return sum(buffer.nbytes for buffer in self._used.values())
-
-    @property
-    def fragments(self) -> int:
-        """Number of free ranges that are still remembered."""
-        return len(self._freed)
 
     def place(self, offset: int, nbytes: int, label: str) -> tuple[ArenaBuffer, list[Any]]:
         """Take a range; return it with the accesses to it that are still remembered.
@@ -118,7 +113,7 @@ class Arena:
                 bisect.insort(self._freed, freed, key=_start)
         buffer.forget()
         if len(self._freed) > self._tidy_at:
-            self._freed = [freed for freed in self._freed if not self._settled(freed)]
+            self._freed = [freed for freed in self._freed if not self._forgettable(freed)]
             self._tidy_at = 16 + 2 * len(self._freed)
 
     def _overlapping(self, start: int, end: int) -> ArenaBuffer | None:

@@ -191,7 +191,7 @@ class Device(ABC):
         target.copy_(source, non_blocking=True)
 
     @abstractmethod
-    def direct_view(self, host: torch.Tensor) -> torch.Tensor:
+    def zero_copy_view(self, host: torch.Tensor) -> torch.Tensor:
         """Return a tensor for computations on the device whose storage is the host memory of ``host``.
 
         Whoever computes with it is ordered like a task that accesses the host copy: ``wait`` for the writer before,

@@ -127,15 +127,15 @@ class CudaDevice(Device):
         cuda.prepare()
         self._context = Context(cuda, budget, planned=context)
         spare: deque[Any] = deque()
-        self._new_line = partial(StreamState, cuda=cuda, spare=spare)
-        self._copy_lines = {lane: self._new_line(cuda.stream()) for lane in ("h2d", "d2h")}
-        self._compute_lines: dict[int, StreamState] = {}
-        """By identity of the stream, which the line keeps alive."""
-        self._runner = TaskRunner(cuda, self._copy_lines)
-        place = cuda.place()
-        threads = host_threads or _spare_threads(len(place.cores))
-        self._lanes = ThreadLanes(self._runner, threads={"host": threads}, prepare=lambda lane: place.bind())
-        self._host = HostMemory(cuda.register, cuda.unregister, place=place)
+        self._new_stream = partial(StreamState, cuda=cuda, spare=spare)
+        self._copy_streams = {lane: self._new_stream(cuda.stream()) for lane in ("h2d", "d2h")}
+        self._compute_streams: dict[int, StreamState] = {}
+        """By the identity of CUDA's stream object, which the state keeps alive."""
+        self._runner = TaskRunner(cuda, self._copy_streams)
+        node = cuda.memory_node()
+        threads = host_threads or _spare_threads(len(node.cores))
+        self._lanes = ThreadLanes(self._runner, threads={"host": threads}, prepare=lambda lane: node.bind())
+        self._host = HostMemory(cuda.register, cuda.unregister, node=node)
         self._buffers = self._host.locked(STAGING_BYTES)  # first of all: later there may be nothing left to lock
         self._staging: Staging | None = None
         self._refusal: str | None = None
@@ -144,13 +144,13 @@ class CudaDevice(Device):
         """Shapes of batches whose demand for memory is known."""
         self._arena = self._new_arena(0)
         self._closed = False
-        self._stop = weakref.finalize(self, _release, self._lanes, self._copy_lines, self._host)
+        self._stop = weakref.finalize(self, _release, self._lanes, self._copy_streams, self._host)
 
     # -- arena -------------------------------------------------------------------------------------------------------
 
     @override
     def reserve(self, nbytes: int) -> None:
-        self._settle()
+        self._finish_copies()
         assert self._arena.used == 0, "the arena is in use"
         del self._arena  # the old slab must be gone before there is room for the new one
         self._context.follow(self._host.locked_bytes)  # page tables of what was registered since the beginning
@@ -241,15 +241,15 @@ class CudaDevice(Device):
     def _mark(self) -> CudaTask:
         mark = CudaTask("compute", _nothing, label="compute")
         mark.finish(None)
-        self._compute_line().complete(mark)
+        self._compute_stream().complete(mark)
         return mark
 
-    def _compute_line(self) -> StreamState:
-        stream = self._cuda.current_stream()
-        line = self._compute_lines.get(id(stream))
-        if line is None:
-            line = self._compute_lines[id(stream)] = self._new_line(stream)
-        return line
+    def _compute_stream(self) -> StreamState:
+        current = self._cuda.current_stream()
+        stream = self._compute_streams.get(id(current))
+        if stream is None:
+            stream = self._compute_streams[id(current)] = self._new_stream(current)
+        return stream
 
     @override
     def wait(self, *events: Event, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> None:
@@ -258,7 +258,7 @@ class CudaDevice(Device):
         self._lanes.finish(releases)
         self._lanes.check(tasks)
         if tasks or releases:
-            compute = self._compute_line()
+            compute = self._compute_stream()
             for task in (*tasks, *releases):
                 compute.follow(task)
                 self._runner.let_go(task)
@@ -275,14 +275,14 @@ class CudaDevice(Device):
 
     @override
     def drain(self) -> None:
-        self._settle()
+        self._finish_copies()
         self._cuda.current_stream().synchronize()  # kernels may be reading host memory
         self._lanes.check()
 
-    def _settle(self) -> None:
+    def _finish_copies(self) -> None:
         self._lanes.finish(self._lanes.pending())
-        for line in self._copy_lines.values():
-            line.stream.synchronize()
+        for stream in self._copy_streams.values():
+            stream.cuda_stream.synchronize()
         self._runner.reap()
 
     # -- memory outside the arena ------------------------------------------------------------------------------------
@@ -318,7 +318,7 @@ class CudaDevice(Device):
             _copy(target, source)
 
     @override
-    def direct_view(self, host: torch.Tensor) -> torch.Tensor:
+    def zero_copy_view(self, host: torch.Tensor) -> torch.Tensor:
         if self._host.is_pageable(host):
             raise UnsupportedError(
                 f"{self.torch_device} cannot compute in host memory that is not page-locked; see `ulimit -l`, or plan "
@@ -328,14 +328,14 @@ class CudaDevice(Device):
             if self._refusal is None:
                 probe = self._host.empty((1024,), torch.int32)
                 self._refusal = refusal(
-                    self._cuda.direct_view, probe, lambda: self._cuda.current_stream().synchronize()
+                    self._cuda.zero_copy_view, probe, lambda: self._cuda.current_stream().synchronize()
                 )
             if self._refusal:
                 raise UnsupportedError(
                     f"{self.torch_device} cannot compute in host memory: {self._refusal}; a plan made on this machine "
                     "does not ask for it"
                 )
-            return self._cuda.direct_view(host)
+            return self._cuda.zero_copy_view(host)
 
     @override
     def empty(self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> torch.Tensor:
@@ -423,7 +423,7 @@ class CudaDevice(Device):
         if self._closed:
             return
         self._closed = True
-        self._settle()
+        self._finish_copies()
         self._cuda.current_stream().synchronize()  # kernels may still read the arena and registered memory
         self._stop()  # a finalizer runs once
         self._arena = self._new_arena(0)
@@ -444,10 +444,10 @@ def _copy(target: torch.Tensor, source: torch.Tensor) -> None:
     target.copy_(source, non_blocking=True)
 
 
-def _release(lanes: ThreadLanes, lines: Mapping[str, StreamState], host: HostMemory) -> None:
+def _release(lanes: ThreadLanes, streams: Mapping[str, StreamState], host: HostMemory) -> None:
     lanes.stop()
-    for line in lines.values():
-        line.stream.synchronize()
+    for stream in streams.values():
+        stream.cuda_stream.synchronize()
     host.close()
 
 

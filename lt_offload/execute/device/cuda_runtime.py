@@ -8,9 +8,8 @@ from typing import Any
 import torch
 
 from lt_offload.execute.device.base import AllocatorEvents
-from lt_offload.machine import driver
-from lt_offload.machine import zero_copy as mapped
-from lt_offload.machine.numa import MemoryNode, place_of
+from lt_offload.machine import driver, zero_copy
+from lt_offload.machine.numa import MemoryNode, memory_node_of
 
 
 class _On(AbstractContextManager[None]):
@@ -113,24 +112,24 @@ class CudaRuntime:
         """Restart the high-water mark."""
         torch._C._cuda_resetPeakMemoryStats(self._index)
 
-    def place(self) -> MemoryNode:
+    def memory_node(self) -> MemoryNode:
         """Return where host threads and memory are near the device."""
-        return place_of(self.device)
+        return memory_node_of(self.device)
 
     def register(self, address: int, nbytes: int) -> int:
         """Page-lock host memory; return 0 or an error code."""
         with torch.cuda.device(self._index):  # any thread may ask; on another GPU this would make a context
-            return mapped.register(address, nbytes)
+            return zero_copy.register(address, nbytes)
 
     def unregister(self, address: int) -> int:
         """Undo ``register``; return 0 or an error code."""
         with torch.cuda.device(self._index):
-            return mapped.unregister(address)
+            return zero_copy.unregister(address)
 
-    def direct_view(self, host: torch.Tensor) -> torch.Tensor:
+    def zero_copy_view(self, host: torch.Tensor) -> torch.Tensor:
         """Return registered memory as a tensor on the device; raises ``UnsupportedError``."""
         with torch.cuda.device(self._index):
-            return mapped.map_host(host, self.device)
+            return zero_copy.zero_copy_view(host, self.device)
 
     def rng_state(self) -> torch.Tensor:
         """Return the state of the device's random number generator."""

@@ -19,22 +19,22 @@ Span = tuple[int, str, str, float, float]
 class CudaTask(Task):
     """A task, or a mark of the compute lane (finished from the start), with its GPU side."""
 
-    __slots__ = ("completion", "keeps", "line", "position")
+    __slots__ = ("completion", "keeps", "position", "stream")
 
     def __init__(self, lane: str, work: Callable[[], None], **options: Any) -> None:
         super().__init__(lane, work, **options)
         self.completion: Any = None
         """CUDA event behind the work; None as long as it is not issued, and for work on the host."""
-        self.line: StreamState | None = None
+        self.stream: StreamState | None = None
         """Where ``completion`` was recorded."""
         self.position = 0
-        """How many completions ``line`` had then."""
+        """How many completions ``stream`` had then."""
         self.keeps: Callable[[], None] | None = None
         """The work, and with it the memory it uses, until the GPU is through or the compute lane ordered after it."""
 
     def __del__(self) -> None:
-        if self.line is not None and self.completion is not None:
-            self.line.spare.append(self.completion)
+        if self.stream is not None and self.completion is not None:
+            self.stream.spare.append(self.completion)
 
     @override
     def arrived(self) -> bool:
@@ -68,22 +68,22 @@ class StreamState:
             they were made for the moment of the wait.
     """
 
-    __slots__ = ("_after", "_count", "_cuda", "spare", "stream")
+    __slots__ = ("_after", "_count", "_cuda", "cuda_stream", "spare")
 
     def __init__(self, stream: Any, cuda: CudaRuntime, spare: deque[Any]) -> None:
-        self.stream = stream
+        self.cuda_stream = stream
         self.spare = spare
         self._cuda = cuda
         self._count = 0
         self._after: dict[StreamState, int] = {}
-        """By other line: how many of its completions this one comes after."""
+        """By other stream: how many of its completions this one comes after."""
 
     def follow(self, task: CudaTask) -> None:
         """Order what the stream is given from now on after ``task``, unless it is so anyway."""
-        line = task.line
-        if line is not None and line is not self and self._after.get(line, 0) < task.position:
-            self.stream.wait_event(task.completion)
-            self._after[line] = task.position
+        stream = task.stream
+        if stream is not None and stream is not self and self._after.get(stream, 0) < task.position:
+            self.cuda_stream.wait_event(task.completion)
+            self._after[stream] = task.position
 
     def complete(self, task: CudaTask) -> None:
         """Let everything the stream has been given so far be the work of ``task``."""
@@ -91,10 +91,10 @@ class StreamState:
             event = self.spare.pop()
         except IndexError:
             event = self._cuda.event(timing=False)
-        event.record(self.stream)
+        event.record(self.cuda_stream)
         self._count += 1
         task.position, task.completion = self._count, event
-        task.line = self  # last: other threads look at it first
+        task.stream = self  # last: other threads look at it first
 
 
 class Clock:
@@ -142,10 +142,10 @@ class Clock:
 class TaskRunner:
     """Issues copies to their streams and runs updates on the host."""
 
-    def __init__(self, cuda: CudaRuntime, lines: Mapping[str, StreamState]) -> None:
+    def __init__(self, cuda: CudaRuntime, streams: Mapping[str, StreamState]) -> None:
         self._cuda = cuda
-        self._lines = lines
-        self._in_flight: dict[str, deque[CudaTask]] = {lane: deque() for lane in lines}
+        self._streams = streams
+        self._in_flight: dict[str, deque[CudaTask]] = {lane: deque() for lane in streams}
         self.recording = False
         self._clock = Clock(cuda)
         self._on_gpu: deque[tuple[int, str, str, Any, Any]] = deque()
@@ -169,19 +169,19 @@ class TaskRunner:
             self._on_host.append((task.op, task.lane, task.label, start, time.perf_counter()))
 
     def _issue(self, task: CudaTask, work: Callable[[], None]) -> None:
-        line, start = self._lines[task.lane], None
-        with self._cuda.use(line.stream):
+        stream, start = self._streams[task.lane], None
+        with self._cuda.use(stream.cuda_stream):
             for event in tasks_of((*task.after, *task.behind)):
-                line.follow(event)
+                stream.follow(event)
             if self.recording:
-                start = self._clock.stamp(line.stream)
+                start = self._clock.stamp(stream.cuda_stream)
             try:
                 work()
             finally:  # what was issued before an error is under way
                 if start is not None:
-                    self._on_gpu.append((task.op, task.lane, task.label, start, self._clock.stamp(line.stream)))
+                    self._on_gpu.append((task.op, task.lane, task.label, start, self._clock.stamp(stream.cuda_stream)))
                 task.keeps = work
-                line.complete(task)
+                stream.complete(task)
                 self._in_flight[task.lane].append(task)
 
     def reap(self) -> None:

@@ -60,7 +60,7 @@ class DeviceAccount(Account):  # type: ignore[no-untyped-call]
 class _Link:
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
-        self.release_after = 0.0
+        self.busy_until = 0.0
         """When the last access of a computation ends."""
         self.taken = 0.0
         """Seconds of all accesses of computations."""
@@ -86,10 +86,10 @@ class LinkRunner:
         if link is None:
             task.work()
         else:
-            taken = link.taken - max(0.0, link.release_after - start)
+            taken = link.taken - max(0.0, link.busy_until - start)
             task.work()
-            release_after = start + task.nbytes / link.bytes_per_s - taken
-            while (left := release_after + link.taken - time.perf_counter()) > 0:
+            end = start + task.nbytes / link.bytes_per_s - taken
+            while (left := end + link.taken - time.perf_counter()) > 0:
                 time.sleep(left)
         if self.recording and task.lane != UNORDERED:
             self.spans.append((task.op, task.lane, task.label, start, time.perf_counter()))
@@ -99,7 +99,7 @@ class LinkRunner:
         link = self._links.get(lane)
         if link is not None:
             seconds = nbytes / link.bytes_per_s
-            link.release_after = time.perf_counter() + seconds
+            link.busy_until = time.perf_counter() + seconds
             link.taken += seconds
             time.sleep(seconds)
 
@@ -195,11 +195,11 @@ class EmulatedDevice(Device):
         self._account.charge(slab)
         checker = self._checker
 
-        def settled(freed: Freed) -> bool:
+        def forgettable(freed: Freed) -> bool:
             done = all(event.done() for event in freed.releases)
             return done and (checker is None or checker.known((e.clock for e in freed.releases), freed.accesses))
 
-        return Arena(slab, settled)
+        return Arena(slab, forgettable)
 
     @override
     def place(self, offset: int, nbytes: int, label: str = "") -> Buffer:
@@ -342,7 +342,7 @@ class EmulatedDevice(Device):
         return span, tensors
 
     @override
-    def direct_view(self, host: torch.Tensor) -> torch.Tensor:
+    def zero_copy_view(self, host: torch.Tensor) -> torch.Tensor:
         if not host.is_contiguous():
             raise UnsupportedError("a tensor that is not contiguous cannot be read in host memory; call .contiguous()")
         with torch.inference_mode(False):

@@ -88,7 +88,7 @@ class InnerTensors:
         place.put(marked.made)
         self._marked.append(marked)
 
-    def ran_again(self) -> None:
+    def recomputed(self) -> None:
         """Compare with what the run with a graph has left there.
 
         Raises:

@@ -392,16 +392,16 @@ def test_a_validation_and_a_forward_without_backward_in_between() -> None:
 def test_an_error_while_running_again_leaves_a_usable_engine(at: int, monkeypatch: pytest.MonkeyPatch) -> None:
     found = profiled("llama")
     plan = planned(found, *nested(found), place="host", streamed=True)
-    run_again, calls = Frame.run_again, iter(range(at + 1))
+    recompute, calls = Frame.recompute, iter(range(at + 1))
 
     def failing(self: Frame, *args: Any) -> Any:
         if next(calls, None) == at:
             raise ValueError("injected")
-        return run_again(self, *args)
+        return recompute(self, *args)
 
     with session(plan, "llama") as (engine, model, optimizer):
         installed = engine.device.memory()
-        monkeypatch.setattr(Frame, "run_again", failing)
+        monkeypatch.setattr(Frame, "recompute", failing)
         with pytest.raises(ValueError, match="injected"):
             iterate(engine, model, optimizer, 0)
         assert all(p.grad is None for p in model.parameters())

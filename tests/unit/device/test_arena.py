@@ -97,7 +97,7 @@ def test_the_next_user_meets_exactly_the_releases_of_its_range():
         assert {t.label for t in buffer.releases} == {f"r{w}" for w in wanted}
         assert set(accesses) == {f"a{w}" for w in wanted}
         live.append(buffer)
-    assert space.fragments <= 32
+    assert len(space._freed) <= 32
 
 
 def test_settled_ranges_are_forgotten():
@@ -110,4 +110,4 @@ def test_settled_ranges_are_forgotten():
         event = pending(buffer.label)
         space.free(buffer, [event])
         event.finish(None)
-    assert space.fragments < 40
+    assert len(space._freed) < 40

@@ -160,5 +160,5 @@ def test_copies_of_pageable_memory_run_on_the_lanes_thread(pageable, gpu):
 def test_pageable_memory_is_never_shown_to_kernels(pageable, gpu):
     host = pageable.host_adopt(torch.arange(6.0))
     with pytest.raises(UnsupportedError, match="not page-locked"):
-        pageable.direct_view(host)
+        pageable.zero_copy_view(host)
     assert gpu.viewed == 0

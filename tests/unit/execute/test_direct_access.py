@@ -25,7 +25,7 @@ def test_a_direct_view_is_the_host_memory_and_costs_none_of_the_device(opened):
     device = opened(accounting="always")
     host = device.host_adopt(torch.arange(6.0).view(2, 3))
     with device.accounting():
-        view = device.direct_view(host)
+        view = device.zero_copy_view(host)
         assert view.untyped_storage().data_ptr() == host.untyped_storage().data_ptr()
         assert not view.is_inference()
         view.mul_(2)
@@ -35,7 +35,7 @@ def test_a_direct_view_is_the_host_memory_and_costs_none_of_the_device(opened):
 
 def test_a_direct_view_needs_contiguous_memory(opened):
     with pytest.raises(UnsupportedError, match="contiguous"):
-        opened().direct_view(torch.zeros(3, 2).T)
+        opened().zero_copy_view(torch.zeros(3, 2).T)
 
 
 @pytest.mark.parametrize("ordered", [True, False])

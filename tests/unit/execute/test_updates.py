@@ -103,14 +103,14 @@ class Twins:
 def counting(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     """Return a list that gets, per group and update, whether ``step`` was not needed."""
     found: list[bool] = []
-    original = module.direct_update
+    original = module.functional_update
 
     def noted(*args: Any) -> Any:
         update = original(*args)
         found.append(update is not None)
         return update
 
-    monkeypatch.setattr(module, "direct_update", noted)
+    monkeypatch.setattr(module, "functional_update", noted)
     return found
 
 

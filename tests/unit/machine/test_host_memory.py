@@ -206,7 +206,7 @@ def test_memory_is_touched_where_it_should_be():
             work()
 
     driver = Driver()
-    memory = HostMemory(driver.register, driver.unregister, place=Here(cores=frozenset({0})))
+    memory = HostMemory(driver.register, driver.unregister, node=Here(cores=frozenset({0})))
     memory.empty((10,), torch.float32)
     memory.empty((LARGE_BYTES,), torch.uint8)
     assert len(touched) == 2

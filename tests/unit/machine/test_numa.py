@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from lt_offload.machine.numa import MemoryNode, place_near, place_of
+from lt_offload.machine.numa import MemoryNode, memory_node_near, memory_node_of
 
 GPU = "0000:65:00.0"
 
@@ -25,13 +25,13 @@ def sysfs(tmp_path: Path) -> Path:
 
 
 def test_the_node_of_the_gpu(sysfs: Path) -> None:
-    place = place_near(GPU, sysfs, allowed=frozenset(range(16)))
+    place = memory_node_near(GPU, sysfs, allowed=frozenset(range(16)))
     assert place == MemoryNode(cores=frozenset({4, 5, 6, 7, 12, 13, 14, 15}), about="node 1 of 2, 8 of 16 cores")
-    assert place_near(GPU, sysfs, allowed=frozenset({0, 5})).cores == {5}
+    assert memory_node_near(GPU, sysfs, allowed=frozenset({0, 5})).cores == {5}
 
 
 def test_cores_that_a_process_may_not_use(sysfs: Path) -> None:
-    place = place_near(GPU, sysfs, allowed=frozenset({0, 1}))
+    place = memory_node_near(GPU, sysfs, allowed=frozenset({0, 1}))
     assert place == MemoryNode(about="node 1 of 2, but this process may use none of its cores")
 
 
@@ -41,37 +41,37 @@ def test_a_system_that_does_not_say(sysfs: Path, node: str | None) -> None:
     path.unlink()
     if node is not None:
         path.write_text(node)
-    place = place_near(GPU, sysfs, allowed=frozenset(range(16)))
+    place = memory_node_near(GPU, sysfs, allowed=frozenset(range(16)))
     assert not place.cores
     assert "of 2" in place.about
 
 
 def test_unreadable_cores(sysfs: Path) -> None:
     (sysfs / "devices/system/node/node1/cpulist").write_text("some\n")
-    assert not place_near(GPU, sysfs, allowed=frozenset(range(16))).cores
+    assert not memory_node_near(GPU, sysfs, allowed=frozenset(range(16))).cores
 
 
 def test_one_node_or_no_sysfs(sysfs: Path, tmp_path: Path) -> None:
-    assert place_near(GPU, tmp_path / "none", allowed=frozenset({0})) == MemoryNode(
+    assert memory_node_near(GPU, tmp_path / "none", allowed=frozenset({0})) == MemoryNode(
         about="unknown: the system does not say"
     )
     for path in (sysfs / "devices/system/node/node1").iterdir():
         path.unlink()
     (sysfs / "devices/system/node/node1").rmdir()
-    assert place_near(GPU, sysfs, allowed=frozenset({0})) == MemoryNode(about="one node")
+    assert memory_node_near(GPU, sysfs, allowed=frozenset({0})) == MemoryNode(about="one node")
 
 
 def test_no_gpu() -> None:
-    assert place_of(torch.device("cpu")) == MemoryNode(about="no GPU")
+    assert memory_node_of(torch.device("cpu")) == MemoryNode(about="no GPU")
 
 
 def test_an_older_torch_does_not_tell_addresses(sysfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     card = type("Properties", (), {"pci_domain_id": 0, "pci_bus_id": 0x65, "pci_device_id": 0})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: card)
     monkeypatch.setattr("lt_offload.machine.numa._allowed", lambda: frozenset({4}))
-    assert place_of(torch.device("cuda"), sysfs).about == "node 1 of 2, 1 of 1 cores"
+    assert memory_node_of(torch.device("cuda"), sysfs).about == "node 1 of 2, 1 of 1 cores"
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: object())
-    assert place_of(torch.device("cuda"), sysfs).about == "unknown: the system does not say which of 2"
+    assert memory_node_of(torch.device("cuda"), sysfs).about == "unknown: the system does not say which of 2"
 
 
 def test_work_is_done_there_and_nobody_else_is_moved() -> None:

@@ -50,7 +50,7 @@ def locked(monkeypatch):
 def test_shape_and_dtype_are_those_of_the_host_tensor(locked, dtype):
     host = torch.arange(24).view(4, 6).to(dtype)
     locked.locked.add(host.data_ptr())
-    seen = mapped.map_host(host, torch.device("cpu"))
+    seen = mapped.zero_copy_view(host, torch.device("cpu"))
     assert seen.shape == host.shape
     assert seen.dtype == dtype
     assert seen.data_ptr() == host.data_ptr()
@@ -59,7 +59,7 @@ def test_shape_and_dtype_are_those_of_the_host_tensor(locked, dtype):
 
 def test_pageable_memory_is_refused_and_the_error_fetched(locked):
     with pytest.raises(UnsupportedError, match=r"not page-locked, or the driver does not map it \(error 1\)"):
-        mapped.map_host(torch.zeros(4), torch.device("cpu"))
+        mapped.zero_copy_view(torch.zeros(4), torch.device("cpu"))
     assert locked.errors == 1
 
 
@@ -68,16 +68,16 @@ def test_a_copy_made_by_torch_is_refused(locked, monkeypatch):
     host = torch.zeros(4)
     locked.locked.add(host.data_ptr())
     with pytest.raises(UnsupportedError, match="copied"):
-        mapped.map_host(host, torch.device("cpu"))
+        mapped.zero_copy_view(host, torch.device("cpu"))
 
 
 def test_empty_tensors_need_no_address(locked):
-    assert mapped.map_host(torch.zeros(0, 3, dtype=torch.bfloat16), torch.device("cpu")).shape == (0, 3)
+    assert mapped.zero_copy_view(torch.zeros(0, 3, dtype=torch.bfloat16), torch.device("cpu")).shape == (0, 3)
 
 
 def test_other_layouts_are_refused(locked):
     with pytest.raises(UnsupportedError, match="contiguous"):
-        mapped.map_host(torch.zeros(3, 2).T, torch.device("cpu"))
+        mapped.zero_copy_view(torch.zeros(3, 2).T, torch.device("cpu"))
 
 
 def test_without_the_cuda_runtime(monkeypatch):
@@ -86,7 +86,7 @@ def test_without_the_cuda_runtime(monkeypatch):
 
     monkeypatch.setattr(ctypes, "CDLL", fail)
     with pytest.raises(UnsupportedError, match="cannot be asked for addresses"):
-        mapped.map_host(torch.zeros(4), torch.device("cpu"))
+        mapped.zero_copy_view(torch.zeros(4), torch.device("cpu"))
 
 
 def probe():

@@ -15,43 +15,43 @@ from tests.support import models
 
 def test_the_same_tensor_is_recognised() -> None:
     a, b = torch.zeros(2, 3), torch.zeros(3)
-    handed = BlockOutput({"hidden": a, "rest": (None, b)})
+    output = BlockOutput({"hidden": a, "rest": (None, b)})
     assert tensors_of({"hidden": a, "rest": (None, b)}) == [a, b]
-    assert handed.sources([a]) == (0,)
-    assert handed.sources([b, a, b]) == (1, 0, 1)
-    assert handed.sources([a.detach(), b.view(3)]) == (0, 1)
+    assert output.sources([a]) == (0,)
+    assert output.sources([b, a, b]) == (1, 0, 1)
+    assert output.sources([a.detach(), b.view(3)]) == (0, 1)
 
 
 def test_anything_else_is_not() -> None:
     a = torch.zeros(2, 3)
-    handed = BlockOutput(a)
+    output = BlockOutput(a)
     for other in (a.clone(), a.t(), a[:1], a.view(6), a.view(torch.int32), a + 0):
-        assert handed.sources([other]) is None
-        assert handed.sources([a, other]) is None
-    assert handed.sources([]) is None
+        assert output.sources([other]) is None
+        assert output.sources([a, other]) is None
+    assert output.sources([]) is None
 
 
 def test_a_tensor_that_was_written_to_is_not() -> None:
     a = torch.zeros(2, 3)
-    handed = BlockOutput(a)
+    output = BlockOutput(a)
     a[0].add_(1)
-    assert handed.sources([a]) is None
+    assert output.sources([a]) is None
 
 
 def test_a_storage_that_returns_at_the_same_address_is_another() -> None:
-    handed = BlockOutput(torch.zeros(1000))
+    output = BlockOutput(torch.zeros(1000))
     for _ in range(100):
-        assert handed.sources([torch.zeros(1000)]) is None
+        assert output.sources([torch.zeros(1000)]) is None
 
 
 def test_nothing_is_kept_alive() -> None:
     a = torch.zeros(1000)
     died = weakref.ref(a.untyped_storage())
-    handed = BlockOutput(a)
+    output = BlockOutput(a)
     del a
     gc.collect()
     assert died() is None
-    assert handed.sources([torch.zeros(1000)]) is None
+    assert output.sources([torch.zeros(1000)]) is None
 
 
 @pytest.mark.parametrize("fake", [False, True])
@@ -67,10 +67,10 @@ def test_outputs_of_an_autograd_function(fake: bool) -> None:
 
     def check() -> None:
         out = Twice.apply(torch.zeros(3, requires_grad=True))
-        handed = BlockOutput(out)
-        assert handed.sources([out]) == (0,)
+        output = BlockOutput(out)
+        assert output.sources([out]) == (0,)
         out.mul_(2)
-        assert handed.sources([out]) is None
+        assert output.sources([out]) is None
 
     if fake:
         with FakeTensorMode():

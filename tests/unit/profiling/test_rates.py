@@ -24,7 +24,7 @@ def test_copies_within_ram() -> None:
 def test_host_memory_is_where_it_should_be(monkeypatch: pytest.MonkeyPatch) -> None:
     touched: list[object] = []
     monkeypatch.setattr(MemoryNode, "run", lambda self, work: touched.append((self.about, work())))
-    measure_links(torch.device("cpu"), place=MemoryNode(about="here"))
+    measure_links(torch.device("cpu"), node=MemoryNode(about="here"))
     assert touched == [("here", None)] * 2
 
 
