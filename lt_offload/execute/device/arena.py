@@ -1,4 +1,8 @@
-"""Which ranges of the arena are in use, and what the next user of a free one is to be ordered after. Copies nothing."""
+"""Ranges of the arena: which are in use, and which events the next user of a free one has to come after.
+
+A range is free as soon as the op that frees it has been issued, not when it has run: nobody waits for memory. What is
+left is order, which the next writer of the range takes over as ``releases``.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,7 @@ from lt_offload.errors import OverBudget
 from lt_offload.execute.device.base import Buffer
 from lt_offload.execute.device.lanes import Task
 from lt_offload.schema.plan import ALIGNMENT
-from lt_offload.units import format_bytes
+from lt_offload.units import format_bytes, round_up
 
 
 class ArenaBuffer(Buffer):
@@ -53,6 +57,7 @@ class Arena:
         self._freed: list[Freed] = []
         """Disjoint, ascending."""
         self._tidy_at = 16
+        """Length of ``_freed`` at which ranges that need no ordering any more are looked for."""
 
     @property
     def extent(self) -> int:
@@ -65,7 +70,7 @@ class Arena:
         return sum(buffer.nbytes for buffer in self._used.values())
 
     def place(self, offset: int, nbytes: int, label: str) -> tuple[ArenaBuffer, list[Any]]:
-        """Take a range; return it with the accesses to it that are still remembered.
+        """Take a range; return it, with its former users as ``releases``, and the accesses that the checker remembers.
 
         Raises:
             OverBudget: if the range is not inside the arena or not free.
@@ -96,7 +101,7 @@ class Arena:
                 return offset
             largest = max(largest, start - offset)
             if start < self.extent:
-                offset = -(-(start + self._used[start].nbytes) // ALIGNMENT) * ALIGNMENT
+                offset = round_up(start + self._used[start].nbytes, ALIGNMENT)
         raise OverBudget(
             f"{label} needs {format_bytes(nbytes)} ({nbytes} bytes) of the arena, but {format_bytes(self.used)} of "
             f"{format_bytes(self.extent)} ({self.extent} bytes) are in use; the largest free range has {largest} bytes"
@@ -114,7 +119,7 @@ class Arena:
         buffer.forget()
         if len(self._freed) > self._tidy_at:
             self._freed = [freed for freed in self._freed if not self._forgettable(freed)]
-            self._tidy_at = 16 + 2 * len(self._freed)
+            self._tidy_at = 16 + 2 * len(self._freed)  # without this every write would look through a longer list
 
     def _overlapping(self, start: int, end: int) -> ArenaBuffer | None:
         if start == end:
@@ -126,7 +131,7 @@ class Arena:
         return last if last.offset + last.nbytes > start else None
 
     def _cut(self, start: int, end: int) -> list[Freed]:
-        """Remove ``[start, end)`` from the freed ranges and return those that it touches."""
+        """Cut ``[start, end)`` out of the freed ranges, which stay disjoint, and return those that it touched."""
         if not self._freed or start == end:
             return []
         low = max(0, bisect.bisect_right(self._freed, start, key=_start) - 1)

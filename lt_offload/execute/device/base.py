@@ -102,7 +102,7 @@ class Device(ABC):
 
     @abstractmethod
     def place(self, offset: int, nbytes: int, label: str = "") -> Buffer:
-        """Take the range at ``offset``; raises ``OverBudget`` if any of it is in use.
+        """Take the range of the arena at ``offset``; raises ``OverBudget`` if any of it is in use.
 
         Tasks and compute that write the buffer are ordered after the events with which the range was freed before:
         ``submit`` and ``wait`` of a write to the buffer take care of that.
@@ -114,7 +114,7 @@ class Device(ABC):
 
     @abstractmethod
     def free(self, buffer: Buffer, after: Sequence[Event] = ()) -> None:
-        """Give the range back at once.
+        """Give the range back at once, although work that uses it may still be under way.
 
         Whoever writes it next is ordered after ``after`` and after everything the compute lane has been given so far.
         """

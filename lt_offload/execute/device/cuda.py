@@ -37,11 +37,16 @@ from lt_offload.units import format_bytes
 _log = logging.getLogger(__name__)
 
 _FOLLOWED = 4
-"""First iterations after each of which the context is looked at; then when their number has doubled."""
+"""After each of the first so many iterations the context is looked at, later whenever their number has doubled."""
 
 
 class Context:
-    """Divides ``budget`` bytes between the context and torch's allocator.
+    """Divides ``budget`` bytes between the CUDA context and torch's allocator.
+
+    The context grows as long as new kernels are launched, since each is loaded then, and with host memory that is
+    registered, for which the device needs page tables. The driver takes both from the memory that is free at that
+    moment, so an allocator that has already been given the rest of the budget would make the process pass it. So the
+    context is followed as it grows, and the allocator's cap is lowered.
 
     Args:
         cuda: the GPU.
@@ -58,7 +63,7 @@ class Context:
         self._cuda = cuda
         self.budget = budget
         self.nbytes, self._exact = cuda.context_bytes()
-        """The largest that was seen; and whether it is this process's alone."""
+        """The largest context seen so far; and whether the figure is this process's alone."""
         if budget <= self.nbytes:
             raise ConfigError(
                 f"memory={format_bytes(budget)} is not more than the CUDA context alone occupies "
@@ -93,9 +98,9 @@ class Context:
 
     def _cap(self) -> None:
         """Let the allocator have what the budget leaves it, and take back what it has beyond that and does not use."""
-        room = max(0, self.budget - max(self.nbytes, self._planned))
-        self._cuda.cap(room)
-        if self._cuda.reserved() > room:
+        left = max(0, self.budget - max(self.nbytes, self._planned))
+        self._cuda.cap(left)
+        if self._cuda.reserved() > left:
             self._cuda.empty_cache()
 
 
@@ -136,7 +141,7 @@ class CudaDevice(Device):
         threads = host_threads or _spare_threads(len(node.cores))
         self._lanes = ThreadLanes(self._runner, threads={"host": threads}, prepare=lambda lane: node.bind())
         self._host = HostMemory(cuda.register, cuda.unregister, node=node)
-        self._buffers = self._host.locked(STAGING_BYTES)  # first of all: later there may be nothing left to lock
+        self._staging_memory = self._host.locked(STAGING_BYTES)  # first: later there may be nothing left to lock
         self._staging: Staging | None = None
         self._refusal: str | None = None
         """Why computations cannot access host memory; empty: they can; None: not tried yet."""
@@ -220,14 +225,14 @@ class CudaDevice(Device):
         return queued
 
     def _blocks(self, lane: Lane) -> bool:
-        """Return whether a task of ``lane`` may block the thread that runs it."""
+        """Return whether a task of ``lane`` may block the thread that runs it: then it gets the lane's own thread."""
         if lane == "host":
             return True
         if not self._host.has_pageable:
             return False
         if self._staging is None:
             self._staging = Staging(
-                self._buffers,
+                self._staging_memory,
                 event=partial(self._cuda.event, timing=False),
                 use=self._cuda.use,
                 copy=_copy,
@@ -239,6 +244,8 @@ class CudaDevice(Device):
         return self._mark()
 
     def _mark(self) -> CudaTask:
+        # An event records the stream as it is now. What is launched later is not waited for, so that whoever takes a
+        # mark too early reads what is about to be written.
         mark = CudaTask("compute", _nothing, label="compute")
         mark.finish(None)
         self._compute_stream().complete(mark)
@@ -257,6 +264,8 @@ class CudaDevice(Device):
         self._lanes.finish(tasks)
         self._lanes.finish(releases)
         self._lanes.check(tasks)
+        # Both waits are needed. On the host until a task has been issued: a stream that waits for an event which has
+        # not been recorded does not wait at all. On the stream for the work itself.
         if tasks or releases:
             compute = self._compute_stream()
             for task in (*tasks, *releases):

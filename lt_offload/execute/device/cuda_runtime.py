@@ -1,4 +1,4 @@
-"""Everything the CUDA device asks of CUDA, in one small object that tests can replace by a model of it."""
+"""Every call of CUDA that the CUDA device makes, in one small object that tests replace by a model of it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class CudaRuntime:
         return stream
 
     def use(self, stream: Any) -> AbstractContextManager[None]:
-        """Within the context the calling thread launches to ``stream``."""
+        """Within the context the calling thread, and no other, launches to ``stream``."""
         return _On(stream, self.current_stream())
 
     def event(self, *, timing: bool) -> Any:
@@ -88,8 +88,8 @@ class CudaRuntime:
 
     def allocator_events(self) -> AllocatorEvents:
         """Return how often torch's allocator has run short so far."""
-        found = torch._C._cuda_memoryStats(self._index)
-        return AllocatorEvents(found["num_alloc_retries"], found["num_device_free"], found["num_ooms"])
+        stats = torch._C._cuda_memoryStats(self._index)
+        return AllocatorEvents(stats["num_alloc_retries"], stats["num_device_free"], stats["num_ooms"])
 
     def available(self) -> int:
         """Return the device memory that torch's allocator has or could get."""
@@ -113,7 +113,7 @@ class CudaRuntime:
         torch._C._cuda_resetPeakMemoryStats(self._index)
 
     def memory_node(self) -> MemoryNode:
-        """Return where host threads and memory are near the device."""
+        """Return the memory node that the device hangs on, with the cores near it."""
         return memory_node_of(self.device)
 
     def register(self, address: int, nbytes: int) -> int:

@@ -1,4 +1,8 @@
-"""Tasks of a CUDA device: copies issued to streams, updates run on the host. Knows what memory to keep alive."""
+"""Tasks of a CUDA device: copies are issued to streams, updates run on the host, events say when either is over.
+
+A task keeps the memory of its work alive until the GPU is through with it, or until the compute lane is ordered after
+it: torch's allocator would otherwise hand the memory to a kernel while a copy stream still uses it.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +30,14 @@ class CudaTask(Task):
         self.completion: Any = None
         """CUDA event behind the work; None as long as it is not issued, and for work on the host."""
         self.stream: StreamState | None = None
-        """Where ``completion`` was recorded."""
+        """The stream on which ``completion`` was recorded."""
         self.position = 0
-        """How many completions ``stream`` had then."""
+        """Number of this completion among those of ``stream``."""
         self.keeps: Callable[[], None] | None = None
         """The work, and with it the memory it uses, until the GPU is through or the compute lane ordered after it."""
 
     def __del__(self) -> None:
+        # Nobody can ask for this completion any more, and making a CUDA event takes longer than recording one anew.
         if self.stream is not None and self.completion is not None:
             self.stream.spare.append(self.completion)
 
@@ -59,13 +64,13 @@ def tasks_of(events: Sequence[Event]) -> list[CudaTask]:
 
 
 class StreamState:
-    """A stream, and what it is ordered after already. Used by one thread at a time.
+    """A stream, and which completions of other streams it is ordered after already. Used by one thread at a time.
 
     Args:
         stream: of CUDA.
         cuda: makes events.
-        spare: events that nobody refers to any more, to be recorded anew. Waits for what they stood for before hold on:
-            they were made for the moment of the wait.
+        spare: events that nobody refers to any more, to be recorded anew. A stream that was made to wait for one still
+            waits for what it stood for then: CUDA takes the state of an event when the wait is issued.
     """
 
     __slots__ = ("_after", "_count", "_cuda", "cuda_stream", "spare")
@@ -76,7 +81,7 @@ class StreamState:
         self._cuda = cuda
         self._count = 0
         self._after: dict[StreamState, int] = {}
-        """By other stream: how many of its completions this one comes after."""
+        """By other stream, the last of its completions that this one comes after; so it comes after all before, too."""
 
     def follow(self, task: CudaTask) -> None:
         """Order what the stream is given from now on after ``task``, unless it is so anyway."""
@@ -86,7 +91,7 @@ class StreamState:
             self._after[stream] = task.position
 
     def complete(self, task: CudaTask) -> None:
-        """Let everything the stream has been given so far be the work of ``task``."""
+        """Record an event behind everything the stream has been given so far: the completion of ``task``."""
         try:
             event = self.spare.pop()
         except IndexError:
@@ -94,15 +99,15 @@ class StreamState:
         event.record(self.cuda_stream)
         self._count += 1
         task.position, task.completion = self._count, event
-        task.stream = self  # last: other threads look at it first
+        task.stream = self  # last: other threads take a task with a stream for one with an event and a position
 
 
 class Clock:
     """Times of CUDA events on the host's clock.
 
-    CUDA tells the milliseconds between two events in single precision, and its clock is not the host's: so times are
-    counted from a moment that is never long ago. An event on a stream with nothing else to do happens when it is
-    recorded; nobody waits for it.
+    CUDA tells the milliseconds between two events, in single precision: after an hour it could not tell less than 0.25
+    ms apart. So times are counted from an event of this iteration, which was recorded at a known time of the host's
+    clock on a stream that has nothing else to do.
     """
 
     def __init__(self, cuda: CudaRuntime) -> None:
@@ -128,13 +133,13 @@ class Clock:
 
     @staticmethod
     def past(stamp: tuple[Any, tuple[float, Any]]) -> bool:
-        """Return whether a moment has been."""
+        """Return whether the moment of ``stamp`` is past."""
         event, (_, origin) = stamp
         return bool(event.query() and origin.query())
 
     @staticmethod
     def seconds(stamp: tuple[Any, tuple[float, Any]]) -> float:
-        """Return when a moment that is past has been."""
+        """Return the time of a stamp that is past, in seconds on the host's clock."""
         event, (zero, origin) = stamp
         return zero + float(origin.elapsed_time(event)) / 1e3
 
@@ -177,7 +182,7 @@ class TaskRunner:
                 start = self._clock.stamp(stream.cuda_stream)
             try:
                 work()
-            finally:  # what was issued before an error is under way
+            finally:  # what was issued before an error is under way, and its memory in use
                 if start is not None:
                     self._on_gpu.append((task.op, task.lane, task.label, start, self._clock.stamp(stream.cuda_stream)))
                 task.keeps = work
@@ -191,7 +196,10 @@ class TaskRunner:
                 tasks.popleft().keeps = None
 
     def let_go(self, task: CudaTask) -> None:
-        """The compute lane is ordered after ``task`` and all before it on its stream, so it may reuse their memory."""
+        """Let go of the memory of ``task`` and all before it on its stream, which the compute lane is ordered after.
+
+        Whatever reuses that memory is launched to the compute lane later on.
+        """
         tasks = self._in_flight.get(task.lane)
         while tasks and task.keeps is not None:
             tasks.popleft().keeps = None
@@ -212,7 +220,7 @@ class TaskRunner:
             self._on_gpu.append((*token, self._clock.stamp(stream)))
 
     def take_spans(self) -> list[Span]:
-        """Return what is over, in seconds on the host's clock; the rest comes next time."""
+        """Return the spans that are over, in seconds on the host's clock; the others come next time."""
         spans = [self._on_host.popleft() for _ in range(len(self._on_host))]
         for _ in range(len(self._on_gpu)):
             op, lane, label, start, end = self._on_gpu.popleft()

@@ -29,7 +29,15 @@ from lt_offload.units import format_bytes
 
 
 class DeviceAccount(Account):  # type: ignore[no-untyped-call]
-    """Before it gives up, waits for the copies to the host that are on their way: they hold device memory."""
+    """The device's memory, storage by storage, held against its budget.
+
+    Device and host are both RAM here, so that a tensor does not say whose memory it is in. In an iteration whatever an
+    operation makes is device memory. Between iterations a tensor is where what it is made from is, as on a GPU:
+    operations on device tensors make device tensors. Weights are on the host between iterations, and so are clones of
+    them, what is made from nothing, and what comes from files. What has once been counted counts until it is freed.
+
+    Before it refuses, it waits for the copies to the host that are on their way: they hold device memory.
+    """
 
     def __init__(self, limit: int, lanes: Lanes) -> None:
         super().__init__(limit=limit)
@@ -58,6 +66,8 @@ class DeviceAccount(Account):  # type: ignore[no-untyped-call]
 
 
 class _Link:
+    """The bytes per second of one direction, and how much of its time computations have taken."""
+
     def __init__(self, bytes_per_s: float) -> None:
         self.bytes_per_s = bytes_per_s
         self.busy_until = 0.0
@@ -68,6 +78,10 @@ class _Link:
 
 class LinkRunner:
     """Does the work of a task, no faster than its lane's link.
+
+    There is one link per direction; both work at the same time. What a computation itself reads or writes in host
+    memory goes first, at the full speed of the link; copies pause meanwhile. Nothing is computed meanwhile either: real
+    hardware would hide part of the access behind arithmetic.
 
     Args:
         rates: bytes per second by lane; lanes without one are not slowed down.
@@ -304,12 +318,12 @@ class EmulatedDevice(Device):
         return [t for t in tasks if not self._ignore(label, t.label)]
 
     def _releases(self, label: str, writes: Sequence[Cell]) -> list[Task]:
-        found: list[Task] = []
+        tasks: list[Task] = []
         for cell in writes:
             releases = cell.releases if isinstance(cell, ArenaBuffer) else ()
             if releases and not (self._ignore and self._ignore(label, f"release {cell.label}")):
-                found += releases
-        return found
+                tasks += releases
+        return tasks
 
     # -- memory outside the arena ------------------------------------------------------------------------------------
 
@@ -350,7 +364,7 @@ class EmulatedDevice(Device):
 
     @override
     def cross(self, lane: Lane, nbytes: int) -> None:
-        """Copies pause meanwhile, and nothing is computed; see :mod:`lt_offload.execute.device.emulated`."""
+        """Copies pause meanwhile, and nothing is computed; see :class:`LinkRunner`."""
         self._runner.cross(lane, nbytes)
 
     @override

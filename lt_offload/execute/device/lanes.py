@@ -1,4 +1,4 @@
-"""Tasks of lanes, and how to run them on the calling thread: late, or in random order. Knows no memory.
+"""Tasks of lanes, and how to run them on the calling thread: as late as possible, or in random order.
 
 The tasks of a lane run in the order of submission, except on the ``host`` lane, which takes the most urgent one that
 may run: nothing orders two of its tasks but what they run after.

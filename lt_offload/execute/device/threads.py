@@ -1,7 +1,8 @@
-"""Lanes with a thread each. Knows what tasks wait for, not what they do.
+"""Lanes with a thread each.
 
 Nobody holds a lock while Python code of another thread could want it: queues and flags are such that every access is
-one step of the interpreter, and a thread sleeps on a lock of its own until the very task finishes that it waits for.
+one step of the interpreter (atomic under its global lock), and a thread sleeps on a lock of its own until the very task
+finishes that it waits for. Copies and fused updates release the interpreter, so that lanes do overlap.
 """
 
 from __future__ import annotations
