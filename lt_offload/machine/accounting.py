@@ -1,6 +1,6 @@
-"""Counts the bytes of tensors exactly, where no device allocator does: new storages are charged until they die.
+"""An exact account of the bytes of tensors, where no device allocator keeps one: storages are charged until they die.
 
-Knows storages only. What a kernel allocates for itself and does not return (workspaces) cannot be seen from here.
+What a kernel allocates for itself and does not return (workspaces) cannot be seen from here.
 """
 
 from __future__ import annotations
@@ -158,11 +158,12 @@ class Account(TorchDispatchMode):
         return out
 
     def _meet(self, storage: torch.UntypedStorage, func: Any, given: list[torch.Tensor]) -> None:
-        """Charge a storage that an operation on the tensors ``given`` has returned, unless it is one of theirs."""
+        """Charge a storage that an operation on the tensors ``given`` has returned, unless it is theirs (a view)."""
         known = any(storage._cdata == tensor.untyped_storage()._cdata for tensor in given)
         self._charge(storage, free=known, cause=func)
 
     def _charge(self, storage: torch.UntypedStorage, *, free: bool, cause: object) -> None:
+        # The address of the storage: valid as a key only while it lives, so the weak reference's callback removes it.
         key = storage._cdata
         with self._lock:
             if key in self._live:
@@ -184,12 +185,15 @@ class Account(TorchDispatchMode):
                 self._timeline.append((charge.serial, nbytes))
 
     def _discharge(self, charge: weakref.ref[torch.UntypedStorage]) -> None:
-        # Runs wherever the last reference is dropped, perhaps inside a locked section of this thread: takes no lock.
+        # Runs wherever the last reference is dropped: on any thread, in the middle of a garbage collection, perhaps
+        # inside a locked section of this very thread. So it takes no lock, and leaves the sums to the next charge or
+        # reading.
         assert isinstance(charge, _Charge)
         self._live.pop(charge.key, None)
         self._dead.append(charge)
 
     def _take_off_dead(self) -> None:
+        """Take the storages that have died off the sums; the caller holds the lock."""
         while self._dead:
             charge = self._dead.popleft()
             self._current -= charge.nbytes

@@ -1,4 +1,4 @@
-"""Device memory as the driver counts it, and how torch's allocator gets it. Knows no tensors of ours.
+"""Device memory as the driver counts it, and how torch's allocator is set up to get it.
 
 A process occupies more of a GPU than its tensors: the context with every kernel that was ever loaded, what libraries
 take by themselves, and in torch's allocator the workspaces of cuBLAS (one per thread and stream, so two in training:
@@ -34,9 +34,9 @@ def use_expandable_segments(device: torch.device) -> bool:
 
     With segments of fixed size, memory in the gaps between tensors is lost until everything around them is free, and
     tensors beyond 10 MiB are rounded up to 2 MiB. Here gaps are unmapped and mapped elsewhere when the cap is near.
-    Whoever has configured this himself is left alone. The choice holds for what is allocated from now on, so it may
+    What a user has configured is left alone. The choice holds for what is allocated from now on, so it may
     come after CUDA has been initialised. Some drivers (of virtual GPUs, for example) refuse to map memory page by page,
-    and say so only when they are asked to: then segments of fixed size it is.
+    and say so only when they are asked to: then segments keep their fixed size.
     """
     configured = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF") or ""
     if "expandable_segments" in configured or "backend:cudaMallocAsync" in configured:
@@ -67,10 +67,10 @@ def _try_allocator(device: torch.device) -> None:
 
 def device_for(device: torch.device | str | None) -> torch.device:
     """Return ``device`` with its number; None: the current GPU if there is one, otherwise the CPU."""
-    found = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if found.type == "cuda" and found.index is None:
+    chosen = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if chosen.type == "cuda" and chosen.index is None:
         return torch.device("cuda", torch.cuda.current_device())
-    return found
+    return chosen
 
 
 def current(device: torch.device) -> AbstractContextManager[Any]:
@@ -142,8 +142,8 @@ def _process_bytes(device: torch.device) -> int | None:
     except pynvml.NVMLError:
         return None
     # In a container this process has another number; if there is only one, it is this.
-    found = [p for p in processes if p.pid == os.getpid()] or (processes if len(processes) == 1 else [])
-    return found[0].usedGpuMemory if len(found) == 1 else None
+    own = [p for p in processes if p.pid == os.getpid()] or (processes if len(processes) == 1 else [])
+    return own[0].usedGpuMemory if len(own) == 1 else None
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Host memory at its exact size, registered with the GPU driver so that copies run asynchronously. Knows no lanes.
+"""Host memory at its exact size, registered with the GPU driver so that copies run asynchronously.
 
 ``torch``'s pinned allocator may round every tensor up to a power of two. Here memory is mapped from the operating
 system by pages and registered where it is. A mapping is registered in one piece or not at all, however large it is: the
@@ -28,7 +28,7 @@ from lt_offload.machine.numa import MemoryNode
 from lt_offload.machine.pages import Pages, map_pages
 from lt_offload.machine.pinning import Register, Unregister, advice
 from lt_offload.schema.plan import ALIGNMENT
-from lt_offload.units import format_bytes
+from lt_offload.units import format_bytes, round_up
 
 _log = logging.getLogger(__name__)
 
@@ -122,7 +122,7 @@ class HostMemory:
         """
         starts = [0]
         for shape, dtype in parts:
-            starts.append(_round_up(starts[-1] + math.prod(shape) * dtype.itemsize))
+            starts.append(round_up(starts[-1] + math.prod(shape) * dtype.itemsize, ALIGNMENT))
         if starts[-1] == 0:
             return torch.empty(0, dtype=torch.uint8), [torch.empty(tuple(s), dtype=d) for s, d in parts]
         pages, base = self._take(starts[-1])
@@ -141,7 +141,7 @@ class HostMemory:
     def locked(self, nbytes: int) -> torch.Tensor | None:
         """Return page-locked bytes that ``nbytes`` does not count, None if the driver refuses.
 
-        Who needs them whatever happens asks first: later on, others may have reached a limit.
+        Whoever cannot do without them asks first: later on, others may have reached a limit.
         """
         pages = map_pages(nbytes)
         return pages.view(torch.uint8, nbytes, 0) if self._track(pages) else None
@@ -154,12 +154,12 @@ class HostMemory:
     def is_pageable(self, tensor: torch.Tensor) -> bool:
         """Return whether ``tensor`` lies in memory from here that is not page-locked; memory from elsewhere does not.
 
-        The first answer of either kind tells the user what he has got.
+        The first answer of either kind is logged, so that the user knows how copies run.
         """
-        found = bool(self._pageable) and self._lies_in(self._pageable, tensor)
-        if self._told < found:
+        pageable = bool(self._pageable) and self._lies_in(self._pageable, tensor)
+        if self._told < pageable:
             self._tell()
-        return found
+        return pageable
 
     def close(self) -> None:
         """Unregister everything and forget it; idempotent."""
@@ -185,7 +185,7 @@ class HostMemory:
             slab = _Slab(self._map(SLAB_BYTES))
             self._shared.append(slab)
         start = slab.used
-        slab.used = _round_up(start + nbytes)
+        slab.used = round_up(start + nbytes, ALIGNMENT)
         return slab.pages, start
 
     def _map(self, nbytes: int) -> Pages:
@@ -198,11 +198,12 @@ class HostMemory:
     def _track(self, pages: Pages) -> bool:
         """Register ``pages`` and keep account of them; return whether they are page-locked."""
         address = pages.address
-        self._forget_released()  # the address may be that of a mapping that is gone
+        self._forget_released()  # a mapping that is gone may have had the same address
         if self._node.cores or torch.get_num_threads() > 1:
-            self._node.run(pages.touch)  # registering would do it on this core alone
+            self._node.run(pages.touch)  # or registering would take the pages on this core alone
         locked = self._lock(address, pages.nbytes)
-        # The mapping lives as long as a tensor in it; it must be unregistered just before it goes.
+        # The mapping lives as long as a tensor in it, and must be unregistered before its addresses are given to
+        # others. The finalizer may run on any thread at any moment: it only appends to a queue.
         undo = self._unregister if locked else None
         release = weakref.finalize(pages.memory, _release, undo, address, self._dead, os.getpid())
         self._mapped[address] = _Mapping(nbytes=pages.nbytes, locked=locked, release=release)
@@ -231,8 +232,8 @@ class HostMemory:
     @staticmethod
     def _lies_in(spans: tuple[tuple[int, int], ...], tensor: torch.Tensor) -> bool:
         address = tensor.data_ptr()
-        at = bisect.bisect_right(spans, (address, sys.maxsize)) - 1
-        return at >= 0 and spans[at][0] <= address < spans[at][1]
+        index = bisect.bisect_right(spans, (address, sys.maxsize)) - 1
+        return index >= 0 and spans[index][0] <= address < spans[index][1]
 
     def _tell(self) -> None:
         pageable = self._told = sum(end - start for start, end in self._pageable)
@@ -250,12 +251,8 @@ class HostMemory:
         )
 
 
-def _round_up(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT) * ALIGNMENT
-
-
 def _release(unregister: Unregister | None, address: int, dead: deque[int], process: int) -> None:
-    if unregister is not None and os.getpid() == process:  # and not a child
+    if unregister is not None and os.getpid() == process:  # a forked child shares the pages, not the registration
         code = unregister(address)
         if code != 0:
             _log.warning("cudaHostUnregister failed with error %d", code)

@@ -1,4 +1,4 @@
-"""The memory node that a GPU hangs on, and threads bound to its cores. Knows sysfs, not what the threads do.
+"""The memory node (NUMA) that a GPU hangs on, and threads bound to its cores.
 
 The system takes a page from the node of the core that touches it first, and from another node when that one is full.
 So memory is placed by touching it from bound threads: unlike policies (mbind), containers allow that.
@@ -44,7 +44,7 @@ class MemoryNode:
             self.bind()  # torch's threads are children of this one
             work()
 
-        # Not this thread: it has had its share of torch's threads already, and they are anywhere.
+        # Not this thread: torch has started its threads already, and they may be on any core.
         with ThreadPoolExecutor(1) as pool:
             pool.submit(task).result()
 

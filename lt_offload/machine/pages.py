@@ -1,4 +1,4 @@
-"""Pages from the operating system: what the engine's host memory and measurements of links are made of. Knows no GPU.
+"""Memory mapped from the operating system by whole pages, for the engine's host memory and for measurements of links.
 
 Mappings are shared: a private one would be copied at the next write after a fork (data loader workers), while the GPU
 would go on using the old pages; keeping it from the children would take the weights away from them. Huge pages are not
@@ -18,6 +18,8 @@ from dataclasses import dataclass
 
 import torch
 
+from lt_offload.units import round_up
+
 _STRIDE, _PERIOD = 17, 64
 """Mapping k begins at a page whose number is ``k * _STRIDE`` modulo ``_PERIOD``."""
 _serial = itertools.count()
@@ -29,7 +31,7 @@ class Pages:
 
     memory: mmap.mmap
     start: int
-    """Where it begins in ``memory``; nothing is before and behind it."""
+    """Where it begins in ``memory``; the pages before and behind it are never touched."""
     nbytes: int
 
     @property
@@ -46,13 +48,13 @@ class Pages:
         return self.view(torch.uint8, self.nbytes, 0)
 
     def touch(self) -> None:
-        """Take the memory now: with all threads that torch uses."""
+        """Have the operating system give the memory now, on all threads that torch uses."""
         self.bytes().zero_()
 
 
 def map_pages(nbytes: int) -> Pages:
     """Return at least ``nbytes`` of memory, by whole pages."""
-    count = -(-nbytes // mmap.PAGESIZE)
+    count = round_up(nbytes, mmap.PAGESIZE) // mmap.PAGESIZE
     memory = mmap.mmap(-1, (_PERIOD + count) * mmap.PAGESIZE, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
     first = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() // mmap.PAGESIZE
     lead = (next(_serial) * _STRIDE - first) % _PERIOD

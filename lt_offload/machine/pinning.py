@@ -1,4 +1,4 @@
-"""How much memory the driver page-locks, found by trying, and what a user can do about it. Knows no CUDA.
+"""How much memory the driver page-locks, found by trying, and what a user can do about it.
 
 Where nothing limits it, a driver locks what there is; one small trial shows that it locks at all. Two limits are known:
 the process's own (``ulimit -l``), which most drivers do not heed, and that of WSL2, which lies anywhere from 1 GB to
@@ -111,7 +111,9 @@ class _PinTrial:
 def _by_limit(trial: _PinTrial, host_bytes: int) -> PinLimit:
     wanted = max(1, min(_TRIAL_BYTES, host_bytes // 2))
     limit = memlock_bytes()
-    with _memlock_lowered(wanted // 2):  # a high limit is as hard to try out as it is easy to lower
+    # Whether a limit counts shows only beyond it. It may be higher than what can be tried, so it is lowered for a
+    # moment.
+    with _memlock_lowered(wanted // 2):
         locked = trial.lock(wanted)
     if locked:
         heeded = "no limit" if limit is None else f"the limit of {format_bytes(limit)} (`ulimit -l`) does not count"

@@ -1,4 +1,4 @@
-"""Copies between the GPU and host memory that is not page-locked, through a few buffers that are. Knows no lanes.
+"""Copies between the GPU and host memory that is not page-locked, through a few buffers that are.
 
 The driver copies such memory piece by piece as well, but makes the calling thread wait for the whole of it, in both
 directions one after the other. Here each direction has a ring of buffers: while one is on the link, the processor fills
@@ -32,7 +32,7 @@ class _StagingBuffer:
         self._used = False
 
     def record(self, stream: Any) -> None:
-        """The buffer is in use until ``stream`` has done what it was given so far."""
+        """Note that the buffer is in use until ``stream`` has done what it was given so far."""
         self._event.record(stream)
         self._used = True
 
@@ -75,37 +75,38 @@ class Staging:
         """Copy ``source`` (host) to ``target``: all of it has been read, and the last piece been issued, on return."""
         with self._down_lock, self._use(stream):
             if not self._down or not _plain(target, source):
-                self._slowly(target, source, stream)
+                self._by_driver(target, source, stream)
                 return
-            for to, piece in zip(_pieces(target, self._down), _pieces(source, self._down), strict=True):
+            for goal, piece in zip(_pieces(target, self._down), _pieces(source, self._down), strict=True):
                 buffer = _next(self._down)
                 part = buffer.memory[: piece.numel()]
                 part.copy_(piece)
-                self._copy(to, part)
+                self._copy(goal, part)
                 buffer.record(stream)
 
     def to_host(self, target: Tensor, source: Tensor, stream: Any) -> None:
         """Copy ``source`` to ``target`` (host), which holds everything on return."""
         with self._up_lock, self._use(stream):
             if not self._up or not _plain(target, source):
-                self._slowly(target, source, stream)
+                self._by_driver(target, source, stream)
                 return
             coming: deque[tuple[_StagingBuffer, Tensor]] = deque()
-            for to, piece in zip(_pieces(target, self._up), _pieces(source, self._up), strict=True):
+            for goal, piece in zip(_pieces(target, self._up), _pieces(source, self._up), strict=True):
                 if len(coming) == len(self._up):
-                    _arrive(*coming.popleft())
+                    _empty_into(*coming.popleft())
                 buffer = _next(self._up)
                 self._copy(buffer.memory[: piece.numel()], piece)
                 buffer.record(stream)
-                coming.append((buffer, to))
-            for buffer, to in coming:
-                _arrive(buffer, to)
+                coming.append((buffer, goal))
+            for buffer, goal in coming:
+                _empty_into(buffer, goal)
 
-    def _slowly(self, target: Tensor, source: Tensor, stream: Any) -> None:
+    def _by_driver(self, target: Tensor, source: Tensor, stream: Any) -> None:
+        """Leave the copy to the driver, and wait for all of it."""
         self._copy(target, source)
-        over = self._event()
-        over.record(stream)
-        over.synchronize()
+        completion = self._event()
+        completion.record(stream)
+        completion.synchronize()
 
 
 def _plain(target: Tensor, source: Tensor) -> bool:
@@ -126,7 +127,7 @@ def _next(ring: deque[_StagingBuffer]) -> _StagingBuffer:
     return buffer
 
 
-def _arrive(buffer: _StagingBuffer, target: Tensor) -> None:
+def _empty_into(buffer: _StagingBuffer, target: Tensor) -> None:
     """Empty ``buffer`` into ``target`` once its bytes are there."""
     buffer.wait()
     target.copy_(buffer.memory[: target.numel()])

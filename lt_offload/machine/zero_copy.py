@@ -1,4 +1,4 @@
-"""Page-locked host memory as a CUDA tensor: kernels reach it over the link, nothing is copied. Knows no plan.
+"""Zero copy: page-locked host memory as a CUDA tensor, which kernels reach over the link without any copy.
 
 Such a tensor costs no device memory, is not tracked by torch's allocator, and is valid as long as its memory stays
 page-locked. Its storage keeps the host tensor alive.
@@ -22,7 +22,7 @@ from lt_offload.machine.pages import map_pages
 from lt_offload.units import format_bytes
 
 LEAST_SPEED = 0.5
-"""Kernels that read host memory more slowly than this, compared to copies, are no use."""
+"""Least speed of kernels that read host memory, as part of the speed of copies: slower ones are of no use."""
 _SPEED_BYTES = 64 << 20
 
 
@@ -68,7 +68,7 @@ def register(address: int, nbytes: int) -> int:
     for_all_devices, mapped = 1, 2
     code = int(_cudart().cudaHostRegister(address, nbytes, for_all_devices | mapped))
     if code != 0:
-        # The runtime reports an error that nobody fetched at the next launch: let that be one that does not matter.
+        # CUDA keeps the error and reports it at the next launch, whosever that is: let it be one that does not matter.
         with suppress(RuntimeError):
             torch.zeros(1, device="cuda")
     return code
@@ -112,7 +112,7 @@ def _another_stream(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def _wrong_kernel(view_of: Callable[[Tensor], Tensor], host: Tensor, synchronize: Callable[[], object]) -> str:
-    """Return what does not work of that which blocks do with weights and gradients; empty if all of it does.
+    """Return which kernel that blocks run on weights and gradients gives wrong numbers; empty if none does.
 
     Args:
         view_of: returns page-locked host memory as a tensor on the device.
@@ -162,7 +162,7 @@ class Speeds:
 def measure_speeds(
     device: torch.device, synchronize: Callable[[], object], view_of: Callable[[Tensor], Tensor]
 ) -> Speeds:
-    """Measure how fast ``device`` reads and writes host memory through ``view_of``; the arguments are as above."""
+    """Measure how fast ``device`` reads and writes host memory through ``view_of``; arguments: see :func:`refusal`."""
     with locked(map_pages(_SPEED_BYTES).bytes()) as memory:
         host = memory.view(torch.float32)
         seen, near = view_of(host), torch.zeros(host.shape, device=device)

@@ -1,4 +1,4 @@
-"""Measures what a model and a machine cost, or estimates it from a configuration: the makers of a ``Profile``.
+"""Measures what a model and a machine cost, or estimates it from a configuration: everything that makes a ``Profile``.
 
 Nothing is loaded before it is used: a configuration of a plan needs no torch.
 """

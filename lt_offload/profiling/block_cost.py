@@ -1,4 +1,4 @@
-"""Runs one block alone, under one activation option, and measures it. Knows nothing of the model around it."""
+"""Runs one block alone, under one activation option after the other, and measures bytes and times."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class _Figures:
 
 
 def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
-    """Run ``call`` under every option that can pay and return what it costs; ``once``: those that run it once."""
+    """Run ``call`` under every option that can pay and return what it costs; ``once``: only those that run it once."""
     keep = _measure(call, "keep", meter, timed=True)
     measured = [keep]
     input_bytes = storage_bytes(call.inputs)
@@ -69,9 +69,8 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
         profiles += [recompute, *_reload(recompute, call.inputs)]
     if call.has_backward and (keep.travelling or keep.input_travels):
         profiles.append(_offload(keep, input_bytes))
-    if (
-        call.has_backward and keep.live and not call.compiled and not once
-    ):  # no operation of compiled code can be left out
+    # No operation of compiled code can be left out.
+    if call.has_backward and keep.live and not call.compiled and not once:
         measured.append(_measure(call, "mixed", meter, timed=True))
         profiles.append(_mixed(measured[-1], input_bytes))
     return BlockCost(
@@ -269,8 +268,10 @@ class _Trial:
 
     def incoming_gradients(self) -> dict[int, Tensor]:
         """Return gradients for the outputs that the loss reaches."""
-        found = {at: self._outputs[at] for at in sorted(self.call.reached) if at < len(self._outputs)}
-        return {at: torch.zeros(shape, dtype=dtype, device=device) for at, (shape, dtype, device) in found.items()}
+        reached = {slot: self._outputs[slot] for slot in sorted(self.call.reached) if slot < len(self._outputs)}
+        return {
+            slot: torch.zeros(shape, dtype=dtype, device=device) for slot, (shape, dtype, device) in reached.items()
+        }
 
     def backward(self, gradients: dict[int, Tensor], seen: Callable[[Tensor], None] | None = None) -> None:
         """Run the backward; gradients of parameters are shown to ``seen`` and dropped as soon as they are complete."""
@@ -280,9 +281,9 @@ class _Trial:
                 self._inputs = self._enter()
                 with torch.enable_grad(), _Replay(self._cache) if self._cache else nullcontext():
                     roots = _edges(_numbers(self.call.run(self._inputs)))
-            reached = [at for at in gradients if at in roots]
+            reached = [slot for slot in gradients if slot in roots]
             assert reached
-            torch.autograd.backward([roots[at] for at in reached], [gradients[at] for at in reached])
+            torch.autograd.backward([roots[slot] for slot in reached], [gradients[slot] for slot in reached])
         self._inputs = []
 
     def travelling(self) -> tuple[int, bool, bool]:
@@ -343,7 +344,7 @@ def _numbers(out: Any) -> list[Tensor]:
 
 
 def _edges(outputs: Sequence[Tensor]) -> dict[int, GradientEdge]:
-    return {at: get_gradient_edge(output) for at, output in enumerate(outputs) if output.requires_grad}
+    return {slot: get_gradient_edge(output) for slot, output in enumerate(outputs) if output.requires_grad}
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Runs a model once to learn what its blocks are called with, and what happens outside them. Measures no block.
+"""The first pass of a model: one run, to learn what its blocks are called with and what happens outside them.
 
 Each block runs with a graph of its own, which is dropped when it returns, so that the activations of one block at most
 are kept; what lies between blocks and after the last one (the loss) runs as in training. What then still reaches a
@@ -112,11 +112,16 @@ class _Recorder:
         self._lingering: list[int] = []
         self._last_output = BlockOutput(())
         self._by_signature: dict[object, Call] = {}
-        self._shared: list[Tensor] = []  # what blocks are given lives until the backward, and so does
-        self._graph: list[Any] = []  # what operations between blocks save
+        self._shared: list[Tensor] = []
+        """Arguments that are no activations: they live until the backward."""
+        self._graph: list[Any] = []
+        """Nodes of operations between blocks: what those save lives until the backward, too."""
         self._interfaces: set[int | None] = set()
-        self._copies: set[int | None] = set()  # what calls hold
-        self._returned: set[int | None] = set()  # by the block before
+        """Storages of activations between blocks."""
+        self._copies: set[int | None] = set()
+        """Storages that calls hold, which training would not have."""
+        self._returned: set[int | None] = set()
+        """Storages that the previous block has returned."""
         self._anchor = torch.zeros((), requires_grad=True)
         self._between = self._below = self._output_bytes = 0
         self._seams = Seams(structure, aside)
@@ -199,12 +204,12 @@ class _Recorder:
         """Return the call, the same for blocks that cost the same."""
         leaves, spec = tree_flatten((args, kwargs))
         positional = len(tree_leaves(args))
-        tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-        slots = tuple(at for at, leaf in tensors if is_activation(leaf, positional=at < positional))
-        needs_grad = tuple(leaves[at].requires_grad for at in slots)
-        self._chained.append(self._last_output.sources([leaves[at] for at in slots]) is not None)
-        for at, leaf in tensors:
-            if at in slots:
+        tensors = [(slot, leaf) for slot, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        slots = tuple(slot for slot, leaf in tensors if is_activation(leaf, positional=slot < positional))
+        needs_grad = tuple(leaves[slot].requires_grad for slot in slots)
+        self._chained.append(self._last_output.sources([leaves[slot] for slot in slots]) is not None)
+        for slot, leaf in tensors:
+            if slot in slots:
                 self._interfaces.add(self.account.serial(leaf))
                 self._graph.append(leaf.grad_fn)
             else:
@@ -226,7 +231,7 @@ class _Recorder:
         if key not in self._by_signature:
             self._by_signature[key] = Call(
                 module=block.module,
-                leaves=[self._own(leaf, copy=at in slots) for at, leaf in enumerate(leaves)],
+                leaves=[self._own(leaf, copy=slot in slots) for slot, leaf in enumerate(leaves)],
                 spec=spec,
                 slots=slots,
                 needs_grad=needs_grad,
@@ -237,13 +242,13 @@ class _Recorder:
         return self._by_signature[key]
 
     def _own(self, leaf: Any, *, copy: bool) -> Any:
-        """Return an argument as a call keeps it: a copy of an activation, whose own end is to be seen."""
+        """Return an argument as a call keeps it: a copy of an activation, so that the model's own may be freed."""
         if not isinstance(leaf, Tensor):
             return leaf
-        found = leaf.detach()
-        own = found.clone() if copy else found
-        if own is found or own.stride() != leaf.stride():
-            return found
+        given = leaf.detach()
+        own = given.clone() if copy else given
+        if own is given or own.stride() != leaf.stride():
+            return given
         self._copies.add(self.account.serial(own))
         self._interfaces |= self._copies
         return own

@@ -1,4 +1,4 @@
-"""What a machine offers: measured here, or read from a description. Knows nothing of models.
+"""What a machine offers: measured here, or read from a description.
 
 Descriptions are ``configs/hardware/*.yaml``, and ``configs/hardware/hosts/*.yaml`` for what surrounds a card; reading
 them needs no torch.
@@ -80,19 +80,19 @@ def _changed(machine: HardwareProfile, change: str) -> HardwareProfile:
     key, _, value = change.partition("=")
     if key == "host":
         path = _description(value, "host", _HOSTS)
-        found = _read(path)
-        if alien := found.keys() - set(_HOST_FIELDS):
+        values = _read(path)
+        if alien := values.keys() - set(_HOST_FIELDS):
             raise ConfigError(f"host description {str(path)!r}: {min(alien)} is not one of {', '.join(_HOST_FIELDS)}")
-        source = f"{machine.source}; {path.stem}: {found.pop('source', 'no source given')}"
-        values = {field.name: getattr(machine, field.name) for field in fields(machine)}
-        other = _validated(path, values | found | {"name": f"{machine.name}, {path.stem}", "source": source})
+        source = f"{machine.source}; {path.stem}: {values.pop('source', 'no source given')}"
+        before = {field.name: getattr(machine, field.name) for field in fields(machine)}
+        other = _validated(path, before | values | {"name": f"{machine.name}, {path.stem}", "source": source})
         return replace(
             other,
             h2d_bytes_per_s=min(machine.h2d_bytes_per_s, other.h2d_bytes_per_s),
             d2h_bytes_per_s=min(machine.d2h_bytes_per_s, other.d2h_bytes_per_s),
         )
     if key not in ("ram", "link"):
-        raise ConfigError(f"hardware: {change!r} is no change; write host=NAME, ram=64GB or link=12GB (per second)")
+        raise ConfigError(f"hardware: unknown change {change!r}; write host=NAME, ram=64GB or link=12GB (per second)")
     size = parse_bytes(value, setting=f"hardware: {key}")
     name = f"{machine.name}, {change}"
     if key == "ram":

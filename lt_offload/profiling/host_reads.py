@@ -1,7 +1,8 @@
-"""What it costs that layers read their weights in host memory. Knows layers by their structure, no model by name.
+"""What it costs that layers read their weights in host memory (zero copy).
 
-Known are layers whose reads can be told: embeddings, products with one matrix (``nn.Linear``, ``Conv1D``), and layers
-that scale or shift features (norms). Tensors of others get no figures, so no plan reads them in host memory.
+Layers are recognised by their structure, whatever the model. Known are those whose reads can be told: embeddings,
+products with one matrix (``nn.Linear``, ``Conv1D``), and layers that scale or shift features (norms). Tensors of other
+layers get no figures, so no plan reads them in host memory.
 
 Bytes are a model, for every device:
 
@@ -38,7 +39,7 @@ from lt_offload.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
-Mapped = Callable[[Tensor], AbstractContextManager[Tensor]]
+HostCopy = Callable[[Tensor], AbstractContextManager[Tensor]]
 
 TILE = 128
 """Rows of activations for which a product reads its matrix once."""
@@ -99,7 +100,7 @@ class Readers:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Enclose a run of a block that is one too many: its reads do not count."""
+        """Enclose a run of a block that training would not make: its reads do not count."""
         self._counts = False
         try:
             yield
@@ -135,27 +136,27 @@ class Readers:
             _log.info("weights cannot be read in host memory: %s", reason)
             self._reads.clear()
 
-    def measure(self, mapped: Mapped, device: torch.device, meter: Meter) -> None:
-        """Measure one read of every kind; ``mapped`` gives a copy of a tensor in host memory as ``device`` sees it."""
-        for found in self._reads.values():
-            for read in found:
+    def measure(self, host_copy: HostCopy, device: torch.device, meter: Meter) -> None:
+        """Measure one read of every kind; ``host_copy`` copies a tensor to host memory that ``device`` sees."""
+        for calls in self._reads.values():
+            for read in calls:
                 if read.signature not in self._seconds:
-                    self._seconds[read.signature] = _extra_seconds(read, mapped, device, meter)
+                    self._seconds[read.signature] = _extra_seconds(read, host_copy, device, meter)
 
     def profile(self, tensor: int, hardware: HardwareProfile) -> ZeroCopyProfile | None:
         """Return the costs of ``tensor``; None if the reads of one of the blocks that use it cannot be told."""
-        found = [self._reads.get((tensor, block), []) for block in self._uses[tensor]]
+        calls = [self._reads.get((tensor, block), []) for block in self._uses[tensor]]
         parameter = self._tensors[tensor][1]
-        if not all(found) or not parameter.is_contiguous():
+        if not all(calls) or not parameter.is_contiguous():
             return None
         return ZeroCopyProfile(
-            reads=tuple(self._of_block(reads, hardware.h2d_bytes_per_s) for reads in found),
+            reads=tuple(self._of_block(reads, hardware.h2d_bytes_per_s) for reads in calls),
             grad_s=parameter.nbytes / min(hardware.d2h_bytes_per_s, self._write_rate),
         )
 
-    def _of_block(self, found: list[Read], rate: float) -> ReadProfile:
+    def _of_block(self, calls: list[Read], rate: float) -> ReadProfile:
         """Return what all reads of one tensor by one block cost together."""
-        costs = [self._cost(read, rate) for read in found]
+        costs = [self._cost(read, rate) for read in calls]
         forward_s, backward_s, forward_bytes, backward_bytes = (sum(figures) for figures in zip(*costs, strict=True))
         return ReadProfile(
             forward_s=forward_s,
@@ -207,7 +208,7 @@ def _read(module: nn.Module, name: str, given: Tensor, forward: int, backward: i
     return Read(module=module, parameter=name, given=given.shape, forward_bytes=forward, backward_bytes=backward)
 
 
-def _extra_seconds(read: Read, mapped: Mapped, device: torch.device, meter: Meter) -> tuple[float, float]:
+def _extra_seconds(read: Read, host_copy: HostCopy, device: torch.device, meter: Meter) -> tuple[float, float]:
     """Return how much longer forward and backward of a layer take when they read one parameter in host memory."""
     held = [(parameter, parameter.data) for parameter in read.module.parameters(recurse=False)]
     own, data = read.tensor, read.tensor.data
@@ -215,7 +216,7 @@ def _extra_seconds(read: Read, mapped: Mapped, device: torch.device, meter: Mete
         for parameter, before in held:
             parameter.data = before.to(device)
         near = _seconds(read, device, meter)
-        with mapped(data) as own.data:
+        with host_copy(data) as own.data:
             far = _seconds(read, device, meter)
     finally:
         for parameter, before in held:

@@ -83,25 +83,25 @@ def profile(
         ModelError: if the model has no block sequence, or calls its blocks in another order or more than once.
     """
     say = on_progress or _silent
-    place = device_for(device)
+    target = device_for(device)
     structure = structure or find_blocks(model)
     optimizer = build_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad])
-    if place.type == "cuda":
-        use_expandable_segments(place)  # as the device does: what the allocator wastes is measured below
-    machine = hardware or _with_model(measure_hardware(place, on_progress=on_progress), model, optimizer)
+    if target.type == "cuda":
+        use_expandable_segments(target)  # as the device does: what the allocator wastes is measured below
+    machine = hardware or _with_model(measure_hardware(target, on_progress=on_progress), model, optimizer)
     say("measuring the optimizer")
-    with current(place):
-        updates = measure_optimizer(optimizer, place)
+    with current(target):
+        updates = measure_optimizer(optimizer, target)
     with ExitStack() as stack:
-        batch = stack.enter_context(_trial(model, sample_batch, place, optimizer=optimizer, run=run))
+        batch = stack.enter_context(_trial(model, sample_batch, target, optimizer=optimizer, run=run))
         run = run or call_with_batch(model)
-        if place.type == "cuda":
-            warm_up(place)  # or the first block would be charged for the libraries' workspaces
+        if target.type == "cuda":
+            warm_up(target)  # or the first block would be charged for the libraries' workspaces
         if any(is_compiled(block.module) for block in structure.blocks):
             stack.callback(forget_compiled)  # training compiles for the shapes that it sees, not for the sample's
-        measured = measure_blocks(model, structure, batch, run=run, device=place, meter=Stopwatch(place), say=say)
-    if place.type == "cuda":  # by now all kernels are there
-        machine = replace(machine, context_bytes=max(machine.context_bytes, context_bytes(place)))
+        measured = measure_blocks(model, structure, batch, run=run, device=target, meter=Stopwatch(target), say=say)
+    if target.type == "cuda":  # by now all kernels are there
+        machine = replace(machine, context_bytes=max(machine.context_bytes, context_bytes(target)))
     return assemble(
         model, structure, batch, measured, optimizer=optimizer, updates=updates, hardware=machine, estimated=False
     )
@@ -245,12 +245,12 @@ def _block_costs(captured: Capture, device: torch.device, meter: Meter, say: Pro
     """Measure every distinct call once; return one cost per block."""
     known: dict[int, BlockCost] = {}
     distinct = len({id(call) for call in captured.calls})
-    again = {id(call) for call, once in zip(captured.calls, captured.once, strict=True) if not once}
+    repeatable = {id(call) for call, once in zip(captured.calls, captured.once, strict=True) if not once}
     for call in captured.calls:
         if id(call) not in known:
             say(f"measuring {type(call.module).__name__} ({len(known) + 1} of {distinct} kinds of blocks)")
             with _staged(call.module.parameters(), device):
-                known[id(call)] = measure_block(call, meter, once=id(call) not in again)
+                known[id(call)] = measure_block(call, meter, once=id(call) not in repeatable)
     return [known[id(call)] for call in captured.calls]
 
 
@@ -260,7 +260,7 @@ def _block_profiles(structure: Structure, captured: Capture, costs: list[BlockCo
     tail = _without_held(captured)
     for index, (block, call, cost) in enumerate(zip(structure.blocks, captured.calls, costs, strict=True)):
         last = index == len(costs) - 1
-        # What the block before handed on stays while a block runs that does not take it (a second embedding).
+        # The previous block's output stays while a block runs that does not take it (a second embedding).
         waiting = arrived if not call.slots else 0
         grad = max((p.nbytes for p in block.module.parameters() if p.requires_grad), default=0)
         options = [_with_tail(option, cost, tail, grad) if last else option for option in cost.options]
@@ -285,9 +285,9 @@ def _block_profiles(structure: Structure, captured: Capture, costs: list[BlockCo
 
 
 def _without_held(captured: Capture) -> Tail:
-    """Return the loss's figures from when on the caller has the new result: room for one is there all the time.
+    """Return the loss's figures without what the caller holds of a result, which the profile counts for all steps.
 
-    Until then it may hold that of the batch before as well, so that the forward needs room for two.
+    The forward's peak keeps it: until it returns, the caller may hold the last batch's result beside the new one.
     """
     tail, held = captured.tail, captured.held
     return replace(tail, saved=tail.saved - held, backward_peak=tail.backward_peak - held, left=tail.left - held)
@@ -334,7 +334,7 @@ def _tensor_profiles(
             dtype=str(parameter.dtype).removeprefix("torch."),
             bytes=parameter.nbytes,
             trainable=parameter.requires_grad,
-            blocks=tuple(at for at, block in enumerate(structure.blocks) if index in block.tensors),
+            blocks=tuple(number for number, block in enumerate(structure.blocks) if index in block.tensors),
             state_bytes=sizes.of(parameter),
             zero_copy=readers.profile(index, hardware),
         )

@@ -1,4 +1,4 @@
-"""Two ways to tell how long a computation takes: a clock, and a count of its work for machines that are not here."""
+"""What a run costs: by a clock, by a count of work for machines that are not here, by an account of device memory."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def _written(func: Any, read: list[Tensor], out: Any) -> list[Tensor]:
 
 
 class Watch:
-    """Bytes in use during a phase: storages by account, and on CUDA what kernels take beside them."""
+    """Device memory in use during a phase: storages by account, and on CUDA what kernels take beside them."""
 
     def __init__(self, device: torch.device) -> None:
         self._cuda = device if device.type == "cuda" else None

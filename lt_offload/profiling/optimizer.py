@@ -1,4 +1,4 @@
-"""What an optimizer costs: bytes of state per tensor, and the speed of updates. Knows optimizers, not models.
+"""What an optimizer costs: bytes of state per tensor, and the speed of updates on the host and on the device.
 
 Any ``torch.optim.Optimizer`` that updates each tensor on its own is measured by running it on stand-ins; none is known
 by name. Host updates are measured in memory like the engine's, with far more of it than caches hold.
@@ -27,6 +27,7 @@ from lt_offload.machine.pages import map_pages
 from lt_offload.profiling.hardware import available_host_bytes
 from lt_offload.profiling.meters import Roofline, Stopwatch
 from lt_offload.schema.profile import HardwareProfile, OptimizerProfile
+from lt_offload.units import round_up
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
@@ -72,7 +73,7 @@ class StateSizes:
         if key not in self._known:
             state = self._optimizer.state.get(parameter) or _state_after_one_step(self._optimizer, parameter, index)
             tensors = {id(value): value for value in state.values() if isinstance(value, Tensor) and value.numel() > 1}
-            self._known[key] = sum(-(-t.nbytes // _STATE_ALIGNMENT) * _STATE_ALIGNMENT for t in tensors.values())
+            self._known[key] = sum(round_up(t.nbytes, _STATE_ALIGNMENT) for t in tensors.values())
         return self._known[key]
 
 
@@ -210,7 +211,7 @@ def _fastest(optimizer: Optimizer, sample: _Sample, node: MemoryNode) -> tuple[i
             for threads in thread_counts(cores - 1):
                 torch.set_num_threads(threads)
                 speeds[threads] = _speed(stand_in, torch.device("cpu"))
-        except BaseException as error:
+        except BaseException as error:  # raised again by the calling thread
             errors.append(error)
 
     before = torch.get_num_threads()
@@ -233,8 +234,8 @@ def thread_counts(most: int) -> list[int]:
 def _host_stand_in(optimizer: Optimizer, sample: _Sample) -> _ParameterStandIn:
     """Return copies of ``sample``, in total as large as the parameters, within bounds."""
     elements = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
-    room = _RAM_SHARE * available_host_bytes() / 16  # bytes per element of fp32 AdamW, or of bfloat16 with masters
-    copies = min(elements, _HOST_ELEMENTS, int(room)) // max(1, math.prod(sample.shape))
+    most = _RAM_SHARE * available_host_bytes() / 16  # bytes per element of fp32 AdamW, or of bfloat16 with masters
+    copies = min(elements, _HOST_ELEMENTS, int(most)) // max(1, math.prod(sample.shape))
     return _ParameterStandIn(sample, torch.device("cpu"), copies=max(1, copies))
 
 

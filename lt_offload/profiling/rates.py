@@ -134,13 +134,13 @@ def _on_threads(copies: Sequence[_Copy], pairs: Sequence[_Pair]) -> list[float]:
 
 
 def _speeds(ends: Sequence[Sequence[float]]) -> list[float]:
-    """Return bytes per second from the times at which copies ended, as long as all were at it."""
-    until = min(mine[-1] for mine in ends)
-    found: list[float] = []
+    """Return bytes per second from the times at which copies ended, as long as all of them were copying."""
+    first_end = min(mine[-1] for mine in ends)
+    speeds: list[float] = []
     for mine in ends:
-        within = [end for end in mine if end <= until] or mine[:1]
-        found.append(len(within) * _COPY_BYTES / within[-1])
-    return found
+        counted = [end for end in mine if end <= first_end] or mine[:1]
+        speeds.append(len(counted) * _COPY_BYTES / counted[-1])
+    return speeds
 
 
 _SIZE = 1024
