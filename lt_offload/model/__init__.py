@@ -1,1 +1,1 @@
-"""A model as blocks: where they begin, what they are called with, what running them changes. Plans nothing."""
+"""A model as blocks: where they begin, what they are called with, what running them changes."""

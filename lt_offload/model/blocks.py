@@ -1,7 +1,6 @@
-"""Finds the block sequence of a model by structure: no list of architectures, no module names.
+"""Finds the block sequence of a model by its structure, without a list of architectures or module names.
 
-A block is one module call: the embeddings, each layer, the final norm, the output projection. Knows modules and
-parameters; nothing of sizes on a device, times or plans.
+A block is one module call: the embeddings, each layer, the final norm, the output projection.
 """
 
 from __future__ import annotations
@@ -72,10 +71,12 @@ def _layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
     unsplittable = {cls for module in model.modules() for cls in (getattr(module, "_no_split_modules", None) or ())}
     named = [(name, module) for name, module in candidates if type(module[0]).__name__ in unsplittable]
     if not candidates:
-        found = ", ".join(f"{name or 'the model'} ({_contents(module)})" for name, module in lists[:5]) or "none at all"
+        others = (
+            ", ".join(f"{name or 'the model'} ({_contents(module)})" for name, module in lists[:5]) or "none at all"
+        )
         raise ModelError(
             f"{type(model).__name__} has no block sequence that could be streamed: looked for an nn.ModuleList of at "
-            f"least two modules of one class that own parameters (decoder layers); nn.ModuleLists found: {found}. "
+            f"least two modules of one class that own parameters (decoder layers); nn.ModuleLists found: {others}. "
             "Hold the repeated layers in one nn.ModuleList"
         )
     return max(named or candidates, key=lambda item: _parameter_bytes(item[1]))
@@ -149,7 +150,7 @@ def _call_order(parent: nn.Module, layers: nn.ModuleList, siblings: list[nn.Modu
         parent.eval()
         with untouched(model=parent), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             parent(torch.zeros(1, 2, dtype=torch.long, device=device))
-    except Exception:  # a model with another signature: whatever it raises, registration order is what is left
+    except Exception:  # users' code, called as it may not expect: whatever it raises, registration order is left
         return None
     finally:
         layers._modules = modules

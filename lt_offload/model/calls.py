@@ -65,7 +65,11 @@ class Call:
 
 
 class BlockOutput:
-    """What a block returned, to be recognised among the arguments of the next one; keeps nothing alive."""
+    """What a block returned, to be recognised among the arguments of the next one; keeps nothing alive.
+
+    Recognised by storage, form and version. The address alone would not do: once a storage has died, another may have
+    it.
+    """
 
     def __init__(self, out: Any) -> None:
         self._known = [(weakref.ref(t.untyped_storage()), _describe(t)) for t in tensors_of(out)]
@@ -73,11 +77,11 @@ class BlockOutput:
     def sources(self, inputs: Sequence[Tensor]) -> tuple[int, ...] | None:
         """Return, per input, which of the returned tensors it is, untouched.
 
-        None if one of them is something else, or there are none: running the block before again would give nothing.
+        None if there are no inputs, or one of them is something else: recomputing the block would not give it.
         """
-        found = [self._source(tensor) for tensor in inputs]
-        known = tuple(at for at in found if at is not None)
-        return known if known and len(known) == len(found) else None
+        positions = [self._source(tensor) for tensor in inputs]
+        known = tuple(position for position in positions if position is not None)
+        return known if known and len(known) == len(positions) else None
 
     def _source(self, tensor: Tensor) -> int | None:
         storage, description = tensor.untyped_storage(), _describe(tensor)
@@ -92,7 +96,7 @@ def tensors_of(out: Any) -> list[Tensor]:
 
 def edges(roots: Iterable[Any]) -> Iterator[tuple[Any, int]]:
     """Yield every edge of the graph below the nodes ``roots``: where it leads, and to which output of that node."""
-    seen: dict[int, Any] = {}  # with the nodes: the identity of one that is gone may be another's
+    seen: dict[int, Any] = {}  # keeps the nodes alive: the identity of one that is gone may be another's
     waiting = [node for node in roots if node is not None]
     while waiting:
         node = waiting.pop()
@@ -107,10 +111,10 @@ def edges(roots: Iterable[Any]) -> Iterator[tuple[Any, int]]:
 
 def _following(node: Any) -> Sequence[tuple[Any, int]]:
     try:
-        found: Sequence[tuple[Any, int]] = node.next_functions
+        following: Sequence[tuple[Any, int]] = node.next_functions
     except RuntimeError:  # until torch 2.12 the Python object of an autograd.Function's node may outlive the node
         return ()
-    return found
+    return following
 
 
 def _describe(tensor: Tensor) -> tuple[torch.dtype, int, torch.Size, tuple[int, ...], int]:

@@ -1,7 +1,7 @@
-"""Blocks under ``torch.compile``: what can be used, where a call enters them, their buffers. Compiles and runs nothing.
+"""Blocks under ``torch.compile``: which uses of it can be trained, and where a call enters a compiled block.
 
-``Module.compile()`` compiles the call, hooks included. Whoever stands in for a block takes the place of the compiled
-call and calls it in turn, so that nothing of his becomes part of it.
+``Module.compile()`` compiles the call, hooks included. What stands in for a block takes the place of the compiled call
+and calls it in turn, so that nothing of the stand-in becomes part of the compiled code.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def obstacle(model: nn.Module) -> str | None:
 
 
 def _is_touched(module: nn.Module) -> bool:
-    context = getattr(module, "_compiler_ctx", None)  # of Lightning
+    context = getattr(module, "_compiler_ctx", None)  # Lightning's
     return is_compiled(module) or hasattr(module, "_orig_mod") or context is not None
 
 
@@ -57,29 +57,29 @@ def uncompiled(module: nn.Module) -> Forward:
 
 def called(module: nn.Module) -> Forward:
     """Return what a call of ``module`` runs."""
-    found: Forward = getattr(module, _place(module))
-    return found
+    entry: Forward = getattr(module, _entry(module))
+    return entry
 
 
 def intercept(module: nn.Module, stand_in: Forward) -> Callable[[], None]:
     """Let calls of ``module`` run ``stand_in``; return a function that ends it."""
-    place = _place(module)
-    own = vars(module).get(place)
-    setattr(module, place, _StandIn(module, place, own, stand_in))
+    entry = _entry(module)
+    own = vars(module).get(entry)
+    setattr(module, entry, _StandIn(module, entry, own, stand_in))
 
     def undo() -> None:
-        delattr(module, place)
+        delattr(module, entry)
         if own is not None:
-            setattr(module, place, own)
+            setattr(module, entry, own)
 
     return undo
 
 
 class _StandIn:
-    """What is called in place of a module's forward. A copy of the module has the forward itself."""
+    """What is called in place of a module's forward; a copy of the module gets the forward itself, not this."""
 
-    def __init__(self, module: nn.Module, place: str, own: Any, function: Forward) -> None:
-        self._module, self._place, self._own, self._function = module, place, own, function
+    def __init__(self, module: nn.Module, entry: str, own: Any, function: Forward) -> None:
+        self._module, self._entry, self._own, self._function = module, entry, own, function
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
@@ -88,14 +88,15 @@ class _StandIn:
         if self._own is not None:
             return _itself, (self._own,)
         # The copy of the module exists already when its attributes are copied, and finds the method of its class.
-        return getattr, (self._module, self._place)
+        return getattr, (self._module, self._entry)
 
 
 def _itself(value: Any) -> Any:
     return value
 
 
-def _place(module: nn.Module) -> str:
+def _entry(module: nn.Module) -> str:
+    """Return the attribute through which a call of ``module`` goes."""
     return "_compiled_call_impl" if is_compiled(module) else "forward"
 
 

@@ -120,19 +120,19 @@ class Snapshot:
 
     @contextmanager
     def restored(self, *, graph: bool = False) -> Iterator[None]:
-        """Enclose a run, perhaps with a graph, that shall see that state; afterwards the state is what it is now."""
-        today = [(part, part.now()) for part, _ in self.items]
+        """Enclose a run, perhaps with a graph, that sees the state as it was before; afterwards it is as it is now."""
+        present = [(part, part.now()) for part, _ in self.items]
         for part, before in self.items:
             part.restore(before)
         try:
             yield
             if graph:
-                found: dict[Owner, bool] = {}
+                graded: dict[Owner, bool] = {}
                 for place in self.places():
-                    found[place.owner] = found.get(place.owner, False) or _requires_grad(place.value)
-                self.graded.update(found)
+                    graded[place.owner] = graded.get(place.owner, False) or _requires_grad(place.value)
+                self.graded.update(graded)
         finally:
-            for part, now in today:
+            for part, now in present:
                 part.restore(now)
 
     def undo(self) -> None:
@@ -242,7 +242,11 @@ class _Attributes(_Part):
 
 
 class _Buffer(_Part):
-    """A tensor of a module. The second run has one of its own: the graph of the first may need the present one."""
+    """A tensor of a module.
+
+    A second run gets a clone: written in place, the present one would have another version, and the graph of the first
+    run, which may have saved it, could not be used any more.
+    """
 
     def __init__(self, holder: dict[str, Any], name: str) -> None:
         self._holder, self._name = holder, name
@@ -393,8 +397,8 @@ def _contents(value: Any) -> _Contents:
         return ((value, ()),) if isinstance(value, _CONTAINERS) else ()
     if not any(issubclass(kind, _HOLDERS) for kind in {*map(type, _items(value))}):
         return ((value, copy.copy(value)),) if isinstance(value, _CONTAINERS) else ()
-    found = [holder for holder in _below([value]) if isinstance(holder, _CONTAINERS)]
-    return tuple((holder, copy.copy(holder)) for holder in found)
+    containers = [holder for holder in _below([value]) if isinstance(holder, _CONTAINERS)]
+    return tuple((holder, copy.copy(holder)) for holder in containers)
 
 
 def _below(values: Iterable[Any]) -> Iterator[Any]:
@@ -485,7 +489,7 @@ _LIBRARIES = ("torch", "transformers", "peft", "lt_offload")
 
 
 class InnerHooks:
-    """The forward hooks and pre-hooks inside one block.
+    """The forward hooks and pre-hooks inside one block, which a second run of the block would call again.
 
     Those on the block itself are not among them: calls of the block are intercepted below them, so that they are called
     once, unless the block is compiled with its hooks.
@@ -498,22 +502,22 @@ class InnerHooks:
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name = name
         own = is_compiled(module)
-        self._places: list[tuple[str, dict[int, Callable[..., Any]]]] = [
+        self._hooks: list[tuple[str, dict[int, Callable[..., Any]]]] = [
             (f"{name}.{path}" if path else name, hooks)
             for path, member in module.named_modules()
             if path or own
             for hooks in (member._forward_pre_hooks, member._forward_hooks)
         ]
-        if self._places:
-            self._places += [("every module", _torch._global_forward_pre_hooks)]
-            self._places += [("every module", _torch._global_forward_hooks)]
+        if self._hooks:
+            self._hooks += [("every module", _torch._global_forward_pre_hooks)]
+            self._hooks += [("every module", _torch._global_forward_hooks)]
 
     def find(self) -> str | None:
         """Return a hook of the user's own and where it is, as errors name it; None if there is none."""
-        return next(self._found(), None)
+        return next(self._of_users(), None)
 
-    def _found(self) -> Iterator[str]:
-        for path, hooks in self._places:
+    def _of_users(self) -> Iterator[str]:
+        for path, hooks in self._hooks:
             if hooks:
                 for hook in hooks.values():
                     if _home(hook).partition(".")[0] not in _LIBRARIES:

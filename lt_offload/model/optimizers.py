@@ -1,4 +1,4 @@
-"""Whether weights can be updated one by one: an optimizer is tried on a few small tensors, memory is compared."""
+"""Whether weights can be updated one by one: the optimizer is tried on a few small tensors, and no two may overlap."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def _stepped(optimizer: Optimizer, *, one_by_one: bool) -> list[list[Any]]:
         twins = [_twin(optimizer, part, states) for part in parts]
         for step in range(_STEPS):
             torch.manual_seed(step)
-            for at, (_, stand) in enumerate(stands):
-                generator = torch.Generator().manual_seed(7 * at + step)
-                scale = _SCALES[at % len(_SCALES)]
+            for number, (_, stand) in enumerate(stands):
+                generator = torch.Generator().manual_seed(7 * number + step)
+                scale = _SCALES[number % len(_SCALES)]
                 grad = torch.randn(stand.shape, generator=generator, dtype=torch.float32) * scale
                 stand.grad = grad.to(stand.dtype)
             for twin in twins:
@@ -65,8 +65,8 @@ def _stands(optimizer: Optimizer) -> list[Stand]:
     groups = [(index, group["params"]) for index, group in enumerate(optimizer.param_groups) if group["params"]]
     for index, parameters in groups[:_GROUPS]:
         each = max(2, -(-_FEWEST // len(groups)))
-        for at in range(each):
-            like = parameters[at * (len(parameters) - 1) // (each - 1)]
+        for number in range(each):
+            like = parameters[number * (len(parameters) - 1) // (each - 1)]
             generator = torch.Generator().manual_seed(len(stands))
             shape = [max(1, min(_SIDE, size)) for size in like.shape]
             stands.append((index, nn.Parameter(torch.randn(shape, generator=generator).to(like.dtype))))

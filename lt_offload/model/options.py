@@ -1,4 +1,4 @@
-"""What the activation options mean, for those who measure them and those who carry them out. Knows operations only.
+"""What the activation options mean, for the code that measures them and the code that carries them out.
 
 ``keep``
     saved tensors stay on the device.
@@ -7,11 +7,12 @@
 ``offload``
     every saved tensor that :func:`travels` goes to the host and comes back, the input among them.
 ``mixed``
-    the input and the results of costly operations travel, the rest is computed again from them.
+    the input and the results of costly operations travel, the rest is recomputed from them.
 ``reload``
     only the block's input is saved, and it travels; the block runs again in the backward.
 ``discard``
-    nothing is saved; the plan says from which earlier block on the forwards run again. For blocks that are ``chained``.
+    nothing is saved; the plan says from which earlier block on the forwards are recomputed. For blocks that are
+    ``chained``.
 """
 
 from __future__ import annotations
@@ -40,8 +41,9 @@ _ATTENTION = frozenset(
 def is_costly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether ``mixed`` keeps the result of this operation instead of computing it again.
 
-    None of them writes in place or returns a view of its arguments (whoever calls such an operation from C++ ignores
-    what is returned), and none draws random numbers: caching some draws and repeating others would shift the stream.
+    None of them writes in place or returns a view of its arguments: a caller in C++ ignores what such an operation
+    returns, so that a cached result would not reach it. And none draws random numbers: with some draws cached and
+    others repeated, the repeated ones would come from another point of the generator's stream.
     """
     if func in _PRODUCTS:
         return True
@@ -51,15 +53,15 @@ def is_costly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 def for_replay(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Return ``args`` so that the result is fit for a backward, although autograd does not record this run of ``func``.
 
-    Some attention kernels leave out the log-sum-exp that their backward needs unless a gradient is expected.
+    Some attention kernels compute the log-sum-exp that their backward needs only if a gradient is expected.
     """
     if func not in _ATTENTION:
         return args
     names = [argument.name for argument in func._schema.arguments]
     if "compute_log_sumexp" not in names:
         return args
-    at = names.index("compute_log_sumexp")
-    return (*args[:at], True, *args[at + 1 :])
+    position = names.index("compute_log_sumexp")
+    return (*args[:position], True, *args[position + 1 :])
 
 
 def travels(tensor: Tensor) -> bool:
@@ -68,12 +70,12 @@ def travels(tensor: Tensor) -> bool:
 
 
 def is_activation(leaf: Tensor, *, positional: bool) -> bool:
-    """Return whether an argument of a block is handed from block to block, unlike masks and tables that all share."""
+    """Return whether an argument of a block is passed on from block to block, unlike masks that all share."""
     return leaf.requires_grad or (positional and leaf.is_floating_point())
 
 
 def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for at, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(func._schema.arguments):
         if argument.name == name:
-            return args[at] if at < len(args) else kwargs.get(name, argument.default_value)
+            return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
     raise AssertionError(f"{func} has no argument {name}")

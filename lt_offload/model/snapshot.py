@@ -1,4 +1,4 @@
-"""What Python objects hold, remembered so that a run that only measures leaves no trace. Knows objects, no models.
+"""What Python objects hold, remembered so that a run that only measures leaves no trace.
 
 Counters, lists, generators and tensors that a training step changes lie anywhere below the module: in attributes, in
 containers, in closures, in globals of the user's own code. They are searched breadth first, copied one level each, and
@@ -117,8 +117,8 @@ class ObjectSnapshot:
             thing, (types.FunctionType, types.MethodType, functools.partial, staticmethod, classmethod, property)
         ):
             self._code(thing, path)
-        elif (found := generator_state(thing)) is not None:
-            self._keep(path, found)
+        elif (restore := generator_state(thing)) is not None:
+            self._keep(path, restore)
         elif isinstance(thing, np.ndarray):
             self._array(thing, path)
         elif isinstance(thing, io.IOBase) or hasattr(type(thing), "__next__"):
@@ -322,7 +322,7 @@ def _spoken(path: str) -> str:
 
 
 def version(tensor: Tensor) -> int:
-    """Return how often ``tensor`` has been written to."""
+    """Return how often ``tensor`` has been written to; inference tensors have no count, and are never trained."""
     return 0 if tensor.is_inference() else tensor._version
 
 
@@ -423,7 +423,7 @@ def progress(iterator: Any) -> object:
     shown = repr(iterator) if type(iterator).__module__ == "itertools" else ""  # shows where count and repeat are
     try:
         return length_hint(iterator, -1), shown
-    except Exception:  # whatever a foreign iterator raises when it is asked how long it is
+    except Exception:  # ``length_hint`` runs code of the iterator's own class, which may raise anything
         return shown
 
 

@@ -1,4 +1,4 @@
-"""Optimizers for weights that are updated on the host. Knows tensors; nothing of models, plans or devices."""
+"""Optimizers for weights that are updated on the host: AdamW with fp32 masters for low-precision weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""AdamW for weights of any float dtype, which keeps fp32 masters of low-precision ones. Knows no kernels.
+"""AdamW for weights of any float dtype, which keeps fp32 masters of low-precision ones.
 
 The masters are ordinary optimizer state. So whoever moves or pages state tensors moves them as well, and bfloat16
 weights and gradients are all that travels where an update runs in place, next to its fp32 state.

@@ -2,7 +2,7 @@
 
 The kernel is compiled for this processor when it is first needed, which takes a compiler and a few seconds once, and
 kept in the user's cache. It is used only if it gives the very numbers of torch's own kernel here; where it does not, or
-cannot be built, the log says why and updates take the way of :mod:`lt_offload.optim.plain`.
+cannot be built, the log says why and :mod:`lt_offload.optim.plain` updates instead.
 """
 
 from __future__ import annotations
@@ -157,9 +157,9 @@ def _adamw(
     names = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "grad_scale")
     masters_or_none: Sequence[Tensor | None] = masters or [None] * len(params)
     rows = zip(params, grads, masters_or_none, exp_avgs, exp_avg_sqs, steps, strict=True)
-    found = kernel()
-    assert found is not None
-    found.update([Entry(*row) for row in rows], Options(**dict(zip(names, options, strict=True))))
+    compiled = kernel()
+    assert compiled is not None
+    compiled.update([Entry(*row) for row in rows], Options(**dict(zip(names, options, strict=True))))
 
 
 _library.impl("adamw_", _adamw, "CPU")  # type: ignore[no-untyped-call]
@@ -169,12 +169,12 @@ _library.impl("adamw_", _adamw, "CPU")  # type: ignore[no-untyped-call]
 def kernel() -> Kernel | None:
     """Return the kernel, None if there is none on this machine; the log says why, once."""
     try:
-        found = Kernel(build())
+        compiled = Kernel(build())
     except (OSError, subprocess.SubprocessError) as error:
         reason = _reason(error)
     else:
-        if agrees(found):
-            return found
+        if agrees(compiled):
+            return compiled
         reason = "its numbers are not those of torch's kernel on this processor"
     _log.warning("AdamW of bfloat16 weights is slower than it could be on the host: no compiled kernel, as %s", reason)
     return None
@@ -230,15 +230,15 @@ def _identity(compiler: str, source: Path) -> str:
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
-def agrees(found: Kernel) -> bool:
-    """Return whether ``found`` rounds as torch's kernel does on this processor, tried on random numbers."""
+def agrees(compiled: Kernel) -> bool:
+    """Return whether ``compiled`` rounds as torch's kernel does on this processor, tried on random numbers."""
     generator = torch.Generator().manual_seed(0)
     for dtype in (torch.float32, torch.bfloat16):
         for beta1, step in ((0.9, 1.0), (0.25, 7.0)):
             options = Options(lr=1e-2, beta1=beta1, beta2=0.99, eps=1e-8, weight_decay=0.1, grad_scale=0.3)
             left = _sample(dtype, step, generator)
             right = converted(left, Tensor.clone)
-            found.update([left], options)
+            compiled.update([left], options)
             plain.update([right], options)
             for a, b in zip(left[:-1], right[:-1], strict=True):
                 if a is not None and b is not None and not torch.equal(a, b):

@@ -1,4 +1,4 @@
-"""AdamW by torch's own operations, on any device and for every dtype and layout. The definition of all other ways.
+"""AdamW by torch's own operations, on any device and for every dtype and layout: what all other ways are compared with.
 
 The arithmetic is that of torch's fused kernel. Tensors with a master are updated piece by piece: a converted gradient
 stays in the cache and takes little memory.

@@ -1,9 +1,9 @@
-"""Finds what a model does at the seams between blocks that could not be trained exactly, in its first pass.
+"""Uses of a model at the seams between its blocks that could not be trained exactly, found in its first pass.
 
 Outside a block plain PyTorch may use the block's weights and whatever is computed inside it. With offloading only the
-block's output is part of the outer graph: when the backward comes, the inside is gone, or another time's. So each block
-runs with a graph of its own here, on detached inputs; what the loss's backward then reaches in there tells of such a
-use.
+block's output is part of the outer graph: when the backward comes, the inside is gone, or another iteration's. So each
+block runs with a graph of its own here, on detached inputs; what the loss's backward then reaches in there tells of
+such a use.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Seams:
         self._blocks = structure.blocks
         self._aside = aside
         self._reached: set[int] = set()
-        """Blocks whose inside has had a gradient."""
+        """Blocks that a gradient has reached inside."""
         self.once: set[int] = set()
         """Blocks that must not run a second time for their backward, nor without a graph."""
         self._inputs: list[tuple[Any, int, int]] = []
@@ -204,9 +204,9 @@ def _comparable(call: Call) -> bool:
     return all(tensor.device.type == "cpu" for tensor in tensors) or torch.are_deterministic_algorithms_enabled()
 
 
-def _equal(out: Any, again: Any) -> bool:
+def _equal(first: Any, second: Any) -> bool:
     """Return whether two outputs are the same bit for bit, except that any two NaNs are the same."""
-    pairs = zip(tensors_of(out), tensors_of(again), strict=True)
+    pairs = zip(tensors_of(first), tensors_of(second), strict=True)
     return all(a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in pairs)
 
 

@@ -1,4 +1,7 @@
-"""What must not change while a plan is carried out, and which backwards can be: checked at the first occurrence."""
+"""What is checked while a plan is carried out: what must not change, which backwards can be, who else uses an input.
+
+Each check raises at the first occurrence, naming the row of ``limits`` that says why and what works instead.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +104,7 @@ class Fixed:
 
 
 def _inner_hooks(structure: Structure, blocks: Collection[int]) -> list[InnerHooks]:
-    return [InnerHooks(block.name, block.module) for at, block in enumerate(structure.blocks) if at in blocks]
+    return [InnerHooks(block.name, block.module) for index, block in enumerate(structure.blocks) if index in blocks]
 
 
 def _check_inner(inner: InnerHooks) -> None:
@@ -145,8 +148,8 @@ class OwnParameters:
             UnsupportedError: naming one.
         """
         for parameters, key, path in self._places:
-            found = parameters.get(key)
-            if found is not None and not isinstance(found, nn.Parameter):
+            present = parameters.get(key)
+            if present is not None and not isinstance(present, nn.Parameter):
                 raise limits.SUBSTITUTED.error(f"block {self._name} was called with another tensor as {path}")
 
 
@@ -177,7 +180,11 @@ class Backward:
 
 
 class Consumers:
-    """Watches the inputs of an iteration's blocks.
+    """Watches the gradients of the inputs of blocks, to see whether anybody else uses those tensors.
+
+    Plain PyTorch adds the gradients of a tensor one by one, in the order of its uses; a block that uses its input more
+    than once gives their sum, which is another order of summation. If nobody else uses the tensor, its node receives
+    the very tensor that the block has given.
 
     Args:
         name: of a block, by its index.
@@ -194,14 +201,14 @@ class Consumers:
             if tensor.requires_grad and torch.is_grad_enabled():
                 users = dict(tensor._backward_hooks or {})
                 tensor.register_hook(partial(self._arrived, block, slot))  # type: ignore[no-untyped-call]
-                for key, hook in users.items():  # autograd goes by the order of insertion alone
+                for key, hook in users.items():  # to the end: autograd calls hooks in the order of insertion
                     del tensor._backward_hooks[key]  # type: ignore[union-attr]
                     tensor._backward_hooks[key] = hook  # type: ignore[index]
 
     def given(self, block: int, gradients: Sequence[Tensor | None]) -> None:
         """Note what the backward of ``block`` has found, per input."""
-        found = enumerate(gradients)
-        self._given.update(((block, slot), _identity(grad)) for slot, grad in found if grad is not None)
+        pairs = enumerate(gradients)
+        self._given.update(((block, slot), _identity(grad)) for slot, grad in pairs if grad is not None)
 
     def _arrived(self, block: int, slot: int, gradient: Tensor) -> None:
         given = self._given.pop((block, slot), None)

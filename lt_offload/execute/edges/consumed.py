@@ -97,7 +97,7 @@ class StandIns:
 
 
 class OwnLoop:
-    """Follows a training loop that is not ours, by the hooks of ``optimizer.step()``.
+    """Follows a training loop that users have written, by the hooks of ``optimizer.step()``.
 
     Args:
         gradients: what parameters hold after a backward.
@@ -148,11 +148,11 @@ class OwnLoop:
     def _check_options(self) -> None:
         if not self._ran_backward:
             return
-        for at, (used, now) in enumerate(zip(self._options, _options(self._optimizer), strict=True)):
+        for index, (used, now) in enumerate(zip(self._options, _options(self._optimizer), strict=True)):
             for name, value in now.items():
                 if name not in used or not _equal(used[name], value):
                     change = f"from {used.get(name)} to {value}"
-                    raise limits.CHANGED_OPTIONS.error(f"{name} of parameter group {at} was changed {change}")
+                    raise limits.CHANGED_OPTIONS.error(f"{name} of parameter group {index} was changed {change}")
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         ran, self._ran_backward, self._in_step = self._ran_backward, False, False

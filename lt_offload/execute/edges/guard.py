@@ -101,14 +101,14 @@ class Guard:
     # -- on and off --------------------------------------------------------------------------------------------------
 
     def install(self) -> None:
-        """Begin, in the calling thread."""
+        """Begin to watch the operations of the calling thread."""
         self._thread = threading.get_ident()
         _FUNCTIONS.push(self._calls)
         _DISPATCH.push(self._operations)
         _installed.add(self)
 
     def remove(self) -> None:
-        """End."""
+        """End it; operations of other threads were never seen."""
         _installed.discard(self)
         if self._thread == threading.get_ident():
             _DISPATCH.lift(self._operations)
@@ -127,12 +127,12 @@ class Guard:
         else:
             with torch._C.DisableTorchFunctionSubclass():
                 key = tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
-        found = self._of_weights.get(key)
-        if found is None and self._updates is not None:
+        owned = self._of_weights.get(key)
+        if owned is None and self._updates is not None:
             if self._generation != self._updates.generation:
                 self._learn_states()
-            found = self._of_states.get(key)
-        return found
+            owned = self._of_states.get(key)
+        return owned
 
     def read(self, owned: Iterable[Owned]) -> None:
         """Make host copies complete before they are read.
@@ -151,12 +151,12 @@ class Guard:
         Raises:
             UnsupportedError: while a forward waits for its backward, or in the middle of an iteration's updates.
         """
-        found = list(owned)
-        self.read(found)
-        for one in found:
+        written = list(owned)
+        self.read(written)
+        for one in written:
             if self._open_forward():
                 raise limits.DURING_FORWARD.error(f"{one.label} was written to")
-        self._residency.forget(dict.fromkeys(parcel for one in found for parcel in one.parcels))
+        self._residency.forget(dict.fromkeys(parcel for one in written for parcel in one.parcels))
 
     def replace(self, weight: Weight, data: Tensor) -> None:
         """Give ``weight`` the values of ``data``, which was assigned to its parameter.
@@ -273,23 +273,24 @@ class _Operations(TorchDispatchMode):
         kwargs, guard = kwargs or {}, self.guard
         if guard is None:
             return func(*args, **kwargs)
-        found: dict[Owned, bool] = {}  # and whether it is written
-        abroad = False
-        for at, argument in enumerate((*args, *kwargs.values())):
+        touched: dict[Owned, bool] = {}  # and whether it is written
+        on_gpu = False
+        for position, argument in enumerate((*args, *kwargs.values())):
             for tensor in _tensors(argument):
                 owned = guard.find(tensor)
-                abroad |= tensor.device.type != "cpu"
+                on_gpu |= tensor.device.type != "cpu"
                 if owned is not None:
-                    found[owned] = found.get(owned, False) or _writes(func, at, len(args), kwargs)
-        if not found:
+                    touched[owned] = touched.get(owned, False) or _writes(func, position, len(args), kwargs)
+        if not touched:
             return func(*args, **kwargs)
-        if abroad and func not in _COPIES:  # with enough memory they would be on one device
-            raise limits.OUTSIDE_USE.error(f"{next(iter(found)).label} is used outside its block, by {func}")
-        guard.read(owned for owned, written in found.items() if not written)
-        if any(found.values()):
-            guard.write(owned for owned, written in found.items() if written)
+        # In plain PyTorch, where the model fits, weight and tensor would be on one device and this would work.
+        if on_gpu and func not in _COPIES:
+            raise limits.OUTSIDE_USE.error(f"{next(iter(touched)).label} is used outside its block, by {func}")
+        guard.read(owned for owned, written in touched.items() if not written)
+        if any(touched.values()):
+            guard.write(owned for owned, written in touched.items() if written)
         out = func(*args, **kwargs)
-        if isinstance(out, Tensor) and (owned := guard.find(out)) is not None and not found.get(owned):
+        if isinstance(out, Tensor) and (owned := guard.find(out)) is not None and not touched.get(owned):
             guard.made(owned, out)
         return out
 
@@ -363,15 +364,15 @@ def _tensors(argument: Any) -> Iterator[Tensor]:
                 yield item
 
 
-def _writes(func: Any, at: int, positional: int, kwargs: dict[str, Any]) -> bool:
-    """Return whether operation ``func`` writes its argument number ``at``, counted over args and kwargs."""
+def _writes(func: Any, position: int, positional: int, kwargs: dict[str, Any]) -> bool:
+    """Return whether operation ``func`` writes its argument number ``position``, counted over args and kwargs."""
     schema = func._schema
     if not schema.is_mutable:
         return False
-    if at < positional:
-        argument = schema.arguments[at]
+    if position < positional:
+        argument = schema.arguments[position]
     else:
-        name = list(kwargs)[at - positional]
+        name = list(kwargs)[position - positional]
         argument = next(a for a in schema.arguments if a.name == name)
     return argument.alias_info is not None and argument.alias_info.is_write
 
@@ -387,15 +388,15 @@ class _Stack:
     def lift(self, mode: object) -> int | None:
         """Take ``mode`` out; return how many modes were above it, None if it was not there."""
         above: list[Any] = []
-        found = False
-        while not found and self.size():
+        lifted = False
+        while not lifted and self.size():
             top = self.pop()
-            found = top is mode
-            if not found:
+            lifted = top is mode
+            if not lifted:
                 above.append(top)
         for other in reversed(above):
             self.push(other)
-        return len(above) if found else None
+        return len(above) if lifted else None
 
     def insert(self, mode: object, above: int) -> None:
         """Put ``mode`` back below the ``above`` modes on top."""
@@ -457,7 +458,7 @@ os.register_at_fork(after_in_child=_leave_child)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Aliases:
-    """The weights whose memory somebody else holds, too, by their index."""
+    """The weights whose memory somebody else holds when an engine takes them over: a kept state dict, a NumPy array."""
 
     held: frozenset[int] = frozenset()
     unseen: frozenset[int] = frozenset()
@@ -465,7 +466,7 @@ class Aliases:
 
 
 def find_aliases(weights: Sequence[Tensor], others: Iterable[Tensor]) -> Aliases:
-    """Return who is held.
+    """Return which weights are held by others.
 
     A NumPy array that a weight was made of is not found: the array owns the memory, and nobody tells how many use it.
 

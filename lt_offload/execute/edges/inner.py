@@ -1,9 +1,9 @@
-"""Inner tensors that a block's run without a graph leaves in attributes, where a loss may find them.
+"""Tensors from inside a block that its run leaves in attributes, where a loss may find them.
 
-In plain PyTorch they are part of the graph. Here they would be constants, and a loss that uses one would lose its
-gradient without a word. So those that would require grad do, through a node that refuses to be reached. Whether they
-would is seen when the block runs again with a graph; until then a tensor in a new place is taken to, and let go if it
-was none.
+In plain PyTorch they are part of the graph. Here the block runs without one: they would be constants, and a loss that
+uses one would lose its gradient without a word. So those that would require grad do, through a node that refuses to be
+reached. Whether they would is seen when the block is recomputed with a graph; until then a tensor in a new place is
+taken to require grad, and the plain tensor is put back if it does not.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class InnerTensors:
     """
 
     def __init__(self, block: str, run: Snapshot, anchor: Tensor) -> None:
-        self._block, self._graded = block, run.graded  # not the run: what was before it may be large
+        self._block, self._graded = block, run.graded  # not the run itself: it holds copies of the state before it
         self._known = dict(run.graded)
         self._marked: list[_Marked] = []
         made: dict[int, Tensor] = {}
