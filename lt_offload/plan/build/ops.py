@@ -1,16 +1,44 @@
-"""Writes the ops of an iteration in issue order, and remembers which op did what. Knows nothing of dependencies."""
+"""Writes the ops of an iteration in issue order and remembers which op did what, so that they can be linked.
+
+These are drafts: they name tensors. Which of those travel together is known once all ops are there; see ``groups.py``.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from lt_offload.plan.build.copies import DeviceCopy
 from lt_offload.plan.iteration.computations import Computation, computations
 from lt_offload.plan.iteration.decisions import Decisions, copy_uses
 from lt_offload.plan.iteration.memory import backward_steps
-from lt_offload.schema.plan import Op, OpKind, Payload, Resource, Save
+from lt_offload.schema.plan import OpKind, Payload, Resource, Save
 from lt_offload.schema.profile import Profile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """An op that names tensors, one by one; the fields are those of :class:`lt_offload.schema.plan.Op`."""
+
+    id: int
+    kind: OpKind
+    step: int
+    block: int
+    resource: Resource
+    payload: Payload | None = None
+    tensors: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+    """Arena offset per tensor, for prefetches of weights and states."""
+    host_offset: int | None = None
+    """Of gradients that are copied: where they arrive."""
+    bytes: int = 0
+    seconds: float = 0.0
+    after: tuple[int, ...] = ()
+    release_after: int | None = None
+    save: Save | None = None
+    zero_copy: tuple[int, ...] = ()
+    """For computations: the tensors that they read in host memory."""
 
 
 class Emitter:
@@ -19,7 +47,7 @@ class Emitter:
     def __init__(self, decisions: Decisions, profile: Profile, copies: Sequence[DeviceCopy]) -> None:
         self.decisions, self.profile, self.copies = decisions, profile, copies
         self.steps = 2 * len(profile.blocks)
-        self.ops: list[Op] = []
+        self.ops: list[Draft] = []
         self.fetched_by: dict[int, list[DeviceCopy]] = {}
         """By prefetch op of weights or states: what it brings."""
         self.computations: list[int] = []
@@ -266,7 +294,7 @@ class Emitter:
         save: Save | None = None,
         zero_copy: Iterable[int] = (),
     ) -> int:
-        op = Op(
+        op = Draft(
             id=len(self.ops),
             kind=kind,
             step=step,

@@ -46,10 +46,10 @@ def usage(plan: Plan) -> Usage:
     again = recomputations(plan)
     found = Usage(options=plan.options, places=plan.update_places, recomputations=again)
     for op in plan.ops:
-        if op.payload == "grad" and op.resource == "compute":
-            found.grad_zero_copy.update(op.tensors)
+        if op.writes_gradients:
+            found.grad_zero_copy.update(plan.tensors(op))
         elif op.payload == "grad" and op.release_after is not None:
-            found.grad_release_after.update(dict.fromkeys(op.tensors, op.release_after))
+            found.grad_release_after.update(dict.fromkeys(plan.tensors(op), op.release_after))
         elif op.payload == "activation":
             if op.kind == "prefetch":
                 found.fetched[op.block] = op.step
