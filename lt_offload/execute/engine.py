@@ -410,7 +410,7 @@ class Engine:
             )
         check_arguments(self.structure.blocks[index].name, kwargs)
         self._own[index].check()
-        step = self.plan.step("forward", index)
+        step = self._walk.timeline.forward(index)
         self._walk.begin(step)
         weights = self._blocks[index]
         op = self._steps[step].compute
@@ -457,9 +457,9 @@ class Engine:
         self._ran_backward = self._guard.halfway = True
 
     def _backward_of(self, frame: Frame, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        assert self.gradients is not None and self.plan is not None
+        assert self.gradients is not None
         index = frame.index
-        step = self.plan.step("backward", index)
+        step = self._walk.timeline.backward(index)
         self._walk.skip_to(step)
         self._walk.begin(step)
         self._run_again(step)

@@ -10,7 +10,7 @@ from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.program import StepOps
 from lt_offload.execute.record import Recorder
 from lt_offload.execute.tensors import Weight
-from lt_offload.schema.plan import Op, Plan, deadlines
+from lt_offload.schema.plan import Op, Plan, Timeline, deadlines
 
 
 class Walk:
@@ -31,6 +31,7 @@ class Walk:
         self._residency, self._gradients = residency, gradients
         self._frames, self._recorder = frames, recorder
         self._plan, self._ops = plan, len(plan.ops)
+        self.timeline = Timeline(plan.timeline)
         self._deadlines = deadlines(plan.ops)
         self.cursor = 0
         """The next step."""

@@ -43,7 +43,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
@@ -100,17 +99,39 @@ class Step:
     micro_batch: int = 0
 
 
-@cache
 def one_batch(blocks: int) -> tuple[Step, ...]:
     """Return the timeline of an iteration over one batch: every forward, then every backward, the last block first."""
     forward = [Step(kind="forward", block=block) for block in range(blocks)]
     return (*forward, *(Step(kind="backward", block=block) for block in reversed(range(blocks))))
 
 
-@cache
-def steps_of(timeline: tuple[Step, ...]) -> dict[Step, int]:
-    """Return where each step of ``timeline`` stands."""
-    return {step: index for index, step in enumerate(timeline)}
+class Timeline:
+    """The steps of an iteration, and where each block runs: whoever needs to know asks here, nobody computes it."""
+
+    __slots__ = ("_positions", "steps")
+
+    def __init__(self, steps: tuple[Step, ...]) -> None:
+        self.steps = steps
+        self._positions = {(step.kind, step.block, step.micro_batch): index for index, step in enumerate(steps)}
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def forward(self, block: int, micro_batch: int = 0) -> int:
+        """Return the step of a block's forward."""
+        return self._positions["forward", block, micro_batch]
+
+    def backward(self, block: int, micro_batch: int = 0) -> int:
+        """Return the step of a block's backward."""
+        return self._positions["backward", block, micro_batch]
+
+    def block(self, step: int) -> int:
+        """Return the block that ``step`` computes."""
+        return self.steps[step].block
+
+    def is_backward(self, step: int) -> bool:
+        """Return whether ``step`` is a backward."""
+        return self.steps[step].kind == "backward"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -302,10 +323,6 @@ class Plan:
     context_bytes: int = 0
     """Device memory that is left to the context and to workspaces of libraries; 0 in plans that do not say."""
     schema: int = PLAN_SCHEMA
-
-    def step(self, kind: Literal["forward", "backward"], block: int, micro_batch: int = 0) -> int:
-        """Return where in the timeline a block runs."""
-        return steps_of(self.timeline)[Step(kind=kind, block=block, micro_batch=micro_batch)]
 
     def tensors(self, op: Op) -> tuple[int, ...]:
         """Return the tensors of the groups that ``op`` names."""

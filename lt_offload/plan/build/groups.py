@@ -16,6 +16,7 @@ from lt_offload.plan.build.copies import DeviceCopy, device_copies, lifetime
 from lt_offload.plan.build.ops import Draft
 from lt_offload.plan.iteration.arena import Lifetime, Placement, place
 from lt_offload.plan.iteration.decisions import Decisions, Interval
+from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.schema.plan import InitialCopy, Op, TensorGroup
 from lt_offload.schema.profile import Profile
 
@@ -75,7 +76,7 @@ def arrange(decisions: Decisions, profile: Profile) -> Placement:
 
     What travels together lies side by side, as far as that wastes no memory.
     """
-    copies, steps = device_copies(decisions, profile), 2 * len(profile.blocks)
+    copies, steps = device_copies(decisions, profile), len(timeline(profile))
     best: Placement | None = None
     for cut in CUTS:
         parts = runs(copies, decisions, profile, cut=cut)

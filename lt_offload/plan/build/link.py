@@ -55,13 +55,13 @@ class _Linker:
     def _computation(self, op: Draft) -> set[int]:
         """Its weights and activations are there, and the memory it takes over has been given back."""
         e = self.emitted
-        found = set(e.held_until.get((op.step - 1) % e.steps, ()))
+        found = set(e.held_until.get((op.step - 1) % len(e.timeline), ()))
         for t in e.of_block[op.block]:
             if t not in op.zero_copy:
                 found.update(c.fetch for c in e.copies_of["weight", t] if c.fetch is not None and c.covers(op.step))
             elif t in e.current:
                 found.add(e.current[t])
-        if op.step >= e.steps // 2 and op.block in e.activations_in:
+        if e.timeline.is_backward(op.step) and op.block in e.activations_in:
             found.add(e.activations_in[op.block])
         return found
 
@@ -69,7 +69,7 @@ class _Linker:
         e = self.emitted
         if op.payload == "activation":
             # It writes memory of the framework that the computation before may still be using.
-            before = (op.step - 1) % e.steps
+            before = (op.step - 1) % len(e.timeline)
             return {e.activations_out[op.block], e.computed[before], *e.held_until.get(before, ())}
         sources = e.current if op.payload == "weight" else e.states_out
         found = {sources[t] for t in op.tensors if t in sources}

@@ -16,7 +16,8 @@ from lt_offload.plan.build.slots import own_slots
 from lt_offload.plan.iteration.arena import Placement, aligned, state_room
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import framework_bytes
-from lt_offload.schema.plan import Plan, Prediction, one_batch
+from lt_offload.plan.iteration.timeline import timeline
+from lt_offload.schema.plan import Plan, Prediction
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
 
@@ -66,7 +67,7 @@ def build(
         host_budget_bytes=host_budget_bytes,
         options=tuple(block.option for block in decisions.blocks),
         update_places=tuple(tensor.place for tensor in decisions.tensors),
-        timeline=one_batch(len(profile.blocks)),
+        timeline=timeline(profile).steps,
         groups=grouped.groups,
         initial=grouped.initial,
         ops=grouped.ops,

@@ -14,7 +14,7 @@ from lt_offload.plan.iteration.computations import computations
 from lt_offload.plan.iteration.memory import backward_steps, computation_bytes, host_bytes, recomputations
 from lt_offload.plan.verify.check_reruns import broken_reruns
 from lt_offload.plan.verify.ordering import describe, replay
-from lt_offload.schema.plan import ALIGNMENT, LANES, Op, Plan, TensorGroup, one_batch
+from lt_offload.schema.plan import ALIGNMENT, LANES, Op, Plan, TensorGroup, Timeline, one_batch
 from lt_offload.schema.profile import Profile, TensorProfile
 from lt_offload.units import format_bytes
 
@@ -249,6 +249,7 @@ def _complete(tensor: TensorProfile, profile: Profile) -> int | None:
 
 def _activations(plan: Plan, profile: Profile) -> Iterator[str]:
     """What is offloaded comes back, once and in time."""
+    positions = Timeline(plan.timeline)
     out: dict[int, Op] = {}
     back: dict[int, Op] = {}
     for op in plan.ops:
@@ -264,9 +265,9 @@ def _activations(plan: Plan, profile: Profile) -> Iterator[str]:
             needed = "both" if moves else "no"
             yield f"block {block.name}: activation: option {option!r} needs {needed} copies, has {', '.join(found)}"
         elif moves:
-            release_after, backward = out[index].release_after, plan.step("backward", index)
+            release_after, backward = out[index].release_after, positions.backward(index)
             if (
-                out[index].step != plan.step("forward", index)
+                out[index].step != positions.forward(index)
                 or release_after is None
                 or not out[index].step <= release_after < back[index].step <= backward
             ):

@@ -14,7 +14,7 @@ from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Recomp
 from lt_offload.plan.iteration.memory import budget_for, computation_bytes, device_bytes, framework_bytes, usage
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
-from lt_offload.schema.plan import Plan
+from lt_offload.schema.plan import Plan, Timeline
 from lt_offload.schema.profile import OptionProfile, Profile
 from tests.support.profiles.random_choices import random_choices
 from tests.support.profiles.small import (
@@ -261,7 +261,9 @@ def in_backward(
     gathered: list[int] = []
     copied = {t for op in plan.ops if op.payload == "grad" and op.resource == "d2h" for t in plan.tensors(op)}
     for t, tensor in enumerate(profile.tensors):
-        steps = sorted(plan.step("backward", block) for block in tensor.blocks if profile.blocks[block].has_backward)
+        steps = sorted(
+            Timeline(plan.timeline).backward(block) for block in tensor.blocks if profile.blocks[block].has_backward
+        )
         if not tensor.trainable or step not in steps:
             continue
         if step == steps[0]:
