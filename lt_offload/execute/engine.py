@@ -1,4 +1,4 @@
-"""Carries out a plan: the only owner of what is where. It never decides; for that see ``plan/``.
+"""Carries out a plan: the only owner of what is where. What it does is decided in ``plan/``.
 
 The engine wraps each block's ``forward``, or its compiled call. The first block's forward with gradients begins an
 iteration; the backward of the first block, followed by :meth:`Engine.finish`, ends it. Every step issues its
@@ -23,6 +23,7 @@ from lt_offload.execute.block_graph import BlockFunction, Frame
 from lt_offload.execute.bound_weights import BoundWeights, expose
 from lt_offload.execute.copies import Residency
 from lt_offload.execute.device.base import Device
+from lt_offload.execute.device.record import Recorder
 from lt_offload.execute.edges.aliases import Aliases, find_aliases
 from lt_offload.execute.edges.consumed import OwnLoop, StandIns
 from lt_offload.execute.edges.consumers import Consumers
@@ -34,10 +35,8 @@ from lt_offload.execute.groups import Layout
 from lt_offload.execute.inference import Streaming, room
 from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.pools import ROUNDING, HostPool
-from lt_offload.execute.program import check_match, program
-from lt_offload.execute.record import Recorder
+from lt_offload.execute.program import Walk, check_match, program
 from lt_offload.execute.tensors import Weight
-from lt_offload.execute.walk import Walk
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.compiled import called, intercept
 from lt_offload.model.seams import check_arguments

@@ -1,9 +1,9 @@
-"""Each weight and its optimizer states: where they are on the host and, in a parcel, on the device. Knows no plans.
+"""Each weight and its optimizer states: where they are on the host and on the device.
 
 A weight has one *host copy* of full size and at most one *device copy*, a view of an arena buffer. ``Parameter.data``
 is the device copy only while its block runs; at rest it is the host copy, so that ``state_dict``, summaries and user
 code see real shapes and values. Optimizer state tensors follow the same rule with respect to an update on the device.
-Copies and the events that order them belong to the parcel that they travel in.
+Copies and the events that order them belong to the group that they travel in: see ``groups.py``.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ from itertools import groupby
 from lt_offload.plan.what_if import Gain
 from lt_offload.report.html import NONE, section, table
 from lt_offload.report.perfetto import LANES
-from lt_offload.schema.plan import Payload, Plan, Resource, UpdatePlace
+from lt_offload.schema.lanes import Resource
+from lt_offload.schema.plan import Payload, Plan, UpdatePlace
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes, format_seconds

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from lt_offload.schema.plan import Op, Plan
+if TYPE_CHECKING:
+    from lt_offload.schema.plan import Op, Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

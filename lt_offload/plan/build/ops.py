@@ -14,7 +14,8 @@ from lt_offload.plan.iteration.computations import Computation, computations
 from lt_offload.plan.iteration.decisions import Decisions, copy_uses
 from lt_offload.plan.iteration.memory import backward_steps
 from lt_offload.plan.iteration.timeline import timeline
-from lt_offload.schema.plan import OpKind, Payload, Resource, Save
+from lt_offload.schema.lanes import OpKind, Resource
+from lt_offload.schema.plan import Payload, Save
 from lt_offload.schema.profile import Profile
 
 

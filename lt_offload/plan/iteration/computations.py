@@ -10,7 +10,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from lt_offload.plan.iteration.timeline import timeline
-from lt_offload.schema.plan import OpKind, Save
+from lt_offload.schema.lanes import OpKind
+from lt_offload.schema.plan import Save
 from lt_offload.schema.profile import BlockProfile, OptionName, OptionProfile, Profile
 
 SAVED: Mapping[OptionName, Save] = {

@@ -14,7 +14,8 @@ from lt_offload.plan.iteration.computations import computations
 from lt_offload.plan.iteration.memory import backward_steps, computation_bytes, host_bytes, recomputations
 from lt_offload.plan.verify.check_reruns import broken_reruns
 from lt_offload.plan.verify.ordering import describe, replay
-from lt_offload.schema.plan import ALIGNMENT, LANES, Op, Plan, TensorGroup, Timeline, one_batch
+from lt_offload.schema.lanes import LANES
+from lt_offload.schema.plan import ALIGNMENT, Op, Plan, TensorGroup, Timeline, one_batch
 from lt_offload.schema.profile import Profile, TensorProfile
 from lt_offload.units import format_bytes
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, replace
 
 from lt_offload.plan.iteration.arena import aligned, state_room
 from lt_offload.plan.verify.simulate import label
-from lt_offload.schema.plan import LANES, Op, Plan
+from lt_offload.schema.lanes import LANES
+from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import Profile
 
 _LANES = {lane.name: index for index, lane in enumerate(LANES)}

@@ -16,8 +16,7 @@ from lt_offload.plan.solve import solve
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.explain import explain
-from lt_offload.schema.plan import Op, Plan
-from lt_offload.schema.plan_valid import problems
+from lt_offload.schema.plan import Op, Plan, problems
 from lt_offload.schema.profile import Profile
 from tests.support.profiles.random_choices import random_choices
 from tests.support.profiles.small import (

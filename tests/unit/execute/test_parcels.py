@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from lt_offload.errors import OverBudget
-from lt_offload.execute.departures import SMALL_GRADIENT, Slots
+from lt_offload.execute.copies import Transfer, coalesced
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
+from lt_offload.execute.gradients import SMALL_GRADIENT, Slots
 from lt_offload.execute.groups import Layout, Parcel
 from lt_offload.execute.tensors import States, Weight, carve
-from lt_offload.execute.transfers import Transfer, coalesced
 from lt_offload.model.blocks import find_blocks
 from lt_offload.plan.build.groups import group_tensors
 from lt_offload.plan.build.ops import Draft
