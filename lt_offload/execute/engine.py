@@ -100,6 +100,8 @@ class Engine:
         self._walk: Walk
         self._blocks: list[list[Weight]] = []
         """The weights of each block."""
+        self._updated_on_host: set[int] = set()
+        """Tensors."""
         self._presence: dict[int, BoundWeights] = {}
         """By computation."""
         self._guard: Guard
@@ -138,8 +140,7 @@ class Engine:
         self.streaming = Streaming(device, self._blocks, layout)
         if plan is not None:
             assert self.updates is not None
-            for weight, place in zip(self.weights, plan.update_places, strict=True):
-                weight.place = place
+            self._updated_on_host = {t for op in plan.ops if op.updates_on_host for t in plan.tensors(op)}
             expose(self.weights, plan, device)
             self.gradients = Gradients(device, self.updates, self.weights, plan)
             self._presence = {
@@ -362,7 +363,7 @@ class Engine:
         states = 0
         if self.updates is not None:
             for weight in self.weights:
-                if weight.place == "host":
+                if weight.index in self._updated_on_host:
                     values = self.updates.state(weight).values()
                     states += sum(v.nbytes for v in values if isinstance(v, Tensor))
         return self.device.host_bytes + states

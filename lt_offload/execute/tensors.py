@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from lt_offload.errors import OverBudget
 from lt_offload.execute.device.base import Buffer, Cell, Device, Event
 from lt_offload.execute.device.lanes import plain_torch
-from lt_offload.schema.plan import UpdatePlace
 
 if TYPE_CHECKING:
     from lt_offload.execute.groups import Parcel
@@ -45,7 +44,6 @@ class Weight:
         "nbytes",
         "param",
         "parcel",
-        "place",
         "present",
         "seen",
         "shadows",
@@ -70,7 +68,6 @@ class Weight:
         """The host copy as computations on the device see it; see :meth:`expose`."""
         self.present: Tensor | None = None
         """What the running computation sees: ``view`` or ``zero_copy``."""
-        self.place: UpdatePlace = "none"
         self.states = States(self)
         self.shadows: dict[str, nn.Parameter] = {}
         self.uses = 0
