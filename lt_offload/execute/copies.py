@@ -1,17 +1,135 @@
-"""What is on the device, and the ops that change it. Knows the plan's offsets and release times; runs no block."""
+"""What is on the device, and the ops that change it: copies of weights and states as the plan says.
+
+One op is one task of a lane. It takes as few copies as there are ranges without a gap in the arena and on the host.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+from torch import Tensor
+
 from lt_offload.execute.activations import ActivationOffloader
-from lt_offload.execute.device.base import Device
+from lt_offload.execute.device.base import Device, Event
 from lt_offload.execute.groups import Layout, Parcel
 from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.tensors import distinct
-from lt_offload.execute.transfers import Transfer
 from lt_offload.schema.plan import Op, Plan
+
+Pair = tuple[Tensor, Tensor]
+"""A range of host memory and one of the arena, of as many bytes."""
+
+
+class Transfer:
+    """Parcels that are copied by one task, again and again; remembers the ranges that were copied last.
+
+    Args:
+        device: what copies.
+        parcels: all of them, whether or not there is something to copy.
+        label: of the tasks.
+        op: the plan's op that the tasks belong to, if any.
+    """
+
+    def __init__(self, device: Device, parcels: Sequence[Parcel], *, label: str, op: int = -1) -> None:
+        self.parcels = tuple(parcels)
+        self._device, self._label, self._op = device, label, op
+        self._copied: tuple[tuple[Parcel, int], ...] = ()
+        self._pairs: list[Pair] = []
+        self._nbytes = 0
+
+    def fetch(self) -> Event | None:
+        """Queue the copies that fill the attached parcels; return their event, None if there is nothing to copy."""
+        items = [item for item in self.parcels if item.buffer is not None and item.filled]
+        if not items:
+            return None
+        event = self._device.submit(
+            "h2d",
+            _copies(self._device.copy, self._find(items), to_device=True),
+            after=distinct(item.current for item in items),
+            reads=[item.host_cell for item in items],
+            writes=[item.buffer for item in items if item.buffer is not None],
+            label=self._label,
+            op=self._op,
+            nbytes=self._nbytes,
+        )
+        for item in items:
+            item.ready = event
+        return event
+
+    def write_back(self) -> Event | None:
+        """Queue the copies of newer device copies to the host; return their event, None if there are none."""
+        items = [item for item in self.parcels if item.dirty]
+        if not items:
+            return None
+        event = self._device.submit(
+            "d2h",
+            _copies(self._device.copy, self._find(items), to_device=False),
+            after=[self._device.mark(), *distinct(item.current for item in items)],
+            reads=[item.buffer for item in items if item.buffer is not None],
+            writes=[item.host_cell for item in items],
+            label=self._label,
+            op=self._op,
+            nbytes=self._nbytes,
+        )
+        for item in items:
+            item.current = item.leaving = event
+            item.dirty = False
+        return event
+
+    def forget_views(self) -> None:
+        """Let go of the arena."""
+        self._copied, self._pairs = (), []
+
+    def _find(self, items: Sequence[Parcel]) -> list[Pair]:
+        """Return what to copy: as a plan's offsets are fixed, mostly what was copied the last time."""
+        wanted = tuple((item, item.buffer.offset) for item in items if item.buffer is not None)
+        if wanted != self._copied:
+            self._copied, self._pairs = wanted, coalesced(items)
+            self._nbytes = sum(host.numel() for host, _ in self._pairs)
+        return self._pairs
+
+
+def coalesced(parcels: Sequence[Parcel]) -> list[Pair]:
+    """Return the ranges of attached ``parcels``, where what lies side by side on both sides is one."""
+    found: list[tuple[Parcel, Parcel]] = []
+    for parcel in sorted(parcels, key=_offset):
+        if found and _follows(found[-1][1], parcel):
+            found[-1] = (found[-1][0], parcel)
+        else:
+            found.append((parcel, parcel))
+    return [_range(first, last) for first, last in found]
+
+
+def _offset(parcel: Parcel) -> int:
+    assert parcel.buffer is not None
+    return parcel.buffer.offset
+
+
+def _follows(one: Parcel, other: Parcel) -> bool:
+    """Return whether ``other`` begins where ``one`` ends, in the arena and in the same mapping of host memory."""
+    if one.span is not other.span or _offset(other) != _offset(one) + one.room:
+        return False
+    return other.host.data_ptr() == one.host.data_ptr() + one.room
+
+
+def _range(first: Parcel, last: Parcel) -> Pair:
+    """Return the bytes from the beginning of ``first`` to the end of ``last``."""
+    assert first.buffer is not None
+    nbytes = _offset(last) - _offset(first) + last.nbytes
+    with torch.inference_mode(False):
+        host = first.host.as_strided((nbytes,), (1,), first.host.storage_offset())
+        arena = first.buffer.slab[_offset(first) : _offset(first) + nbytes]
+    return host, arena
+
+
+def _copies(copy: Callable[[Tensor, Tensor], None], pairs: Sequence[Pair], *, to_device: bool) -> Callable[[], None]:
+    def run() -> None:
+        for host, arena in pairs:
+            copy(arena, host) if to_device else copy(host, arena)
+
+    return run
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +159,7 @@ class Residency:
         self._initial: dict[Parcel, int] = {}
         self._moves: dict[int, _Move] = {}
         if plan is not None:
-            initial = ((layout.of[r.payload, r.tensor], r.offset) for r in plan.initial)
-            self._initial = _lowest(initial)
+            self._initial = _placed([(copy.group, copy.offset) for copy in plan.initial], layout)
             self._moves = {op.id: self._move(op, layout) for op in plan.ops if op.payload in ("weight", "state")}
 
     def issue(self, op: Op) -> None:
@@ -62,11 +179,11 @@ class Residency:
                 assert not parcel.dirty, f"{parcel.label} would be lost"
                 parcel.detach()
 
-    def leave(self, op: Op, pager: ActivationOffloader) -> None:
+    def leave(self, op: Op, offloader: ActivationOffloader) -> None:
         """Carry out the offload of a block's activations."""
-        event = pager.leave(op.id)
+        event = offloader.leave(op.id)
         if event is not None:
-            self.release_at(op.step if op.release_after is None else op.release_after, pager.released)
+            self.release_at(op.step if op.release_after is None else op.release_after, offloader.released)
 
     def release_at(self, step: int, release: Callable[[], None]) -> None:
         """Call ``release`` at the end of ``step``."""
@@ -141,8 +258,7 @@ class Residency:
 
     def _move(self, op: Op, layout: Layout) -> _Move:
         assert op.payload is not None
-        moved = [layout.of[op.payload, tensor] for tensor in op.tensors]
-        offsets = _lowest(zip(moved, op.offsets or (0,) * len(moved), strict=True))
+        offsets = _placed(list(zip(op.groups, op.offsets or (0,) * len(op.groups), strict=True)), layout)
         parcels = tuple(offsets)
         transfer = Transfer(self.device, parcels, label=f"{op.kind} {op.payload} {op.block}", op=op.id)
         return _Move(parcels, tuple(offsets.values()), transfer)
@@ -153,9 +269,6 @@ class Residency:
         parcel.attach(self.device.place(offset, parcel.room, parcel.label))
 
 
-def _lowest(offsets: Iterable[tuple[Parcel, int]]) -> dict[Parcel, int]:
-    """Return where each parcel begins, given where its members do."""
-    found: dict[Parcel, int] = {}
-    for parcel, offset in offsets:
-        found[parcel] = min(offset, found.get(parcel, offset))
-    return found
+def _placed(groups: Sequence[tuple[int, int]], layout: Layout) -> dict[Parcel, int]:
+    """Return where each parcel begins, given where groups of the plan do."""
+    return {parcel: offset + start for group, offset in groups for parcel, start in layout.parts[group]}

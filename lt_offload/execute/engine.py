@@ -1,4 +1,4 @@
-"""Carries out a plan: the only owner of what is where. It never decides; for that see ``plan/``.
+"""Carries out a plan: the only owner of what is where. What it does is decided in ``plan/``.
 
 The engine wraps each block's ``forward``, or its compiled call. The first block's forward with gradients begins an
 iteration; the backward of the first block, followed by :meth:`Engine.finish`, ends it. Every step issues its
@@ -24,6 +24,7 @@ from lt_offload.execute.block_graph import BlockFunction, Frame
 from lt_offload.execute.bound_weights import BoundWeights, expose
 from lt_offload.execute.copies import Residency
 from lt_offload.execute.device.base import Device
+from lt_offload.execute.device.record import Recorder
 from lt_offload.execute.edges.checks import Backward, Consumers, Fixed, OwnParameters, check_hooks
 from lt_offload.execute.edges.consumed import OwnLoop, StandIns
 from lt_offload.execute.edges.guard import Aliases, Guard, find_aliases
@@ -32,10 +33,8 @@ from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.groups import Layout
 from lt_offload.execute.inference import Streaming, room
 from lt_offload.execute.optimizer import Updates
-from lt_offload.execute.program import check_match, program
-from lt_offload.execute.record import Recorder
+from lt_offload.execute.program import Walk, check_match, program
 from lt_offload.execute.tensors import Weight
-from lt_offload.execute.walk import Walk
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.compiled import called, intercept
 from lt_offload.schema.plan import Plan
@@ -98,6 +97,8 @@ class Engine:
         self._walk: Walk
         self._blocks: list[list[Weight]] = []
         """The weights of each block."""
+        self._updated_on_host: set[int] = set()
+        """Tensors."""
         self._presence: dict[int, BoundWeights] = {}
         """By computation."""
         self._guard: Guard
@@ -136,12 +137,11 @@ class Engine:
         self.streaming = Streaming(device, self._blocks, layout)
         if plan is not None:
             assert self.updates is not None
-            for weight, place in zip(self.weights, plan.update_places, strict=True):
-                weight.place = place
+            self._updated_on_host = {t for op in plan.ops if op.updates_on_host for t in plan.tensors(op)}
             expose(self.weights, plan, device)
             self.gradients = Gradients(device, self.updates, self.weights, plan)
             self._presence = {
-                op.id: BoundWeights(device, self._blocks[op.block], op)
+                op.id: BoundWeights(device, self._blocks[op.block], op, plan)
                 for op in plan.ops
                 if op.kind in ("forward", "backward")
             }
@@ -360,7 +360,7 @@ class Engine:
         states = 0
         if self.updates is not None:
             for weight in self.weights:
-                if weight.place == "host":
+                if weight.index in self._updated_on_host:
                     values = self.updates.state(weight).values()
                     states += sum(v.nbytes for v in values if isinstance(v, Tensor))
         return self.device.host_bytes + states
@@ -400,16 +400,17 @@ class Engine:
             raise UnsupportedError("this engine has no plan: it runs forwards under torch.no_grad() only")
         if index == 0:
             self._begin_iteration()
-        if index != self._walk.cursor:
+        if not self._walk.awaits("forward", index):
             raise UnsupportedError(
-                f"block {self.structure.blocks[index].name} was called where block {self._walk.cursor} was expected; "
+                f"block {self.structure.blocks[index].name} was called where {self._walk.expected} was expected; "
                 "lt_offload needs every block to be called once per forward, in order"
             )
         limits.check_arguments(self.structure.blocks[index].name, kwargs)
         self._own[index].check()
-        self._walk.begin(index)
+        step = self._walk.timeline.forward(index)
+        self._walk.begin(step)
         weights = self._blocks[index]
-        op = self._steps[index].compute
+        op = self._steps[step].compute
         assert op is not None
         with self._presence[op.id]:
             out = self._run_forward(index, forward, weights, args, kwargs)
@@ -455,7 +456,7 @@ class Engine:
     def _backward_of(self, frame: Frame, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         assert self.gradients is not None
         index = frame.index
-        step = len(self._steps) - 1 - index
+        step = self._walk.timeline.backward(index)
         self._walk.skip_to(step)
         self._walk.begin(step)
         self._run_again(step)

@@ -9,10 +9,10 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from lt_offload.errors import OverBudget
+from lt_offload.execute.copies import Transfer
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.groups import Layout, Parcel
 from lt_offload.execute.tensors import States, Weight, distinct
-from lt_offload.execute.transfers import Transfer
 from lt_offload.schema.plan import ALIGNMENT
 from lt_offload.units import format_bytes, round_up
 

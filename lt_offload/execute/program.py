@@ -1,4 +1,4 @@
-"""A plan's ops sorted by step, the way the engine walks them, and whether they fit the model. Does nothing."""
+"""A plan's ops sorted by step, whether they fit the model, and the walk that issues them around the computations."""
 
 from __future__ import annotations
 
@@ -8,40 +8,121 @@ from dataclasses import dataclass, field
 from torch.optim import Optimizer
 
 from lt_offload.errors import PlanError, UnsupportedError
+from lt_offload.execute.copies import Residency
+from lt_offload.execute.device.record import Recorder
+from lt_offload.execute.frames import Frames
+from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.optimizer import check_optimizer
+from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure
 from lt_offload.model.compiled import is_compiled
-from lt_offload.schema.plan import Op, Plan
+from lt_offload.schema.plan import Op, Plan, Timeline, deadlines
 from lt_offload.schema.profile import fingerprint
 
 
+class Walk:
+    """One pass through the steps per iteration."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        steps: Sequence[StepOps],
+        weights: Sequence[Weight],
+        *,
+        residency: Residency,
+        gradients: Gradients,
+        frames: Frames,
+        recorder: Recorder,
+    ) -> None:
+        self._steps, self._weights = steps, weights
+        self._residency, self._gradients = residency, gradients
+        self._frames, self._recorder = frames, recorder
+        self._plan, self._ops = plan, len(plan.ops)
+        self.timeline = Timeline(plan.timeline)
+        self._deadlines = deadlines(plan.ops)
+        self.cursor = 0
+        """The next step."""
+
+    def awaits(self, kind: str, block: int) -> bool:
+        """Return whether the next step is this one."""
+        step = self._plan.timeline[self.cursor] if self.cursor < len(self._steps) else None
+        return step is not None and step.kind == kind and step.block == block
+
+    @property
+    def expected(self) -> str:
+        """The next step, in words."""
+        if self.cursor == len(self._steps):
+            return "the end of the iteration"
+        step = self._plan.timeline[self.cursor]
+        return f"block {step.block}" if step.kind == "forward" else f"the {step.kind} of block {step.block}"
+
+    def begin(self, at: int) -> None:
+        """Issue what precedes the computation of step ``at``."""
+        assert at == self.cursor, f"step {at} after step {self.cursor - 1}"
+        self.cursor = at + 1
+        self._recorder.begin_step()
+        for op in self._steps[at].before:
+            self._issue(op)
+
+    def end(self) -> None:
+        """Issue what follows the computation of the step that was begun last."""
+        at = self.cursor - 1
+        for op in self._steps[at].updates:
+            weights = [self._weights[t] for t in self._plan.tensors(op)]
+            self._gradients.update_on_host(weights, f"update {op.block}", op.id, self._urgency(op))
+        for op in self._steps[at].after:
+            self._issue(op)
+        self._residency.end_step(at)
+        self._recorder.end_step()
+
+    def skip_to(self, step: int) -> None:
+        """Go through the steps before ``step`` without computing anything: their blocks have no backward."""
+        while self.cursor < step:
+            self.begin(self.cursor)
+            self.end()
+
+    def _urgency(self, op: Op) -> int:
+        """Return when the result of an update on the host is needed, as a position among the ops of all iterations."""
+        return self._recorder.iterations * self._ops + self._deadlines.get(op.id, 2 * self._ops)
+
+    def _issue(self, op: Op) -> None:
+        if op.payload != "activation":
+            self._residency.issue(op)
+            return
+        frame = self._frames.find(op.block)
+        if frame is None or frame.offloader is None:
+            return
+        if op.kind == "prefetch":
+            frame.offloader.fetch(op.id)
+        else:
+            self._residency.leave(op, frame.offloader)
+
+
 @dataclass(slots=True)
-class Step:
-    """What happens around one forward or backward."""
+class StepOps:
+    """What happens around one forward or backward, besides what gradients drive: see ``gradients.py``."""
 
     before: list[Op] = field(default_factory=list)
     """Prefetches."""
     again: list[Op] = field(default_factory=list)
     """Forwards that run again before the backward."""
     compute: Op | None = None
-    grads: dict[int, Op] = field(default_factory=dict)
-    """Gradient offloads, by tensor."""
     updates: list[Op] = field(default_factory=list)
     """Updates on the host."""
     after: list[Op] = field(default_factory=list)
     """Other offloads, then drops."""
 
 
-def program(plan: Plan) -> list[Step]:
+def program(plan: Plan) -> list[StepOps]:
     """Return the steps of ``plan``.
 
     Raises:
         PlanError: if an op stands where the issue order does not allow it.
     """
-    steps = [Step() for _ in range(plan.steps)]
+    steps = [StepOps() for _ in plan.timeline]
     for op in plan.ops:
-        if not 0 <= op.step < plan.steps:
-            raise PlanError(f"op {op.id} is at step {op.step}; the plan has steps 0 to {plan.steps - 1}")
+        if not 0 <= op.step < len(steps):
+            raise PlanError(f"op {op.id} is at step {op.step}; the plan has steps 0 to {len(steps) - 1}")
         step = steps[op.step]
         if op.save is not None:
             _check_again(op, plan, step)
@@ -50,22 +131,19 @@ def program(plan: Plan) -> list[Step]:
             step.compute = op
         elif op.kind == "prefetch":
             (step.before if step.compute is None else step.after).append(op)
-        elif op.kind == "offload" and op.payload == "grad":
-            step.grads.update(dict.fromkeys(op.tensors, op))
-        elif op.kind == "update":
-            if op.resource == "host":
-                step.updates.append(op)
-        else:
+        elif op.updates_on_host:
+            step.updates.append(op)
+        elif op.kind != "update" and op.payload != "grad":
             step.after.append(op)
-    for at, step in enumerate(steps):
+    for index, step in enumerate(steps):
         if step.compute is None:
-            raise PlanError(f"step {at} of the plan has no computation")
+            raise PlanError(f"step {index} of the plan has no computation")
     return steps
 
 
-def _check_again(op: Op, plan: Plan, step: Step) -> None:
-    computed = plan.steps - 1 - op.step
-    if op.kind != "forward" or op.step < len(plan.options) or op.block > computed or step.compute is not None:
+def _check_again(op: Op, plan: Plan, step: StepOps) -> None:
+    during = plan.timeline[op.step]
+    if op.kind != "forward" or during.kind == "forward" or op.block > during.block or step.compute is not None:
         raise PlanError(
             f"op {op.id} has save={op.save!r} and is the {op.kind} of block {op.block} in step {op.step}; a forward "
             "runs again in a backward step, before its backward, and is of that block or an earlier one"

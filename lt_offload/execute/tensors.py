@@ -1,9 +1,9 @@
-"""Each weight and its optimizer states: where they are on the host and, in a parcel, on the device. Knows no plans.
+"""Each weight and its optimizer states: where they are on the host and on the device.
 
 A weight has one *host copy* of full size and at most one *device copy*, a view of an arena buffer. ``Parameter.data``
 is the device copy only while its block runs; at rest it is the host copy, so that ``state_dict``, summaries and user
 code see real shapes and values. Optimizer state tensors follow the same rule with respect to an update on the device.
-Copies and the events that order them belong to the parcel that they travel in.
+Copies and the events that order them belong to the group that they travel in: see ``groups.py``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from lt_offload.errors import OverBudget
 from lt_offload.execute.device.base import Buffer, Cell, Device, Event
 from lt_offload.execute.device.lanes import plain_torch
-from lt_offload.schema.plan import UpdatePlace
 from lt_offload.units import round_up
 
 if TYPE_CHECKING:
@@ -40,14 +39,12 @@ class Weight:
         "zero_copy",
         "grad",
         "grad_cell",
-        "grad_zero_copy",
         "host",
         "index",
         "label",
         "nbytes",
         "param",
         "parcel",
-        "place",
         "present",
         "seen",
         "shadows",
@@ -72,7 +69,6 @@ class Weight:
         """The host copy as computations on the device see it; see :meth:`expose`."""
         self.present: Tensor | None = None
         """What the running computation sees: ``view`` or ``zero_copy``."""
-        self.place: UpdatePlace = "none"
         self.states = States(self)
         self.shadows: dict[str, nn.Parameter] = {}
         self.uses = 0
@@ -82,8 +78,6 @@ class Weight:
         self.grad: Tensor | None = None
         """Gradient held on the device until all uses have contributed."""
         self.grad_cell = Cell(f"host grad {name}")
-        self.grad_zero_copy = False
-        """The backward itself writes the gradient to host memory."""
         self._views: dict[int, Tensor] = {}
 
     @property

@@ -12,7 +12,8 @@ from dataclasses import dataclass, replace
 from html import escape
 
 from lt_offload.report.perfetto import LANES
-from lt_offload.schema.plan import Plan, Resource
+from lt_offload.schema.lanes import Resource
+from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Span, Trace
 from lt_offload.units import format_bytes, format_seconds
 

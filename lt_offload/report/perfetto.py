@@ -10,7 +10,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lt_offload.schema.plan import Resource
+from lt_offload.schema.lanes import Resource
 from lt_offload.schema.trace import Trace
 
 LANES: dict[Resource, str] = {

@@ -1,4 +1,4 @@
-"""A plan as text for people. Knows the plan only, so that a saved one can be explained without its profile."""
+"""A plan as text for people. It needs the plan alone, so that a saved one can be explained without its profile."""
 
 from __future__ import annotations
 
@@ -7,9 +7,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby, zip_longest
+from typing import TYPE_CHECKING
 
-from lt_offload.schema.plan import Alternative, Op, Plan, UpdatePlace
+from lt_offload.schema.lanes import LANES
 from lt_offload.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lt_offload.schema.plan import Alternative, Op, Plan, UpdatePlace
 
 WIDTH = 100
 _LABEL = 16
@@ -17,7 +21,6 @@ _MOST_ALTERNATIVES = 6
 _BAR = 20
 _NOT_SIMULATED = "not simulated"
 _MOST_CHAINS = 12
-_LANES = {"compute": "compute", "h2d": "copies to device", "d2h": "copies to host", "host": "updates on host"}
 _MEANINGS = {
     "keep": "activations stay on the device between forward and backward",
     "recompute": "only the block's input is kept; the backward runs the forward again",
@@ -130,7 +133,7 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
             "states",
         )
     ram = f"{format_bytes(found.host_peak_bytes)} of {format_bytes(plan.host_budget_bytes)}"
-    arriving = sum(op.bytes for op in plan.ops if op.slot is not None)
+    arriving = sum(op.bytes for op in plan.ops if op.payload == "grad" and not op.writes_gradients)
     if arriving:
         ram += f": {format_bytes(plan.gradient_bytes)} for gradients, in which {format_bytes(arriving)} take turns"
     yield "host memory", ram
@@ -140,8 +143,7 @@ def _traffic(plan: Plan) -> Iterator[tuple[str, str]]:
     moved: dict[str, int] = defaultdict(int)
     busy: dict[str, float] = defaultdict(float)
     for op in plan.ops:
-        written = op.payload == "grad" and op.resource == "compute"
-        moved["written" if written else op.resource] += op.bytes
+        moved["written" if op.writes_gradients else op.resource] += op.bytes
         busy[op.resource] += op.seconds
     to_device, to_host = format_bytes(moved["h2d"]), format_bytes(moved["d2h"])
     copies = f"{to_device} to the device, {to_host} to the host per iteration"
@@ -151,7 +153,8 @@ def _traffic(plan: Plan) -> Iterator[tuple[str, str]]:
         copies += f"; {format_bytes(moved['written'])} written directly"
     yield "copies", copies
     if plan.predicted.iteration_s:
-        parts = [f"{name} {busy[lane] / plan.predicted.iteration_s:.0%}" for lane, name in _LANES.items() if busy[lane]]
+        loads = [(lane.title, busy[lane.name] / plan.predicted.iteration_s) for lane in LANES if busy[lane.name]]
+        parts = [f"{title} {load:.0%}" for title, load in loads]
         yield "busy", ", ".join(parts)
 
 
@@ -214,7 +217,7 @@ class _Block:
 def _blocks(plan: Plan) -> list[_Block]:
     blocks = [_Block(index, option) for index, option in enumerate(plan.options)]
     for op in plan.ops:
-        if op.payload == "grad" and op.resource == "compute":
+        if op.writes_gradients:
             blocks[op.block].written += op.bytes
         elif op.payload is not None:
             blocks[op.block].moved[op.kind, op.payload] += op.bytes
@@ -222,7 +225,7 @@ def _blocks(plan: Plan) -> list[_Block]:
             blocks[op.block].read += op.bytes
             blocks[op.block].again += op.save is not None
         if op.kind == "update":
-            for tensor in op.tensors:
+            for tensor in plan.tensors(op):
                 blocks[op.block].places[plan.update_places[tensor]] += 1
     return blocks
 

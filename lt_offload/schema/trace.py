@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import ConfigDict
 
 from lt_offload.schema.files import load_json, save_json
-from lt_offload.schema.plan import Resource
+from lt_offload.schema.lanes import Resource
 
 TRACE_SCHEMA = 1
 

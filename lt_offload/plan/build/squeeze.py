@@ -77,7 +77,7 @@ def _holds(decisions: Decisions, profile: Profile) -> Iterator[_Held]:
         if chosen.release_after is not None and chosen.fetch is not None:
             nbytes = block.option(chosen.option).offload_bytes
             yield _Held("out", index, (index + 1, chosen.release_after, nbytes))
-            yield _Held("in", index, (chosen.fetch, decisions.activations_needed(index) - 1, nbytes))
+            yield _Held("in", index, (chosen.fetch, decisions.activations_needed(index, profile) - 1, nbytes))
 
 
 def squeeze_arena(decisions: Decisions, profile: Profile, limit: int) -> Decisions:

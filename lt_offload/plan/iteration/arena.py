@@ -15,6 +15,9 @@ from numpy.typing import NDArray
 
 from lt_offload.schema.plan import ALIGNMENT
 
+_STATE_PADDING = 32
+"""Each state tensor of a parameter begins at a multiple of 8 bytes; room for four of them to be rounded up."""
+
 
 @dataclass(frozen=True, slots=True)
 class Lifetime:
@@ -43,6 +46,11 @@ class Placement:
 def aligned(nbytes: int) -> int:
     """Return the bytes of the arena that a buffer of ``nbytes`` takes."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def state_room(nbytes: int) -> int:
+    """Return the bytes of the arena that ``nbytes`` of optimizer states take."""
+    return aligned(nbytes + _STATE_PADDING) if nbytes else 0
 
 
 def live_bytes(lifetimes: Sequence[Lifetime], steps: int) -> NDArray[np.int64]:

@@ -6,7 +6,7 @@ import torch
 from lt_offload.errors import ConfigError, OverBudget
 from lt_offload.execute.device.base import AllocatorEvents
 from lt_offload.execute.device.cuda import CudaDevice
-from lt_offload.execute.record import Recorder
+from lt_offload.execute.device.record import Recorder
 from tests.support.gpu_model import CONTEXT, KB, Gpu
 
 MB = 1 << 20

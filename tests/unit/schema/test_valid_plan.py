@@ -12,8 +12,7 @@ from lt_offload.errors import PlanError
 from lt_offload.plan import check, solve
 from lt_offload.plan.build.plan import build
 from lt_offload.schema.files import to_json
-from lt_offload.schema.plan import Plan
-from lt_offload.schema.plan_valid import problems
+from lt_offload.schema.plan import Plan, problems
 from tests.support.profiles.small import HUGE, resident, small_profile
 
 PROFILE = small_profile(5)
@@ -55,16 +54,20 @@ def test_a_sound_plan_has_no_problems(tmp_path: Path) -> None:
         (put("budget_bytes", 10**30), "budget_bytes: .* is out of bounds"),
         (put("predicted", "iteration_s", float("nan")), "predicted.iteration_s: nan is out of bounds"),
         (put("options", []), "it has no blocks"),
-        (put("state_bytes", [1]), "do not have 5 entries each"),
+        (put("timeline", 0, "block", 9), r"timeline\.0: the forward of block 9, there are 5 blocks"),
+        (put("groups", 0, "sizes", []), r"groups\.0: 0 sizes for 1 tensors"),
+        (put("groups", 0, "tensors", [99]), r"groups\.0: it has tensors that do not exist"),
+        (put("initial", [{"group": 99, "offset": 0}]), r"initial\.0: group 99 at"),
         (put("ops", 3, "id", 77), r"ops\.3: its id is 77"),
         (put("ops", 3, "step", 77), r"ops\.3: step 77 of block"),
         (put("ops", 3, "block", -1), r"ops\.3: step .* of block -1"),
         (put("ops", 3, "after", [999]), r"ops\.3: it waits for ops that do not exist"),
-        (put("ops", first("prefetch"), "tensors", [99]), "it names tensors that do not exist"),
-        (put("ops", first("prefetch"), "offsets", []), "0 offsets for 1 tensors"),
+        (put("ops", first("prefetch"), "groups", [99]), "it names groups that do not exist"),
+        (put("ops", first("prefetch"), "offsets", []), "0 offsets for 1 groups"),
         (put("ops", first("prefetch"), "seconds", -1), "a size or time is negative"),
         (lambda whole: whole["ops"].pop(first("prefetch")), "its id is"),
-        (put("ops", first("prefetch"), "payload", "state"), "leaves the device without being there"),
+        (put("ops", first("prefetch"), "payload", "state"), "it names groups of another payload than state"),
+        (put("ops", first("prefetch"), "groups", [1]), "without being there"),
         (put("colour", "red"), "colour: "),
     ],
 )

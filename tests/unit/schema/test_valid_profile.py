@@ -11,8 +11,7 @@ import pytest
 from lt_offload.errors import ConfigError, PlanError
 from lt_offload.profiling.hardware import load_hardware, save_hardware
 from lt_offload.schema.files import to_json
-from lt_offload.schema.profile import Profile
-from lt_offload.schema.profile_valid import problems
+from lt_offload.schema.profile import Profile, problems
 from tests.support.samples import make_profile
 
 SOUND = make_profile(layers=2)

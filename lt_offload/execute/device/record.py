@@ -6,7 +6,8 @@ from operator import sub
 from typing import cast
 
 from lt_offload.execute.device.base import AllocatorEvents, Device
-from lt_offload.schema.plan import Plan, Resource
+from lt_offload.schema.lanes import Resource
+from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Span, Trace
 
 
