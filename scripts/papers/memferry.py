@@ -18,7 +18,7 @@ from lt_offload.plan.planners.memferry.model import (
     forward,
     uniform,
 )
-from lt_offload.plan.planners.memferry.paper import algorithm_1_as_printed, algorithm_1_corrected
+from scripts.papers.memferry_algorithm import algorithm_1_as_printed, algorithm_1_corrected
 from scripts.papers.memferry_networks import (
     A100,
     BERT_BASE,

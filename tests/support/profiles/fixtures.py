@@ -8,7 +8,6 @@ from lt_offload.schema.profile import Profile
 from scripts.papers.profiles import (
     ADAM_3060,
     GB,
-    PAPER,
     RTX_3060,
     llama7b_b4,
     llama7b_b8_3090,
@@ -19,7 +18,6 @@ from scripts.papers.profiles import (
 __all__ = [
     "ADAM_3060",
     "GB",
-    "PAPER",
     "RTX_3060",
     "llama7b_b4",
     "llama7b_b8_3090",

@@ -11,7 +11,7 @@ import pytest
 from lt_offload.plan.planners.memferry.backward import kept_gradients, switched_weights
 from lt_offload.plan.planners.memferry.forward import best_forward, layer_ways
 from lt_offload.plan.planners.memferry.model import Decisions, MemFerryLayer, MemFerryWeight, backward, forward, uniform
-from lt_offload.plan.planners.memferry.paper import algorithm_1_as_printed, algorithm_1_corrected
+from scripts.papers.memferry_algorithm import algorithm_1_as_printed, algorithm_1_corrected
 
 
 def random_weight(rng: np.random.Generator, *, reads: bool) -> MemFerryWeight:

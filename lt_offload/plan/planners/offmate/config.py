@@ -6,7 +6,6 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from lt_offload.errors import ConfigError
-from lt_offload.plan.planners.lp import SolverName
 from lt_offload.schema.profile import BlockProfile, OptionProfile
 
 
@@ -14,8 +13,7 @@ from lt_offload.schema.profile import BlockProfile, OptionProfile
 class OffmateConfig:
     """Budgets, switches and modelling choices.
 
-    The defaults describe how the engine executes; ``phi=1, gamma=1, lag=0, lookahead=0, pools="shared",
-    launch_interrupts=True, late_update=False, shared_gradients=False`` describe the paper's runtime.
+    The defaults describe how the engine executes.
     """
 
     budget_bytes: int | None
@@ -33,18 +31,6 @@ class OffmateConfig:
     phi: float = 0.25
     """Part of the copies out of a group's own update step that cannot overlap with that step: 1 if they start at its
     end."""
-    late_update: bool = True
-    """Whether the host may update a group whose next forward follows its last backward at once (the embedding). The
-    forward then waits for the update; the paper leaves such groups to the device."""
-    launch_interrupts: bool = False
-    """Whether the host cannot update while it launches a step's kernels, as in the paper's (23). The engine updates on
-    threads of their own."""
-    shared_gradients: bool = True
-    """Whether gradients of different steps take turns in the same host memory, each until the host has updated; in the
-    paper's runtime each has its own."""
-    gamma: float | None = None
-    """Peak of a group's gradient bytes over its trainable bytes: 1 if the update follows the whole backward of the
-    block; None: its largest tensor, as when every tensor is updated as soon as its gradient is complete."""
     lag: int = 1
     """Offloaded activations keep their device memory this many steps after their forward and leave during any of them.
     With 0 the copy is supposed to overlap with the forward that makes them."""
@@ -62,8 +48,6 @@ class OffmateConfig:
     """Weight of a second of copying in the objective; without it the solver returns pointless traffic."""
     gap: float = 0.01
     """Relative distance to the bound above which a rounded solution is not good enough."""
-    solver: SolverName = "highs"
-    """Which solver runs."""
     time_limit: float = 30.0
     """Seconds for everything."""
 

@@ -8,37 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
 
 import pulp
 
+from lt_offload.plan.planners.lp import Term, require
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.solution import Group
-
-Term: TypeAlias = pulp.LpVariable | float
-Pair: TypeAlias = tuple[float, Term]
-_SENSE = {"<=": pulp.LpConstraintLE, ">=": pulp.LpConstraintGE, "==": pulp.LpConstraintEQ}
-
-
-def add(row: pulp.LpAffineExpression, pairs: Iterable[Pair]) -> None:
-    """Add products of a number and a variable (or constant) to ``row``."""
-    for factor, term in pairs:
-        if isinstance(term, float):
-            row.constant += factor * term
-        elif factor:
-            row.addterm(term, factor)
-
-
-def require(
-    problem: pulp.LpProblem,
-    pairs: Iterable[Pair],
-    relation: Literal["<=", ">=", "=="],
-    right: float = 0.0,
-) -> None:
-    """Add the row ``sum(pairs) relation right`` to ``problem``."""
-    row = pulp.LpAffineExpression()
-    add(row, pairs)
-    problem.addConstraint(pulp.LpConstraint(row, sense=_SENSE[relation], rhs=right))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +45,15 @@ class GroupBuilder:
     """Adds the variables and rows of one group to a problem."""
 
     def __init__(
-        self, problem: pulp.LpProblem, name: str, group: Group, uses: tuple[int, ...], steps: int, config: OffmateConfig
+        self,
+        problem: pulp.LpProblem,
+        name: str,
+        group: Group,
+        uses: tuple[int, ...],
+        steps: int,
+        config: OffmateConfig,
+        *,
+        late_update: bool,
     ) -> None:
         self.problem, self.name, self.steps, self.config = problem, name, steps, config
         trainable, paged = group.trainable_bytes > 0, group.state_bytes > 0
@@ -80,7 +63,7 @@ class GroupBuilder:
         first_use = 2 * group.blocks[0] + 1
         # The host needs a step to receive gradients, one to update and one to send the result back.
         on_host = config.host_update and trainable and first_use >= 3
-        late = config.host_update and config.late_update and trainable and first_use < 3
+        late = config.host_update and late_update and trainable and first_use < 3
         release = config.window + config.gradient_window if trainable else 0
         resident, fetched = self._residency("R", uses, release)
         state, state_fetched = self._residency("S", (0,), release) if paged else ([0.0] * steps, [])

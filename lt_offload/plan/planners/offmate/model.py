@@ -28,8 +28,8 @@ to the host and ``OP`` updated there, of Wg (4); ``Time`` of a step (2).
   in the printed (20) is the host's by mistake).
 - C12 and at least its copies to the device (21), C13 and to the host (22), with the activations that both equations
   forget,
-- C14 and at least the host's updates; with ``launch_interrupts`` its launches as well (23), without it all launches
-  together bound the iteration only.
+- C14 and at least the host's updates; all launches together bound the iteration only, as updates run on other threads
+  (in (23) they interrupt each other).
 
 A group whose first forward directly follows its last backward (``tau_f = 1``, the embedding) has no step between in
 which the host could update it. The paper leaves it to the device, with states that may not fit; here its forward may
@@ -50,8 +50,9 @@ import pulp
 
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.plan.iteration.pace import Pace
+from lt_offload.plan.planners.lp import Pair, Term, add, pairs, require
 from lt_offload.plan.planners.offmate.config import OffmateConfig, allowed_options, held_bytes
-from lt_offload.plan.planners.offmate.groups import GroupBuilder, GroupTerms, Pair, Term, add, require
+from lt_offload.plan.planners.offmate.groups import GroupBuilder, GroupTerms
 from lt_offload.plan.planners.offmate.solution import Group, groups
 from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile
 
@@ -61,8 +62,13 @@ Objective = Literal["time", "device", "host"]
 class Program:
     """The program for one profile and configuration.
 
-    With objective ``device`` or ``host``, that budget is a variable to minimise and time does not matter.
+    With objective ``device`` or ``host``, that budget is a variable to minimise and time does not matter. The methods
+    without underscore say how the engine executes; a subclass may describe another runtime.
     """
+
+    late_update = True
+    """Whether the host may update a group whose next forward follows its last backward at once (the embedding); the
+    forward then waits for the update."""
 
     def __init__(
         self, profile: Profile, config: OffmateConfig, objective: Objective = "time", pace: Pace | None = None
@@ -98,7 +104,15 @@ class Program:
         if self.offloaded:
             self._pool_copies()
         for index, group in enumerate(self.groups):
-            builder = GroupBuilder(self.problem, f"w{index:03d}", group, self._uses(group), self.steps, config)
+            builder = GroupBuilder(
+                self.problem,
+                f"w{index:03d}",
+                group,
+                self._uses(group),
+                self.steps,
+                config,
+                late_update=self.late_update,
+            )
             self.terms.append(builder.terms)
             self._count_parameters(builder.terms)
             self._count_gradients(builder.terms)
@@ -138,7 +152,7 @@ class Program:
         forward, backward = index, self.steps - 1 - index
         interface = block.input_bytes + block.output_bytes
         add(self.other[forward], [(1, held), (self._size(interface), 1.0)])
-        self._count_launch(forward, block)
+        self.count_launch(forward, block)
         for option, weight in zip(options, weights, strict=True):
             saved = option.saved_bytes if block.has_backward else 0
             add(self.other[forward], [(self._size(saved + option.forward_peak_bytes), weight)])
@@ -146,7 +160,7 @@ class Program:
         if not block.has_backward:
             return
         add(self.other[backward], [(1, held), (self._size(interface + block.input_bytes), 1.0)])
-        self._count_launch(backward, block)
+        self.count_launch(backward, block)
         for option, weight in zip(options, weights, strict=True):
             add(self.other[backward], [(self._size(option.saved_bytes + option.backward_peak_bytes), weight)])
             add(self.compute[backward], [(self._duration(option.backward_s), weight)])
@@ -157,9 +171,9 @@ class Program:
         else:
             self._count_copies(index, offloaded)
 
-    def _count_launch(self, step: int, block: BlockProfile) -> None:
-        row = self.host[step] if self.config.launch_interrupts else self.launched
-        add(row, [(self._duration(block.launch_s), 1.0)])
+    def count_launch(self, step: int, block: BlockProfile) -> None:
+        """Count the launch of a step's kernels. The host updates on threads of their own, which it does not stop."""
+        add(self.launched, [(self._duration(block.launch_s), 1.0)])
 
     def _pool_copies(self) -> None:
         """Count the copies of all blocks' saved activations together.
@@ -249,9 +263,11 @@ class Program:
         ]
         return group.bytes - (sum(t.bytes for t in zero_copy) if self.config.optimistic else 0)
 
-    def _gradient_peak(self, group: Group) -> float:
-        if self.config.gamma is not None:
-            return self.config.gamma
+    def gradient_peak(self, group: Group) -> float:
+        """Return the peak of a group's gradient bytes in its update step over its trainable bytes.
+
+        It is that of the largest tensor: each is updated as soon as its gradient is complete.
+        """
         tensors = [self.profile.tensors[index] for index in group.tensors]
         return max(tensor.bytes for tensor in tensors if tensor.trainable) / group.trainable_bytes
 
@@ -265,7 +281,7 @@ class Program:
         if not v.group.trainable_bytes:
             return
         size, update = self._size(v.group.trainable_bytes), v.group.last_backward
-        peak, scratch = self._gradient_peak(v.group), self.profile.optimizer.scratch_ratio
+        peak, scratch = self.gradient_peak(v.group), self.profile.optimizer.scratch_ratio
         add(self.other[update], [(size * peak, 1.0), (size * (1 - peak), v.host_share)])
         add(self.other[update], [(size * peak * scratch, 1.0), (-size * peak * scratch, v.host_share)])
         for tau in range(1, min(self.config.gradient_window, v.first_use - 2)):
@@ -329,14 +345,12 @@ class Program:
         elif self.config.host_budget_bytes is not None:
             budget = self._size(self.config.host_budget_bytes)
         if budget is not None:
-            gradients = self._gradients_on_host()
+            gradients = self.gradients_on_host()
             require(self.problem, [*pairs(self.host_memory), *gradients, (-1, budget)], "<=")  # C10
         return budget
 
-    def _gradients_on_host(self) -> list[Pair]:
-        """Return terms for the host memory of gradients."""
-        if not self.config.shared_gradients:
-            return [pair for row in self.arriving.values() for pair in pairs(row)]
+    def gradients_on_host(self) -> list[Pair]:
+        """Return terms for the host memory of gradients: those of different steps take turns in it."""
         most = self.problem.add_variable("gradients", 0)
         for row in self.arriving.values():
             require(self.problem, [*pairs(row), (-1, most)], "<=")
@@ -363,8 +377,3 @@ class Program:
             assert budget is not None
             add(goal, [(1, budget)])
         self.problem.setObjective(goal)
-
-
-def pairs(row: pulp.LpAffineExpression) -> list[Pair]:
-    """Return the terms of ``row``, its constant included."""
-    return [*((factor, term) for term, factor in row.items()), (row.constant, 1.0)]

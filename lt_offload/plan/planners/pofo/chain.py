@@ -73,10 +73,6 @@ class Chain:
         """Return delta of ``layer``, in 0 to L."""
         return self.layers[layer - 1].gradient_bytes if layer else self.input_gradient_bytes
 
-    def stored(self, layer: int, *, all_saved: bool) -> int:
-        """Return the bytes of the input of ``layer``, in 1 to L + 1: an output, or all that the layer before saved."""
-        return self.layers[layer - 2].saved_bytes if all_saved else self.output(layer - 1)
-
 
 class SlotSizes(NamedTuple):
     """A chain in whole slots of memory and in the time that the link needs for one; index 0 is the chain's input.

@@ -84,19 +84,6 @@ def sequential(chain: Chain) -> tuple[Operation, ...]:
     return (*forward, Operation("loss", count + 1), *backward)
 
 
-def from_scratch(chain: Chain) -> tuple[Operation, ...]:
-    """Return the sequence that begins each backward from the chain's input."""
-    count = len(chain.layers)
-    found = [*_run_up(count), Operation("loss", count + 1)]
-    for layer in range(count, 0, -1):
-        found += [*_run_up(layer - 1), Operation("all", layer), Operation("backward", layer)]
-    return tuple(found)
-
-
-def _run_up(layer: int) -> list[Operation]:
-    return [Operation("none" if at > 1 else "checkpoint", at) for at in range(1, layer + 1)]
-
-
 class _Walker:
     """Follows the items of one sequence."""
 

@@ -7,10 +7,8 @@ on the device in these two steps; it may be absent in the gap after either of th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
 from typing import Literal, NamedTuple
 
 from lt_offload.errors import ConfigError
@@ -31,20 +29,9 @@ class Gap(NamedTuple):
         return range(2 * layers - self.layer, 2 * layers + self.layer)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WeightLayer:
-    """One layer as the paper has it; sizes in bytes, times in seconds."""
-
-    weight_bytes: int
-    forward_s: float
-    backward_s: float
-    activation_bytes: int = 0
-    """Size of its output, held until the backward of the layer after it."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class WeightChain:
-    """One problem. :meth:`of` makes it from the paper's quantities; sequences are per layer or per step."""
+    """One problem; sequences are per layer or per step."""
 
     weights: tuple[int, ...]
     """Bytes per layer."""
@@ -85,24 +72,6 @@ class WeightChain:
             if not getattr(self, name) > 0:
                 raise ConfigError(f"{name}={getattr(self, name)}; it is more than 0")
 
-    @classmethod
-    def of(cls, layers: Sequence[WeightLayer], *, memory: int, bandwidth: float) -> WeightChain:
-        """Return the problem ``OFF(L, memory, bandwidth)``.
-
-        The working bytes are those of eq. 1 less the layer's own weight: the outputs of all layers up to it, and in the
-        backward a gradient as large as the weight.
-        """
-        held = list(accumulate(layer.activation_bytes for layer in layers))
-        backward = [total + layer.weight_bytes for total, layer in zip(held, layers, strict=True)]
-        return cls(
-            weights=tuple(layer.weight_bytes for layer in layers),
-            seconds=(*(layer.forward_s for layer in layers), *(layer.backward_s for layer in reversed(layers))),
-            working=(*held, *reversed(backward)),
-            memory=memory,
-            h2d=bandwidth,
-            d2h=bandwidth,
-        )
-
     @property
     def layers(self) -> int:
         """Number of layers."""
@@ -134,11 +103,3 @@ class WeightChain:
             phases: tuple[Phase, ...] = ("forward", "backward")
             found += [gap for after in phases if nbytes and (gap := Gap(layer, after)).steps(self.layers)]
         return found
-
-
-def l2l_s(chain: WeightChain) -> float:
-    """Return the seconds of an L2L iteration in closed form.
-
-    Both fetches of every weight are exposed, and the copies to the host hide behind the next fetch and computation.
-    """
-    return chain.compute_s + 2 * sum(chain.weights) / chain.h2d
