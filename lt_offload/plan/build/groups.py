@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 
 from lt_offload.plan.build.copies import DeviceCopy, device_copies, lifetime
-from lt_offload.plan.iteration.arena import Lifetime, Placement, place
+from lt_offload.plan.build.placement import Lifetime, Placement, place
 from lt_offload.plan.iteration.decisions import Decisions, Interval
 from lt_offload.schema.profile import Profile
 

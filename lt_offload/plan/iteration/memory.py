@@ -15,12 +15,16 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_offload.plan.iteration.arena import aligned
 from lt_offload.plan.iteration.computations import SAVED, Computation, Recomputation, computations
-from lt_offload.schema.plan import Plan, UpdatePlace
+from lt_offload.schema.plan import ALIGNMENT, Plan, UpdatePlace
 from lt_offload.schema.profile import COLLECTED_BELOW, GATHERED_BELOW, OptionName, Profile
 
 Bytes = NDArray[np.int64]
+
+
+def aligned(nbytes: int) -> int:
+    """Return the bytes of the arena that a buffer of ``nbytes`` takes."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

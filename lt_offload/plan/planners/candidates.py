@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError
-from lt_offload.plan.build.fit import fit
+from lt_offload.plan.build.fit import fit, loosen
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.build.relax import relax
 from lt_offload.plan.build.slots import share_slots
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.request import Proposal, Request
@@ -114,7 +113,7 @@ class Candidates:
         yield decisions
         seen = [decisions]
         for earlier in (False, True):
-            relaxed = relax(decisions, self.request.profile, limit, earlier=earlier)
-            if relaxed not in seen:
-                seen.append(relaxed)
-                yield relaxed
+            loosened = loosen(decisions, self.request.profile, limit, earlier=earlier)
+            if loosened not in seen:
+                seen.append(loosened)
+                yield loosened

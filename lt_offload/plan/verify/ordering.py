@@ -12,7 +12,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 from lt_offload.plan.build.slots import slot_bytes
-from lt_offload.plan.iteration.arena import aligned
+from lt_offload.plan.iteration.memory import aligned
 from lt_offload.plan.verify.simulate import label
 from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import Profile

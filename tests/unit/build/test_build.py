@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lt_offload.plan.build.fit import fit
+from lt_offload.plan.build.fit import fit, tighten_framework
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.build.squeeze import squeeze_framework
 from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision, block_choices
 from lt_offload.plan.iteration.memory import budget_for, framework_bytes, usage
 from lt_offload.plan.planners.baselines import streaming_choices
@@ -299,7 +298,7 @@ def test_squeezing_keeps_plans_valid_and_within_the_room(seed: int) -> None:
     decisions = discretise(random_solution(rng, profile), profile, random_slack(rng))
     loose = built(decisions, profile)
     peak = simulate(loose, profile).device_peak
-    least = squeeze_framework(decisions, profile, 0)
+    least = tighten_framework(decisions, profile, 0)
     assert framework_bytes(least.usage, profile).max() <= framework_bytes(decisions.usage, profile).max()
     room = int((peak - budget_for(0, profile)) * rng.uniform(0.8, 1.0))
     fitted = fit(decisions, profile, room)

@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lt_offload.plan.build.fit import fit
+from lt_offload.plan.build.fit import fit, tighten_framework
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.build.squeeze import squeeze_framework
 from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Recomputation, TensorDecision
 from lt_offload.plan.iteration.memory import budget_for, computation_bytes, device_bytes, framework_bytes, usage
 from lt_offload.plan.verify.check import check
@@ -320,7 +319,7 @@ def test_random_choices_are_squeezed_without_harm(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_model(rng)
     decisions = random_choices(rng, profile)
-    least = squeeze_framework(decisions, profile, 0)
+    least = tighten_framework(decisions, profile, 0)
     assert least.recomputations == decisions.recomputations
     assert framework_bytes(least.usage, profile).max() <= framework_bytes(decisions.usage, profile).max()
     assert check(built(least, profile), profile) == []

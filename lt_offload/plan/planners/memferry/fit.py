@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 
 from lt_offload.plan.build.copies import device_copies
 from lt_offload.plan.build.fit import fit
+from lt_offload.plan.build.placement import Placement, live_bytes
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.iteration.arena import Placement, live_bytes
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import framework_bytes
 from lt_offload.plan.planners.memferry.chain import to_choices
