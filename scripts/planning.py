@@ -51,7 +51,7 @@ def stream_all(profile: Profile) -> Plan:
 
 def describe(plan: Plan, profile: Profile) -> dict[str, Any]:
     """Return what matters of a plan beside measured figures; shares are of all weight bytes."""
-    fetched = {t for op in plan.ops if op.kind == "prefetch" and op.payload == "weight" for t in op.tensors}
+    fetched = {t for op in plan.ops if op.kind == "prefetch" and op.payload == "weight" for t in plan.tensors(op)}
     sizes = [tensor.bytes for tensor in profile.tensors]
     on_host = (size for size, place in zip(sizes, plan.update_places, strict=True) if place == "host")
     return {

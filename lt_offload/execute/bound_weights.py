@@ -21,11 +21,8 @@ def expose(weights: Sequence[Weight], plan: Plan, device: Device) -> None:
         UnsupportedError: if the device cannot.
     """
     for op in plan.ops:
-        for tensor in op.zero_copy:
+        for tensor in plan.zero_copy(op):
             weights[tensor].expose(device)
-        if op.payload == "grad" and op.resource == "compute":
-            for tensor in op.tensors:
-                weights[tensor].grad_zero_copy = True
 
 
 class BoundWeights:
@@ -35,13 +32,14 @@ class BoundWeights:
         PlanError: on entry, if the plan does not bring a weight to the device, or has one read that is out of date.
     """
 
-    def __init__(self, device: Device, weights: Sequence[Weight], op: Op) -> None:
+    def __init__(self, device: Device, weights: Sequence[Weight], op: Op, plan: Plan) -> None:
         self._device, self._op = device, op
         self._label = f"{op.kind} {op.block}"
         self._token: object = None
         self._weights = tuple(weights)
-        self._copied = tuple(weight for weight in weights if weight.index not in op.zero_copy)
-        self._direct = tuple(weight for weight in weights if weight.index in op.zero_copy)
+        in_host_memory = set(plan.zero_copy(op))
+        self._copied = tuple(weight for weight in weights if weight.index not in in_host_memory)
+        self._direct = tuple(weight for weight in weights if weight.index in in_host_memory)
         self._here = _parcels(self._copied)
         self._there = _parcels(self._direct)
 

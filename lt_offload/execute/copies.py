@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from lt_offload.execute.activations import ActivationOffloader
@@ -41,8 +41,7 @@ class Residency:
         self._initial: dict[Parcel, int] = {}
         self._moves: dict[int, _Move] = {}
         if plan is not None:
-            initial = ((layout.of[r.payload, r.tensor], r.offset) for r in plan.initial)
-            self._initial = _lowest(initial)
+            self._initial = _placed([(copy.group, copy.offset) for copy in plan.initial], layout)
             self._moves = {op.id: self._move(op, layout) for op in plan.ops if op.payload in ("weight", "state")}
 
     def issue(self, op: Op) -> None:
@@ -141,8 +140,7 @@ class Residency:
 
     def _move(self, op: Op, layout: Layout) -> _Move:
         assert op.payload is not None
-        moved = [layout.of[op.payload, tensor] for tensor in op.tensors]
-        offsets = _lowest(zip(moved, op.offsets or (0,) * len(moved), strict=True))
+        offsets = _placed(list(zip(op.groups, op.offsets or (0,) * len(op.groups), strict=True)), layout)
         parcels = tuple(offsets)
         transfer = Transfer(self.device, parcels, label=f"{op.kind} {op.payload} {op.block}", op=op.id)
         return _Move(parcels, tuple(offsets.values()), transfer)
@@ -153,9 +151,6 @@ class Residency:
         parcel.attach(self.device.place(offset, parcel.room, parcel.label))
 
 
-def _lowest(offsets: Iterable[tuple[Parcel, int]]) -> dict[Parcel, int]:
-    """Return where each parcel begins, given where its members do."""
-    found: dict[Parcel, int] = {}
-    for parcel, offset in offsets:
-        found[parcel] = min(offset, found.get(parcel, offset))
-    return found
+def _placed(groups: Sequence[tuple[int, int]], layout: Layout) -> dict[Parcel, int]:
+    """Return where each parcel begins, given where groups of the plan do."""
+    return {parcel: offset + start for group, offset in groups for parcel, start in layout.parts[group]}

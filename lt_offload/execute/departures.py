@@ -10,7 +10,7 @@ from torch import Tensor
 
 from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.tensors import Weight, carve, distinct, round_up
-from lt_offload.schema.plan import ALIGNMENT, Op
+from lt_offload.schema.plan import ALIGNMENT, Op, Plan
 from lt_offload.schema.profile import GATHERED_BELOW
 
 SMALL_GRADIENT = GATHERED_BELOW
@@ -36,16 +36,16 @@ class Slots:
     A copy comes after the updates that its op waits for in the plan: they read what was at its addresses.
     """
 
-    def __init__(self, device: Device, ops: Sequence[Op], weights: Sequence[Weight]) -> None:
-        self._updates = {op.id for op in ops if op.kind == "update" and op.resource == "host"}
+    def __init__(self, device: Device, plan: Plan, weights: Sequence[Weight]) -> None:
+        copies = [op for op in plan.ops if op.payload == "grad" and not op.writes_gradients]
+        self._updates = {op.id for op in plan.ops if op.updates_on_host}
         self._events: dict[int, list[Event]] = {}
         """By update: what has to be over before memory that it reads is overwritten."""
-        ranges = {op.id: _range(op, weights) for op in ops if op.slot is not None}
-        self._boxes = [
-            GradientOffloads(device, op, [weights[t] for t in op.tensors]) for op in ops if op.slot is not None
-        ]
-        self.of: dict[int, GradientOffloads] = {t: box for box in self._boxes for t in box.op.tensors}
-        """By weight."""
+        ranges = {op.id: _range(op, plan) for op in copies}
+        self._boxes = [GradientOffloads(device, op, [weights[t] for t in plan.tensors(op)]) for op in copies]
+        self.of: dict[int, GradientOffloads] = {box.op.id: box for box in self._boxes}
+        """By op."""
+        self._box_of = {t: box for box in self._boxes for t in plan.tensors(box.op)}
         for low, high in _islands(ranges.values()):
             island = device.host_empty((high - low,), torch.uint8)
             for box in self._boxes:
@@ -66,16 +66,17 @@ class Slots:
 
     def skipped(self, op: int, weights: Iterable[Weight]) -> None:
         """Note that nothing has arrived for the update ``op``: what was at its addresses before may be there still."""
-        boxes = dict.fromkeys(self.of[w.index] for w in weights if w.index in self.of)
+        boxes = dict.fromkeys(self._box_of[w.index] for w in weights if w.index in self._box_of)
         self._events[op] = distinct(event for box in boxes for event in self._freed(box.op))
 
     def _freed(self, op: Op) -> list[Event]:
         return [event for other in op.after if other in self._updates for event in self._events.get(other, ())]
 
 
-def _range(op: Op, weights: Sequence[Weight]) -> tuple[int, int]:
-    assert op.slot is not None
-    return op.slot, op.slot + sum(round_up(weights[t].nbytes, ALIGNMENT) for t in op.tensors)
+def _range(op: Op, plan: Plan) -> tuple[int, int]:
+    (group,) = (plan.groups[number] for number in op.groups)
+    assert group.host_offset is not None
+    return group.host_offset, group.host_offset + group.bytes
 
 
 def _islands(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -144,7 +144,7 @@ class Engine:
             expose(self.weights, plan, device)
             self.gradients = Gradients(device, self.updates, self.weights, plan)
             self._presence = {
-                op.id: BoundWeights(device, self._blocks[op.block], op)
+                op.id: BoundWeights(device, self._blocks[op.block], op, plan)
                 for op in plan.ops
                 if op.kind in ("forward", "backward")
             }
@@ -403,16 +403,17 @@ class Engine:
             raise UnsupportedError("this engine has no plan: it runs forwards under torch.no_grad() only")
         if index == 0:
             self._begin_iteration()
-        if index != self._walk.cursor:
+        if not self._walk.awaits("forward", index):
             raise UnsupportedError(
-                f"block {self.structure.blocks[index].name} was called where block {self._walk.cursor} was expected; "
+                f"block {self.structure.blocks[index].name} was called where {self._walk.expected} was expected; "
                 "lt_offload needs every block to be called once per forward, in order"
             )
         check_arguments(self.structure.blocks[index].name, kwargs)
         self._own[index].check()
-        self._walk.begin(index)
+        step = self._walk.timeline.forward(index)
+        self._walk.begin(step)
         weights = self._blocks[index]
-        op = self._steps[index].compute
+        op = self._steps[step].compute
         assert op is not None
         with self._presence[op.id]:
             out = self._run_forward(index, forward, weights, args, kwargs)
@@ -458,7 +459,7 @@ class Engine:
     def _backward_of(self, frame: Frame, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         assert self.gradients is not None
         index = frame.index
-        step = len(self._steps) - 1 - index
+        step = self._walk.timeline.backward(index)
         self._walk.skip_to(step)
         self._walk.begin(step)
         self._run_again(step)

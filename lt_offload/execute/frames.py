@@ -144,8 +144,8 @@ class Frames:
 
 def _steady(structure: Structure, plan: Plan) -> set[int]:
     """Return the blocks whose weights stay where they are from the forward to the backward, by ``plan``."""
-    moving = {t for op in plan.ops if op.payload == "weight" and op.kind in ("prefetch", "drop") for t in op.tensors}
-    moving |= {t for op in plan.ops if op.payload == "weight" and op.release_after is not None for t in op.tensors}
+    moves = [op for op in plan.ops if op.payload == "weight" and (op.kind != "offload" or op.release_after is not None)]
+    moving = {tensor for op in moves for tensor in plan.tensors(op)}
     zero_copy = {op.block for op in plan.ops if op.zero_copy}
     blocks = enumerate(structure.blocks)
     return {at for at, block in blocks if at not in zero_copy and moving.isdisjoint(block.tensors)}

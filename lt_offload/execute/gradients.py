@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,7 +12,8 @@ import torch
 from torch import Tensor
 
 from lt_offload import limits
-from lt_offload.execute.departures import GradientOffload, GradientOffloads, Slots
+from lt_offload.errors import PlanError
+from lt_offload.execute.departures import GradientOffload, Slots
 from lt_offload.execute.device.base import Device, Event
 from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.tensors import Weight, distinct
@@ -33,15 +35,16 @@ class Gradients:
         self._host_grads: dict[int, Tensor] = {}
         self._direct_grads: dict[int, Tensor] = {}
         """Those of the host gradients that the backward writes itself, as the device sees them."""
-        self._slots = Slots(device, plan.ops, weights)
-        for outbox in self._slots.of.values():
-            self._host_grads.update(outbox.hosts)
+        self._slots = Slots(device, plan, weights)
+        for box in self._slots.of.values():
+            self._host_grads.update(box.hosts)
+        self._taker = _takers(plan, weights)
         for op in plan.ops:
-            if op.payload == "grad" and op.resource == "compute":
-                self._receive([weights[t] for t in op.tensors])
+            if op.writes_gradients:
+                self._receive([weights[t] for t in plan.tensors(op)])
         self._arrived: dict[int, Event] = {}
-        self._on_device: list[tuple[Weight, Tensor]] = []
-        self._to_host: list[tuple[Weight, Tensor]] = []
+        self._complete: defaultdict[int, list[tuple[Weight, Tensor]]] = defaultdict(list)
+        """By op that takes them: complete gradients."""
         self._written: list[Weight] = []
         self._touched: set[int] = set()
         self._expected: set[int] = set()
@@ -69,8 +72,7 @@ class Gradients:
         for weight in weights:
             weight.seen, weight.grad = 0, None
             weight.param.grad = None
-        self._on_device.clear()
-        self._to_host.clear()
+        self._complete.clear()
         self._written.clear()
         self._arrived.clear()
         self._touched.clear()
@@ -95,22 +97,22 @@ class Gradients:
         weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
         weight.seen += 1
         if weight.seen == weight.uses:
-            self._complete(weight)
+            self._completed(weight)
 
-    def _complete(self, weight: Weight) -> None:
+    def _completed(self, weight: Weight) -> None:
+        """Give a complete gradient to the op that takes it."""
         grad, weight.grad, weight.seen = weight.grad, None, 0
         if grad is None:
             return
         if self.square_sums is not None:
             self.square_sums.append(torch.linalg.vector_norm(grad, dtype=torch.float32).square_())
-        if weight.grad_zero_copy:
+        op = self._taker[weight.index]
+        if op.writes_gradients:
             self._write_out(weight, grad)
-        elif weight.place == "host":
-            self._to_host.append((weight, grad))
-        else:
-            self._on_device.append((weight, grad))
-            if grad.nbytes >= COLLECTED_BELOW:
-                self.update_on_device()
+            return
+        self._complete[op.id].append((weight, grad))
+        if op.kind == "update" and grad.nbytes >= COLLECTED_BELOW:
+            self.update_on_device()  # at once, so that the memory of a large gradient is free again
 
     def end_block(self, weights: Sequence[Weight]) -> None:
         """Count the uses that gave no gradient, and update what is left of the block on the device."""
@@ -118,14 +120,15 @@ class Gradients:
             if weight.param.requires_grad and weight.index not in self._touched:
                 weight.seen += 1
                 if weight.seen == weight.uses:
-                    self._complete(weight)
+                    self._completed(weight)
         self._touched.clear()
         self._expected.clear()
         self.update_on_device()
 
     def update_on_device(self) -> None:
-        """Update every tensor whose gradient is complete and whose place is the device."""
-        items, self._on_device = self._on_device, []
+        """Carry out the updates on the device for every tensor whose gradient is complete."""
+        updates = [op for op in self._complete if op not in self._slots.of]
+        items = [item for op in updates for item in self._complete.pop(op)]
         if not items:
             return
         weights = [weight for weight, _ in items]
@@ -156,18 +159,13 @@ class Gradients:
             written = self.device.mark()
             self._arrived.update((weight.index, written) for weight in self._written)
             self._written.clear()
-        if not self._to_host:
-            return []
-        items, self._to_host = self._to_host, []
-        by_outbox: dict[GradientOffloads, list[tuple[Weight, Tensor]]] = {}
-        for item in items:
-            by_outbox.setdefault(self._slots.of[item[0].index], []).append(item)
-        departures = []
-        for outbox, members in by_outbox.items():
-            departure = self._slots.send(outbox, members)
-            departures.append((outbox.op, departure))
-            self._arrived.update((weight.index, departure.event) for weight, _ in members)
-        return departures
+        sent = []
+        for op in list(self._complete):
+            box, members = self._slots.of[op], self._complete.pop(op)
+            offload = self._slots.send(box, members)
+            sent.append((box.op, offload))
+            self._arrived.update((weight.index, offload.event) for weight, _ in members)
+        return sent
 
     def update_on_host(self, weights: Sequence[Weight], label: str, op: int, urgency: int = 0) -> Event | None:
         """Queue the host's update of those ``weights`` whose gradients have been sent; return its event."""
@@ -193,6 +191,24 @@ class Gradients:
             parcel.current = event
         self.updated += len(ready)
         return event
+
+
+def _takers(plan: Plan, weights: Sequence[Weight]) -> dict[int, Op]:
+    """Return, by trainable tensor, the op that takes its gradient: an offload, or an update on the device.
+
+    Raises:
+        PlanError: if there is none, so that the tensor would never be updated.
+    """
+    takers = {
+        tensor: op
+        for op in plan.ops
+        if op.payload == "grad" or (op.kind == "update" and not op.updates_on_host)
+        for tensor in plan.tensors(op)
+    }
+    for weight in weights:
+        if weight.param.requires_grad and weight.index not in takers:
+            raise PlanError(f"no op of the plan takes the gradient of {weight.label}; plan again")
+    return takers
 
 
 def _call(method: WeakMethod[Any], index: int, param: Tensor) -> None:

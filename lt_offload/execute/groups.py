@@ -1,8 +1,7 @@
-"""Tensors that always travel together, and where they stand side by side in host memory. Knows the plan's ops.
+"""A plan's tensor groups as they are on this machine: where they stand in host memory, and what is on its way.
 
-A *parcel* is a range of the arena and of host memory with the weights, or the states, of one or more tensors: all that
-the plan fetches, drops and updates in the same ops, and has put side by side in the arena wherever it wants them. So
-there is one buffer, one set of events and one copy for all of them.
+A *parcel* is a tensor group, with one buffer, one set of events and one copy for all its tensors. Where a user holds
+the memory of a weight (a state dict that was kept), that weight is a parcel of its own.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from lt_offload.execute.tensors import States, Weight, distinct, round_up
 from lt_offload.schema.plan import ALIGNMENT, Plan
 
 Member = Weight | States
-Key = tuple[str, int]
-"""Payload and index of a tensor, as in plans."""
 
 
 class Parcel:
@@ -42,7 +39,7 @@ class Parcel:
         "span",
     )
 
-    def __init__(self, members: Sequence[Weight] | Sequence[States], device: Device) -> None:
+    def __init__(self, members: Sequence[Member], device: Device) -> None:
         self.members: tuple[Member, ...] = tuple(members)
         self.device = device
         self.label = members[0].label + (f" and {len(members) - 1} more" if len(members) > 1 else "")
@@ -98,14 +95,15 @@ class Parcel:
 
 
 class Layout:
-    """The parcels of a model.
+    """The parcels of a model: the tensor groups of a plan, as they are on this machine.
 
     Args:
         device: whose host memory holds them.
         weights: all of the model; their host copies move here.
         blocks: the weights of each block.
         plan: without one, what a block uses first is one parcel.
-        staying: weights whose host copies stay where they are, as far as the device allows it; each is a parcel.
+        staying: weights whose host copies stay where they are, as far as the device allows it. Each is a parcel of its
+            own: the rest of its group stands elsewhere in host memory.
     """
 
     def __init__(
@@ -116,54 +114,57 @@ class Layout:
         plan: Plan | None,
         staying: Collection[int] = (),
     ) -> None:
-        self._staying = staying
-        self._device = device
-        self._owner = {weight.index: at for at in reversed(range(len(blocks))) for weight in blocks[at]}
-        self._offsets, self._uses = _offsets(plan), _uses(plan)
-        self.of: dict[Key, Parcel] = {}
-        """The parcel of every weight, and of all states that the plan brings to the device."""
+        self._device, self._staying = device, staying
+        self.parts: dict[int, tuple[tuple[Parcel, int], ...]] = {}
+        """Of each group of the plan: its parcels, and where in the group they begin."""
         self.all: list[Parcel] = []
-        if plan is not None:
-            for weight, room in zip(weights, plan.state_bytes, strict=True):
-                weight.states.room = room
-        states = [w.states for w in weights if ("state", w.index) in self._offsets]
-        for members in (weights, states):
-            self._make(members)
+        if plan is None:
+            owner = {weight.index: index for index in reversed(range(len(blocks))) for weight in blocks[index]}
+            owned: defaultdict[int | None, list[Weight]] = defaultdict(list)
+            for weight in weights:
+                owned[owner.get(weight.index)].append(weight)
+            for members in owned.values():
+                self._house([parcel for parcel, _ in self._split(members, [0] * len(members))])
+            return
+        spans: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        for number, group in enumerate(plan.groups):
+            if group.payload != "grad":
+                spans[group.payload, group.span].append(number)
+        for numbers in spans.values():
+            for number in numbers:
+                group = plan.groups[number]
+                grouped: list[Member] = [weights[tensor] for tensor in group.tensors]
+                if group.payload == "state":
+                    grouped = [weights[tensor].states for tensor in group.tensors]
+                    for tensor, size in zip(group.tensors, group.sizes, strict=True):
+                        weights[tensor].states.room = size
+                self.parts[number] = tuple(self._split(grouped, group.sizes))
+            self._house([parcel for number in numbers for parcel, _ in self.parts[number]])
 
-    def _make(self, members: Sequence[Weight] | Sequence[States]) -> None:
-        """Make parcels of what may share one, and host memory for those that are fetched together."""
-        together: defaultdict[tuple[object, ...], list[Member]] = defaultdict(list)
-        for member in members:
-            first = next(iter(self._offsets.get(_key(member), {})), None)
-            alone = isinstance(member, Weight) and member.index in self._staying
-            together[first, self._owner.get(member.index), member.index if alone else None].append(member)
-        for group in together.values():
-            group.sort(key=self._place)
-            parcels = [Parcel(part, self._device) for part in self._parts(group)]  # type: ignore[arg-type]
-            self.all += parcels
-            for parcel in parcels:
-                self.of.update((_key(member), parcel) for member in parcel.members)
-            _house(parcels, self._device)
-
-    def _place(self, member: Member) -> tuple[int, int]:
-        return next(iter(self._offsets.get(_key(member), {}).values()), 0), member.index
-
-    def _parts(self, group: list[Member]) -> Iterator[list[Member]]:
+    def _split(self, members: Sequence[Member], sizes: Sequence[int]) -> Iterator[tuple[Parcel, int]]:
+        """Yield the parcels that ``members`` make up, and where each begins."""
         part: list[Member] = []
-        for member in group:
-            if part and not self._joined(part[-1], member):
-                yield part
-                part = []
+        begin = end = 0
+        for member, size in zip(members, sizes, strict=True):
+            if part and (self._alone(part[-1]) or self._alone(member)):
+                yield Parcel(part, self._device), begin
+                part, begin = [], end
             part.append(member)
-        yield part
+            end += size
+        yield Parcel(part, self._device), begin
 
-    def _joined(self, one: Member, other: Member) -> bool:
-        """Return whether ``other`` can follow ``one`` in a parcel."""
-        if self._uses.get(_key(one)) != self._uses.get(_key(other)):
-            return False
-        here, there = (self._offsets.get(_key(m), {}) for m in (one, other))
-        size = round_up(one.room, ALIGNMENT)
-        return here.keys() == there.keys() and all(there[op] == at + size for op, at in here.items())
+    def _alone(self, member: Member) -> bool:
+        return isinstance(member, Weight) and member.index in self._staying
+
+    def _house(self, parcels: Sequence[Parcel]) -> None:
+        """Make host memory for parcels of one span: side by side, but for those whose memory stays."""
+        self.all += parcels
+        together = [parcel for parcel in parcels if not self._alone(parcel.members[0])]
+        if together:
+            _house(together, self._device)
+        for parcel in parcels:
+            if self._alone(parcel.members[0]):
+                _house([parcel], self._device)
 
 
 def _house(parcels: Sequence[Parcel], device: Device) -> None:
@@ -188,32 +189,3 @@ def _house(parcels: Sequence[Parcel], device: Device) -> None:
     for parcel in parcels:
         parcel.host, parcel.span = span[at : at + parcel.nbytes], span
         at += parcel.room
-
-
-def _key(member: Member) -> Key:
-    return ("weight" if isinstance(member, Weight) else "state", member.index)
-
-
-def _offsets(plan: Plan | None) -> dict[Key, dict[int, int]]:
-    """Return the arena offsets of each tensor by the op that brings it, -1 for the start of an iteration."""
-    found: defaultdict[Key, dict[int, int]] = defaultdict(dict)
-    if plan is not None:
-        for op in plan.ops:
-            if op.kind == "prefetch" and op.payload in ("weight", "state"):
-                for tensor, offset in zip(op.tensors, op.offsets, strict=True):
-                    found[op.payload, tensor][op.id] = offset
-        for resident in plan.initial:
-            found[resident.payload, resident.tensor][-1] = resident.offset
-    return dict(found)
-
-
-def _uses(plan: Plan | None) -> dict[Key, list[int]]:
-    """Return the ops in which each tensor or its gradient takes part: what takes part in the same ones is alike."""
-    found: defaultdict[Key, list[int]] = defaultdict(list)
-    if plan is not None:
-        for op in plan.ops:
-            payloads = (op.payload,) if op.payload in ("weight", "state") else ("weight", "state")
-            for tensor in (*op.tensors, *op.zero_copy):
-                for payload in payloads:
-                    found[payload, tensor].append(op.id)
-    return dict(found)

@@ -1,4 +1,4 @@
-"""A plan's ops sorted by step, the way the engine walks them, and whether they fit the model. Does nothing."""
+"""A plan's ops sorted by step, the way the engine walks them, and whether they fit the model."""
 
 from __future__ import annotations
 
@@ -16,32 +16,30 @@ from lt_offload.schema.profile import fingerprint
 
 
 @dataclass(slots=True)
-class Step:
-    """What happens around one forward or backward."""
+class StepOps:
+    """What happens around one forward or backward, besides what gradients drive: see ``gradients.py``."""
 
     before: list[Op] = field(default_factory=list)
     """Prefetches."""
     again: list[Op] = field(default_factory=list)
     """Forwards that run again before the backward."""
     compute: Op | None = None
-    grads: dict[int, Op] = field(default_factory=dict)
-    """Gradient offloads, by tensor."""
     updates: list[Op] = field(default_factory=list)
     """Updates on the host."""
     after: list[Op] = field(default_factory=list)
     """Other offloads, then drops."""
 
 
-def program(plan: Plan) -> list[Step]:
+def program(plan: Plan) -> list[StepOps]:
     """Return the steps of ``plan``.
 
     Raises:
         PlanError: if an op stands where the issue order does not allow it.
     """
-    steps = [Step() for _ in range(plan.steps)]
+    steps = [StepOps() for _ in plan.timeline]
     for op in plan.ops:
-        if not 0 <= op.step < plan.steps:
-            raise PlanError(f"op {op.id} is at step {op.step}; the plan has steps 0 to {plan.steps - 1}")
+        if not 0 <= op.step < len(steps):
+            raise PlanError(f"op {op.id} is at step {op.step}; the plan has steps 0 to {len(steps) - 1}")
         step = steps[op.step]
         if op.save is not None:
             _check_again(op, plan, step)
@@ -50,22 +48,19 @@ def program(plan: Plan) -> list[Step]:
             step.compute = op
         elif op.kind == "prefetch":
             (step.before if step.compute is None else step.after).append(op)
-        elif op.kind == "offload" and op.payload == "grad":
-            step.grads.update(dict.fromkeys(op.tensors, op))
-        elif op.kind == "update":
-            if op.resource == "host":
-                step.updates.append(op)
-        else:
+        elif op.updates_on_host:
+            step.updates.append(op)
+        elif op.kind != "update" and op.payload != "grad":
             step.after.append(op)
-    for at, step in enumerate(steps):
+    for index, step in enumerate(steps):
         if step.compute is None:
-            raise PlanError(f"step {at} of the plan has no computation")
+            raise PlanError(f"step {index} of the plan has no computation")
     return steps
 
 
-def _check_again(op: Op, plan: Plan, step: Step) -> None:
-    computed = plan.steps - 1 - op.step
-    if op.kind != "forward" or op.step < len(plan.options) or op.block > computed or step.compute is not None:
+def _check_again(op: Op, plan: Plan, step: StepOps) -> None:
+    during = plan.timeline[op.step]
+    if op.kind != "forward" or during.kind == "forward" or op.block > during.block or step.compute is not None:
         raise PlanError(
             f"op {op.id} has save={op.save!r} and is the {op.kind} of block {op.block} in step {op.step}; a forward "
             "runs again in a backward step, before its backward, and is of that block or an earlier one"

@@ -39,7 +39,6 @@ class Weight:
         "zero_copy",
         "grad",
         "grad_cell",
-        "grad_zero_copy",
         "host",
         "index",
         "label",
@@ -81,8 +80,6 @@ class Weight:
         self.grad: Tensor | None = None
         """Gradient held on the device until all uses have contributed."""
         self.grad_cell = Cell(f"host grad {name}")
-        self.grad_zero_copy = False
-        """The backward itself writes the gradient to host memory."""
         self._views: dict[int, Tensor] = {}
 
     @property

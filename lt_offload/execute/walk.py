@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from lt_offload.execute.copies import Residency
 from lt_offload.execute.frames import Frames
 from lt_offload.execute.gradients import Gradients
-from lt_offload.execute.program import Step
+from lt_offload.execute.program import StepOps
 from lt_offload.execute.record import Recorder
 from lt_offload.execute.tensors import Weight
-from lt_offload.schema.plan import Op, Plan, deadlines
+from lt_offload.schema.plan import Op, Plan, Timeline, deadlines
 
 
 class Walk:
@@ -19,7 +19,7 @@ class Walk:
     def __init__(
         self,
         plan: Plan,
-        steps: Sequence[Step],
+        steps: Sequence[StepOps],
         weights: Sequence[Weight],
         *,
         residency: Residency,
@@ -30,10 +30,24 @@ class Walk:
         self._steps, self._weights = steps, weights
         self._residency, self._gradients = residency, gradients
         self._frames, self._recorder = frames, recorder
-        self._ops = len(plan.ops)
+        self._plan, self._ops = plan, len(plan.ops)
+        self.timeline = Timeline(plan.timeline)
         self._deadlines = deadlines(plan.ops)
         self.cursor = 0
         """The next step."""
+
+    def awaits(self, kind: str, block: int) -> bool:
+        """Return whether the next step is this one."""
+        step = self._plan.timeline[self.cursor] if self.cursor < len(self._steps) else None
+        return step is not None and step.kind == kind and step.block == block
+
+    @property
+    def expected(self) -> str:
+        """The next step, in words."""
+        if self.cursor == len(self._steps):
+            return "the end of the iteration"
+        step = self._plan.timeline[self.cursor]
+        return f"block {step.block}" if step.kind == "forward" else f"the {step.kind} of block {step.block}"
 
     def begin(self, at: int) -> None:
         """Issue what precedes the computation of step ``at``."""
@@ -47,7 +61,7 @@ class Walk:
         """Issue what follows the computation of the step that was begun last."""
         at = self.cursor - 1
         for op in self._steps[at].updates:
-            weights = [self._weights[t] for t in op.tensors]
+            weights = [self._weights[t] for t in self._plan.tensors(op)]
             self._gradients.update_on_host(weights, f"update {op.block}", op.id, self._urgency(op))
         for op in self._steps[at].after:
             self._issue(op)

@@ -63,10 +63,10 @@ def _travels(plan: Plan, profile: Profile) -> _Travels:
     found = _Travels()
     for op in plan.ops:
         if op.kind == "prefetch" and op.payload == "weight":
-            for tensor in op.tensors:
+            for tensor in plan.tensors(op):
                 found.fetched[tensor] += profile.tensors[tensor].bytes
         if op.zero_copy:
-            found.read.update(op.zero_copy)
+            found.read.update(plan.zero_copy(op))
             found.read_bytes[op.block] += op.bytes
         if op.save is not None:
             found.recomputations[op.block] += 1
@@ -166,7 +166,7 @@ def traffic(plan: Plan, profile: Profile, predicted: Trace, measured: Trace | No
     for lane in LANES:
         on_lane = [op for op in plan.ops if op.resource == lane]
         sizes = [sum(op.bytes for op in on_lane if op.payload == payload) for payload in _PAYLOADS]
-        updated = [t for op in on_lane for t in op.tensors] if lane == "host" else []
+        updated = [t for op in on_lane for t in plan.tensors(op)] if lane == "host" else []
         if reads:
             sizes.append(reads if lane == "compute" else 0)
         sizes.append(sum(sizes) + sum(profile.tensors[t].bytes for t in updated))

@@ -130,7 +130,7 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
             "states",
         )
     ram = f"{format_bytes(found.host_peak_bytes)} of {format_bytes(plan.host_budget_bytes)}"
-    arriving = sum(op.bytes for op in plan.ops if op.slot is not None)
+    arriving = sum(op.bytes for op in plan.ops if op.payload == "grad" and not op.writes_gradients)
     if arriving:
         ram += f": {format_bytes(plan.gradient_bytes)} for gradients, in which {format_bytes(arriving)} take turns"
     yield "host memory", ram
@@ -222,7 +222,7 @@ def _blocks(plan: Plan) -> list[_Block]:
             blocks[op.block].read += op.bytes
             blocks[op.block].again += op.save is not None
         if op.kind == "update":
-            for tensor in op.tensors:
+            for tensor in plan.tensors(op):
                 blocks[op.block].places[plan.update_places[tensor]] += 1
     return blocks
 

@@ -1,4 +1,4 @@
-"""How well a plan fills its arena, and how many transfers it makes. Knows the plan only, and changes nothing."""
+"""How well a plan fills its arena, and how many transfers it makes."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from lt_offload.schema.plan import Op, Payload, Plan
-
-_Key = tuple[str, int]
+from lt_offload.schema.plan import Op, Plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -21,7 +19,7 @@ class Packing:
     tensors: int
     """Weights, and sets of states of one tensor, that are copied in an iteration; each counts every time."""
     transfers: int
-    """Ranges that are copied in an iteration: tensors that lie side by side are one."""
+    """Ranges that are copied in an iteration: groups that lie side by side here and on the host are one."""
 
     @property
     def waste(self) -> float:
@@ -30,31 +28,11 @@ class Packing:
 
 
 def packing(plan: Plan) -> Packing:
-    """Return what ``plan`` makes of its arena.
-
-    Host copies of tensors that are in the same ops lie side by side, in ascending order; so may their device copies.
-    """
-    assert plan.weight_bytes, "the plan does not say how large its weights are"
+    """Return what ``plan`` makes of its arena."""
     walk = _Walk(plan)
     for _ in range(2):  # what is released after the last step is released at the end of an iteration
         walk.iteration()
     return Packing(extent=plan.arena_bytes, live_peak=walk.peak, tensors=walk.tensors, transfers=walk.transfers)
-
-
-def transfer_groups(plan: Plan, payload: Payload) -> list[tuple[int, ...]]:
-    """Return the tensors whose weights, gradients or states, as ``payload`` says, are in the same ops.
-
-    Each group ascends; those that are never copied are one group.
-    """
-    ops: list[list[int]] = [[] for _ in plan.update_places]
-    for op in plan.ops:
-        if op.payload == payload and op.kind in ("prefetch", "offload"):
-            for tensor in op.tensors:
-                ops[tensor].append(op.id)
-    found: dict[tuple[int, ...], list[int]] = defaultdict(list)
-    for tensor, travels in enumerate(ops):
-        found[tuple(travels)].append(tensor)
-    return [tuple(tensors) for tensors in found.values()]
 
 
 class _Walk:
@@ -62,16 +40,11 @@ class _Walk:
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
-        self.group: dict[_Key, int] = {
-            (payload, tensor): number
-            for payload in ("weight", "state")
-            for number, tensors in enumerate(transfer_groups(plan, payload))
-            for tensor in tensors
-        }
-        self.at: dict[_Key, int] = {(entry.payload, entry.tensor): entry.offset for entry in plan.initial}
-        self.live = self.peak = sum(map(self._bytes, self.at))
+        self.offsets: dict[int, int] = {entry.group: entry.offset for entry in plan.initial}
+        """Of the groups that are there."""
+        self.live = self.peak = sum(plan.groups[group].bytes for group in self.offsets)
         self.tensors = self.transfers = 0
-        self._releases: dict[int, list[_Key]] = defaultdict(list)
+        self._releases: dict[int, list[int]] = defaultdict(list)
 
     def iteration(self) -> None:
         """Issue every op once."""
@@ -82,39 +55,36 @@ class _Walk:
                 self._end(step)
                 step = op.step
             if op.payload in ("weight", "state"):
-                self._issue(op, [(op.payload, tensor) for tensor in op.tensors])
+                self._issue(op)
         self._end(step)
 
-    def _issue(self, op: Op, keys: Sequence[_Key]) -> None:
+    def _issue(self, op: Op) -> None:
         if op.kind == "drop":
-            self._forget(keys)
+            self._forget(op.groups)
             return
         if op.kind == "prefetch":
-            self.at.update(zip(keys, op.offsets, strict=True))
-            self.live += sum(map(self._bytes, keys))
+            self.offsets.update(zip(op.groups, op.offsets, strict=True))
+            self.live += sum(self.plan.groups[group].bytes for group in op.groups)
             self.peak = max(self.peak, self.live)
         elif op.release_after is not None:
-            self._releases[op.release_after] += keys
-        self.tensors += len(keys)
-        self.transfers += sum(1 for _ in self._ranges(keys))
+            self._releases[op.release_after] += op.groups
+        self.tensors += len(self.plan.tensors(op))
+        self.transfers += sum(1 for _ in self._ranges(op.groups))
 
-    def _ranges(self, keys: Sequence[_Key]) -> Iterator[int]:
-        """Yield where each range begins of those that make up ``keys`` here and on the host."""
-        ends: dict[int, int] = {}
-        for key in sorted(keys):
-            group, offset = self.group[key], self.at[key]
-            if ends.get(group) != offset:
+    def _ranges(self, groups: Sequence[int]) -> Iterator[int]:
+        """Yield where each range begins of those that make up ``groups`` here and on the host."""
+        before, end = -1, 0
+        for number in sorted(groups):
+            group, offset = self.plan.groups[number], self.offsets[number]
+            joined = before == number - 1 and self.plan.groups[before].span == group.span
+            if not joined or self.plan.groups[before].payload != group.payload or end != offset:
                 yield offset
-            ends[group] = offset + self._bytes(key)
+            before, end = number, offset + group.bytes
 
     def _end(self, step: int) -> None:
         self._forget(self._releases.pop(step, ()))
 
-    def _forget(self, keys: Sequence[_Key]) -> None:
-        for key in keys:
-            del self.at[key]
-            self.live -= self._bytes(key)
-
-    def _bytes(self, key: _Key) -> int:
-        payload, tensor = key
-        return (self.plan.weight_bytes if payload == "weight" else self.plan.state_bytes)[tensor]
+    def _forget(self, groups: Sequence[int]) -> None:
+        for group in groups:
+            del self.offsets[group]
+            self.live -= self.plan.groups[group].bytes

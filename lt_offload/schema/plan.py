@@ -1,9 +1,13 @@
-"""The plan of one iteration: the only contract between planning and execution. Pure data, JSON both ways.
+"""The plan of one iteration: what planning hands to execution. Frozen data, JSON both ways.
 
-An iteration has ``T = 2L`` steps: forward of block ``i`` is step ``i``, its backward step ``2L - 1 - i``. A plan is
-cyclic: what is resident at the start of step 0 is resident again after step ``T - 1``.
+**Timeline.** A plan lists the *steps* of its iteration: the forward or the backward of one block for one micro-batch.
+It is cyclic: what is resident at the start of the first step is resident again after the last.
 
-Ops stand in *issue order*; their id is their position. Within a step the order is
+**Tensor groups.** Weights, optimizer states or gradients that are in the same ops through the whole iteration are one
+:class:`TensorGroup`: they lie side by side in the arena, in the order of the group, and on the host; one copy moves
+them. Ops name groups.
+
+**Ops** stand in *issue order*; their id is their position. Within a step the order is
 
 1. ``prefetch`` ops: device memory is taken, then the copies are queued in this order;
 2. (backward) forwards that run again, ascending; then the step's one ``forward`` or ``backward`` op;
@@ -19,8 +23,8 @@ Each lane works through its ops in the order of issue, except ``host``: of the u
 takes the one that is needed first (:func:`deadlines`). Gradients arrive in the order opposite to that in which the next
 forward needs the weights; in order of arrival, the first blocks would wait for all updates.
 
-Gradients that are copied to the host share memory there (``Op.slot``): each op has a place of its own from its copy to
-the update that reads it, and the next copy to any of those addresses is ordered ``after`` that update.
+Groups of gradients share host memory (``TensorGroup.host_offset``): each has a place of its own from its copy to the
+update that reads it, and the next copy to any of those addresses is ordered ``after`` that update.
 
 A forward that runs again (``Op.save`` is not None) takes its block's saved input, or the output of the forward of the
 block before if that is the op right before it, and draws the random numbers of the first run again. What it saves
@@ -32,15 +36,14 @@ same the other way: the backward itself writes them to host memory, tensor by te
 
 Device memory is two pools: the *arena* holds weights and optimizer states at offsets fixed by the plan, everything else
 (activations, gradients, workspaces) is allocated as the framework goes. Arena memory released by an op may be reused by
-any op issued later; the later op is ordered after the release by events. Tensors that are in the same ops through the
-whole iteration lie side by side there, in ascending order, as far as that wastes little memory: where the offset of one
-is the end of the one before, and so on the host, one transfer moves both.
+any op issued later; the later op is ordered after the release by events.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, Literal
 
@@ -52,7 +55,7 @@ from lt_offload.schema.profile import OptionName
 if TYPE_CHECKING:
     from lt_offload.schema.packing import Packing
 
-PLAN_SCHEMA = 1
+PLAN_SCHEMA = 2
 ALIGNMENT = 512
 """Every arena offset is a multiple of this many bytes."""
 
@@ -66,6 +69,99 @@ Save = Literal["nothing", "input", "all"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Lane:
+    """What ops occupy one after the other. A new tier of memory is a row of :data:`LANES` and a lane of the device."""
+
+    name: Resource
+    title: str
+    """What people call it."""
+    kinds: tuple[OpKind, ...]
+    """Ops that may run on it."""
+
+
+LANES: tuple[Lane, ...] = (
+    Lane(name="compute", title="compute", kinds=("forward", "backward", "update", "offload")),
+    Lane(name="h2d", title="copies to device", kinds=("prefetch",)),
+    Lane(name="d2h", title="copies to host", kinds=("offload",)),
+    Lane(name="host", title="updates on host", kinds=("update",)),
+)
+"""All lanes, in the order in which they are drawn. A ``drop`` occupies none."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Step:
+    """One forward or backward of a block, for one micro-batch."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    kind: Literal["forward", "backward"]
+    block: int
+    micro_batch: int = 0
+
+
+def one_batch(blocks: int) -> tuple[Step, ...]:
+    """Return the timeline of an iteration over one batch: every forward, then every backward, the last block first."""
+    forward = [Step(kind="forward", block=block) for block in range(blocks)]
+    return (*forward, *(Step(kind="backward", block=block) for block in reversed(range(blocks))))
+
+
+class Timeline:
+    """The steps of an iteration, and where each block runs: whoever needs to know asks here, nobody computes it."""
+
+    __slots__ = ("_positions", "steps")
+
+    def __init__(self, steps: tuple[Step, ...]) -> None:
+        self.steps = steps
+        self._positions = {(step.kind, step.block, step.micro_batch): index for index, step in enumerate(steps)}
+
+    def __len__(self) -> int:
+        return len(self.steps)
+
+    def forward(self, block: int, micro_batch: int = 0) -> int:
+        """Return the step of a block's forward."""
+        return self._positions["forward", block, micro_batch]
+
+    def backward(self, block: int, micro_batch: int = 0) -> int:
+        """Return the step of a block's backward."""
+        return self._positions["backward", block, micro_batch]
+
+    def block(self, step: int) -> int:
+        """Return the block that ``step`` computes."""
+        return self.steps[step].block
+
+    def is_backward(self, step: int) -> bool:
+        """Return whether ``step`` is a backward."""
+        return self.steps[step].kind == "backward"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TensorGroup:
+    """Weights, optimizer states or gradients that are in the same ops and travel in one copy."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    payload: Literal["weight", "state", "grad"]
+    tensors: tuple[int, ...]
+    """Indices into ``Profile.tensors``, in the order in which they lie side by side."""
+    sizes: tuple[int, ...]
+    """Bytes that each takes of the arena, or of the host memory of gradients: multiples of ``ALIGNMENT``."""
+    span: int = 0
+    """Groups of weights, and of states, that have the same number stand side by side in host memory, in their order:
+    where they do so in the arena, too, one copy moves them all."""
+    host_offset: int | None = None
+    """Of gradients that are copied: where they arrive in the host memory that all of them share."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that it takes of the arena, or of the host memory of gradients."""
+        return sum(self.sizes)
+
+    def offsets(self, start: int) -> Iterator[tuple[int, int]]:
+        """Yield each tensor and where it begins if the group begins at ``start``."""
+        return zip(self.tensors, accumulate(self.sizes, initial=start), strict=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Op:
     """One operation of the plan."""
 
@@ -74,32 +170,40 @@ class Op:
     id: int
     kind: OpKind
     step: int
-    """The step during which it is issued."""
+    """The position in ``Plan.timeline`` of the step during which it is issued."""
     block: int
     """The block it serves."""
     resource: Resource
-    """What it occupies: ``compute``, a copy direction, the host update worker, or ``none`` (drop). An offload of
-    gradients on ``compute`` is written by the backward itself."""
+    """The lane it occupies; ``none`` for drops. An offload of gradients on ``compute`` is written by the backward
+    itself."""
     payload: Payload | None = None
     """What is copied or dropped; None for computations and updates."""
-    tensors: tuple[int, ...] = ()
-    """Indices into ``Profile.tensors``; empty for computations and activations (those belong to ``block``)."""
+    groups: tuple[int, ...] = ()
+    """Indices into ``Plan.groups``. Of an update: the weights that it changes; it runs as the gradient of each is
+    complete, or has arrived. Empty for computations and activations (those belong to ``block``)."""
     offsets: tuple[int, ...] = ()
-    """Arena offset per tensor, for prefetches of weights and states."""
-    slot: int | None = None
-    """For gradients that are copied to the host: where those of this op begin in the memory that all of them share.
-    They take as much as their tensors would in the arena."""
+    """Arena offset per group, for prefetches of weights and states."""
     bytes: int = 0
     """What is copied or dropped; for computations, what they read directly in host memory."""
     seconds: float = 0.0
-    """Expected duration on its resource."""
+    """Expected duration on its lane."""
     after: tuple[int, ...] = ()
     release_after: int | None = None
     """For offloads: the step at whose end the device memory is given back. None: the device copy stays."""
     save: Save | None = None
     """For a forward that runs again, in a backward step: what it saves. None: a first forward, its option says it."""
     zero_copy: tuple[int, ...] = ()
-    """For computations: the tensors that they read in host memory."""
+    """For computations: the groups of weights that they read in host memory."""
+
+    @property
+    def writes_gradients(self) -> bool:
+        """Whether this is gradients that the backward itself writes to host memory."""
+        return self.payload == "grad" and self.resource == "compute"
+
+    @property
+    def updates_on_host(self) -> bool:
+        """Whether this is an update by the host."""
+        return self.kind == "update" and self.resource == "host"
 
 
 def deadlines(ops: Sequence[Op]) -> dict[int, int]:
@@ -109,23 +213,22 @@ def deadlines(ops: Sequence[Op]) -> dict[int, int]:
     the next forward needs.
     Positions count on into the next iteration: a value of ``len(ops)`` or more means an op of that.
     """
-    found: dict[int, int] = {}
+    first: dict[int, int] = {}
     for op in ops:
         for other in op.after:
-            if ops[other].kind == "update" and ops[other].resource == "host":
+            if ops[other].updates_on_host:
                 position = op.id if other < op.id else op.id + len(ops)
-                found[other] = min(position, found.get(other, position))
-    return found
+                first[other] = min(position, first.get(other, position))
+    return first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InitialCopy:
-    """A weight, or a tensor's optimizer states, on the device at the start of step 0."""
+    """A group of weights or states that is on the device at the start of the first step."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    payload: Literal["weight", "state"]
-    tensor: int
+    group: int
     offset: int
 
 
@@ -198,40 +301,43 @@ class Plan:
     """Activation option per block."""
     update_places: tuple[UpdatePlace, ...]
     """Per tensor; ``none`` for frozen tensors."""
-    state_bytes: tuple[int, ...]
-    """Per tensor: arena bytes that its optimizer states take when on the device; 0 if it has none."""
+    timeline: tuple[Step, ...]
+    """The steps of an iteration, in their order."""
+    groups: tuple[TensorGroup, ...]
+    """Every weight is in one group; states are if they are ever on the device, gradients if they go to the host."""
     initial: tuple[InitialCopy, ...]
     ops: tuple[Op, ...]
     arena_bytes: int
     """Extent of the arena; the rest of the budget is for activations, gradients and workspaces."""
     predicted: Prediction
     gradient_bytes: int = 0
-    """Extent of the host memory to which gradients are copied; see ``Op.slot``."""
+    """Extent of the host memory to which gradients are copied; see ``TensorGroup.host_offset``."""
     estimated: bool = False
     """True if the profile was an estimate."""
     notes: tuple[str, ...] = ()
     alternatives: tuple[Alternative, ...] = ()
     batch_curve: tuple[BatchPoint, ...] = ()
     """Throughput against batch size, ascending, if the batch size was chosen with the plan."""
-    weight_bytes: tuple[int, ...] = ()
-    """Per tensor: arena bytes that its weight takes when on the device; empty in plans that do not say."""
     host_threads: int = 0
     """Threads with which the host shall update; 0: as many as torch uses, or the plan does not say."""
     context_bytes: int = 0
     """Device memory that is left to the context and to workspaces of libraries; 0 in plans that do not say."""
     schema: int = PLAN_SCHEMA
 
-    @property
-    def steps(self) -> int:
-        """Number of steps of an iteration, ``2L``."""
-        return 2 * len(self.options)
+    def tensors(self, op: Op) -> tuple[int, ...]:
+        """Return the tensors of the groups that ``op`` names."""
+        return tuple(tensor for group in op.groups for tensor in self.groups[group].tensors)
+
+    def zero_copy(self, op: Op) -> tuple[int, ...]:
+        """Return the tensors that ``op`` reads in host memory, ascending."""
+        return tuple(sorted(tensor for group in op.zero_copy for tensor in self.groups[group].tensors))
 
     @property
-    def packing(self) -> Packing | None:
-        """How well the arena is filled and how many transfers are made; None if ``weight_bytes`` is empty."""
+    def packing(self) -> Packing:
+        """How well the arena is filled and how many transfers are made."""
         from lt_offload.schema.packing import packing
 
-        return packing(self) if self.weight_bytes else None
+        return packing(self)
 
     def save(self, path: str | Path) -> Path:
         """Write JSON."""

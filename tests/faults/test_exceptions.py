@@ -64,7 +64,7 @@ def test_an_iteration_given_up_halfway_leaves_the_memory_of_gradients_to_the_nex
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     structure = find_blocks(model)
     plan = plans.streamed(structure, optimizer, options=("keep",), places=("host",))
-    assert {op.slot for op in plan.ops if op.payload == "grad"} == {0}
+    assert {plan.groups[op.groups[0]].host_offset for op in plan.ops if op.payload == "grad"} == {0}
     device = EmulatedDevice(1 << 30, mode, check=True)
     engine = Engine(model, optimizer, plan, device, structure=structure)
     engine.install()

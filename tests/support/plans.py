@@ -17,7 +17,9 @@ import torch
 
 from lt_offload.execute.program import owners
 from lt_offload.model.blocks import Structure
-from lt_offload.schema.plan import ALIGNMENT, InitialCopy, Op, Plan, Prediction
+from lt_offload.plan.build.groups import group_tensors
+from lt_offload.plan.build.ops import Draft
+from lt_offload.schema.plan import ALIGNMENT, Plan, Prediction, one_batch
 from lt_offload.schema.profile import fingerprint
 
 
@@ -54,10 +56,10 @@ TRAVELLING = ("offload", "mixed", "reload")
 
 class _Ops:
     def __init__(self) -> None:
-        self.ops: list[Op] = []
+        self.ops: list[Draft] = []
 
     def add(self, kind: Any, step: int, block: int, resource: Any, **fields: Any) -> None:
-        self.ops.append(Op(id=len(self.ops), kind=kind, step=step, block=block, resource=resource, **fields))
+        self.ops.append(Draft(id=len(self.ops), kind=kind, step=step, block=block, resource=resource, **fields))
 
 
 def _up(nbytes: int) -> int:
@@ -87,14 +89,14 @@ def _layout(
     return (forward, [offset + ALIGNMENT for offset in forward]), state_at, at + 2 * zone
 
 
-def _in_one_slot(ops: Sequence[Op], sizes: Sequence[int]) -> tuple[tuple[Op, ...], int]:
+def _in_one_slot(ops: Sequence[Draft], sizes: Sequence[int]) -> tuple[list[Draft], int]:
     """Return ``ops`` with all gradients at one place on the host, and how large that is."""
     found = list(ops)
     copies = [op for op in ops if op.payload == "grad"]
     updates = [op.id for op in ops if op.kind == "update" and op.resource == "host"]
     for at, op in enumerate(copies):
-        found[op.id] = replace(op, slot=0, after=(updates[at - 1],) if len(copies) > 1 else ())
-    return tuple(found), max((sum(_up(sizes[t]) for t in op.tensors) for op in copies), default=0)
+        found[op.id] = replace(op, host_offset=0, after=(updates[at - 1],) if len(copies) > 1 else ())
+    return found, max((sum(_up(sizes[t]) for t in op.tensors) for op in copies), default=0)
 
 
 def streamed(
@@ -134,16 +136,10 @@ def streamed(
     option = [options[i % len(options)] for i in range(count)]
     first_use = {i: used[0] for i, used in uses.items()}
     on_device = [p in ("device", "paged") for p in place]
-    initial = [
-        InitialCopy(payload="weight", tensor=i, offset=weight_at[0][i]) for i in range(len(sizes)) if intervals[i]
-    ]
-    initial += [
-        InitialCopy(payload="state", tensor=i, offset=state_at[i])
-        for i in range(len(sizes))
-        if place[i] == "device" and states[i]
-    ]
+    initial: dict[Any, int] = {("weight", i): weight_at[0][i] for i in range(len(sizes)) if intervals[i]}
+    here = {i for _, i in initial}
+    initial |= {("state", i): state_at[i] for i in range(len(sizes)) if place[i] == "device" and states[i]}
     plan = _Ops()
-    here = {r.tensor for r in initial if r.payload == "weight"}
 
     def bring(step: int, block: int) -> None:
         missing = [i for i in blocks[block] if i not in here]
@@ -193,7 +189,14 @@ def streamed(
         if clean:
             plan.add("drop", step, block, "none", payload="weight", tensors=tuple(clean))
         here.difference_update(gone)
-    ops, gradient_bytes = _in_one_slot(plan.ops, sizes)
+    drafts, gradient_bytes = _in_one_slot(plan.ops, sizes)
+    grouped = group_tensors(
+        drafts,
+        initial,
+        weight_bytes=[_up(size) for size in sizes],
+        state_bytes=[_up(size) for size in states],
+        first_block=[first_use[i] for i in range(len(sizes))],
+    )
     return Plan(
         fingerprint=structure_fingerprint(structure),
         model="test",
@@ -204,9 +207,10 @@ def streamed(
         host_budget_bytes=1 << 40,
         options=tuple(option),
         update_places=tuple(place),
-        state_bytes=states,
-        initial=tuple(initial),
-        ops=ops,
+        timeline=one_batch(count),
+        groups=grouped.groups,
+        initial=grouped.initial,
+        ops=grouped.ops,
         arena_bytes=arena,
         gradient_bytes=gradient_bytes,
         predicted=Prediction(

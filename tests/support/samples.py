@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 
-from lt_offload.schema.plan import Alternative, InitialCopy, Op, Plan, Prediction
+from lt_offload.plan.build.groups import group_tensors
+from lt_offload.plan.build.ops import Draft
+from lt_offload.schema.plan import Alternative, Plan, Prediction, one_batch
 from lt_offload.schema.profile import (
     BlockProfile,
     HardwareProfile,
@@ -100,6 +102,10 @@ def make_profile(layers: int = 30, tensors_per_layer: int = 9) -> Profile:
     )
 
 
+def _up(nbytes: int) -> int:
+    return -(-nbytes // 512) * 512
+
+
 def make_plan(profile: Profile) -> Plan:
     """Layers in thirds: resident with host update, streamed with offloaded activations, streamed with recomputation."""
     count = len(profile.blocks)
@@ -108,10 +114,10 @@ def make_plan(profile: Profile) -> Plan:
         for i, p in enumerate(profile.blocks)
     )
     streamed = [i for i in range(1, len(profile.tensors)) if profile.tensors[i].blocks[0] > count // 3]
-    ops: list[Op] = []
+    ops: list[Draft] = []
 
     def add(kind: str, step: int, block: int, resource: str, seconds: float, **rest: object) -> int:
-        ops.append(Op(id=len(ops), kind=kind, step=step, block=block, resource=resource, seconds=seconds, **rest))  # type: ignore[arg-type]
+        ops.append(Draft(id=len(ops), kind=kind, step=step, block=block, resource=resource, seconds=seconds, **rest))  # type: ignore[arg-type]
         return len(ops) - 1
 
     def tensors_of(block: int) -> list[int]:
@@ -180,13 +186,20 @@ def make_plan(profile: Profile) -> Plan:
                     bytes=size,
                     after=(compute,),
                     release_after=step,
-                    slot=sum(-(-t.bytes // 512) * 512 for t in profile.tensors[:i]),
+                    host_offset=sum(_up(t.bytes) for t in profile.tensors[:i]),
                 )
                 add("update", step, block, "host", size / 2.2e9, tensors=(i,), bytes=size, after=(down,))
             if block == 0:
                 add("update", step, 0, "compute", 0.02, tensors=(0,), bytes=113 * MB, after=(compute,))
                 add("offload", step, 0, "d2h", 0.06, payload="state", tensors=(0,), bytes=226 * MB, release_after=step)
                 add("offload", step, 0, "d2h", 0.03, payload="weight", tensors=(0,), bytes=113 * MB)
+    grouped = group_tensors(
+        ops,
+        {("weight", i): 512 * i for i in range(len(profile.tensors)) if i not in streamed},
+        weight_bytes=[_up(t.bytes) for t in profile.tensors],
+        state_bytes=[_up(t.state_bytes) for t in profile.tensors],
+        first_block=[t.blocks[0] for t in profile.tensors],
+    )
     return Plan(
         fingerprint=profile.fingerprint,
         model=profile.model,
@@ -197,14 +210,11 @@ def make_plan(profile: Profile) -> Plan:
         host_budget_bytes=24_000 * MB,
         options=option_names,  # type: ignore[arg-type]
         update_places=tuple("paged" if i == 0 else "host" for i in range(len(profile.tensors))),
-        state_bytes=tuple(t.state_bytes for t in profile.tensors),
-        gradient_bytes=sum(-(-t.bytes // 512) * 512 for t in profile.tensors),
-        initial=tuple(
-            InitialCopy(payload="weight", tensor=i, offset=512 * i)
-            for i in range(len(profile.tensors))
-            if i not in streamed
-        ),
-        ops=tuple(ops),
+        gradient_bytes=sum(_up(t.bytes) for t in profile.tensors),
+        timeline=one_batch(count),
+        groups=grouped.groups,
+        initial=grouped.initial,
+        ops=grouped.ops,
         arena_bytes=300 * MB,
         predicted=Prediction(
             iteration_s=1.81,

@@ -7,11 +7,8 @@ from typing import Literal
 
 from lt_offload.plan.build.placement import Lifetime
 from lt_offload.plan.iteration.decisions import Decisions, Interval
-from lt_offload.plan.iteration.memory import aligned
+from lt_offload.plan.iteration.memory import aligned, state_room
 from lt_offload.schema.profile import Profile
-
-_STATE_PADDING = 32
-"""Each state tensor of a parameter begins at a multiple of 8 bytes; room for four of them to be rounded up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -52,11 +49,6 @@ class DeviceCopy:
 def lifetime(interval: Interval | None, room: int, steps: int) -> Lifetime:
     """Return when something that is on the device during ``interval`` takes ``room`` bytes."""
     return Lifetime(room, interval.start, interval.end) if interval else Lifetime(room, 0, steps - 1)
-
-
-def state_room(nbytes: int) -> int:
-    """Return the arena bytes that ``nbytes`` of optimizer states take."""
-    return aligned(nbytes + _STATE_PADDING) if nbytes else 0
 
 
 def device_copies(decisions: Decisions, profile: Profile) -> list[DeviceCopy]:

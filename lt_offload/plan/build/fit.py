@@ -343,7 +343,7 @@ def _removable(decisions: Decisions, profile: Profile) -> Iterator[_Removable]:
             yield _Removable("grad", index, (complete + 1, decision.grad_release_after, tensor.bytes))
     for index, nbytes, release_after, prefetch_at in _offloaded(decisions, profile):
         yield _Removable("out", index, (index + 1, release_after, nbytes))
-        yield _Removable("in", index, (prefetch_at, decisions.activations_needed(index) - 1, nbytes))
+        yield _Removable("in", index, (prefetch_at, decisions.activations_needed(index, profile) - 1, nbytes))
 
 
 def _offloaded(decisions: Decisions, profile: Profile) -> Iterator[tuple[int, int, int, int]]:

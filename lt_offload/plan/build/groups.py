@@ -1,20 +1,29 @@
-"""Which device copies lie side by side in the arena, so that one transfer moves them. Knows choices, not offsets.
+"""Tensors that travel together: which copies are placed side by side, and the tensor groups that come of it.
 
-Tensors that travel in the same ops through the whole iteration have their host copies side by side as well, in
-ascending order. A run of them is one transfer each time. Long runs are harder to place than short ones and gain
-nothing: a transfer of 16 MiB runs at the full speed of any link.
+Copies of tensors that will be in the same ops are placed side by side in the arena, in ascending order, as far as that
+wastes little memory: long rows are harder to place than short ones and gain nothing, since a copy of 16 MiB runs at the
+full speed of any link. When the ops are written, what is in the same ops and side by side wherever it goes is a group.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from lt_offload.plan.build.copies import DeviceCopy, device_copies, lifetime
+from lt_offload.plan.build.ops import Draft
 from lt_offload.plan.build.placement import Lifetime, Placement, place
 from lt_offload.plan.iteration.decisions import Decisions, Interval
+from lt_offload.plan.iteration.timeline import timeline
+from lt_offload.schema.plan import InitialCopy, Op, TensorGroup
 from lt_offload.schema.profile import Profile
+
+_Key = tuple[Literal["weight", "state"], int]
+"""Payload and tensor."""
+_AT_START = -1
+"""Stands for the op that brought what is on the device from the start."""
 
 MIB = 1 << 20
 CUTS: tuple[int | None, ...] = (None, 16 * MIB, 1 * MIB)
@@ -67,7 +76,7 @@ def arrange(decisions: Decisions, profile: Profile) -> Placement:
 
     What travels together lies side by side, as far as that wastes no memory.
     """
-    copies, steps = device_copies(decisions, profile), 2 * len(profile.blocks)
+    copies, steps = device_copies(decisions, profile), len(timeline(profile))
     best: Placement | None = None
     for cut in CUTS:
         parts = runs(copies, decisions, profile, cut=cut)
@@ -105,3 +114,136 @@ def _cut(copies: Sequence[DeviceCopy], cut: int | None) -> Iterator[tuple[Device
             part, size = [], 0
     if part:
         yield tuple(part)
+
+
+# -- tensor groups ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grouped:
+    """What a plan says about groups."""
+
+    groups: tuple[TensorGroup, ...]
+    ops: tuple[Op, ...]
+    initial: tuple[InitialCopy, ...]
+
+
+def group_tensors(
+    drafts: Sequence[Draft],
+    initial: Mapping[_Key, int],
+    *,
+    weight_bytes: Sequence[int],
+    state_bytes: Sequence[int],
+    first_block: Sequence[int],
+) -> Grouped:
+    """Return the ops of ``drafts`` over groups of tensors.
+
+    Args:
+        drafts: all ops of an iteration.
+        initial: arena offsets of what is on the device at the start.
+        weight_bytes: per tensor, what its weight takes of the arena.
+        state_bytes: per tensor, what its states take.
+        first_block: per tensor, the first block that uses it.
+    """
+    offsets, uses = _offsets(drafts, initial), _uses(drafts)
+    groups: list[TensorGroup] = []
+    span = 0
+    for payload, sizes in (("weight", weight_bytes), ("state", state_bytes)):
+        keys: list[_Key] = [(payload, tensor) for tensor in range(len(sizes))]  # type: ignore[misc]
+        together: dict[tuple[int | None, int], list[_Key]] = defaultdict(list)
+        for key in keys:
+            if payload == "weight" or key in offsets:
+                together[next(iter(offsets.get(key, {})), None), first_block[key[1]]].append(key)
+        for members in together.values():
+            members.sort(key=lambda key: (next(iter(offsets.get(key, {}).values()), 0), key[1]))
+            for part in _parts(members, offsets, uses, sizes):
+                tensors = tuple(tensor for _, tensor in part)
+                groups.append(
+                    TensorGroup(
+                        payload=part[0][0], tensors=tensors, sizes=tuple(sizes[tensor] for tensor in tensors), span=span
+                    )
+                )
+            span += 1
+    of: dict[tuple[str, int], int] = {}
+    """By payload and tensor: the group."""
+    for number, group in enumerate(groups):
+        of.update(((group.payload, tensor), number) for tensor in group.tensors)
+    ops = []
+    for draft in drafts:
+        if draft.payload == "grad":
+            of.update((("grad", tensor), len(groups)) for tensor in draft.tensors)
+            taken = tuple(weight_bytes[tensor] for tensor in draft.tensors)
+            groups.append(
+                TensorGroup(payload="grad", tensors=draft.tensors, sizes=taken, host_offset=draft.host_offset)
+            )
+        ops.append(_over_groups(draft, groups, of))
+    copies = dict.fromkeys(of[key] for key in initial)
+    return Grouped(
+        groups=tuple(groups),
+        ops=tuple(ops),
+        initial=tuple(InitialCopy(group=g, offset=initial[groups[g].payload, groups[g].tensors[0]]) for g in copies),  # type: ignore[index]
+    )
+
+
+def _over_groups(draft: Draft, groups: Sequence[TensorGroup], of: Mapping[tuple[str, int], int]) -> Op:
+    payload = draft.payload or "weight"  # updates name the weights that they change
+    numbers = tuple(dict.fromkeys(of[payload, tensor] for tensor in draft.tensors))
+    offset = dict(zip(draft.tensors, draft.offsets, strict=False))
+    return Op(
+        id=draft.id,
+        kind=draft.kind,
+        step=draft.step,
+        block=draft.block,
+        resource=draft.resource,
+        payload=draft.payload,
+        groups=numbers,
+        offsets=tuple(offset[groups[number].tensors[0]] for number in numbers) if offset else (),
+        bytes=draft.bytes,
+        seconds=draft.seconds,
+        after=draft.after,
+        release_after=draft.release_after,
+        save=draft.save,
+        zero_copy=tuple(dict.fromkeys(of["weight", tensor] for tensor in draft.zero_copy)),
+    )
+
+
+def _parts(
+    members: Sequence[_Key],
+    offsets: Mapping[_Key, Mapping[int, int]],
+    uses: Mapping[_Key, Sequence[int]],
+    sizes: Sequence[int],
+) -> Iterator[list[_Key]]:
+    """Yield ``members``, in the order of their offsets, in parts that are in the same ops and side by side in each."""
+    part: list[_Key] = []
+    for key in members:
+        if part:
+            here, there = offsets.get(part[-1], {}), offsets.get(key, {})
+            follows = all(there.get(op) == offset + sizes[part[-1][1]] for op, offset in here.items())
+            if here.keys() != there.keys() or uses.get(part[-1]) != uses.get(key) or not follows:
+                yield part
+                part = []
+        part.append(key)
+    yield part
+
+
+def _offsets(drafts: Sequence[Draft], initial: Mapping[_Key, int]) -> dict[_Key, dict[int, int]]:
+    """Return the arena offsets of each tensor by the op that brings it."""
+    offsets: defaultdict[_Key, dict[int, int]] = defaultdict(dict)
+    for draft in drafts:
+        if draft.kind == "prefetch" and (draft.payload == "weight" or draft.payload == "state"):
+            for tensor, offset in zip(draft.tensors, draft.offsets, strict=True):
+                offsets[draft.payload, tensor][draft.id] = offset
+    for key, offset in initial.items():
+        offsets[key][_AT_START] = offset
+    return dict(offsets)
+
+
+def _uses(drafts: Sequence[Draft]) -> dict[_Key, list[int]]:
+    """Return the ops in which each tensor or its gradient takes part."""
+    uses: defaultdict[_Key, list[int]] = defaultdict(list)
+    for draft in drafts:
+        for payload in ("weight", "state"):
+            if draft.payload in (payload, "grad", None):
+                for tensor in (*draft.tensors, *draft.zero_copy):
+                    uses[payload, tensor].append(draft.id)
+    return dict(uses)

@@ -11,11 +11,10 @@ from dataclasses import replace
 import numpy as np
 
 from lt_offload.plan.build.copies import DeviceCopy
-from lt_offload.plan.build.ops import Emitter
-from lt_offload.schema.plan import Op
+from lt_offload.plan.build.ops import Draft, Emitter
 
 
-def link(emitted: Emitter) -> tuple[Op, ...]:
+def link(emitted: Emitter) -> tuple[Draft, ...]:
     """Return the ops of ``emitted`` with ``after`` filled in."""
     linker = _Linker(emitted)
     return tuple(replace(op, after=tuple(sorted(linker.after(op)))) for op in emitted.ops)
@@ -33,7 +32,7 @@ class _Linker:
         self.high = np.array([copy.offset + copy.room for copy in self.moving], dtype=np.int64)
         self.released = np.array([max(copy.releases) for copy in self.moving], dtype=np.int64)
 
-    def after(self, op: Op) -> set[int]:
+    def after(self, op: Draft) -> set[int]:
         """Return the ids of the ops that must have ended before ``op`` starts."""
         if op.kind in ("forward", "backward"):
             return self._computation(op)
@@ -53,24 +52,24 @@ class _Linker:
         updated = {e.updated[t] for t in op.tensors} if op.payload in ("weight", "state") else set()
         return updated | {e.computed[op.step]}
 
-    def _computation(self, op: Op) -> set[int]:
+    def _computation(self, op: Draft) -> set[int]:
         """Its weights and activations are there, and the memory it takes over has been given back."""
         e = self.emitted
-        found = set(e.held_until.get((op.step - 1) % e.steps, ()))
+        found = set(e.held_until.get((op.step - 1) % len(e.timeline), ()))
         for t in e.of_block[op.block]:
             if t not in op.zero_copy:
                 found.update(c.fetch for c in e.copies_of["weight", t] if c.fetch is not None and c.covers(op.step))
             elif t in e.current:
                 found.add(e.current[t])
-        if op.step >= e.steps // 2 and op.block in e.activations_in:
+        if e.timeline.is_backward(op.step) and op.block in e.activations_in:
             found.add(e.activations_in[op.block])
         return found
 
-    def _prefetch(self, op: Op) -> set[int]:
+    def _prefetch(self, op: Draft) -> set[int]:
         e = self.emitted
         if op.payload == "activation":
             # It writes memory of the framework that the computation before may still be using.
-            before = (op.step - 1) % e.steps
+            before = (op.step - 1) % len(e.timeline)
             return {e.activations_out[op.block], e.computed[before], *e.held_until.get(before, ())}
         sources = e.current if op.payload == "weight" else e.states_out
         found = {sources[t] for t in op.tensors if t in sources}

@@ -1,16 +1,45 @@
-"""Writes the ops of an iteration in issue order, and remembers which op did what. Knows nothing of dependencies."""
+"""Writes the ops of an iteration in issue order and remembers which op did what, so that they can be linked.
+
+These are drafts: they name tensors. Which of those travel together is known once all ops are there; see ``groups.py``.
+"""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 from lt_offload.plan.build.copies import DeviceCopy
 from lt_offload.plan.iteration.computations import Computation, computations
 from lt_offload.plan.iteration.decisions import Decisions, copy_uses
 from lt_offload.plan.iteration.memory import backward_steps
-from lt_offload.schema.plan import Op, OpKind, Payload, Resource, Save
+from lt_offload.plan.iteration.timeline import timeline
+from lt_offload.schema.plan import OpKind, Payload, Resource, Save
 from lt_offload.schema.profile import Profile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Draft:
+    """An op that names tensors, one by one; the fields are those of :class:`lt_offload.schema.plan.Op`."""
+
+    id: int
+    kind: OpKind
+    step: int
+    block: int
+    resource: Resource
+    payload: Payload | None = None
+    tensors: tuple[int, ...] = ()
+    offsets: tuple[int, ...] = ()
+    """Arena offset per tensor, for prefetches of weights and states."""
+    host_offset: int | None = None
+    """Of gradients that are copied: where they arrive."""
+    bytes: int = 0
+    seconds: float = 0.0
+    after: tuple[int, ...] = ()
+    release_after: int | None = None
+    save: Save | None = None
+    zero_copy: tuple[int, ...] = ()
+    """For computations: the tensors that they read in host memory."""
 
 
 class Emitter:
@@ -18,8 +47,8 @@ class Emitter:
 
     def __init__(self, decisions: Decisions, profile: Profile, copies: Sequence[DeviceCopy]) -> None:
         self.decisions, self.profile, self.copies = decisions, profile, copies
-        self.steps = 2 * len(profile.blocks)
-        self.ops: list[Op] = []
+        self.timeline = timeline(profile)
+        self.ops: list[Draft] = []
         self.fetched_by: dict[int, list[DeviceCopy]] = {}
         """By prefetch op of weights or states: what it brings."""
         self.computations: list[int] = []
@@ -60,7 +89,7 @@ class Emitter:
 
     def emit(self) -> None:
         """Write every op."""
-        for step in range(self.steps):
+        for step in range(len(self.timeline)):
             self._prefetches(step)
             for computation in self._computations[step]:
                 self._compute(computation)
@@ -75,7 +104,7 @@ class Emitter:
         found: dict[tuple[int, int, int, bool], list[DeviceCopy]] = defaultdict(list)
         for block, decision in enumerate(self.decisions.blocks):
             if decision.prefetch_at == step:
-                found[self.decisions.activations_needed(block) - step, block, 0, False] = []
+                found[self.decisions.activations_needed(block, self.profile) - step, block, 0, False] = []
         for copy in self._fetched_at[step]:
             block, wait = self._need(copy, step)
             # What waits for an update on the host does not delay the rest.
@@ -98,10 +127,10 @@ class Emitter:
             candidates = backward_steps(blocks, self.profile)[-1:]
         else:
             candidates = copy_uses(copy.tensor, self.decisions, self.profile)
-        need = min(candidates, key=lambda use: (use - step) % self.steps)
+        need = min(candidates, key=lambda use: (use - step) % len(self.timeline))
         computed = [computation.block for computation in self._computations[need]]
         # Those that run again in a step ascend to the block whose backward it is.
-        return min(block for block in computed if block in blocks), (need - step) % self.steps
+        return min(block for block in computed if block in blocks), (need - step) % len(self.timeline)
 
     def _compute(self, what: Computation) -> None:
         """Write a computation; the last one of a step is its forward or backward."""
@@ -135,7 +164,7 @@ class Emitter:
             if release_after is not None:
                 by_until[release_after].append(t)
         for release_after, tensors in sorted(by_until.items()):
-            block, nbytes = self.steps - 1 - step, self._bytes(tensors)
+            block, nbytes = self.timeline.block(step), self._bytes(tensors)
             out = self._copy(
                 "offload", step, block, "grad", tensors=tensors, nbytes=nbytes, release_after=release_after
             )
@@ -150,7 +179,7 @@ class Emitter:
         if tensors:
             costs = [self.profile.tensors[t].zero_copy for t in tensors]
             seconds, nbytes = sum(cost.grad_s for cost in costs if cost is not None), self._bytes(tensors)
-            block = self.steps - 1 - step
+            block = self.timeline.block(step)
             out = self._add(
                 "offload",
                 step,
@@ -170,20 +199,22 @@ class Emitter:
             optimizer = self.profile.optimizer
             rate = optimizer.host_bytes_per_s if resource == "host" else optimizer.device_bytes_per_s
             nbytes = self._bytes(tensors)
-            update = self._add("update", step, self.steps - 1 - step, resource, tensors=tensors, seconds=nbytes / rate)
+            update = self._add(
+                "update", step, self.timeline.block(step), resource, tensors=tensors, seconds=nbytes / rate
+            )
             self.updated.update(dict.fromkeys(tensors, update))
             if resource == "compute":
                 self.computed[step] = update
 
     def _activation_offload(self, step: int) -> None:
         """Before other copies to the host: the next computations wait for this memory."""
-        release_after = self.decisions.blocks[step].release_after if step < len(self.decisions.blocks) else None
+        block = self.timeline.block(step)
+        release_after = None if self.timeline.is_backward(step) else self.decisions.blocks[block].release_after
         if release_after is not None:
-            out = self._copy(
-                "offload", step, step, "activation", nbytes=self._offloaded(step), release_after=release_after
-            )
+            nbytes = self._offloaded(block)
+            out = self._copy("offload", step, block, "activation", nbytes=nbytes, release_after=release_after)
             self.held_until[release_after].append(out)
-            self.activations_out[step] = out
+            self.activations_out[block] = out
 
     def _write_backs(self, step: int) -> None:
         found: dict[int, list[int]] = defaultdict(list)
@@ -266,7 +297,7 @@ class Emitter:
         save: Save | None = None,
         zero_copy: Iterable[int] = (),
     ) -> int:
-        op = Op(
+        op = Draft(
             id=len(self.ops),
             kind=kind,
             step=step,

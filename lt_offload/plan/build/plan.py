@@ -1,21 +1,23 @@
-"""Turns decisions about whole tensors into a plan: ops in issue order, arena offsets, and what each op waits for.
+"""Turns decisions about whole tensors into a plan: ops in issue order, tensor groups and their places in the arena.
 
-Knows the contract of :mod:`lt_offload.schema.plan`; decides nothing but the order within a step and the offsets.
+What is decided here is the order within a step and the offsets, nothing else; :mod:`lt_offload.schema.plan` says what
+they mean.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lt_offload.plan.build.copies import DeviceCopy, device_copies, state_room
-from lt_offload.plan.build.groups import arrange
+from lt_offload.plan.build.copies import DeviceCopy, device_copies
+from lt_offload.plan.build.groups import arrange, group_tensors
 from lt_offload.plan.build.link import link
 from lt_offload.plan.build.ops import Emitter
 from lt_offload.plan.build.placement import Placement
 from lt_offload.plan.build.slots import own_slots
 from lt_offload.plan.iteration.decisions import Decisions
-from lt_offload.plan.iteration.memory import aligned, framework_bytes
-from lt_offload.schema.plan import InitialCopy, Plan, Prediction
+from lt_offload.plan.iteration.memory import aligned, framework_bytes, state_room
+from lt_offload.plan.iteration.timeline import timeline
+from lt_offload.schema.plan import Plan, Prediction
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
 
@@ -47,7 +49,14 @@ def build(
         copy.offset = offset
     emitter = Emitter(decisions, profile, copies)
     emitter.emit()
-    ops, gradient_bytes = own_slots(link(emitter), profile)
+    drafts, gradient_bytes = own_slots(link(emitter), profile)
+    grouped = group_tensors(
+        drafts,
+        {(copy.payload, copy.tensor): copy.offset for copy in copies if copy.at_start},
+        weight_bytes=[aligned(tensor.bytes) for tensor in profile.tensors],
+        state_bytes=[state_room(tensor.state_bytes) for tensor in profile.tensors],
+        first_block=[tensor.blocks[0] for tensor in profile.tensors],
+    )
     return Plan(
         fingerprint=profile.fingerprint,
         model=profile.model,
@@ -58,14 +67,10 @@ def build(
         host_budget_bytes=host_budget_bytes,
         options=tuple(block.option for block in decisions.blocks),
         update_places=tuple(tensor.place for tensor in decisions.tensors),
-        state_bytes=tuple(state_room(tensor.state_bytes) for tensor in profile.tensors),
-        weight_bytes=tuple(aligned(tensor.bytes) for tensor in profile.tensors),
-        initial=tuple(
-            InitialCopy(payload=copy.payload, tensor=copy.tensor, offset=copy.offset)
-            for copy in copies
-            if copy.at_start
-        ),
-        ops=ops,
+        timeline=timeline(profile).steps,
+        groups=grouped.groups,
+        initial=grouped.initial,
+        ops=grouped.ops,
         arena_bytes=placement.extent,
         gradient_bytes=gradient_bytes,
         predicted=UNKNOWN,
@@ -81,10 +86,10 @@ def _notes(copies: Sequence[DeviceCopy], profile: Profile) -> Iterator[str]:
         ("weight", sum(tensor.bytes for tensor in profile.tensors)),
         ("state", sum(tensor.state_bytes for tensor in profile.tensors)),
     ):
-        interval = sum(copy.bytes for copy in copies if copy.payload == payload and copy.interval is None)
+        always = sum(copy.bytes for copy in copies if copy.payload == payload and copy.interval is None)
         if total:
             what = "weights" if payload == "weight" else "optimizer states"
-            yield f"{format_bytes(interval)} of {format_bytes(total)} of {what} are always on the device"
+            yield f"{format_bytes(always)} of {format_bytes(total)} of {what} are always on the device"
     fixed = {
         "before the first tensor": profile.hardware.context_bytes,
         "for page tables of host memory": profile.page_table_bytes,

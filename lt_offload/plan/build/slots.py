@@ -1,9 +1,10 @@
-"""Lets gradients that are copied to the host share memory there. Knows a simulated plan; changes no decision.
+"""Lets gradients that are copied to the host share memory there.
 
-The gradients of one op have a place, their *slot*, from the beginning of their copy to the end of the update that reads
-them, as simulated with updates that are somewhat slower than expected. Two ops may share addresses if neither's copy
-begins while the other has its place. Whether updates are in time for that is a matter of speed only: every copy waits
-for the updates that read what it overwrites, however late they are. As they stand before it, that is no deadlock.
+The gradients of one op, a group, have a place, their *slot*, from the beginning of their copy to the end of the update
+that reads them, as simulated with updates that are somewhat slower than expected. Two ops may share addresses if
+neither's copy begins while the other has its place. Whether updates are in time for that is a matter of speed only:
+every copy waits for the updates that read what it overwrites, however late they are. As they stand before it, that is
+no deadlock.
 
 Lifetimes are counted in copies: the one that begins when the ``k``-th copy does ends before another one begins.
 """
@@ -14,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lt_offload.plan.build.link import without
+from lt_offload.plan.build.ops import Draft
 from lt_offload.plan.build.placement import Lifetime, Placement, place
 from lt_offload.plan.iteration.memory import aligned, host_bytes
 from lt_offload.plan.verify.simulate import simulate
@@ -39,21 +41,16 @@ class _Arrival:
     bytes: int
 
 
-def slot_bytes(op: Op, profile: Profile) -> int:
-    """Return the bytes of the slot of ``op``, which copies gradients to the host."""
-    return sum(aligned(profile.tensors[t].bytes) for t in op.tensors)
-
-
-def own_slots(ops: Sequence[Op], profile: Profile) -> tuple[tuple[Op, ...], int]:
-    """Return ``ops`` with a slot of its own for each that copies gradients to the host, and the extent of all slots."""
-    found, extent = [], 0
-    for op in ops:
-        if op.payload == "grad" and op.resource == "d2h":
-            found.append(replace(op, slot=extent))
-            extent += slot_bytes(op, profile)
+def own_slots(drafts: Sequence[Draft], profile: Profile) -> tuple[tuple[Draft, ...], int]:
+    """Return ``drafts`` with a slot of its own for each that copies gradients to the host, and the extent of all."""
+    placed, extent = [], 0
+    for draft in drafts:
+        if draft.payload == "grad" and draft.resource == "d2h":
+            placed.append(replace(draft, host_offset=extent))
+            extent += sum(aligned(profile.tensors[t].bytes) for t in draft.tensors)
         else:
-            found.append(op)
-    return tuple(found), extent
+            placed.append(draft)
+    return tuple(placed), extent
 
 
 def share_slots(plan: Plan, profile: Profile, trace: Trace) -> tuple[Plan, Trace]:
@@ -67,7 +64,7 @@ def share_slots(plan: Plan, profile: Profile, trace: Trace) -> tuple[Plan, Trace
         profile: what it was made for.
         trace: ``plan``, simulated.
     """
-    arrivals = _arrivals(plan, profile)
+    arrivals = _arrivals(plan)
     if not arrivals:
         return plan, trace
     room = plan.host_budget_bytes - (host_bytes(plan, profile) - plan.gradient_bytes)
@@ -93,19 +90,21 @@ def _place(arrivals: Sequence[_Arrival], ends: Sequence[int]) -> Placement:
 
 
 def _with_slots(plan: Plan, arrivals: Sequence[_Arrival], placement: Placement) -> Plan:
-    ops = list(plan.ops)
-    for at, (arrival, slot) in enumerate(zip(arrivals, placement.offsets, strict=True)):
-        waits = _former_updates(at, arrivals, placement.offsets)
-        ops[arrival.op.id] = replace(arrival.op, slot=slot, after=tuple(sorted({*arrival.op.after, *waits})))
-    return replace(plan, ops=tuple(ops), gradient_bytes=placement.extent)
+    ops, groups = list(plan.ops), list(plan.groups)
+    for position, (arrival, slot) in enumerate(zip(arrivals, placement.offsets, strict=True)):
+        waits = _former_updates(position, arrivals, placement.offsets)
+        (group,) = arrival.op.groups
+        groups[group] = replace(groups[group], host_offset=slot)
+        ops[arrival.op.id] = replace(arrival.op, after=tuple(sorted({*arrival.op.after, *waits})))
+    return replace(plan, ops=tuple(ops), groups=tuple(groups), gradient_bytes=placement.extent)
 
 
-def _arrivals(plan: Plan, profile: Profile) -> list[_Arrival]:
-    updates = {t: op.id for op in plan.ops if _on_host(op) for t in op.tensors}
+def _arrivals(plan: Plan) -> list[_Arrival]:
+    updates = {t: op.id for op in plan.ops if op.updates_on_host for t in plan.tensors(op)}
     return [
-        _Arrival(op, tuple(sorted({updates[t] for t in op.tensors})), slot_bytes(op, profile))
+        _Arrival(op, tuple(sorted({updates[t] for t in plan.tensors(op)})), plan.groups[op.groups[0]].bytes)
         for op in plan.ops
-        if op.slot is not None
+        if op.payload == "grad" and op.resource == "d2h"
     ]
 
 
@@ -144,12 +143,8 @@ def _simulated_ends(trace: Trace, arrivals: Sequence[_Arrival]) -> list[int]:
 
 
 def _with_slower_updates(plan: Plan) -> Plan:
-    ops = (replace(op, seconds=_SLOWER * op.seconds) if _on_host(op) else op for op in plan.ops)
+    ops = (replace(op, seconds=_SLOWER * op.seconds) if op.updates_on_host else op for op in plan.ops)
     return replace(plan, ops=tuple(ops))
-
-
-def _on_host(op: Op) -> bool:
-    return op.kind == "update" and op.resource == "host"
 
 
 def _former_updates(at: int, arrivals: Sequence[_Arrival], slots: Sequence[int]) -> set[int]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.schema.plan import OpKind, Save
 from lt_offload.schema.profile import BlockProfile, OptionName, OptionProfile, Profile
 
@@ -75,14 +76,14 @@ def computations(
     options: Sequence[OptionName], recomputations: Mapping[int, Sequence[Recomputation]], profile: Profile
 ) -> list[Computation]:
     """Return what ``profile``'s model computes in an iteration, in the order of issue."""
-    blocks, last = profile.blocks, 2 * len(profile.blocks) - 1
+    blocks, steps = profile.blocks, timeline(profile)
     found = [
-        Computation(kind="forward", step=index, block=index, save=None, option=block.option(name))
+        Computation(kind="forward", step=steps.forward(index), block=index, save=None, option=block.option(name))
         for index, (block, name) in enumerate(zip(blocks, options, strict=True))
     ]
     saved: dict[int, Save] = {}
     for index in reversed(range(len(blocks))):
-        block, step = blocks[index], last - index
+        block, step = blocks[index], steps.backward(index)
         for again in recomputations.get(step, ()):
             saved[again.block] = again.save
             cost = rerun_option(blocks[again.block], again.save)

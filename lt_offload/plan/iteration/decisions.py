@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from lt_offload.plan.iteration.computations import Recomputation as Recomputation
 from lt_offload.plan.iteration.memory import Usage, backward_steps, least_host_bytes
 from lt_offload.plan.iteration.pace import Pace
+from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.schema.plan import UpdatePlace
 from lt_offload.schema.profile import OptionName, Profile
 
@@ -81,14 +82,14 @@ class Decisions:
         used = self.usage
         return least_host_bytes(used.options, used.places, used.grad_zero_copy, profile)
 
-    def activations_needed(self, block: int) -> int:
+    def activations_needed(self, block: int, profile: Profile) -> int:
         """Return the step in which ``block`` first needs what it has offloaded: to run again, or for its backward."""
         again = [
             step
             for step, found in self.recomputations.items()
             if any(recomputation.block == block for recomputation in found)
         ]
-        return min([2 * len(self.blocks) - 1 - block, *again])
+        return min([timeline(profile).backward(block), *again])
 
 
 def uses(
@@ -100,7 +101,8 @@ def uses(
         for step, found in (recomputations or {}).items()
         if any(recomputation.block in blocks for recomputation in found)
     }
-    return sorted({*blocks, *backward_steps(blocks, profile), *again})
+    forwards = [timeline(profile).forward(block) for block in blocks]
+    return sorted({*forwards, *backward_steps(blocks, profile), *again})
 
 
 def copy_uses(tensor: int, decisions: Decisions, profile: Profile) -> list[int]:
@@ -131,8 +133,8 @@ def block_choices(
         if not block.has_backward or not block.option(option).offload_bytes:
             found.append(BlockDecision(option=option))
             continue
-        backward = 2 * len(profile.blocks) - 1 - index
-        release_after = min(pace.later(index, lag), backward - 1)
+        forward, backward = timeline(profile).forward(index), timeline(profile).backward(index)
+        release_after = min(pace.later(forward, lag), backward - 1)
         found.append(
             BlockDecision(
                 option=option,

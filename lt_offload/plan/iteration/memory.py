@@ -16,15 +16,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_offload.plan.iteration.computations import SAVED, Computation, Recomputation, computations
+from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.schema.plan import ALIGNMENT, Plan, UpdatePlace
 from lt_offload.schema.profile import COLLECTED_BELOW, GATHERED_BELOW, OptionName, Profile
 
 Bytes = NDArray[np.int64]
+_STATE_PADDING = 32
+"""Each state tensor of a parameter begins at a multiple of 8 bytes; room for four of them to be rounded up."""
 
 
 def aligned(nbytes: int) -> int:
     """Return the bytes of the arena that a buffer of ``nbytes`` takes."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def state_room(nbytes: int) -> int:
+    """Return the bytes of the arena that ``nbytes`` of optimizer states take."""
+    return aligned(nbytes + _STATE_PADDING) if nbytes else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,10 +58,10 @@ def usage(plan: Plan) -> Usage:
     again = recomputations(plan)
     found = Usage(options=plan.options, places=plan.update_places, recomputations=again)
     for op in plan.ops:
-        if op.payload == "grad" and op.resource == "compute":
-            found.grad_zero_copy.update(op.tensors)
+        if op.writes_gradients:
+            found.grad_zero_copy.update(plan.tensors(op))
         elif op.payload == "grad" and op.release_after is not None:
-            found.grad_release_after.update(dict.fromkeys(op.tensors, op.release_after))
+            found.grad_release_after.update(dict.fromkeys(plan.tensors(op), op.release_after))
         elif op.payload == "activation":
             if op.kind == "prefetch":
                 found.fetched[op.block] = op.step
@@ -73,10 +81,10 @@ def recomputations(plan: Plan) -> dict[int, tuple[Recomputation, ...]]:
 
 def backward_steps(blocks: tuple[int, ...], profile: Profile) -> list[int]:
     """Return the steps in which the backward of ``blocks`` does something, ascending."""
-    last = 2 * len(profile.blocks) - 1
+    positions = timeline(profile)
     if len(blocks) == 1:  # nearly all tensors
-        return [last - blocks[0]] if profile.blocks[blocks[0]].has_backward else []
-    return sorted(last - block for block in blocks if profile.blocks[block].has_backward)
+        return [positions.backward(blocks[0])] if profile.blocks[blocks[0]].has_backward else []
+    return sorted(positions.backward(block) for block in blocks if profile.blocks[block].has_backward)
 
 
 def framework_bytes(used: Usage, profile: Profile) -> Bytes:
@@ -163,10 +171,10 @@ class _Time:
 
     def __init__(self, used: Usage, profile: Profile) -> None:
         self.moments: list[Computation] = computations(used.options, used.recomputations, profile)
-        steps = 2 * len(profile.blocks)
-        self.first: list[int] = [0] * steps
+        self.steps = timeline(profile)
+        self.first: list[int] = [0] * len(self.steps)
         """By step: its first computation."""
-        self.last: list[int] = [0] * steps
+        self.last: list[int] = [0] * len(self.steps)
         """By step: its forward or backward; those that run again stand before it."""
         self.again: dict[int, list[int]] = {}
         """By block: when it runs again."""
@@ -191,7 +199,7 @@ def _framework_bytes(used: Usage, profile: Profile, time: _Time) -> Bytes:
     for block in range(len(profile.blocks)):
         if not profile.blocks[block].has_backward:
             continue
-        at = time.last[2 * len(profile.blocks) - 1 - block]
+        at = time.last[time.steps.backward(block)]
         option = time.moments[at].option
         working = option.backward_peak_bytes + grads.new[at] + grads.passing[at]
         if option.held_peak_bytes is not None:
@@ -202,11 +210,10 @@ def _framework_bytes(used: Usage, profile: Profile, time: _Time) -> Bytes:
 
 
 def _activation_bytes(used: Usage, profile: Profile, time: _Time) -> Bytes:
-    steps = 2 * len(profile.blocks)
     total = np.zeros(len(time), dtype=np.int64)
     for index, block in enumerate(profile.blocks):
         option = block.option(used.options[index])
-        forward, backward = time.last[index], time.last[steps - 1 - index]
+        forward, backward = time.last[time.steps.forward(index)], time.last[time.steps.backward(index)]
         total[forward] += block.input_bytes + block.output_bytes + option.forward_peak_bytes
         again = time.again.get(index, ())
         if again:
@@ -221,7 +228,7 @@ def _activation_bytes(used: Usage, profile: Profile, time: _Time) -> Bytes:
         # the input, its gradient, and the gradient of the output
         total[backward] += 2 * block.input_bytes + block.output_bytes
         # the gradient of the output waits while others run again
-        total[time.first[steps - 1 - index] : backward] += block.output_bytes
+        total[time.first[time.steps.backward(index)] : backward] += block.output_bytes
         if index in used.left:
             total[forward + 1 : time.last[used.left[index]] + 1] += option.offload_bytes
         if index in used.fetched:
@@ -231,7 +238,7 @@ def _activation_bytes(used: Usage, profile: Profile, time: _Time) -> Bytes:
 
 def _run_again(total: Bytes, used: Usage, profile: Profile, time: _Time, index: int) -> None:
     """Add what the forwards of block ``index`` that run again need, and what they leave."""
-    block, backward = profile.blocks[index], time.last[2 * len(profile.blocks) - 1 - index]
+    block, backward = profile.blocks[index], time.last[time.steps.backward(index)]
     saved = SAVED[used.options[index]] if block.has_backward else "nothing"
     again: Sequence[int] = time.again[index]
     for at, following in zip(again, [*again[1:], None], strict=True):

@@ -9,22 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lt_offload.plan.build.copies import state_room
-from lt_offload.plan.build.slots import slot_bytes
 from lt_offload.plan.iteration.computations import computations
-from lt_offload.plan.iteration.memory import aligned, backward_steps, computation_bytes, host_bytes, recomputations
+from lt_offload.plan.iteration.memory import (
+    aligned,
+    backward_steps,
+    computation_bytes,
+    host_bytes,
+    recomputations,
+    state_room,
+)
 from lt_offload.plan.verify.check_reruns import broken_reruns
 from lt_offload.plan.verify.ordering import describe, replay
-from lt_offload.schema.plan import ALIGNMENT, Op, Plan
+from lt_offload.schema.plan import ALIGNMENT, LANES, Op, Plan, TensorGroup, Timeline, one_batch
 from lt_offload.schema.profile import Profile, TensorProfile
 from lt_offload.units import format_bytes
-
-_LANES = {"forward": "compute", "backward": "compute", "prefetch": "h2d", "offload": "d2h", "drop": "none"}
 
 
 def check(plan: Plan, profile: Profile) -> list[str]:
     """Return what is wrong with ``plan`` for ``profile``, one sentence per violation; empty if nothing is."""
-    found = list(_identity(plan, profile))
+    found = list(_identity(plan, profile)) or [*_groups(plan, profile), *_indices(plan, profile)]
     if found:
         return found
     found = [*_structure(plan, profile), *_order_of_issue(plan), *_updates(plan, profile), *_activations(plan, profile)]
@@ -39,39 +42,76 @@ def _identity(plan: Plan, profile: Profile) -> Iterator[str]:
         yield f"fingerprint: the plan is of {plan.fingerprint} ({plan.model}), the profile of {profile.fingerprint}"
     if len(plan.options) != len(profile.blocks):
         yield f"options: {len(plan.options)} are given, the model has {len(profile.blocks)} blocks"
-    if not len(plan.update_places) == len(plan.state_bytes) == len(profile.tensors):
-        yield (
-            f"tensors: {len(plan.update_places)} update places and {len(plan.state_bytes)} state sizes are given, the "
-            f"model has {len(profile.tensors)} tensors"
-        )
-    elif plan.weight_bytes and plan.weight_bytes != tuple(aligned(tensor.bytes) for tensor in profile.tensors):
-        yield "weights: the sizes in the arena are not those of the model"
+    if len(plan.update_places) != len(profile.tensors):
+        yield f"tensors: {len(plan.update_places)} update places are given, the model has {len(profile.tensors)}"
+    if plan.timeline != one_batch(len(profile.blocks)):
+        yield f"timeline: it is not that of one batch through {len(profile.blocks)} blocks"
     for block, option in zip(profile.blocks, plan.options, strict=False):
         if option not in [o.name for o in block.options]:
             yield f"options: block {block.name} does not offer {option!r}"
 
 
-def _structure(plan: Plan, profile: Profile) -> Iterator[str]:
-    """Ids, steps, lanes, tensors and offsets of single ops."""
-    for at, op in enumerate(plan.ops):
-        name = describe(op)
-        if op.id != at:
-            yield f"{name}: ids: it stands at position {at}"
-        if not 0 <= op.step < plan.steps or not 0 <= op.block < len(profile.blocks):
-            yield f"{name}: there are {plan.steps} steps and {len(profile.blocks)} blocks"
+def _groups(plan: Plan, profile: Profile) -> Iterator[str]:
+    """Every weight is in one group; groups have the sizes of the model's tensors, and room for gradients."""
+    seen: dict[tuple[str, int], int] = {}
+    for number, group in enumerate(plan.groups):
+        name = f"group {number}"
+        if not group.tensors or any(not 0 <= t < len(profile.tensors) for t in group.tensors):
+            yield f"{name}: tensors: {group.tensors}, the model has {len(profile.tensors)}"
             continue
+        for t in group.tensors:
+            if (group.payload, t) in seen:
+                first = seen[group.payload, t]
+                yield f"{name}: tensors: the {group.payload} of {profile.tensors[t].name} is in group {first}"
+            seen[group.payload, t] = number
+        if group.sizes != tuple(_size(group, profile.tensors[t]) for t in group.tensors):
+            yield f"{name}: sizes: {group.sizes} are not those of the model's tensors"
+        if group.host_offset is not None:
+            end = group.host_offset + group.bytes
+            if group.payload != "grad" or group.host_offset % ALIGNMENT or group.host_offset < 0:
+                yield f"{name}: host_offset: only gradients have one, a multiple of {ALIGNMENT}"
+            elif end > plan.gradient_bytes:
+                yield f"{name}: host_offset: it ends at {end}, the extent is {plan.gradient_bytes}"
+    for t, tensor in enumerate(profile.tensors):
+        if ("weight", t) not in seen:
+            yield f"tensor {tensor.name}: groups: its weight is in none"
+
+
+def _size(group: TensorGroup, tensor: TensorProfile) -> int:
+    return state_room(tensor.state_bytes) if group.payload == "state" else aligned(tensor.bytes)
+
+
+def _indices(plan: Plan, profile: Profile) -> Iterator[str]:
+    """Ids, and what ops name by numbers."""
+    for position, op in enumerate(plan.ops):
+        name = describe(op)
+        if op.id != position:
+            yield f"{name}: ids: it stands at position {position}"
+        if not 0 <= op.step < len(plan.timeline) or not 0 <= op.block < len(profile.blocks):
+            yield f"{name}: there are {len(plan.timeline)} steps and {len(profile.blocks)} blocks"
         if any(not 0 <= other < len(plan.ops) for other in op.after):
             yield f"{name}: after: it waits for an op that does not exist"
-        if any(not 0 <= t < len(profile.tensors) for t in op.tensors):
-            yield f"{name}: tensors: the model has {len(profile.tensors)}"
+        if any(not 0 <= group < len(plan.groups) for group in (*op.groups, *op.zero_copy)):
+            yield f"{name}: groups: the plan has {len(plan.groups)}"
+
+
+def _structure(plan: Plan, profile: Profile) -> Iterator[str]:
+    """Steps, lanes, groups and offsets of single ops."""
+    for op in plan.ops:
+        name = describe(op)
+        payload = op.payload or "weight"  # computations and updates name weights
+        if any(plan.groups[group].payload != payload for group in op.groups) or len(set(op.groups)) < len(op.groups):
+            yield f"{name}: groups: they have to be of its payload, each once"
             continue
-        written = op.payload == "grad" and op.resource == "compute"
-        expected = _LANES.get(op.kind, "host" if op.resource == "host" else "compute")
-        if op.resource != expected and not written:
-            yield f"{name}: resource: it occupies {op.resource}, it should be {expected}"
-        if op.release_after is not None and not op.step <= op.release_after < plan.steps:
+        if any(plan.groups[group].payload != "weight" for group in op.zero_copy):
+            yield f"{name}: zero_copy: only weights are read in host memory"
+            continue
+        lanes = [lane.name for lane in LANES if op.kind in lane.kinds] or ["none"]
+        if op.resource not in lanes or (op.kind == "offload" and op.resource == "compute" and op.payload != "grad"):
+            yield f"{name}: resource: it occupies {op.resource}, it should be {' or '.join(lanes)}"
+        if op.release_after is not None and not op.step <= op.release_after < len(plan.timeline):
             yield f"{name}: release_after: step {op.release_after} is not one of the rest of the iteration"
-        if written and op.release_after is not None and op.release_after != op.step:
+        if op.writes_gradients and op.release_after is not None and op.release_after != op.step:
             yield f"{name}: release_after: a gradient that the backward writes to the host is gone in step {op.step}"
         yield from _payload(op, plan, profile)
         yield from _computed(op, plan, profile)
@@ -80,20 +120,19 @@ def _structure(plan: Plan, profile: Profile) -> Iterator[str]:
 def _computed(op: Op, plan: Plan, profile: Profile) -> Iterator[str]:
     """Block, saving and direct access of computations and updates."""
     name = describe(op)
-    block = min(op.step, plan.steps - 1 - op.step)
-    if op.save is not None and (op.kind != "forward" or op.step < plan.steps // 2):
+    block, forward = plan.timeline[op.step].block, plan.timeline[op.step].kind == "forward"
+    if op.save is not None and (op.kind != "forward" or forward):
         yield f"{name}: save: only forwards that run again, in backward steps, say what they save"
     elif op.save is not None and op.block > block:
         yield f"{name}: block: the step is one of block {block}, only that and earlier ones may run again"
     elif op.save is None and op.kind in ("forward", "backward", "update") and op.block != block:
         yield f"{name}: block: the step is one of block {block}"
-    if op.zero_copy and (op.kind not in ("forward", "backward") or list(op.zero_copy) != sorted(set(op.zero_copy))):
-        yield f"{name}: zero_copy: only computations read tensors directly, each once, in ascending order"
+    if op.zero_copy and (op.kind not in ("forward", "backward") or len(set(op.zero_copy)) < len(op.zero_copy)):
+        yield f"{name}: zero_copy: only computations read weights in host memory, each once"
         return
-    read = op.tensors if op.payload == "grad" and op.resource == "compute" else op.zero_copy
-    for t in read:
-        tensor = profile.tensors[t] if 0 <= t < len(profile.tensors) else None
-        if tensor is None or op.block not in tensor.blocks:
+    for t in plan.tensors(op) if op.writes_gradients else plan.zero_copy(op):
+        tensor = profile.tensors[t]
+        if op.block not in tensor.blocks:
             yield f"{name}: zero_copy: tensor {t} is none of its block"
         elif tensor.zero_copy is None:
             yield f"{name}: zero_copy: {tensor.name} cannot be accessed in host memory"
@@ -110,19 +149,15 @@ def _payload(op: Op, plan: Plan, profile: Profile) -> Iterator[str]:
         yield f"{name}: payload: {'missing' if moves else 'only copies and drops have one'}"
     if op.payload == "grad" and op.kind != "offload":
         yield f"{name}: payload: gradients are offloaded only"
-    if (op.payload == "grad" and op.resource == "d2h") != (op.slot is not None):
-        yield f"{name}: slot: gradients that are copied to the host have one, nothing else has"
-    elif op.slot is not None and (op.slot % ALIGNMENT or op.slot < 0):
-        yield f"{name}: slot: {op.slot} is not a multiple of {ALIGNMENT}"
-    elif op.slot is not None and op.slot + slot_bytes(op, profile) > plan.gradient_bytes:
-        end = op.slot + slot_bytes(op, profile)
-        yield f"{name}: slot: it ends at {end}, the extent is {plan.gradient_bytes}"
+    for group in op.groups if op.payload == "grad" else ():
+        if (plan.groups[group].host_offset is None) != op.writes_gradients:
+            yield f"{name}: host_offset: gradients that are copied to the host have one, others have none"
     if op.payload in ("grad", "activation") and op.kind == "offload" and op.release_after is None:
         yield f"{name}: release_after: it has to say when the device memory is given back"
-    if (op.payload == "activation" or op.kind in ("forward", "backward")) == bool(op.tensors):
-        yield f"{name}: tensors: {'none belong to it' if op.tensors else 'missing'}"
-    if len(op.offsets) != (len(op.tensors) if op.kind == "prefetch" else 0):
-        yield f"{name}: offsets: {len(op.offsets)} for {len(op.tensors)} tensors"
+    if (op.payload == "activation" or op.kind in ("forward", "backward")) == bool(op.groups):
+        yield f"{name}: groups: {'none belong to it' if op.groups else 'missing'}"
+    if len(op.offsets) != (len(op.groups) if op.kind == "prefetch" else 0):
+        yield f"{name}: offsets: {len(op.offsets)} for {len(op.groups)} groups"
     if any(offset % ALIGNMENT or offset < 0 for offset in op.offsets):
         yield f"{name}: offsets: they have to be multiples of {ALIGNMENT}"
     if moves:
@@ -134,7 +169,7 @@ def _payload(op: Op, plan: Plan, profile: Profile) -> Iterator[str]:
 def _bytes(op: Op, plan: Plan, profile: Profile) -> int:
     if op.payload == "activation":
         return profile.blocks[op.block].option(plan.options[op.block]).offload_bytes
-    tensors = [profile.tensors[t] for t in op.tensors]
+    tensors = [profile.tensors[t] for t in plan.tensors(op)]
     return sum(tensor.state_bytes if op.payload == "state" else tensor.bytes for tensor in tensors)
 
 
@@ -142,7 +177,7 @@ def _direct_bytes(plan: Plan, profile: Profile) -> Iterator[str]:
     """Computations say how much they read in host memory."""
     expected = computations(plan.options, recomputations(plan), profile)
     for op, computation in zip(_computations(plan), expected, strict=True):
-        nbytes, _ = computation.zero_copy(op.zero_copy, profile)
+        nbytes, _ = computation.zero_copy(plan.zero_copy(op), profile)
         if op.bytes != nbytes:
             yield f"{describe(op)}: bytes: {op.bytes} are given, it reads {nbytes} directly"
 
@@ -153,20 +188,18 @@ def _computations(plan: Plan) -> list[Op]:
 
 def _order_of_issue(plan: Plan) -> Iterator[str]:
     """Steps ascend; within one, ops stand as the contract says; each has one computation that is no repetition."""
-    count = [0] * plan.steps
+    count = [0] * len(plan.timeline)
     last = (-1, 0)
     for op in plan.ops:
-        if not 0 <= op.step < plan.steps:
-            return
         place = (op.step, _phase(op))
         if place < last:
             yield f"{describe(op)}: order: it is issued after ops of a later step or phase"
         last = max(last, place)
         if op.kind in ("forward", "backward") and op.save is None:
             count[op.step] += 1
-            if (op.kind == "forward") != (op.step < plan.steps // 2):
-                yield f"{describe(op)}: order: the first half of the steps are forwards, the second half backwards"
-        if op.kind == "update" and op.step < plan.steps // 2:
+            if op.kind != plan.timeline[op.step].kind:
+                yield f"{describe(op)}: order: the step is a {plan.timeline[op.step].kind}"
+        if op.kind == "update" and plan.timeline[op.step].kind == "forward":
             yield f"{describe(op)}: order: there are no updates in forward steps"
     for step, computed in enumerate(count):
         if computed != 1:
@@ -189,21 +222,19 @@ def _updates(plan: Plan, profile: Profile) -> Iterator[str]:
     sent: set[int] = set()
     for op in plan.ops:
         if op.payload == "grad":
-            for t in op.tensors:
+            for t in plan.tensors(op):
                 if t in sent or plan.update_places[t] != "host":
                     yield f"{describe(op)}: gradient: {profile.tensors[t].name} sends it once, if the host updates it"
                 elif op.step != (complete := _complete(profile.tensors[t], profile)):
                     yield f"{describe(op)}: gradient: that of {profile.tensors[t].name} is complete in step {complete}"
                 sent.add(t)
-        for t in op.tensors if op.kind == "update" else ():
+        for t in plan.tensors(op) if op.kind == "update" else ():
             if t in seen:
                 yield f"{describe(op)}: update: {profile.tensors[t].name} is updated by op {seen[t].id} already"
             seen[t] = op
             if (op.resource == "host") != (plan.update_places[t] == "host"):
                 yield f"{describe(op)}: update: {profile.tensors[t].name} is to be updated at {plan.update_places[t]}"
     for t, (tensor, place) in enumerate(zip(profile.tensors, plan.update_places, strict=True)):
-        if plan.state_bytes[t] < tensor.state_bytes or plan.state_bytes[t] > state_room(tensor.state_bytes):
-            yield f"tensor {tensor.name}: states: {plan.state_bytes[t]} bytes are planned, it has {tensor.state_bytes}"
         if tensor.trainable != (place != "none"):
             kind = "trainable" if tensor.trainable else "frozen"
             yield f"tensor {tensor.name}: update: place {place!r} for a {kind} tensor"
@@ -224,6 +255,7 @@ def _complete(tensor: TensorProfile, profile: Profile) -> int | None:
 
 def _activations(plan: Plan, profile: Profile) -> Iterator[str]:
     """What is offloaded comes back, once and in time."""
+    positions = Timeline(plan.timeline)
     out: dict[int, Op] = {}
     back: dict[int, Op] = {}
     for op in plan.ops:
@@ -239,11 +271,11 @@ def _activations(plan: Plan, profile: Profile) -> Iterator[str]:
             needed = "both" if moves else "no"
             yield f"block {block.name}: activation: option {option!r} needs {needed} copies, has {', '.join(found)}"
         elif moves:
-            release_after, backward = out[index].release_after, plan.steps - 1 - index
+            release_after, backward = out[index].release_after, positions.backward(index)
             if (
-                out[index].step != index
+                out[index].step != positions.forward(index)
                 or release_after is None
-                or not index <= release_after < back[index].step <= backward
+                or not out[index].step <= release_after < back[index].step <= backward
             ):
                 yield (
                     f"{describe(out[index])}: activation: it leaves in steps {out[index].step} to {release_after} and "

@@ -11,13 +11,12 @@ import bisect
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
-from lt_offload.plan.build.slots import slot_bytes
-from lt_offload.plan.iteration.memory import aligned
+from lt_offload.plan.iteration.memory import aligned, state_room
 from lt_offload.plan.verify.simulate import label
-from lt_offload.schema.plan import Op, Plan
+from lt_offload.schema.plan import LANES, Op, Plan
 from lt_offload.schema.profile import Profile
 
-_LANES = {"compute": 0, "h2d": 1, "d2h": 2, "host": 3}
+_LANES = {lane.name: index for index, lane in enumerate(LANES)}
 _HOST = 3
 _Clock = tuple[int, int, int, int]
 """How many ops of each copy or compute lane have ended, and the host updates that have, as a set of bits."""
@@ -113,12 +112,17 @@ class _Ordering:
         self.given_back: list[_Access] = []
         self.arrived: list[_Arrived] = []
         self.computed: _Access | None = None
+        self.wanted: dict[_Key, int] = {}
+        """Where what is on the device begins at the start of an iteration."""
         for entry in plan.initial:
-            key = (entry.payload, entry.tensor)
-            if key in self.live:
-                self.violations.append(f"initial: {self._what(key)} is there twice")
-                continue
-            self._place(key, entry.offset, f"initial {self._what(key)}")
+            group = plan.groups[entry.group]
+            for t, offset in group.offsets(entry.offset):
+                key = (group.payload, t)
+                if key in self.live:
+                    self.violations.append(f"initial: {self._what(key)} is there twice")
+                    continue
+                self.wanted[key] = offset
+                self._place(key, offset, f"initial {self._what(key)}")
 
     def iteration(self) -> None:
         """Walk through every op once."""
@@ -131,7 +135,7 @@ class _Ordering:
             self._walk(op, before)
         self._end_step(step)
         there: dict[_Key, int] = {key: buffer.low for key, buffer in self.live.items()}
-        wanted: dict[_Key, int] = {(entry.payload, entry.tensor): entry.offset for entry in self.plan.initial}
+        wanted = self.wanted
         for key in sorted(there.keys() | wanted.keys()):
             if there.get(key) != wanted.get(key):
                 self.violations.append(
@@ -146,7 +150,7 @@ class _Ordering:
         lane = _LANES.get(op.resource)
         if lane is None:
             self.ended[op.id] = clock
-            for t in op.tensors:
+            for t in self.plan.tensors(op):
                 self._drop(op, (op.payload or "", t))
             return
         clock = _merge(clock, self.lanes[lane])
@@ -177,17 +181,18 @@ class _Ordering:
         self.computed = access
         if op.kind == "backward" and not self.profile.blocks[op.block].has_backward:
             return
+        in_host_memory = self.plan.zero_copy(op)
         for t in self.of_block[op.block]:
-            self._read_weight(access, clock, t)
+            self._read_weight(access, clock, t, in_host_memory)
             if op.kind == "backward" and self.profile.tensors[t].trainable:
                 self._write(access, clock, self.cells["device", "grad", t], ("grad", t))
         activation = self.cells["device", "activation", op.block]
         touch = self._write if op.kind == "forward" else self._read
         touch(access, clock, activation, ("activation", op.block))
 
-    def _read_weight(self, access: _Access, clock: _Clock, tensor: int) -> None:
+    def _read_weight(self, access: _Access, clock: _Clock, tensor: int, in_host_memory: tuple[int, ...]) -> None:
         op, key = access.op, ("weight", tensor)
-        if tensor in op.zero_copy:
+        if tensor in in_host_memory:
             if key in self.outdated_hosts:
                 self._report(op, f"zero_copy: the host copy of {self._what(key)} is outdated")
             self._read(access, clock, self.cells["host", "weight", tensor], key)
@@ -200,7 +205,7 @@ class _Ordering:
 
     def _update(self, access: _Access, clock: _Clock) -> None:
         op = access.op
-        for t in op.tensors:
+        for t in self.plan.tensors(op):
             weight = ("weight", t)
             if op.resource == "host":
                 self._read(access, clock, self.cells["host", "grad", t], ("grad", t))
@@ -209,7 +214,7 @@ class _Ordering:
                     self.live[weight].outdated = True
                 continue
             self._read(access, clock, self.cells["device", "grad", t], ("grad", t))
-            for key in (weight, ("state", t)) if self.plan.state_bytes[t] else (weight,):
+            for key in (weight, ("state", t)) if self.profile.tensors[t].state_bytes else (weight,):
                 buffer = self._on_device(op, key)
                 if buffer is not None:
                     self._write(access, clock, buffer.cell, key)
@@ -224,7 +229,8 @@ class _Ordering:
             self._read(access, clock, self.cells["host", "activation", op.block], ("activation", op.block))
             self._write(access, clock, self.cells["device", "activation", op.block], ("activation", op.block))
             return
-        for t, offset in zip(op.tensors, op.offsets, strict=True):
+        placed = zip(op.groups, op.offsets, strict=True)
+        for t, offset in (pair for group, start in placed for pair in self.plan.groups[group].offsets(start)):
             key = (op.payload or "", t)
             if key in self.live:
                 self._report(op, f"residency: {self._what(key)} is on the device already")
@@ -239,17 +245,18 @@ class _Ordering:
 
     def _offload(self, access: _Access, clock: _Clock) -> None:
         op = access.op
-        if op.slot is not None:
-            self._arrive(access, clock, op.slot, op.slot + slot_bytes(op, self.profile))
+        for group in (self.plan.groups[number] for number in op.groups):
+            if group.host_offset is not None:
+                self._arrive(access, clock, group.host_offset, group.host_offset + group.bytes)
         if op.payload in ("grad", "activation"):
-            for index in op.tensors or (op.block,):
+            for index in self.plan.tensors(op) or (op.block,):
                 what: _Key = (op.payload, index)
                 self._read(access, clock, self.cells["device", op.payload, index], what)
                 self._write(access, clock, self.cells["host", op.payload, index], what)
             if op.release_after is not None:
                 self.held[op.release_after].append(access)
             return
-        for t in op.tensors:
+        for t in self.plan.tensors(op):
             key = (op.payload or "", t)
             buffer = self._on_device(op, key)
             if buffer is None:
@@ -268,12 +275,12 @@ class _Ordering:
             if former.low >= high or former.high <= low:
                 kept.append(former)
                 continue
-            for t in former.op.tensors:
+            for t in self.plan.tensors(former.op):
                 what, cell = ("grad", t), self.cells["host", "grad", t]
                 for other in cell.accesses():
                     self._require(access, clock, other, self._what(what))
                 if not cell.reads:
-                    self._report(access.op, f"slot: it overwrites {self._what(what)}, which no update has read")
+                    self._report(access.op, f"host_offset: it overwrites {self._what(what)}, which no update has read")
             rest = (replace(former, high=low), replace(former, low=high))
             kept += [part for part in rest if part.low < part.high]
         self.arrived = kept
@@ -297,8 +304,9 @@ class _Ordering:
     # -- arena -----------------------------------------------------------------------------------------------------
 
     def _place(self, key: _Key, offset: int, name: str) -> _DeviceRange:
-        nbytes = self.profile.tensors[key[1]].bytes if key[0] == "weight" else self.plan.state_bytes[key[1]]
-        buffer = _DeviceRange(key, offset, offset + aligned(nbytes), _Cell())
+        tensor = self.profile.tensors[key[1]]
+        size = aligned(tensor.bytes) if key[0] == "weight" else state_room(tensor.state_bytes)
+        buffer = _DeviceRange(key, offset, offset + size, _Cell())
         if buffer.high > self.plan.arena_bytes:
             self.violations.append(
                 f"{name}: arena: {self._what(key)} ends at {buffer.high}, the extent is {self.plan.arena_bytes}"

@@ -180,7 +180,7 @@ def label(op: Op) -> str:
     words = " ".join(part for part in (op.kind, op.payload, str(op.block)) if part)
     if op.save is not None:
         words += " again"
-    return f"{words}, direct" if op.zero_copy or (op.payload == "grad" and op.resource == "compute") else words
+    return f"{words}, direct" if op.zero_copy or op.writes_gradients else words
 
 
 def _require_progress(plan: Plan) -> None:

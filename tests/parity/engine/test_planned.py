@@ -11,7 +11,6 @@ import lt_offload
 from lt_offload.errors import InfeasibleError, OverBudget, UnsupportedError
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
-from lt_offload.plan.build.slots import slot_bytes
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests.support import models
@@ -95,7 +94,7 @@ def test_exact_where_gradients_take_turns_in_little_ram(family: str) -> None:
     """Room for those of one block: every copy waits for an update, and the device runs updates as late as it can."""
     profile, batch = profiled(family)
     ample = lt_offload.solve(profile, planner="l2l")
-    copies = [slot_bytes(op, profile) for op in ample.ops if op.slot is not None]
+    copies = [group.bytes for group in ample.groups if group.host_offset is not None]
     ram = ample.predicted.host_peak_bytes - ample.gradient_bytes + max(copies)
     plan = lt_offload.solve(profile, planner="l2l", host_memory=ram)
     assert plan.gradient_bytes == max(copies) < sum(copies)

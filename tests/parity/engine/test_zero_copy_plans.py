@@ -188,7 +188,7 @@ def test_a_tied_table_is_read_by_the_embedding_and_copied_for_the_projection() -
         (0, True, 0),
     ]
     assert 0 < table.read(0).forward_bytes < table.bytes
-    (copy,) = [op for op in plan.ops if op.kind == "prefetch" and op.payload == "weight" and index in op.tensors]
+    (copy,) = [op for op in plan.ops if op.kind == "prefetch" and op.payload == "weight" and index in plan.tensors(op)]
     assert 0 < copy.step <= last
 
 

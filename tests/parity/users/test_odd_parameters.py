@@ -129,7 +129,7 @@ def test_gradients_that_do_not_come_leave_their_place_to_others(kind: str) -> No
     plan = plans.streamed(structure, optimizer, options=("keep",), places=places)
     copies = [op for op in plan.ops if op.payload == "grad"]
     assert len(copies) == 6
-    assert {op.slot for op in copies} == {0}
+    assert {plan.groups[op.groups[0]].host_offset for op in copies} == {0}
     device = EmulatedDevice(BUDGET, mode="lazy", check=True)
     engine = Engine(model, optimizer, plan, device)
     try:

@@ -11,11 +11,12 @@ import json
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 from lt_offload.errors import InfeasibleError, UnsupportedError
-from lt_offload.plan import Plan, solve
+from lt_offload.plan import Op, Plan, solve
 from tests.unit.plan.test_planner_bounds import PLANNERS, rich_profile
 
 FILE = Path(__file__).with_suffix(".json")
@@ -37,12 +38,30 @@ def clock_stopped() -> Iterator[None]:
 def normal_form(plan: Plan) -> list[Any]:
     """Return what the plan tells the engine, free of how it is written down."""
     ops = [
-        (op.kind, op.step, op.block, op.resource, op.payload, op.tensors, op.offsets, op.slot, op.bytes)
-        + (f"{op.seconds:.9e}", op.after, op.release_after, op.save, op.zero_copy)
+        (op.kind, op.step, op.block, op.resource, op.payload, _tensors(plan, op), _slot(plan, op))
+        + (op.bytes, f"{op.seconds:.9e}", op.after, op.release_after, op.save, plan.zero_copy(op))
         for op in plan.ops
     ]
-    initial = [(copy.payload, copy.tensor, copy.offset) for copy in plan.initial]
+    initial = sorted(
+        (plan.groups[copy.group].payload, tensor, offset)
+        for copy in plan.initial
+        for tensor, offset in plan.groups[copy.group].offsets(copy.offset)
+    )
     return [plan.options, plan.update_places, initial, plan.arena_bytes, plan.gradient_bytes, ops]
+
+
+def _tensors(plan: Plan, op: Op) -> list[tuple[int, int | None]]:
+    """Return the tensors of ``op``, and where they go in the arena."""
+    placed = [
+        (tensor, offset if op.offsets else None)
+        for group, start in zip_longest(op.groups, op.offsets, fillvalue=0)
+        for tensor, offset in plan.groups[group].offsets(start)
+    ]
+    return sorted(placed)
+
+
+def _slot(plan: Plan, op: Op) -> int | None:
+    return plan.groups[op.groups[0]].host_offset if op.payload == "grad" else None
 
 
 def row(seed: int, planner: Any) -> dict[str, Any]:

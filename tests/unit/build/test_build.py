@@ -47,10 +47,11 @@ def test_all_resident_has_computations_and_updates_only() -> None:
         "3 backward 0",
         "3 update 0",
     ]
-    assert [(entry.payload, entry.tensor, entry.offset) for entry in plan.initial] == [
-        ("weight", 0, 0),
-        ("state", 0, 2048),
-        ("weight", 1, 1024),
+    start = [(plan.groups[entry.group], entry.offset) for entry in plan.initial]
+    assert [(group.payload, group.tensors, offset) for group, offset in start] == [
+        ("weight", (0,), 0),
+        ("state", (0,), 2048),
+        ("weight", (1,), 1024),
     ], "the weights lie side by side, and so do the states"
     assert plan.update_places == ("device", "none")
     assert plan.arena_bytes == 4096
@@ -160,7 +161,7 @@ def test_last_blocks_have_less_time_to_offload() -> None:
 def test_tied_tensors_are_updated_after_their_last_gradient() -> None:
     profile = small_profile(3, tied=True)
     plan = built(streaming_choices(profile, ("keep",) * 3, host_update=False, lead=1, lag=0), profile)
-    assert named(plan, "5 update 0").tensors == (0,)
+    assert plan.tensors(named(plan, "5 update 0")) == (0,)
     assert check(plan, profile) == []
     gradient = framework_bytes(usage(plan), profile)
     frozen = small_profile(3, frozen=(0, 1, 2))
@@ -180,12 +181,12 @@ def test_without_states_nothing_is_paged() -> None:
 def test_frozen_weights_are_never_written_back() -> None:
     profile = small_profile(4, frozen=(0, 1, 2), no_backward=2)
     plan = built(streaming_choices(profile, ("keep",) * 4, host_update=True, lead=0, lag=0), profile)
-    assert {t for op in plan.ops if op.payload in ("weight", "grad") and op.kind == "offload" for t in op.tensors} == {
-        3
-    }
+    assert {
+        t for op in plan.ops if op.payload in ("weight", "grad") and op.kind == "offload" for t in plan.tensors(op)
+    } == {3}
     # Blocks without a backward need their weights in the forward only.
-    assert [op.step for op in plan.ops if op.kind == "prefetch" and op.tensors == (0,)] == [0]
-    assert [op.step for op in plan.ops if op.kind == "prefetch" and op.tensors == (2,)] == [2, 5]
+    assert [op.step for op in plan.ops if op.kind == "prefetch" and plan.tensors(op) == (0,)] == [0]
+    assert [op.step for op in plan.ops if op.kind == "prefetch" and plan.tensors(op) == (2,)] == [2, 5]
     assert check(plan, profile) == []
 
 
@@ -355,7 +356,7 @@ def test_prefetches_of_a_step_are_queued_in_the_order_of_need(seed: int) -> None
     for op in plan.ops:
         if op.kind in ("forward", "backward", "update"):
             for other in op.after:
-                needs.setdefault(other, []).append((op.step - plan.ops[other].step) % plan.steps)
-    for step in range(plan.steps):
+                needs.setdefault(other, []).append((op.step - plan.ops[other].step) % len(plan.timeline))
+    for step in range(len(plan.timeline)):
         waits = [min(needs[op.id]) for op in plan.ops if op.step == step and op.kind == "prefetch" and op.id in needs]
         assert waits == sorted(waits)

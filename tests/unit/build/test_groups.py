@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,14 +12,16 @@ import pytest
 from lt_offload import Plan, solve
 from lt_offload.plan.build.copies import device_copies
 from lt_offload.plan.build.fit import fit
-from lt_offload.plan.build.groups import CUTS, GOAL, runs
+from lt_offload.plan.build.groups import CUTS, GOAL, group_tensors, runs
+from lt_offload.plan.build.ops import Draft
+from lt_offload.plan.build.placement import Placement
 from lt_offload.plan.build.plan import build, room_needed
 from lt_offload.plan.iteration.decisions import Decisions, TensorDecision
-from lt_offload.plan.iteration.memory import aligned, budget_for
+from lt_offload.plan.iteration.memory import aligned, budget_for, state_room
 from lt_offload.plan.planners.baselines import streaming_choices
 from lt_offload.plan.planners.offmate.discretise import Slack, discretise
 from lt_offload.plan.verify.check import check
-from lt_offload.schema.packing import Packing, packing, transfer_groups
+from lt_offload.schema.packing import Packing, packing
 from lt_offload.schema.plan import PlannerName
 from lt_offload.schema.profile import Profile
 from tests.support.profiles.fixtures import llama7b_b4
@@ -46,22 +49,36 @@ def with_small_tensors(profile: Profile) -> Profile:
     )
 
 
+def travelling(plan: Plan, payload: str) -> list[tuple[int, ...]]:
+    """The tensors whose weights or states are in the same copies; each group ascends, what never travels is one."""
+    ops: list[list[int]] = [[] for _ in plan.update_places]
+    for op in plan.ops:
+        if op.payload == payload and op.kind in ("prefetch", "offload"):
+            for tensor in plan.tensors(op):
+                ops[tensor].append(op.id)
+    alike: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for tensor, copies in enumerate(ops):
+        alike[tuple(copies)].append(tensor)
+    return [tuple(tensors) for tensors in alike.values()]
+
+
 def ranges(plan: Plan, profile: Profile) -> dict[tuple[str, int, tuple[int, ...]], list[int]]:
     """By payload, op and group: the bytes of each range that the op copies to the device."""
     found: dict[tuple[str, int, tuple[int, ...]], list[int]] = defaultdict(list)
     groups = {
         (payload, tensor): group
         for payload in ("weight", "state")
-        for group in transfer_groups(plan, payload)  # type: ignore[arg-type]
+        for group in travelling(plan, payload)
         for tensor in group
     }
     for op in plan.ops:
         if op.kind != "prefetch" or op.payload not in ("weight", "state"):
             continue
         ends: dict[tuple[int, ...], int] = {}
-        assert list(op.tensors) == sorted(op.tensors)
-        for tensor, offset in zip(op.tensors, op.offsets, strict=True):
-            size = aligned(profile.tensors[tensor].bytes) if op.payload == "weight" else plan.state_bytes[tensor]
+        placed = [p for g, at in zip(op.groups, op.offsets, strict=True) for p in plan.groups[g].offsets(at)]
+        for tensor, offset in sorted(placed):
+            whole = profile.tensors[tensor]
+            size = aligned(whole.bytes) if op.payload == "weight" else state_room(whole.state_bytes)
             group = groups[op.payload, tensor]
             sizes = found[op.payload, op.id, group]
             if ends.get(group) == offset:
@@ -85,7 +102,6 @@ def test_small_tensors_travel_with_their_neighbours(seed: int) -> None:
     found = ranges(plan, profile)
     for (_, _, group), sizes in found.items():
         assert len(sizes) == 1 or min(sizes) >= SMALLEST, f"group {group} is parted into {sizes}"
-    assert plan.packing is not None
     assert plan.packing.transfers <= plan.packing.tensors
 
 
@@ -124,7 +140,7 @@ def test_runs_are_in_the_same_ops_all_the_time(seed: int) -> None:
         parts = runs(copies, decisions, profile, cut=cut)
         assert sorted(id(copy) for part in parts for copy in part.copies) == sorted(map(id, copies))
     plan = built(decisions, profile)
-    group = {t: g for g in transfer_groups(plan, "weight") for t in g}
+    group = {t: g for g in travelling(plan, "weight") for t in g}
     for part in runs(copies, decisions, profile, cut=None):
         if part.copies[0].payload == "weight" and part.interval is not None:
             assert {copy.tensor for copy in part.copies} <= set(group[part.copies[0].tensor])
@@ -148,11 +164,15 @@ def test_runs_end_where_they_are_long_enough_and_so_is_the_rest() -> None:
 def test_what_always_stays_is_one_range_of_weights_and_one_of_states() -> None:
     profile = small_profile(4)
     plan = built(resident(profile), profile)
-    at = {(entry.payload, entry.tensor): entry.offset for entry in plan.initial}
+    at = {
+        (plan.groups[entry.group].payload, tensor): offset
+        for entry in plan.initial
+        for tensor, offset in plan.groups[entry.group].offsets(entry.offset)
+    }
     weights = [at["weight", t] for t in range(4)]
     states = [at["state", t] for t in range(4)]
     assert weights == [1024 * t for t in range(4)]
-    assert states == [4096 + plan.state_bytes[0] * t for t in range(4)]
+    assert states == [4096 + state_room(2000) * t for t in range(4)]
 
 
 def test_packing_counts_live_bytes_and_transfers() -> None:
@@ -162,12 +182,11 @@ def test_packing_counts_live_bytes_and_transfers() -> None:
         resident(profile), 0, replace(moving, intervals=intervals((0, 0), (5, 5)), grad_release_after=5)
     )
     plan = built(decisions, profile)
-    always = 2 * (1024 + plan.state_bytes[0])
+    always = 2 * (1024 + state_room(2000))
     assert plan.packing == Packing(extent=always + 1024, live_peak=always + 1024, tensors=2, transfers=2)
     assert plan.packing.waste == 0
     loose = replace(plan, arena_bytes=2 * plan.arena_bytes)
     assert packing(loose).waste == pytest.approx(1.0)
-    assert replace(plan, weight_bytes=()).packing is None
 
 
 def test_tensors_side_by_side_are_one_transfer() -> None:
@@ -176,31 +195,79 @@ def test_tensors_side_by_side_are_one_transfer() -> None:
     profile = replace(profile, tensors=(one, replace(one, name="b"), replace(one, name="c")))
     decisions = streaming_choices(profile, ("keep",), host_update=True, lead=0, lag=0)
     plan = built(decisions, profile)
-    assert transfer_groups(plan, "weight") == [(0, 1, 2)]
-    assert transfer_groups(plan, "state") == [(0, 1, 2)]
-    assert plan.packing is not None
+    assert travelling(plan, "weight") == [(0, 1, 2)]
+    assert travelling(plan, "state") == [(0, 1, 2)]
     assert (plan.packing.tensors, plan.packing.transfers) == (3, 1)
-    (fetch,) = [op for op in plan.ops if op.kind == "prefetch"]
-    apart = replace(fetch, offsets=(0, 2048, 3072))
-    ops = tuple(apart if op is fetch else op for op in plan.ops)
-    # The first iteration begins with what the plan says is there.
-    initial = tuple(replace(entry, offset=apart.offsets[entry.tensor]) for entry in plan.initial)
-    parted = replace(plan, ops=ops, initial=initial).packing
-    assert parted is not None
-    assert parted.transfers == 2
+    assert [(group.payload, group.tensors) for group in plan.groups[:1]] == [("weight", (0, 1, 2))]
 
 
-def test_sizes_of_weights_are_checked() -> None:
+def test_groups_apart_in_the_arena_are_several_transfers() -> None:
+    profile = small_profile(1)
+    (one,) = profile.tensors
+    profile = replace(profile, tensors=(one, replace(one, name="b"), replace(one, name="c")))
+    decisions = streaming_choices(profile, ("keep",), host_update=True, lead=0, lag=0)
+    copies = device_copies(decisions, profile)
+    offsets = {0: 0, 1: 2048, 2: 3072}
+    placement = Placement(tuple(offsets[copy.tensor] for copy in copies), extent=4096, live_peak=3072)
+    plan = build(decisions, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE, placement=placement)
+    assert [group.tensors for group in plan.groups if group.payload == "weight"] == [(0,), (1, 2)]
+    assert (plan.packing.tensors, plan.packing.transfers) == (3, 2)
+
+
+def draft(id: int, kind: Any, tensors: tuple[int, ...], offsets: tuple[int, ...] = ()) -> Draft:
+    lane: Any = "h2d" if kind == "prefetch" else "none"
+    return Draft(id=id, kind=kind, step=0, block=0, resource=lane, payload="weight", tensors=tensors, offsets=offsets)
+
+
+def grouped(*drafts: Draft) -> list[tuple[int, ...]]:
+    """The groups of five tensors of 512 bytes."""
+    sizes = {"weight_bytes": [512] * 5, "state_bytes": [0] * 5, "first_block": [0] * 5}
+    return [group.tensors for group in group_tensors(drafts, {}, **sizes).groups]
+
+
+EVERYTHING = (0, 1, 2, 3, 4)
+SIDE_BY_SIDE = (0, 512, 1024, 1536, 2048)
+
+
+def test_what_travels_together_and_lies_side_by_side_is_one_group() -> None:
+    elsewhere = tuple(offset + 8192 for offset in SIDE_BY_SIDE)
+    first, second = draft(0, "prefetch", EVERYTHING, SIDE_BY_SIDE), draft(1, "prefetch", EVERYTHING, elsewhere)
+    assert grouped(first, second) == [EVERYTHING]
+
+
+def test_a_gap_in_any_op_and_another_use_divide() -> None:
+    gap = (0, 512, 2048, 2560, 3072)
+    first, second = draft(0, "prefetch", EVERYTHING, SIDE_BY_SIDE), draft(1, "prefetch", EVERYTHING, gap)
+    assert grouped(first, second, draft(2, "drop", (0, 1, 2, 3))) == [(0, 1), (2, 3), (4,)]
+
+
+def test_a_group_is_in_the_order_of_the_arena() -> None:
+    order = (3, 0, 4, 1, 2)
+    offsets = tuple(512 * order.index(tensor) for tensor in EVERYTHING)
+    assert grouped(draft(0, "prefetch", EVERYTHING, offsets)) == [order]
+
+
+def test_sizes_and_members_of_groups_are_checked() -> None:
     profile = small_profile(2)
     plan = built(resident(profile), profile)
-    assert "sizes in the arena" in check(replace(plan, weight_bytes=(512, 512)), profile)[0]
-    assert check(replace(plan, weight_bytes=()), profile) == []
+    first, *others = plan.groups
+    for changed_group, words in (
+        (replace(first, sizes=(512,)), "sizes: (512,) are not those"),
+        (replace(first, tensors=(99,)), "the model has 2"),
+        (replace(first, tensors=(1,)), "the weight of weight1 is in group 0"),
+        (replace(first, tensors=()), "tensors: ()"),
+        (replace(first, host_offset=0), "only gradients have one"),
+    ):
+        assert any(words in problem for problem in check(replace(plan, groups=(changed_group, *others)), profile))
+    assert any(
+        "is in none" in problem
+        for problem in check(replace(plan, groups=(first, replace(first, tensors=()), *others[1:])), profile)
+    )
 
 
 @pytest.mark.parametrize("planner", ["offmate", "greedy", "l2l"])
 @pytest.mark.parametrize("memory", ["9GB", "14GB"])
 def test_little_memory_is_wasted(planner: PlannerName, memory: str) -> None:
     packing = solve(llama7b_b4(14), memory=memory, planner=planner, time_limit=5).packing
-    assert packing is not None
     assert packing.waste <= GOAL
     assert packing.transfers <= packing.tensors

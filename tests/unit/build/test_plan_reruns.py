@@ -13,7 +13,7 @@ from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Recomp
 from lt_offload.plan.iteration.memory import budget_for, computation_bytes, device_bytes, framework_bytes, usage
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
-from lt_offload.schema.plan import Plan
+from lt_offload.schema.plan import Plan, Timeline
 from lt_offload.schema.profile import OptionProfile, Profile
 from tests.support.profiles.random_choices import random_choices
 from tests.support.profiles.small import (
@@ -222,7 +222,7 @@ def reference(plan: Plan, profile: Profile) -> list[int]:
             held["leaving", op.block] = option.offload_bytes
             leaves.setdefault(op.release_after or 0, []).append(("leaving", op.block))
         if op.kind == "offload" and op.payload == "grad" and op.resource == "d2h":
-            for t in op.tensors:
+            for t in plan.tensors(op):
                 held["grad", t] = profile.tensors[t].bytes
                 leaves.setdefault(op.release_after or 0, []).append(("grad", t))
         if op.kind == "forward" and op.save is None:
@@ -232,7 +232,7 @@ def reference(plan: Plan, profile: Profile) -> list[int]:
                 held["saved", op.block] = option.saved_bytes
                 held["input", op.block] = block.input_bytes if option.keeps_input else 0
         elif op.kind == "forward":
-            current = profile.blocks[plan.steps - 1 - op.step]
+            current = profile.blocks[plan.timeline[op.step].block]
             cost = block.option("keep" if op.save == "all" else "recompute")
             own = held.pop(("input", op.block), 0) + held.pop(("fetched", op.block), 0) or block.input_bytes
             own += held.pop(("saved", op.block), 0) + (cost.saved_bytes if op.save == "all" else 0)
@@ -262,9 +262,11 @@ def in_backward(
     """Return what comes with a backward; sums of tied tensors are held from their first one to their last."""
     staying = passing = 0
     gathered: list[int] = []
-    copied = {t for op in plan.ops if op.payload == "grad" and op.resource == "d2h" for t in op.tensors}
+    copied = {t for op in plan.ops if op.payload == "grad" and op.resource == "d2h" for t in plan.tensors(op)}
     for t, tensor in enumerate(profile.tensors):
-        steps = sorted(plan.steps - 1 - block for block in tensor.blocks if profile.blocks[block].has_backward)
+        steps = sorted(
+            Timeline(plan.timeline).backward(block) for block in tensor.blocks if profile.blocks[block].has_backward
+        )
         if not tensor.trainable or step not in steps:
             continue
         if step == steps[0]:

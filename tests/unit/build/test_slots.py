@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.build.slots import share_slots, slot_bytes
+from lt_offload.plan.build.slots import share_slots
 from lt_offload.plan.iteration.decisions import Decisions, TensorDecision
 from lt_offload.plan.iteration.memory import host_bytes, lasting_host_bytes
 from lt_offload.plan.planners.baselines import streaming_choices
@@ -25,7 +25,6 @@ from tests.support.profiles.small import (
     chained,
     changed,
     intervals,
-    named,
     resident,
     small_profile,
     with_zero_copy,
@@ -61,17 +60,29 @@ def shared(plan: Plan, profile: Profile, room: int = HUGE) -> Plan:
 
 
 def arrivals(plan: Plan) -> list[Op]:
-    return [op for op in plan.ops if op.slot is not None]
+    return [op for op in plan.ops if op.payload == "grad" and op.resource == "d2h"]
 
 
-def crosses(one: Op, other: Op, profile: Profile) -> bool:
-    assert one.slot is not None
-    assert other.slot is not None
-    return one.slot < other.slot + slot_bytes(other, profile) and other.slot < one.slot + slot_bytes(one, profile)
+def place(plan: Plan, op: Op) -> tuple[int, int]:
+    """Where the gradients of ``op`` are on the host."""
+    (group,) = (plan.groups[number] for number in op.groups)
+    assert group.host_offset is not None
+    return group.host_offset, group.host_offset + group.bytes
+
+
+def crosses(plan: Plan, one: Op, other: Op) -> bool:
+    (low, high), (other_low, other_high) = place(plan, one), place(plan, other)
+    return low < other_high and other_low < high
+
+
+def with_slot(plan: Plan, op: Op, slot: int | None) -> Plan:
+    groups = list(plan.groups)
+    groups[op.groups[0]] = replace(groups[op.groups[0]], host_offset=slot)
+    return replace(plan, groups=tuple(groups))
 
 
 def updates(plan: Plan, op: Op) -> list[Op]:
-    return [o for o in plan.ops if o.kind == "update" and set(o.tensors) & set(op.tensors)]
+    return [o for o in plan.ops if o.kind == "update" and set(plan.tensors(o)) & set(plan.tensors(op))]
 
 
 def overwritten(plan: Plan, profile: Profile) -> list[tuple[int, int]]:
@@ -82,7 +93,7 @@ def overwritten(plan: Plan, profile: Profile) -> list[tuple[int, int]]:
         (one.id, other.id)
         for at, one in enumerate(ops)
         for other in ops[at + 1 :]
-        if crosses(one, other, profile)
+        if crosses(plan, one, other)
         and any(spans[update.id].end > spans[other.id].start + 1e-9 for update in updates(plan, one))
     ]
 
@@ -128,7 +139,7 @@ def test_gradients_of_one_step_never_share() -> None:
     assert found.gradient_bytes == least == 2 * 1024
     by_step = [[op for op in arrivals(found) if op.step == step] for step in range(3, 6)]
     assert max(map(len, by_step)) == 2
-    assert not any(crosses(one, other, profile) for one, other in (pair for pair in by_step if len(pair) == 2))
+    assert not any(crosses(plan, one, other) for one, other in (pair for pair in by_step if len(pair) == 2))
 
 
 def test_memory_is_shared_without_loss_of_time_where_updates_keep_up() -> None:
@@ -191,18 +202,16 @@ def test_a_copy_that_does_not_wait_is_found(op: int, other: int) -> None:
 @pytest.mark.parametrize("op", [op.id for op in arrivals(SHORT)[1:]])
 def test_a_shifted_slot_is_found(op: int) -> None:
     """Each has one of two places; half in both, it would overwrite what it does not wait for."""
-    found = check(with_op(SHORT.ops[op], slot=512), PROFILE)
+    found = check(with_slot(SHORT, SHORT.ops[op], 512), PROFILE)
     assert any("not ordered after" in v and "grad" in v for v in found), found
 
 
 def test_single_slots_are_checked() -> None:
     op = arrivals(SHORT)[0]
     for slot, words in ((None, "have one"), (8, "multiple of 512"), (-512, "multiple of 512"), (2048, "the extent is")):
-        found = check(with_op(op, slot=slot), PROFILE)
-        assert any(v.startswith(f"op {op.id} ") and words in v for v in found), found
-    forward = named(SHORT, "0 forward 0")
-    assert any("nothing else has" in v for v in check(with_op(forward, slot=0), PROFILE))
-    assert any("have one" in problem for problem in problems(with_op(op, slot=None)))
+        found = check(with_slot(SHORT, op, slot), PROFILE)
+        assert any(v.startswith((f"op {op.id} ", f"group {op.groups[0]}:")) and words in v for v in found), found
+    assert any("size is negative" in problem for problem in problems(with_slot(SHORT, op, -512)))
 
 
 def test_a_gradient_that_nobody_has_read_is_not_overwritten() -> None:
@@ -214,9 +223,7 @@ def test_a_gradient_that_nobody_has_read_is_not_overwritten() -> None:
     ]
     plan = built(replace(decisions, tensors=tuple(tensors)), profile)
     one, other = [op for op in arrivals(plan) if op.step == 3]
-    ops = list(plan.ops)
-    ops[other.id] = replace(other, slot=one.slot)
-    found = check(replace(plan, ops=tuple(ops)), profile)
+    found = check(with_slot(plan, other, place(plan, one)[0]), profile)
     assert any(v.startswith(f"op {other.id} ") and "which no update has read" in v for v in found), found
 
 

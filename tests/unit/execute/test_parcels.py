@@ -17,7 +17,9 @@ from lt_offload.execute.groups import Layout, Parcel
 from lt_offload.execute.tensors import States, Weight, carve
 from lt_offload.execute.transfers import Transfer, coalesced
 from lt_offload.model.blocks import find_blocks
-from lt_offload.schema.plan import ALIGNMENT, Op, Plan, Prediction
+from lt_offload.plan.build.groups import group_tensors
+from lt_offload.plan.build.ops import Draft
+from lt_offload.schema.plan import ALIGNMENT, Plan, Prediction, one_batch
 from tests.support import models, plans
 
 SHAPES = ((7, 5), (16, 16), (3,), (128, 2), (10,))
@@ -34,9 +36,9 @@ def weights_of(shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[Weight]:
     return [Weight(i, f"w{i}", torch.nn.Parameter(tensor)) for i, tensor in enumerate(made)]
 
 
-def op(id: int, kind: Any, tensors: tuple[int, ...], *, offsets: tuple[int, ...] = (), **fields: Any) -> Op:
+def op(id: int, kind: Any, tensors: tuple[int, ...], *, offsets: tuple[int, ...] = (), **fields: Any) -> Draft:
     resource = "h2d" if kind == "prefetch" else "none" if kind == "drop" else "d2h"
-    return Op(
+    return Draft(
         **{"payload": "weight"} | fields,
         id=id,
         kind=kind,
@@ -48,7 +50,14 @@ def op(id: int, kind: Any, tensors: tuple[int, ...], *, offsets: tuple[int, ...]
     )
 
 
-def plan_of(*ops: Op, state_bytes: tuple[int, ...] = (0,) * len(SHAPES)) -> Plan:
+def plan_of(weights: list[Weight], *ops: Draft, state_bytes: tuple[int, ...] = (0,) * len(SHAPES)) -> Plan:
+    grouped = group_tensors(
+        ops,
+        {},
+        weight_bytes=[aligned(weight.nbytes) for weight in weights],
+        state_bytes=state_bytes,
+        first_block=[0] * len(weights),
+    )
     return Plan(
         fingerprint="",
         model="",
@@ -59,9 +68,11 @@ def plan_of(*ops: Op, state_bytes: tuple[int, ...] = (0,) * len(SHAPES)) -> Plan
         host_budget_bytes=1,
         options=("keep",),
         update_places=("device",) * len(SHAPES),
-        state_bytes=state_bytes,
+        timeline=one_batch(1),
+        groups=grouped.groups,
         initial=(),
-        ops=ops,
+        ops=grouped.ops,
+        gradient_bytes=1 << 20,
         arena_bytes=1 << 20,
         predicted=Prediction(
             iteration_s=1.0, lower_bound_s=1.0, no_offload_s=1.0, device_peak_bytes=1, host_peak_bytes=1
@@ -94,7 +105,7 @@ def test_what_lies_side_by_side_and_travels_together_is_one_parcel(device: Emula
     weights = weights_of()
     everything = tuple(range(len(weights)))
     first, second = offsets_of(weights), offsets_of(weights, start=8 * ALIGNMENT)
-    plan = plan_of(op(0, "prefetch", everything, offsets=first), op(1, "prefetch", everything, offsets=second))
+    plan = plan_of(weights, op(0, "prefetch", everything, offsets=first), op(1, "prefetch", everything, offsets=second))
     assert members(Layout(device, weights, [weights], plan).all) == [[0, 1, 2, 3, 4]]
 
 
@@ -102,6 +113,7 @@ def test_a_gap_in_any_op_and_another_use_divide(device: EmulatedDevice) -> None:
     weights = weights_of()
     everything = tuple(range(len(weights)))
     plan = plan_of(
+        weights,
         op(0, "prefetch", everything, offsets=offsets_of(weights)),
         op(1, "prefetch", everything, offsets=offsets_of(weights, gaps=(2,))),
         op(2, "drop", (0, 1, 2, 3)),
@@ -113,7 +125,7 @@ def test_the_order_in_the_arena_counts(device: EmulatedDevice) -> None:
     weights = weights_of()
     order = (3, 0, 4, 1, 2)
     at = dict(zip(order, offsets_of([weights[i] for i in order]), strict=True))
-    plan = plan_of(op(0, "prefetch", (0, 1, 2, 3, 4), offsets=tuple(at[i] for i in range(5))))
+    plan = plan_of(weights, op(0, "prefetch", (0, 1, 2, 3, 4), offsets=tuple(at[i] for i in range(5))))
     assert members(Layout(device, weights, [weights], plan).all) == [[3, 0, 4, 1, 2]]
 
 
@@ -123,7 +135,7 @@ def test_copies_are_as_few_as_the_ranges(device: EmulatedDevice, gaps: tuple[int
     weights = weights_of()
     before = [weight.host.clone() for weight in weights]
     fetch = op(0, "prefetch", (0, 1, 2, 3, 4), offsets=offsets_of(weights, gaps=gaps))
-    layout = Layout(device, weights, [weights], plan_of(fetch, *(op(1 + i, "drop", (i,)) for i in range(5))))
+    layout = Layout(device, weights, [weights], plan_of(weights, fetch, *(op(1 + i, "drop", (i,)) for i in range(5))))
     assert members(layout.all) == [[0], [1], [2], [3], [4]]
     for parcel, offset in zip(layout.all, fetch.offsets, strict=True):
         parcel.attach(device.place(offset, parcel.room))
@@ -161,7 +173,7 @@ def test_states_share_the_layout_of_the_arena(device: EmulatedDevice) -> None:
     rooms = tuple(aligned(2 * w.nbytes) for w in weights)
     offsets = tuple(sum(rooms[:i]) for i in range(len(rooms)))
     fetch = op(0, "prefetch", (0, 1, 2, 3, 4), offsets=offsets, payload="state")
-    layout = Layout(device, weights, [weights], plan_of(fetch, state_bytes=rooms))
+    layout = Layout(device, weights, [weights], plan_of(weights, fetch, state_bytes=rooms))
     (parcel,) = [p for p in layout.all if isinstance(p.members[0], States)]
     assert not parcel.filled
     made = [{"step": torch.tensor(1.0), "m": torch.randn_like(w.host), "v": torch.randn_like(w.host)} for w in weights]
@@ -196,7 +208,8 @@ def test_small_gradients_leave_together(device: EmulatedDevice, missing: int | N
     Layout(device, weights, [weights], None)
     copies = []
     device.copy = lambda target, source: copies.append(target.nbytes) or target.copy_(source)  # type: ignore[method-assign]
-    slots = Slots(device, [op(0, "offload", tuple(range(7)), payload="grad", slot=0)], weights)
+    leaving = op(0, "offload", tuple(range(7)), payload="grad", host_offset=0)
+    slots = Slots(device, plan_of(weights, leaving, state_bytes=(0,) * 7), weights)
     outbox = slots.of[0]
     items = [item for item in grads_of(weights) if item[0].index != missing]
     departure = slots.send(outbox, items)

@@ -10,7 +10,7 @@ from lt_offload.plan import explain, solve
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.decisions import BlockDecision, TensorDecision
 from lt_offload.schema.explain import brief
-from lt_offload.schema.plan import Alternative, Plan, Prediction
+from lt_offload.schema.plan import Alternative, Plan, Prediction, TensorGroup
 from tests.support.profiles.fixtures import llama7b_b4
 from tests.support.profiles.small import HUGE, changed, intervals, resident, small_profile
 
@@ -108,6 +108,7 @@ def test_many_tensors_per_block_wrap() -> None:
     updates = [op for op in plan.ops if op.kind == "update"]
     ops = list(plan.ops)
     places = list(plan.update_places) + ["paged"] * 10**5
-    ops[updates[0].id] = replace(updates[0], tensors=tuple(range(5, 5 + 10**5)))
-    wide = replace(plan, ops=tuple(ops), update_places=tuple(places))  # type: ignore[arg-type]
+    many = TensorGroup(payload="weight", tensors=tuple(range(5, 5 + 10**5)), sizes=(512,) * 10**5)
+    ops[updates[0].id] = replace(updates[0], groups=(len(plan.groups),))
+    wide = replace(plan, ops=tuple(ops), update_places=tuple(places), groups=(*plan.groups, many))  # type: ignore[arg-type]
     assert max(len(line) for line in explain(wide).splitlines()) <= 100

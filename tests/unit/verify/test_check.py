@@ -14,7 +14,7 @@ from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interv
 from lt_offload.plan.iteration.memory import device_bytes, host_bytes
 from lt_offload.plan.planners.baselines import streaming_choices
 from lt_offload.plan.verify.check import check
-from lt_offload.schema.plan import Op, Plan
+from lt_offload.schema.plan import InitialCopy, Op, Plan
 from lt_offload.schema.profile import Profile
 from tests.support.profiles.small import HUGE, changed, intervals, named, resident, small_profile, words
 
@@ -88,7 +88,7 @@ def test_no_op_can_be_left_out(gone: int) -> None:
     assert found
     op = PLAN.ops[gone]
     text = " ".join(found)
-    names = [PROFILE.tensors[t].name for t in op.tensors] + [f"step {op.step}", f"block{op.block}"]
+    names = [PROFILE.tensors[t].name for t in PLAN.tensors(op)] + [f"step {op.step}", f"block{op.block}"]
     assert any(name in text for name in names), text
 
 
@@ -177,6 +177,31 @@ def swapped(plan: Plan, first: int) -> Plan:
     return replace(plan, ops=tuple(ops))
 
 
+def groups_of(payload: str, *tensors: int) -> tuple[int, ...]:
+    """The groups of these tensors, one each."""
+    return tuple(PLAN.groups.index(g) for t in tensors for g in PLAN.groups if g.payload == payload and t in g.tensors)
+
+
+def with_sizes(payload: str, sizes: tuple[int, ...]) -> Plan:
+    groups = [replace(group, sizes=sizes) if group.payload == payload else group for group in PLAN.groups]
+    return replace(PLAN, groups=tuple(groups))
+
+
+def with_gradients(tensors: tuple[int, ...]) -> Plan:
+    """Block 1 sends these gradients."""
+    op = named(PLAN, "10 offload grad 1")
+    groups = list(PLAN.groups)
+    groups[op.groups[0]] = replace(groups[op.groups[0]], tensors=tensors, sizes=(1024,) * len(tensors))
+    plan = replace(PLAN, groups=tuple(groups), gradient_bytes=PLAN.gradient_bytes + 1024)
+    ops = [replace(other, bytes=1000 * len(tensors)) if other is op else other for other in PLAN.ops]
+    return replace(plan, ops=tuple(ops))
+
+
+def fetched_gradient() -> Plan:
+    fetch, sent = named(PLAN, "0 prefetch weight 1"), named(PLAN, "10 offload grad 1")
+    return with_op(fetch, payload="grad", groups=sent.groups)
+
+
 CASES: dict[str, tuple[Callable[[], Plan], str]] = {
     "another model": (lambda: replace(PLAN, fingerprint="0"), "fingerprint"),
     "too few options": (lambda: replace(PLAN, options=PLAN.options[1:]), "options"),
@@ -187,28 +212,32 @@ CASES: dict[str, tuple[Callable[[], Plan], str]] = {
         lambda: replace(PLAN, update_places=("host", *PLAN.update_places[1:])),
         "weight0 is to be updated at host",
     ),
-    "no room for states": (lambda: replace(PLAN, state_bytes=(0,) * 6), "states: 0 bytes are planned"),
+    "no room for states": (lambda: with_sizes("state", (512,)), "are not those of the model's tensors"),
+    "another timeline": (lambda: replace(PLAN, timeline=PLAN.timeline[::-1]), "timeline: it is not that"),
     "ids": (lambda: replace(PLAN, ops=(PLAN.ops[1], PLAN.ops[0], *PLAN.ops[2:])), "ids"),
     "unknown dependency": (lambda: with_op(PLAN.ops[0], after=(10**6,)), "does not exist"),
-    "unknown tensor": (lambda: with_op(PLAN.ops[0], tensors=(99,)), "the model has 6"),
+    "unknown tensor": (lambda: with_op(PLAN.ops[0], groups=(99,)), "groups: the plan has"),
     "unknown step": (lambda: with_op(PLAN.ops[-1], step=12), "there are 12 steps"),
     "wrong lane": (lambda: with_op(named(PLAN, "0 prefetch weight 1"), resource="d2h"), "resource"),
     "no payload": (lambda: with_op(named(PLAN, "0 prefetch weight 1"), payload=None), "payload: missing"),
     "payload too many": (lambda: with_op(named(PLAN, "0 forward 0"), payload="weight"), "payload: only copies"),
-    "gradient fetched": (lambda: with_op(named(PLAN, "0 prefetch weight 1"), payload="grad"), "offloaded only"),
+    "gradient fetched": (lambda: fetched_gradient(), "offloaded only"),
     "never given back": (lambda: with_op(named(PLAN, "10 offload grad 1"), release_after=None), "release_after"),
     "given back too early": (lambda: with_op(named(PLAN, "10 offload grad 1"), release_after=9), "release_after"),
-    "tensors of a computation": (lambda: with_op(named(PLAN, "0 forward 0"), tensors=(1,)), "none belong to it"),
-    "no tensors": (lambda: with_op(named(PLAN, "10 update 1"), tensors=()), "tensors: missing"),
-    "no offsets": (lambda: with_op(named(PLAN, "0 prefetch weight 1"), offsets=()), "offsets: 0 for 1 tensors"),
+    "tensors of a computation": (lambda: with_op(named(PLAN, "0 forward 0"), groups=(1,)), "none belong to it"),
+    "no tensors": (lambda: with_op(named(PLAN, "10 update 1"), groups=()), "groups: missing"),
+    "no offsets": (lambda: with_op(named(PLAN, "0 prefetch weight 1"), offsets=()), "offsets: 0 for 1 groups"),
     "wrong size": (lambda: with_op(named(PLAN, "0 prefetch weight 1"), bytes=1), "bytes: 1 are given"),
     "wrong block": (lambda: with_op(named(PLAN, "0 forward 0"), block=1), "the step is one of block 0"),
-    "wrong direction": (lambda: with_op(named(PLAN, "0 forward 0"), kind="backward"), "first half"),
+    "wrong direction": (lambda: with_op(named(PLAN, "0 forward 0"), kind="backward"), "the step is a forward"),
     "phases swapped": (lambda: swapped(PLAN, named(PLAN, "0 prefetch weight 1").id), "issued after ops of a later"),
     "update elsewhere": (lambda: with_op(named(PLAN, "10 update 1"), step=11, block=0), "complete in step 10"),
-    "updated twice": (lambda: with_op(named(PLAN, "11 update 0"), tensors=(0, 1)), "is updated by op"),
+    "updated twice": (
+        lambda: with_op(named(PLAN, "11 update 0"), groups=groups_of("weight", 0, 1)),
+        "is updated by op",
+    ),
     "sent though not on the host": (
-        lambda: with_op(named(PLAN, "10 offload grad 1"), tensors=(1, 0), bytes=2000),
+        lambda: with_gradients((1, 0)),
         "weight0 sends it once, if the host updates it",
     ),
     "activations back too early": (
@@ -218,7 +247,7 @@ CASES: dict[str, tuple[Callable[[], Plan], str]] = {
     "arena too small": (lambda: replace(PLAN, arena_bytes=PLAN.arena_bytes - 512), "the extent is"),
     "initial missing": (lambda: replace(PLAN, initial=PLAN.initial[1:]), "weight weight0 is not on the device"),
     "initial unused": (
-        lambda: replace(PLAN, initial=(*PLAN.initial, replace(PLAN.initial[0], tensor=4, offset=8192 * 100))),
+        lambda: replace(PLAN, initial=(*PLAN.initial, InitialCopy(group=groups_of("weight", 4)[0], offset=8192 * 100))),
         "weight weight4 is on the device already",
     ),
     "not there at the end": (lambda: without(named(PLAN, "7 prefetch weight 2").id), "cyclic residency"),

@@ -57,7 +57,7 @@ def _tight(decisions: Decisions, profile: Profile) -> list[Travel]:
     for at, (block, decision) in enumerate(zip(profile.blocks, decisions.blocks, strict=True)):
         nbytes = block.option(decision.option).offload_bytes if block.has_backward else 0
         if nbytes:
-            needed = decisions.activations_needed(at)
+            needed = decisions.activations_needed(at, profile)
             found.append(Travel(index=at, bytes=nbytes, release_after=at, needed=needed, fetch=needed))
     return found
 
