@@ -57,12 +57,12 @@ class Candidates:
         if excess > 0:
             self.fail(proposal.name, f"needs {format_bytes(excess)} more RAM")
             return Missed(device=0, host=excess)
-        fitted = fit(proposal.decisions, profile, request.room)
+        fitted = fit(proposal.decisions, profile, request.capacity_bytes)
         if fitted.over > 0:
             self.fail(proposal.name, f"needs {format_bytes(fitted.over)} more device memory")
             return Missed(device=fitted.over, host=excess)
         found: Candidate | None = None
-        for decisions in self._paces(fitted.decisions, request.room - fitted.placement.extent):
+        for decisions in self._paces(fitted.decisions, request.capacity_bytes - fitted.placement.extent):
             plan = build(
                 decisions,
                 profile,

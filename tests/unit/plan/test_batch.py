@@ -11,7 +11,8 @@ from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan import choose_batch, solve
 from lt_offload.plan.batch.profiles import common, scaled
 from lt_offload.plan.batch.program import best_batch
-from lt_offload.plan.planners.offmate.program import OffmateConfig, lower_bound
+from lt_offload.plan.planners.offmate.config import OffmateConfig
+from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from scripts.papers.offmate import PAPER, PaperProgram

@@ -14,15 +14,10 @@ import pulp
 import pytest
 
 from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.plan.planners.baselines import no_offload_s
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.model import Program
-from lt_offload.plan.planners.offmate.program import (
-    lower_bound,
-    no_offload_s,
-    smallest_budget,
-    smallest_host_budget,
-    solve_offmate,
-)
+from lt_offload.plan.planners.offmate.program import lower_bound, smallest_budget, smallest_host_budget, solve_offmate
 from lt_offload.plan.planners.offmate.solution import Group, groups
 from lt_offload.schema.profile import Profile
 from scripts.papers.offmate import PAPER, PaperProgram

@@ -84,9 +84,9 @@ class Fitting:
         return decisions
 
     def _fitted(self, decisions: Decisions, manner: _Manner) -> tuple[float, Decisions, _Manner] | None:
-        fitted = fit(decisions, self.profile, self.request.room)
+        fitted = fit(decisions, self.profile, self.request.capacity_bytes)
         if fitted.over > 0:
-            self.least = min(self.least, self.request.room + fitted.over)
+            self.least = min(self.least, self.request.capacity_bytes + fitted.over)
             return None
         return self._seconds(fitted.decisions, fitted.placement), fitted.decisions, manner
 
@@ -106,7 +106,7 @@ class Fitting:
 
     def _attempt(self, given: Given, manner: _Manner) -> _Attempt:
         """Give up what has to be, the cheapest first."""
-        profile, room = self.profile, self.request.room
+        profile, room = self.profile, self.request.capacity_bytes
         ladder = relaxations(profile, given, self.request.allowed, link_price=manner.link_price, copying=self.copying)
         least = self._choices(given, ladder, manner)
         least_bytes = _needed_bytes(least, profile)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from lt_offload.plan.iteration.computations import computations
 from lt_offload.plan.iteration.decisions import uses
 from lt_offload.plan.planners.memferry.chain import Reading
 from lt_offload.plan.planners.memferry.embeddings import embedding_steps
-from lt_offload.plan.planners.offmate.config import held_bytes
-from lt_offload.plan.planners.request import Allowed
+from lt_offload.plan.planners.request import Allowed, cheapest_swap
 from lt_offload.schema.profile import HardwareProfile, OptionName, OptionProfile, Profile
 
 
@@ -80,16 +80,10 @@ def _of_blocks(profile: Profile, given: Given, allowed: Allowed, copying: bool) 
     hardware = profile.hardware
     for at, (block, options) in enumerate(zip(profile.blocks, allowed, strict=True)):
         now, price = block.option(given.options[at]), 0.0
-        while True:
-            held = held_bytes(block, now)
-            smaller = [
-                ((seconds(o, hardware) - seconds(now, hardware)) / (held - held_bytes(block, o)), o)
-                for o in options
-                if held_bytes(block, o) < held and o.name != "discard" and (copying or not o.offload_bytes)
-            ]
-            if not smaller:
-                break
-            cheapest, now = min(smaller, key=lambda item: item[0])
+        usable = [o for o in options if o.name != "discard" and (copying or not o.offload_bytes)]
+        while swap := cheapest_swap(block, now, usable, partial(seconds, hardware=hardware)):
+            cheapest, now = swap
+            # Later ones may be cheaper per byte, but come after those before them.
             price = max(price, cheapest)
             yield Relaxation(price=price, block=at, option=now.name)
 

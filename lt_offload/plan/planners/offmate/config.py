@@ -1,12 +1,11 @@
-"""What the OFFMATE program may use and do. Knows nothing of variables and solvers."""
+"""What the linear program of OFFMATE may use, and what it supposes about the engine."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from lt_offload.errors import ConfigError
-from lt_offload.schema.profile import BlockProfile, OptionProfile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,36 +55,3 @@ class OffmateConfig:
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise ConfigError(f"{name}={getattr(self, name)} is too small; it is at least {smallest}")
-
-
-def allowed_options(block: BlockProfile, config: OffmateConfig) -> tuple[OptionProfile, ...]:
-    """Return the options of ``block`` that the switches allow; raises ``ConfigError`` if none is left."""
-    if not block.has_backward:
-        # Nothing is saved, recomputed or offloaded: its options differ in name only.
-        return block.options[:1]
-    left = tuple(
-        _run_again_once(option) if option.name == "discard" else option
-        for option in block.options
-        # The program itself runs nothing again but the block whose backward it is.
-        if (option.name != "discard" or config.optimistic)
-        and (config.recompute or option.name not in ("recompute", "mixed", "reload", "discard"))
-        and (config.activation_offload or option.offload_bytes == 0)
-    )
-    if not left:
-        raise ConfigError(
-            f"recompute={config.recompute} with activation_offload={config.activation_offload} leaves no option for "
-            f"block {block.name}, which offers {', '.join(o.name for o in block.options)}; allow one of them"
-        )
-    return left
-
-
-def _run_again_once(option: OptionProfile) -> OptionProfile:
-    """Return ``option`` with the least that running its forward again can cost."""
-    return replace(option, backward_s=option.backward_s + option.forward_s)
-
-
-def held_bytes(block: BlockProfile, option: OptionProfile) -> int:
-    """Return what ``block`` holds on the device between its forward and its backward."""
-    if not block.has_backward:
-        return 0
-    return option.saved_bytes + (block.input_bytes if option.keeps_input else 0)

@@ -44,6 +44,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Literal
 
 import pulp
@@ -51,9 +52,10 @@ import pulp
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.plan.iteration.pace import Pace
 from lt_offload.plan.planners.lp import Pair, Term, add, pairs, require
-from lt_offload.plan.planners.offmate.config import OffmateConfig, allowed_options, held_bytes
+from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.groups import GroupBuilder, GroupTerms
 from lt_offload.plan.planners.offmate.solution import Group, groups
+from lt_offload.plan.planners.request import allowed_options, held_bytes
 from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile
 
 Objective = Literal["time", "device", "host"]
@@ -76,7 +78,7 @@ class Program:
         self.profile, self.config, self.objective = profile, config, objective
         self.steps = 2 * len(profile.blocks)
         self.pace = pace or Pace(profile)
-        self.options = [allowed_options(block, config) for block in profile.blocks]
+        self.options = [_options(block, config) for block in profile.blocks]
         self.groups = groups(profile)
         # The solver sees units that make its absolute tolerances meaningful: the largest group and the mean step.
         self.bytes_unit = float(max([group.bytes for group in self.groups] + [1]))
@@ -377,3 +379,15 @@ class Program:
             assert budget is not None
             add(goal, [(1, budget)])
         self.problem.setObjective(goal)
+
+
+def _options(block: BlockProfile, config: OffmateConfig) -> tuple[OptionProfile, ...]:
+    """Return the options that the program chooses from.
+
+    It runs nothing again but the block whose backward it is. For a bound, what is dropped and comes from other blocks'
+    forwards costs the least that it can: one forward of its own.
+    """
+    return tuple(
+        replace(option, backward_s=option.backward_s + option.forward_s) if option.name == "discard" else option
+        for option in allowed_options(block, config, discard=config.optimistic)
+    )

@@ -18,22 +18,14 @@ import pulp
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.iteration.memory import budget_for
 from lt_offload.plan.planners.lp import Outcome, Term, run
-from lt_offload.plan.planners.offmate.config import OffmateConfig, held_bytes
+from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.groups import GroupTerms
 from lt_offload.plan.planners.offmate.model import Objective, Program
 from lt_offload.plan.planners.offmate.rounding import round_options
 from lt_offload.plan.planners.offmate.solution import Flow, GroupFlows, Solution
+from lt_offload.plan.planners.request import held_bytes
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
-
-__all__ = [
-    "OffmateConfig",
-    "lower_bound",
-    "no_offload_s",
-    "smallest_budget",
-    "smallest_host_budget",
-    "solve_offmate",
-]
 
 _BRANCHING_S = 20.0
 _SNAP = 1e-6
@@ -98,20 +90,6 @@ def smallest_host_budget(profile: Profile, config: OffmateConfig, program: type[
             f"memory={_format(config.budget_bytes)} is too small for {profile.model} with any host memory"
         )
     return search.budget()
-
-
-def no_offload_s(profile: Profile) -> float:
-    """Return the seconds of an iteration with everything on the device.
-
-    Nothing is recomputed or copied, and the device updates.
-    """
-    compute = 0.0
-    for block in profile.blocks:
-        keep = next((option for option in block.options if option.name == "keep"), None)
-        option = keep or min(block.options, key=lambda option: option.forward_s + option.backward_s)
-        compute += option.forward_s + (option.backward_s if block.has_backward else 0.0)
-    trained = sum(tensor.bytes for tensor in profile.tensors if tensor.trainable)
-    return compute + trained / profile.optimizer.device_bytes_per_s
 
 
 class _ProgramSearch:

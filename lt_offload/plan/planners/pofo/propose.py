@@ -51,8 +51,8 @@ def propose_pofo(request: Request) -> list[Proposal]:
     )
     arena = arrange(resident, profile).extent
     layout = as_chain(profile, request.allowed)
-    room = request.room - arena - layout.held_bytes
-    short = f"weights and optimizer states take {format_bytes(arena)} of {format_bytes(max(request.room, 0))}"
+    room = request.capacity_bytes - arena - layout.held_bytes
+    short = f"weights and optimizer states take {format_bytes(arena)} of {format_bytes(max(request.capacity_bytes, 0))}"
     if room <= 0:
         raise NotApplicable(f"{short}; this planner keeps them all on the device")
     kept = _fitted(sequential(layout.chain), layout, request, arena)
@@ -105,8 +105,8 @@ def _fitted(
     decisions = as_choices(operations, layout, profile, request.allowed)
     if decisions.least_host_bytes(profile) > request.host_budget_bytes:
         return None
-    found = with_copies(decisions, profile, request.room - arena)
-    assert found is None or int(framework_bytes(found.usage, profile).max()) <= request.room - arena
+    found = with_copies(decisions, profile, request.capacity_bytes - arena)
+    assert found is None or int(framework_bytes(found.usage, profile).max()) <= request.capacity_bytes - arena
     return found
 
 
