@@ -7,15 +7,16 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from lt_offload.plan.planners.memferry.backward import kept_gradients, switched_weights
-from lt_offload.plan.planners.memferry.forward import best_forward
 from lt_offload.plan.planners.memferry.model import (
     Decisions,
     MemFerryLayer,
     MemFerryWeight,
     Position,
     backward,
+    best_forward,
     forward,
+    kept_gradients,
+    switched_weights,
     uniform,
 )
 from scripts.papers.memferry_algorithm import algorithm_1_as_printed, algorithm_1_corrected

@@ -13,10 +13,9 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_offload.plan.planners.pofo.chain import Chain
-from lt_offload.plan.planners.pofo.copies import Travel, fetch_earlier, latest_fetches
+from lt_offload.plan.planners.pofo.chain import Chain, Item, Operation, SequenceWalk, memory, resident, sequential, walk
+from lt_offload.plan.planners.pofo.convert import Travel, fetch_earlier, latest_fetches
 from lt_offload.plan.planners.pofo.program import ChainProgram
-from lt_offload.plan.planners.pofo.sequence import Item, Operation, SequenceWalk, memory, resident, sequential, walk
 
 _LIMITS = 40
 """Memory limits that autocapper tries."""

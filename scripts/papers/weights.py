@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lt_offload.errors import InfeasibleError
-from lt_offload.plan.planners.weights.model import WeightChain
-from lt_offload.plan.planners.weights.select import select_gaps
+from lt_offload.plan.planners.weights.model import WeightChain, select_gaps
 from lt_offload.plan.planners.weights.timing import schedule
 from scripts.papers.rows import Row, Section
 from scripts.papers.weights_problem import WeightLayer, l2l_s, weight_chain, weights_bound

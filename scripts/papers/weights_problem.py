@@ -26,8 +26,7 @@ import pulp
 
 from lt_offload.errors import ConfigError
 from lt_offload.plan.planners.lp import Pair, require, run
-from lt_offload.plan.planners.weights.model import WeightChain
-from lt_offload.plan.planners.weights.select import require_room
+from lt_offload.plan.planners.weights.model import WeightChain, require_room
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

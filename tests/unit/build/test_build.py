@@ -12,7 +12,7 @@ from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision, block_choices
 from lt_offload.plan.iteration.memory import budget_for, framework_bytes, usage
 from lt_offload.plan.planners.baselines import streaming_choices
-from lt_offload.plan.planners.offmate.discretise import Slack, discretise, nearest_subset
+from lt_offload.plan.planners.offmate.rounding import Slack, discretise, nearest_subset
 from lt_offload.plan.planners.offmate.solution import GroupFlows, Solution, groups
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate

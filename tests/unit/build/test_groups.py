@@ -19,7 +19,7 @@ from lt_offload.plan.build.plan import build, room_needed
 from lt_offload.plan.iteration.decisions import Decisions, TensorDecision
 from lt_offload.plan.iteration.memory import aligned, budget_for, state_room
 from lt_offload.plan.planners.baselines import streaming_choices
-from lt_offload.plan.planners.offmate.discretise import Slack, discretise
+from lt_offload.plan.planners.offmate.rounding import Slack, discretise
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.packing import Packing, packing
 from lt_offload.schema.plan import PlannerName

@@ -10,10 +10,9 @@ import pytest
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.decisions import Decisions, Recomputation
 from lt_offload.plan.iteration.memory import device_bytes
-from lt_offload.plan.planners.pofo.convert import MOST_LAYERS, as_chain, as_choices
-from lt_offload.plan.planners.pofo.copies import with_copies
+from lt_offload.plan.planners.pofo.chain import Operation, from_scratch, memory, sequential, walk
+from lt_offload.plan.planners.pofo.convert import MOST_LAYERS, as_chain, as_choices, with_copies
 from lt_offload.plan.planners.pofo.propose import propose_pofo
-from lt_offload.plan.planners.pofo.sequence import Operation, from_scratch, memory, sequential, walk
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate

@@ -12,7 +12,7 @@ from lt_offload.errors import PlanError
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision
 from lt_offload.plan.planners.baselines import streaming_choices
-from lt_offload.plan.planners.offmate.discretise import Slack, discretise
+from lt_offload.plan.planners.offmate.rounding import Slack, discretise
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import Profile

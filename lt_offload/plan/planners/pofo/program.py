@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lt_offload.plan.planners.pofo.chain import Chain, in_slots
-from lt_offload.plan.planners.pofo.sequence import Operation
+from lt_offload.plan.planners.pofo.chain import Chain, Operation, in_slots
 
 if TYPE_CHECKING:
     from lt_offload.plan.planners.pofo.kernels import Table

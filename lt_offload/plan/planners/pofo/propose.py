@@ -14,11 +14,9 @@ from lt_offload.plan.build.groups import arrange
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.decisions import Decisions, block_choices, resident_tensors
 from lt_offload.plan.iteration.memory import framework_bytes
-from lt_offload.plan.planners.pofo.chain import Chain
-from lt_offload.plan.planners.pofo.convert import ActivationLayout, as_chain, as_choices
-from lt_offload.plan.planners.pofo.copies import with_copies
+from lt_offload.plan.planners.pofo.chain import Chain, Operation, memory, sequential, walk
+from lt_offload.plan.planners.pofo.convert import ActivationLayout, as_chain, as_choices, with_copies
 from lt_offload.plan.planners.pofo.program import ChainProgram
-from lt_offload.plan.planners.pofo.sequence import Operation, memory, sequential, walk
 from lt_offload.plan.planners.request import Allowed, NotApplicable, Proposal, Request
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.units import format_bytes

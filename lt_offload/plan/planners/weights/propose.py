@@ -23,7 +23,7 @@ from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.baselines import option_sets, streaming_choices
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, cheapest_swap, held_bytes, self_contained
 from lt_offload.plan.planners.weights.decisions import Setting, chain_of, greedy_choices, with_host_gaps
-from lt_offload.plan.planners.weights.select import select_gaps
+from lt_offload.plan.planners.weights.model import select_gaps
 from lt_offload.plan.planners.weights.timing import schedule
 from lt_offload.schema.profile import BlockProfile, HardwareProfile, OptionName, OptionProfile
 from lt_offload.units import format_bytes
