@@ -8,7 +8,7 @@ import pytest
 
 from lt_offload.execute.device import links
 from lt_offload.execute.device.lanes import Task
-from lt_offload.execute.device.links import Runner
+from lt_offload.execute.device.links import LinkRunner
 
 RATE = 1e6
 
@@ -39,8 +39,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def runner(**rates: float | None) -> Runner:
-    made = Runner(rates)
+def runner(**rates: float | None) -> LinkRunner:
+    made = LinkRunner(rates)
     made.recording = True
     return made
 
@@ -49,7 +49,7 @@ def task(lane: str, nbytes: int, work: Callable[[], None] = lambda: None) -> Tas
     return Task(lane=lane, work=work, after=(), label="", op=0, nbytes=nbytes)
 
 
-def spans(made: Runner) -> dict[str, tuple[float, float]]:
+def spans(made: LinkRunner) -> dict[str, tuple[float, float]]:
     return {lane: (pytest.approx(start), pytest.approx(end)) for _, lane, _, start, end in made.spans}
 
 

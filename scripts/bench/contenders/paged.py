@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from contenders.case import LEARNING_RATE, Batch, Case, Training
+from scripts.bench.contenders.case import LEARNING_RATE, Batch, Case, Training
 
 MOMENTS = 2
 """Bytes per parameter of both moments, of 8 bits each. One tensor's are fetched while another's are in use."""

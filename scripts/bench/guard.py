@@ -1,6 +1,6 @@
 """What it costs that users' code sees complete weights between steps, on the thread that launches.
 
-    python scripts/bench_guard.py [--layers N] [--rounds N] [--results FOLDER]
+    python -m scripts.bench.guard [--layers N] [--rounds N] [--results FOLDER]
 
 Every figure is the median of rounds in which the engine and a plain model take turns. Reported, in microseconds: an
 operation outside the blocks, an operation on a weight that is complete, entering and leaving a block, what begins and
@@ -16,7 +16,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from common import arguments, save
+from scripts.common import arguments, save
 
 REPEATS = 2000
 

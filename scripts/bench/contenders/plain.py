@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from contenders.case import Batch, Case, Training
+from scripts.bench.contenders.case import Batch, Case, Training
 
 
 @contextmanager

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contenders.case import LEARNING_RATE, Batch, Case, Training
+from scripts.bench.contenders.case import LEARNING_RATE, Batch, Case, Training
 
 WEIGHT_DECAY = 0.01  # AdamW's default in torch
 

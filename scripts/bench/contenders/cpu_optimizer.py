@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from contenders.case import LEARNING_RATE, Batch, Case, Training, Unsupported
+from scripts.bench.contenders.case import LEARNING_RATE, Batch, Case, Training, Unsupported
 
 
 @contextmanager

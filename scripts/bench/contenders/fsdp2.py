@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from contenders.case import Batch, Case, Training
+from scripts.bench.contenders.case import Batch, Case, Training
 
 
 @contextmanager
