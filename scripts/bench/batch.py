@@ -16,7 +16,7 @@ from lt_offload.plan import BatchChoice, choose_batch
 from lt_offload.plan.batch.profiles import scaled
 from lt_offload.units import format_seconds, parse_bytes
 from scripts.common import arguments, save
-from scripts.paper_profiles import llama7b_b4
+from scripts.papers.profiles import llama7b_b4
 
 GOAL = 4.0
 """Plans that a choice may take."""

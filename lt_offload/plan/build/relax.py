@@ -61,24 +61,30 @@ def relax(decisions: Decisions, profile: Profile, limit: int, *, earlier: bool) 
             tensors[tensor] = replace(tensors[tensor], grad_release_after=departure.step)
     for arrival in arrivals:
         assert arrival.block is not None
-        fetch = max(arrival.step, (blocks[arrival.block].release_after or 0) + 1)
-        blocks[arrival.block] = replace(blocks[arrival.block], fetch=fetch)
+        prefetch_at = max(arrival.step, (blocks[arrival.block].release_after or 0) + 1)
+        blocks[arrival.block] = replace(blocks[arrival.block], prefetch_at=prefetch_at)
     return replace(decisions, blocks=tuple(blocks), tensors=tuple(tensors))
 
 
 def _departures(decisions: Decisions, profile: Profile) -> Iterator[_Hold]:
     for index, (block, decision) in enumerate(zip(profile.blocks, decisions.blocks, strict=True)):
-        if decision.release_after is not None and decision.fetch is not None:
+        if decision.release_after is not None and decision.prefetch_at is not None:
             yield _Hold(
-                block.option(decision.option).offload_bytes, decision.release_after, decision.fetch - 1, block=index
+                block.option(decision.option).offload_bytes,
+                decision.release_after,
+                decision.prefetch_at - 1,
+                block=index,
             )
 
 
 def _arrivals(decisions: Decisions, profile: Profile) -> Iterator[_Hold]:
     for index, (block, decision) in enumerate(zip(profile.blocks, decisions.blocks, strict=True)):
-        if decision.release_after is not None and decision.fetch is not None:
+        if decision.release_after is not None and decision.prefetch_at is not None:
             yield _Hold(
-                block.option(decision.option).offload_bytes, decision.fetch, decision.release_after + 1, block=index
+                block.option(decision.option).offload_bytes,
+                decision.prefetch_at,
+                decision.release_after + 1,
+                block=index,
             )
 
 

@@ -52,7 +52,7 @@ def squeeze_framework(decisions: Decisions, profile: Profile, limit: int) -> Dec
         elif hold.kind == "out":
             blocks[hold.index] = replace(blocks[hold.index], release_after=end)
         else:
-            blocks[hold.index] = replace(blocks[hold.index], fetch=begin)
+            blocks[hold.index] = replace(blocks[hold.index], prefetch_at=begin)
     return replace(decisions, tensors=tuple(tensors), blocks=tuple(blocks))
 
 
@@ -74,10 +74,10 @@ def _holds(decisions: Decisions, profile: Profile) -> Iterator[_Held]:
             complete = backward_steps(tensor.blocks, profile)[-1]
             yield _Held("grad", t, (complete + 1, decision.grad_release_after, tensor.bytes))
     for index, (block, chosen) in enumerate(zip(profile.blocks, decisions.blocks, strict=True)):
-        if chosen.release_after is not None and chosen.fetch is not None:
+        if chosen.release_after is not None and chosen.prefetch_at is not None:
             nbytes = block.option(chosen.option).offload_bytes
             yield _Held("out", index, (index + 1, chosen.release_after, nbytes))
-            yield _Held("in", index, (chosen.fetch, decisions.activations_needed(index) - 1, nbytes))
+            yield _Held("in", index, (chosen.prefetch_at, decisions.activations_needed(index) - 1, nbytes))
 
 
 def squeeze_arena(decisions: Decisions, profile: Profile, limit: int) -> Decisions:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paper_profiles import (
+from lt_offload.schema.profile import Profile
+from scripts.papers.profiles import (
     ADAM_3060,
     GB,
     PAPER,
@@ -14,8 +15,6 @@ from paper_profiles import (
     option,
     tensor,
 )
-
-from lt_offload.schema.profile import Profile
 
 __all__ = [
     "ADAM_3060",

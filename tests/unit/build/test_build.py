@@ -73,7 +73,11 @@ def test_a_streamed_block_is_issued_in_the_order_of_the_contract() -> None:
     )
     decisions = replace(
         decisions,
-        blocks=(decisions.blocks[0], BlockDecision(option="offload", release_after=2, fetch=4), decisions.blocks[2]),
+        blocks=(
+            decisions.blocks[0],
+            BlockDecision(option="offload", release_after=2, prefetch_at=4),
+            decisions.blocks[2],
+        ),
     )
     plan = built(decisions, profile)
     assert [words(op) for op in plan.ops] == [
@@ -147,9 +151,11 @@ def test_the_activations_a_step_needs_are_fetched_before_the_weights_it_needs() 
 
 def test_last_blocks_have_less_time_to_offload() -> None:
     blocks = block_choices(small_profile(3), ("offload", "keep", "offload"), lag=2, lead=2)
-    assert blocks[0] == BlockDecision(option="offload", release_after=2, fetch=3)
+    assert blocks[0] == BlockDecision(option="offload", release_after=2, prefetch_at=3)
     assert blocks[1] == BlockDecision(option="keep")
-    assert blocks[2] == BlockDecision(option="offload", release_after=2, fetch=3), "it returns in its own backward step"
+    assert blocks[2] == BlockDecision(option="offload", release_after=2, prefetch_at=3), (
+        "it returns in its own backward step"
+    )
 
 
 def test_tied_tensors_are_updated_after_their_last_gradient() -> None:

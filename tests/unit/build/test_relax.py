@@ -33,8 +33,8 @@ def test_time_is_taken_from_spare_memory_only(seed: int, earlier: bool) -> None:
         assert framework_bytes(relaxed.usage, profile).max() <= limit
         for before, after in zip(decisions.blocks, relaxed.blocks, strict=True):
             assert (after.release_after or 0) >= (before.release_after or 0)
-            assert (after.fetch or 0) <= (before.fetch or 0)
-            assert earlier or after.fetch == before.fetch
+            assert (after.prefetch_at or 0) <= (before.prefetch_at or 0)
+            assert earlier or after.prefetch_at == before.prefetch_at
         for old, new in zip(decisions.tensors, relaxed.tensors, strict=True):
             assert (new.grad_release_after or 0) >= (old.grad_release_after or 0)
             assert replace(new, grad_release_after=None) == replace(old, grad_release_after=None)

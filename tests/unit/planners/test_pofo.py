@@ -230,8 +230,8 @@ def test_a_sequence_in_steps() -> None:
     fitted = with_copies(decisions, profile, 10**9)
     assert fitted is not None
     # What layer 2 reloads is needed two steps before its backward, and nothing is fetched before the loss.
-    assert 7 <= fitted.blocks[4].fetch <= 9  # type: ignore[operator]
-    assert 7 <= fitted.blocks[1].fetch <= 10  # type: ignore[operator]
+    assert 7 <= fitted.blocks[4].prefetch_at <= 9  # type: ignore[operator]
+    assert 7 <= fitted.blocks[1].prefetch_at <= 10  # type: ignore[operator]
     assert check(planned(Proposal(name="", decisions=fitted), asked), profile) == []
     tight = with_copies(decisions, profile, 0)
     assert tight is None

@@ -8,13 +8,13 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from papers_weights import LAYER, TABLE_1, gpt2
 
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.planners.weights.bound import weights_bound
 from lt_offload.plan.planners.weights.model import Gap, WeightChain, WeightLayer, l2l_s
 from lt_offload.plan.planners.weights.select import held_bytes, select_gaps
 from lt_offload.plan.planners.weights.timing import Schedule, schedule
+from scripts.papers.weights import LAYER, TABLE_1, gpt2
 
 SLACK = 1e-9
 

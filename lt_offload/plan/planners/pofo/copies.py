@@ -65,7 +65,9 @@ def _tight(decisions: Decisions, profile: Profile) -> list[Travel]:
 def _apply(decisions: Decisions, travels: list[Travel]) -> Decisions:
     blocks = list(decisions.blocks)
     for travel in travels:
-        blocks[travel.index] = replace(blocks[travel.index], release_after=travel.release_after, fetch=travel.fetch)
+        blocks[travel.index] = replace(
+            blocks[travel.index], release_after=travel.release_after, prefetch_at=travel.fetch
+        )
     return replace(decisions, blocks=tuple(blocks))
 
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paper_tables import Row, Section
-
 from lt_offload.errors import InfeasibleError
 from lt_offload.plan.planners.weights.bound import weights_bound
 from lt_offload.plan.planners.weights.model import WeightChain, WeightLayer, l2l_s
 from lt_offload.plan.planners.weights.select import select_gaps
 from lt_offload.plan.planners.weights.timing import schedule
+from scripts.papers.rows import Row, Section
 
 PAPER = "Weight offloading strategies for training large DNN models (Beaumont et al., 2022)"
 MIB, GIB = 1 << 20, 1 << 30

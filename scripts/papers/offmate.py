@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from paper_profiles import GB, PAPER, llama7b_b4, llama7b_b8_3090
-from paper_tables import Row, Section
-
 import lt_offload
 from lt_offload.errors import InfeasibleError
 from lt_offload.plan import Plan
 from lt_offload.plan.planners.offmate.program import OffmateConfig, solve_offmate
 from lt_offload.schema.profile import Profile
+from scripts.papers.profiles import GB, PAPER, llama7b_b4, llama7b_b8_3090
+from scripts.papers.rows import Row, Section
 
 SOURCE = "OFFMATE: full fine-tuning of LLMs on a single GPU by re-materialization and offloading (2024)"
 TABLE_1 = (

@@ -6,14 +6,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import inf
 
-import pofo_networks as networks
-from paper_tables import Row, Section
-
 from lt_offload.plan.planners.pofo.chain import Chain
 from lt_offload.plan.planners.pofo.heuristics import autocapper_s, opportunist_s
 from lt_offload.plan.planners.pofo.program import ChainProgram
 from lt_offload.plan.planners.pofo.sequence import from_scratch, memory, sequential, walk
 from lt_offload.plan.planners.pofo.timing import simulated_s
+from scripts.papers import pofo_networks as networks
+from scripts.papers.rows import Row, Section
 
 PAPER = "Efficient Combination of Rematerialization and Offloading for Training DNNs (Beaumont et al., NeurIPS 2021)"
 ALPHAS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75)
