@@ -103,6 +103,7 @@ def guard(results: Sequence[Result]) -> str:
         "reading a weight that is complete": "weight_us",
         "leaving and entering the guard for a block": "block_us",
         "beginning and ending an iteration": "borders_us",
+        "stand-ins for all gradients, put and dropped": "gradients_us",
     }
     rows = []
     for result in results:

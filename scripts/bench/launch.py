@@ -160,7 +160,7 @@ class Loop:
     def __init__(self, layers: int, device: str, plan: str | None) -> None:
         import torch
 
-        self.model = _model(layers)
+        self.model = tiny_llama(layers)
         self.device = torch.device(device if plan is None else "cpu")
         self.batch = _batch(torch.device(device))
         self.engine: Any = None
@@ -222,7 +222,7 @@ def make_plans(layers: int, device: str, folder: str) -> dict[str, Any]:
     from lt_offload.plan.iteration.decisions import Decisions, TensorDecision, block_choices
     from scripts.planning import stream_all
 
-    model = _model(layers)
+    model = tiny_llama(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     profile = lt_offload.profile(model, _batch(torch.device("cpu")), optimizer=optimizer, device=device)
     everything = tuple(TensorDecision(place="device", intervals=()) for _ in profile.tensors)
@@ -299,7 +299,8 @@ def own(layers: int, device: str, plan: str, steps: int) -> dict[str, Any]:
     return {"phases": least, "counts": counts}
 
 
-def _model(layers: int) -> Any:
+def tiny_llama(layers: int) -> Any:
+    """Return a model of many tiny blocks, in which hardly anything but launching takes time."""
     import torch
     import transformers
 

@@ -7,7 +7,7 @@ import pickle
 import random
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,11 +20,10 @@ from torch import Tensor, nn
 
 import lt_offload
 from lt_offload.errors import UnsupportedError
-from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.model.blocks import find_blocks
 from tests.support import models, plans
-from tests.support.engines import Result, differences
+from tests.support.engines import Result, differences, installed
 
 RUNS = {
     "recorded": ("keep", "offload"),
@@ -93,10 +92,16 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 Loop = Callable[[nn.Module, torch.optim.Optimizer, list[dict[str, Tensor]]], list[Tensor]]
 
 
-def ordinary(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+def ordinary(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list[dict[str, Tensor]],
+    around_forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
+) -> list[Tensor]:
     losses = []
     for batch in batches:
-        loss = model(**batch)["loss"]
+        with around_forward():
+            loss = model(**batch)["loss"]
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -116,18 +121,8 @@ def engine_of(model: nn.Module, optimizer: torch.optim.Optimizer, options: tuple
     """An engine in a loop of our own, with a plan that streams everything and has every place for updates."""
     structure = find_blocks(model)
     plan = plans.streamed(structure, optimizer, options=options, places=("device", "host", "paged"))
-    device = EmulatedDevice(1 << 28, "lazy", check=True)
-    engine = Engine(model, optimizer, plan, device)
-    try:
-        engine.install()
-        engine.follow(optimizer)
+    with installed(model, optimizer, plan) as engine:
         yield engine
-    except BaseException:
-        engine.abort()
-        raise
-    finally:
-        engine.remove()
-        device.close()
 
 
 def ours(make: Callable[[], nn.Module], options: tuple[str, ...], loop: Loop = ordinary) -> Result:
@@ -1442,15 +1437,7 @@ class Making(Layer):
 @pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
 def test_another_default_dtype_around_the_forward(options: tuple[str, ...]) -> None:
     def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
-        losses = []
-        for batch in batches:
-            with double_precision():
-                loss = model(**batch)["loss"]
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.detach().clone())
-        return losses
+        return ordinary(model, optimizer, batches, around_forward=double_precision)
 
     def make() -> Net:
         return Net(Making)
