@@ -27,13 +27,13 @@ lint: .venv/dev.done
 	$(BIN)/mypy
 
 bench: .venv/quickstart.done
-	$(BIN)/python scripts/bench_emulated.py --small --results .venv/bench
+	$(BIN)/python -m scripts.bench.emulated --small --results .venv/bench
 
 papers: .venv/quickstart.done
 	$(BIN)/python -m scripts.papers
 
 gpu: gpu-there $(if $(filter $(BIN)/python,$(PYTHON_GPU)),.venv/dev.done)
-	$(PYTHON_GPU) scripts/gpu.py
+	$(PYTHON_GPU) -m scripts.gpu
 
 gpu-there:
 	@command -v nvidia-smi >/dev/null || test -e /dev/nvidiactl || { echo 'make gpu: there is no NVIDIA GPU here'; exit 1; }

@@ -1,1 +1,1 @@
-"""Programs that measure and check; run each from the repository as ``python -m scripts.NAME``."""
+"""Programs that measure, compare and check; run in the repository's root as ``python -m scripts.NAME``."""

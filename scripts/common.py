@@ -72,16 +72,16 @@ def save(name: str, kind: str, settings: Mapping[str, Any], figures: Mapping[str
     return path
 
 
-def in_child(script: str, job: str, **arguments: Any) -> dict[str, Any]:
-    """Run ``job`` of ``script`` in a process, so that peaks and leftovers are its own, and return its figures.
+def in_child(module: str, job: str, **arguments: Any) -> dict[str, Any]:
+    """Run ``job`` of the program ``module`` in a process, so that peaks and leftovers are its own; return its figures.
 
-    The script must hand its jobs to :func:`serve_child` first thing.
+    The program must hand its jobs to :func:`serve_child` first thing.
     """
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
-        code = _run([sys.executable, script, "--child", job, str(answer), json.dumps(arguments)])
+        code = _run([sys.executable, "-m", module, "--child", job, str(answer), json.dumps(arguments)])
         if code or not answer.is_file():
-            raise SystemExit(f"{Path(script).name}: {job} failed (exit code {code}); its output is above")
+            raise SystemExit(f"{module}: {job} failed (exit code {code}); its output is above")
         return read_json(answer)
 
 
@@ -99,10 +99,13 @@ def serve_child(*jobs: Job) -> None:
 def run_recipe(recipe: str, folder: Path, steps: int, settings: Sequence[str], *, checkpoint: bool = True) -> int:
     """Train ``recipe`` for ``steps`` steps by the command line, without validation, and return its exit code.
 
-    ``training.Recorder`` leaves ``figures.json`` and, with ``checkpoint``, ``end.ckpt`` in ``folder``.
+    ``scripts.training.Recorder`` leaves ``figures.json`` and, with ``checkpoint``, ``end.ckpt`` in ``folder``.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    recorder = {"class_path": "training.Recorder", "init_args": {"folder": str(folder), "checkpoint": checkpoint}}
+    recorder = {
+        "class_path": "scripts.training.Recorder",
+        "init_args": {"folder": str(folder), "checkpoint": checkpoint},
+    }
     return _run(
         [
             *(sys.executable, "-m", "lt_offload.cli.main", recipe),
@@ -133,7 +136,7 @@ def _run(command: Sequence[str]) -> int:
 
 def environment() -> dict[str, str]:
     """Return the environment of a Python process that can import the package and these scripts."""
-    path = os.pathsep.join(filter(None, (str(ROOT), str(ROOT / "scripts"), os.environ.get("PYTHONPATH"))))
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return os.environ | {"PYTHONPATH": path}
 
 

@@ -1,6 +1,6 @@
 """Trains one recipe with Lightning's own strategy and with offmate, and compares every number.
 
-    python scripts/compare.py quickstart --steps 20 [--key value ...]
+    python -m scripts.compare quickstart --steps 20 [--key value ...]
 
 Prints both trajectories and the largest difference in loss, weights and optimizer state; exits with 1 unless all are 0.
 Further settings go to both runs (those of trainer.strategy to offmate's only). Each run is a process of its own.
@@ -15,9 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from common import arguments, read_json, run_recipe, save
-
 from lt_offload.units import format_bytes, format_seconds
+from scripts.common import arguments, read_json, run_recipe, save
 
 STRATEGY = "--trainer.strategy"
 

@@ -9,10 +9,8 @@ from pathlib import Path
 from random import Random
 from typing import Any, ClassVar, Protocol
 
-import fuzz_mutations as broken
 import torch
 import yaml
-from common import ROOT
 from torch import nn
 
 from lt_offload import Plan, Profile, profile_config, simulate, solve
@@ -27,6 +25,8 @@ from lt_offload.schema.files import to_json
 from lt_offload.strategy.checkpoint.files import load, load_optimizer_state
 from lt_offload.strategy.checkpoint.foreign import check_checkpoint, check_optimizer, check_weights, loading_state
 from lt_offload.units import parse_bytes
+from scripts import fuzz_mutations as broken
+from scripts.common import ROOT
 
 
 class Refused(Exception):

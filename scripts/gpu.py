@@ -1,8 +1,8 @@
 """Everything that needs a GPU, in at most ten minutes: memory first, what the engine relies on, equality, races, speed.
 
-    python scripts/gpu.py [--out FOLDER] [--minutes 9.5]        on a machine with a GPU; or: make gpu
-    python scripts/gpu.py --parts races bench                   some of it
-    python scripts/gpu.py --device cpu --tiny                   the same programs on the emulated device, a few of each
+    python -m scripts.gpu [--out FOLDER] [--minutes 9.5]        on a machine with a GPU; or: make gpu
+    python -m scripts.gpu --parts races suite                   some of it
+    python -m scripts.gpu --device cpu --tiny                   the same programs on the emulated device, a few of each
 
 Runs with the interpreter that it is started with; installs nothing. Every part is a process with a time limit of its
 own: one that fails or hangs does not keep the next from running, and what it found until then is kept. gpu.json has
@@ -24,9 +24,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import RESULTS, ROOT, environment, in_child, read_json, save, serve_child
+from scripts.common import RESULTS, ROOT, environment, in_child, read_json, save, serve_child
 
-SCRIPTS = Path(__file__).resolve().parent
 GRACE_S = 10.0
 """How long a process may take to end when it is told to."""
 SHOWN_LINES = 12
@@ -77,8 +76,8 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
             name=name, command=[*command, *(few if tiny else ())], minutes=minutes, figures=figures, shown=shown
         )
 
-    def script(name: str, minutes: float | None, *arguments: str) -> Part:
-        return Part(name=name, command=[str(SCRIPTS / f"{name}.py"), *arguments], minutes=minutes)
+    def bench(name: str, minutes: float | None, *arguments: str) -> Part:
+        return Part(name=name, command=["-m", f"scripts.bench.{name}", *arguments], minutes=minutes)
 
     out = str(options.out)
     launch = ["--tiny"] if tiny else ["--steps", "5", "--rounds", "2"]
@@ -90,14 +89,14 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
         tests("settings", "test_gpu_settings.py", 1.5, "-k", "deterministic and bfloat16"),
         tests("races", "test_gpu_races.py", 1.5, "-k", "noticed"),
         tests("memory", "test_gpu_memory.py", 2.0, "-k", "smallest"),
-        script("bench_launch", 1.8, "--device", device, "--results", out, *launch),
-        script("bench_update", 0.8, "--results", out, *update),
-        script("bench", None, "--device", device, "--suite", "small", "--out", out, "--minutes", MINUTES_LEFT),
+        bench("launch", 1.8, "--device", device, "--results", out, *launch),
+        bench("update", 0.8, "--results", out, *update),
+        bench("suite", None, "--device", device, "--suite", "small", "--out", out, "--minutes", MINUTES_LEFT),
     ]
     return [part for part in found if part.name in options.parts]
 
 
-PARTS = ("first", "smoke", "parity", "settings", "races", "memory", "bench_launch", "bench_update", "bench")
+PARTS = ("first", "smoke", "parity", "settings", "races", "memory", "launch", "update", "suite")
 
 RESERVED = 0.25
 
@@ -206,7 +205,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     options.out = options.out.resolve()
     deadline = time.monotonic() + 60 * options.minutes - GRACE_S
-    machine = in_child(__file__, "describe")
+    machine = in_child("scripts.gpu", "describe")
     if options.device == "cuda" and "gpu" not in machine:
         print(f"no GPU: torch {machine['torch']} of {sys.executable} finds none; with --device cpu the same runs on "
               "the emulated device", file=sys.stderr)  # fmt: skip

@@ -1,6 +1,6 @@
 """Finds the smallest device budget in which a recipe plans and runs, and compares it with the planner's own floor.
 
-    python scripts/smallest_budget.py quickstart [--steps N] [--tolerance 0.01] [--key value ...]
+    python -m scripts.smallest_budget quickstart [--steps N] [--tolerance 0.01] [--key value ...]
 
 The floor is the budget that the planner names when it is given too little; it is honest if the recipe runs in it.
 """
@@ -11,11 +11,10 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import arguments, read_json, run_recipe, save
-from planning import floor_bytes, model_bytes
-
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
+from scripts.common import arguments, read_json, run_recipe, save
+from scripts.planning import floor_bytes, model_bytes
 
 MEMORY = "--trainer.strategy.memory"
 

@@ -1,7 +1,7 @@
 """Makes the numbers in README.md from results/*.json.
 
-    python scripts/tables.py            write the block between <!-- numbers --> and <!-- /numbers -->, and plots
-    python scripts/tables.py --check    exit with 1 if they are not what the results say
+    python -m scripts.tables            write the block between <!-- numbers --> and <!-- /numbers -->, and plots
+    python -m scripts.tables --check    exit with 1 if they are not what the results say
 
 Every table names the script that made its figures, the machine and the date.
 """
@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import bench_tables
-from common import RESULTS, ROOT
-
 from lt_offload.units import format_bytes, format_seconds
+from scripts.bench.contenders import tables as contender_tables
+from scripts.common import RESULTS, ROOT
 
 BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
 CURVE = "bench-curve.svg"
@@ -47,7 +46,7 @@ def compare(results: Sequence[Result]) -> str:
             ]
         )
     head = ["recipe", "steps", "Δ loss", "Δ weights", "Δ optimizer", "time ratio", "device peak, plain", "with offmate"]
-    return _section("Same numbers as plain Lightning", "scripts/compare.py RECIPE", results, head, rows)
+    return _section("Same numbers as plain Lightning", "scripts.compare RECIPE", results, head, rows)
 
 
 def bench_emulated(results: Sequence[Result]) -> str:
@@ -65,7 +64,7 @@ def bench_emulated(results: Sequence[Result]) -> str:
         for case in result["figures"]["cases"]
     ]
     head = ["case", "step time", "against plain", "goal", *OVERLAPPED, "device peak"]
-    return _section("Cost on the emulated device", "scripts/bench_emulated.py", results, head, rows)
+    return _section("Cost on the emulated device", "scripts.bench.emulated", results, head, rows)
 
 
 OVERLAPPED = ("copies in beside computations", "copies out", "host updates")
@@ -93,7 +92,7 @@ def bench_launch(results: Sequence[Result]) -> str:
     ]
     head = ["plan", "engine's own", "of it updates on the device", "plain loop's updates"]
     head += ["against plain, launching thread", "against plain, by the clock", "goal"]
-    return _section("Launch cost per block and step", "scripts/bench_launch.py", results, head, rows)
+    return _section("Launch cost per block and step", "scripts.bench.launch", results, head, rows)
 
 
 def guard(results: Sequence[Result]) -> str:
@@ -104,6 +103,7 @@ def guard(results: Sequence[Result]) -> str:
         "reading a weight that is complete": "weight_us",
         "leaving and entering the guard for a block": "block_us",
         "beginning and ending an iteration": "borders_us",
+        "stand-ins for all gradients, put and dropped": "gradients_us",
     }
     rows = []
     for result in results:
@@ -114,7 +114,7 @@ def guard(results: Sequence[Result]) -> str:
         blocks, weights = (int(figures[key]) for key in ("blocks", "weights"))
         rows.append([f"an iteration ({blocks} blocks, {weights} weights) against the same without", *ratios])
     return _section(
-        "Users' code around the engine", "scripts/bench_guard.py", results, ["what", "median", "worst round"], rows
+        "Users' code around the engine", "scripts.bench.guard", results, ["what", "median", "worst round"], rows
     )
 
 
@@ -141,7 +141,7 @@ def bench_update(results: Sequence[Result]) -> str:
         "of the memory's speed",
         "against DeepSpeed",
     ]
-    return _section("AdamW on the host", "scripts/bench_update.py --deepspeed FOLDER", results, head, rows)
+    return _section("AdamW on the host", "scripts.bench.update --deepspeed FOLDER", results, head, rows)
 
 
 def bench_packing(results: Sequence[Result]) -> str:
@@ -165,7 +165,7 @@ def bench_packing(results: Sequence[Result]) -> str:
                 ]
             )
     head = ["model", "plans", "waste, median", "largest", f"at most {PACKING_GOAL:.0%}", "tensors per copy"]
-    return _section("The arena's packing", "scripts/bench_packing.py", results, head, rows)
+    return _section("The arena's packing", "scripts.bench.packing", results, head, rows)
 
 
 PACKING_GOAL = 0.03
@@ -184,7 +184,7 @@ def smallest_budget(results: Sequence[Result]) -> str:
         for result in results
     ]
     head = ["recipe", "smallest that runs", "planner's floor", "weights, gradients, states", "share"]
-    return _section("Smallest budget", "scripts/smallest_budget.py RECIPE", results, head, rows)
+    return _section("Smallest budget", "scripts.smallest_budget RECIPE", results, head, rows)
 
 
 def bench_planner(results: Sequence[Result]) -> str:
@@ -203,7 +203,7 @@ def bench_planner(results: Sequence[Result]) -> str:
         for case in result["figures"]["cases"]
     ]
     head = ["model", "weights, gradients, states", "budget", "planned in", "goal", "gap to bound", "against no offload"]
-    return _section("Planning time", "scripts/bench_planner.py", results, head, rows)
+    return _section("Planning time", "scripts.bench.planner", results, head, rows)
 
 
 def bench_batch(results: Sequence[Result]) -> str:
@@ -222,7 +222,7 @@ def bench_batch(results: Sequence[Result]) -> str:
         for case in result["figures"]["cases"]
     ]
     head = ["model", "budget", "batch size", "samples/s, simulated", "chosen in", "plans' time", "goal"]
-    return _section("Choosing the batch size", "scripts/bench_batch.py", results, head, rows)
+    return _section("Choosing the batch size", "scripts.bench.batch", results, head, rows)
 
 
 def bench(results: Sequence[Result]) -> str:
@@ -232,10 +232,10 @@ def bench(results: Sequence[Result]) -> str:
         suite = result["settings"]["suite"]
         if result["settings"]["device"] != "cuda":
             continue
-        command, lines = f"scripts/bench.py --suite {suite}", bench_tables.rows(result)
-        parts.append(_section(bench_tables.TITLES[suite], command, [result], bench_tables.HEAD, lines))
+        command, lines = f"scripts.bench.suite --suite {suite}", contender_tables.rows(result)
+        parts.append(_section(contender_tables.TITLES[suite], command, [result], contender_tables.HEAD, lines))
         if suite == "curve":
-            parts.append(f"![{bench_tables.TITLES[suite]}](results/{CURVE})")
+            parts.append(f"![{contender_tables.TITLES[suite]}](results/{CURVE})")
     return "\n\n".join(parts)
 
 
@@ -269,7 +269,9 @@ def render(folder: Path) -> str:
 def plots(folder: Path) -> dict[Path, str]:
     """Return the drawings for the result files in ``folder``, by where they belong."""
     path = folder / "bench-curve.json"
-    return {folder / CURVE: bench_tables.curve(json.loads(path.read_text(encoding="utf-8")))} if path.exists() else {}
+    return (
+        {folder / CURVE: contender_tables.curve(json.loads(path.read_text(encoding="utf-8")))} if path.exists() else {}
+    )
 
 
 def insert(readme: str, block: str) -> str:
@@ -284,7 +286,7 @@ def insert(readme: str, block: str) -> str:
 def _section(title: str, command: str, results: Sequence[Result], head: list[str], rows: Rows) -> str:
     origins = {_origin(result): None for result in results}
     lines = [
-        f"**{title}** (`python {command}`; {'; '.join(origins)})",
+        f"**{title}** (`python -m {command}`; {'; '.join(origins)})",
         "",
         "| " + " | ".join(head) + " |",
         "|" + "|".join([" --- ", *[" ---: "] * (len(head) - 1)]) + "|",
@@ -318,7 +320,7 @@ def main() -> int:
     if options.check:
         stale = [path.name for path, text in files.items() if not path.exists() or path.read_text("utf-8") != text]
         for name in stale:
-            print(f"{name} is out of date; run python scripts/tables.py", file=sys.stderr)
+            print(f"{name} is out of date; run python -m scripts.tables", file=sys.stderr)
         return int(bool(stale))
     for path, text in files.items():
         path.write_text(text, encoding="utf-8")

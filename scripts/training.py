@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
-from overlap import overlap
-from planning import describe
 
 from lt_offload.machine.accounting import Account
+from scripts.overlap import overlap
+from scripts.planning import describe
 
 COUNTED_STEP = 1
 """The first step that begins with optimizer states; without a GPU, plain training's tensors are counted during it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -85,6 +86,11 @@ def test_code_runs(code: str, names: dict[str, Any], tmp_path: Path, monkeypatch
         assert names["plan"].predicted.device_peak_bytes <= 6e9
     else:
         assert names["model"](**names["batches"][0]).loss.item() < before
+
+
+@pytest.mark.parametrize("module", sorted(set(re.findall(r"python -m ([\w.]+)", README))))
+def test_programs_that_made_the_numbers_exist(module: str) -> None:
+    assert importlib.util.find_spec(module) is not None
 
 
 def test_there_is_code_for_every_way_in() -> None:

@@ -1,4 +1,4 @@
-"""kill -9 in real training: a seeded sample of what ``scripts/kill_training.py`` does a hundred times."""
+"""kill -9 in real training: a seeded sample of what ``scripts.kill_training`` does a hundred times."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 def test_killed_runs_end_like_a_run_that_nobody_killed(tmp_path: Path) -> None:
     report = tmp_path / "kills.json"
-    command = [sys.executable, ROOT / "scripts/kill_training.py", "--kills", "4", "--seed", "5", "--output", report]
+    command = [sys.executable, "-m", "scripts.kill_training", "--kills", "4", "--seed", "5", "--output", report]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]

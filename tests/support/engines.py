@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -136,6 +137,23 @@ def trained_on(device: Device, case: Case, plan: Plan) -> tuple[Result, int]:
         engine.remove()
         device.close()
     return Result(losses, model, optimizer), peak
+
+
+@contextmanager
+def installed(model: nn.Module, optimizer: torch.optim.Optimizer, plan: Plan) -> Iterator[Engine]:
+    """An engine that follows a loop of one's own, on an emulated device that checks every access."""
+    device = EmulatedDevice(BUDGET, "lazy", check=True)
+    engine = Engine(model, optimizer, plan, device)
+    try:
+        engine.install()
+        engine.follow(optimizer)
+        yield engine
+    except BaseException:
+        engine.abort()
+        raise
+    finally:
+        engine.remove()
+        device.close()
 
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:

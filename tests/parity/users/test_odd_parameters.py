@@ -9,11 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import lt_offload
-from lt_offload.execute.device.emulated import EmulatedDevice
-from lt_offload.execute.engine import Engine
 from lt_offload.model.blocks import find_blocks
 from tests.support import plans
-from tests.support.engines import BUDGET, Result, differences
+from tests.support.engines import Result, differences, installed
 
 WIDTH = 32
 
@@ -107,16 +105,9 @@ def test_everything_travels(kind: str, place: str) -> None:
     model, optimizer = build(kind)
     options = ("keep", "recompute", "offload", "mixed", "reload")
     plan = plans.streamed(find_blocks(model), optimizer, options=options, places=(place,))
-    device = EmulatedDevice(BUDGET, mode="lazy", check=True)
-    engine = Engine(model, optimizer, plan, device)
-    try:
-        engine.install()
-        engine.follow(optimizer)
+    with installed(model, optimizer, plan) as engine:
         losses = loop(model, optimizer, batches(kind))
         engine.drain()
-    finally:
-        engine.remove()
-        device.close()
     assert differences(plain(kind), Result(losses, model, optimizer)) == []
 
 
@@ -130,14 +121,7 @@ def test_gradients_that_do_not_come_leave_their_place_to_others(kind: str) -> No
     copies = [op for op in plan.ops if op.payload == "grad"]
     assert len(copies) == 6
     assert {plan.groups[op.groups[0]].host_offset for op in copies} == {0}
-    device = EmulatedDevice(BUDGET, mode="lazy", check=True)
-    engine = Engine(model, optimizer, plan, device)
-    try:
-        engine.install()
-        engine.follow(optimizer)
+    with installed(model, optimizer, plan) as engine:
         losses = loop(model, optimizer, batches(kind))
         engine.drain()
-    finally:
-        engine.remove()
-        device.close()
     assert differences(plain(kind), Result(losses, model, optimizer)) == []

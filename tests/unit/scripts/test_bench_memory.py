@@ -5,23 +5,22 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import bench
-import bench_workloads
 import pytest
 import torch
-from contenders import case as cases
-from contenders import memory
-from contenders.case import Case, Unsupported
-from contenders.offload import _plan
-from contenders.zero3 import _config
 
 import lt_offload
 from lt_offload.machine import driver
+from scripts.bench import suite, workloads
+from scripts.bench.contenders import case as cases
+from scripts.bench.contenders import memory
+from scripts.bench.contenders.case import Case, Unsupported
+from scripts.bench.contenders.offload import _plan
+from scripts.bench.contenders.zero3 import _config
 from tests.support.bench_samples import measured
 
 GPU = torch.device("cuda", 0)
-WORKLOAD = bench_workloads.workloads("papers", "cuda")[0]
-ITEM_BYTES = bench_workloads.BYTES[WORKLOAD.dtype]
+WORKLOAD = workloads.workloads("papers", "cuda")[0]
+ITEM_BYTES = workloads.BYTES[WORKLOAD.dtype]
 
 
 class Card:
@@ -127,5 +126,5 @@ def test_host_memory_that_is_given_counts_whatever_was_measured(
 
 def test_a_row_over_the_budget_says_so() -> None:
     row = measured(device_peak_bytes=9 * 10**9, within_budget=False, loss=1.0, seconds=1.0)
-    assert "9 GB device (OVER THE BUDGET)" in bench.line(row)
-    assert "OVER" not in bench.line(row | {"within_budget": True})
+    assert "9 GB device (OVER THE BUDGET)" in suite.line(row)
+    assert "OVER" not in suite.line(row | {"within_budget": True})

@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-import bench_tables
 import pytest
-import tables
 
+from scripts import tables
+from scripts.bench.contenders import tables as contender_tables
 from tests.support.bench_samples import GB, HARDWARE, measured
 
 PLAN = {"predicted_s": 1.02, "lower_bound_s": 0.98}
@@ -42,7 +42,7 @@ def stored(folder: Path, suite: str, device: str = "cuda") -> Path:
 
 def test_tables_show_ratios_and_failures(tmp_path: Path) -> None:
     block = tables.render(stored(tmp_path, "small"))
-    assert "(`python scripts/bench.py --suite small`; Some GPU, torch 2.11.0, 2025-01-31)" in block
+    assert "(`python -m scripts.bench.suite --suite small`; Some GPU, torch 2.11.0, 2025-01-31)" in block
     lines = [line for line in block.splitlines() if line.startswith("| m, ")]
     assert lines == [
         "| m, all memory | no offload | 111 | 900 ms | 1.00 |  |  |  |  | 2 GB |  |",
@@ -81,6 +81,6 @@ def test_the_curve_is_drawn_and_checked(tmp_path: Path, monkeypatch: pytest.Monk
 def test_a_row_that_was_extrapolated_says_so() -> None:
     row = measured(contender="no-offload", title="no offload", budget_bytes=None, extrapolated=True)
     del row["host_peak_bytes"]
-    (line,) = bench_tables.rows({"figures": {"rows": [row]}})
+    (line,) = contender_tables.rows({"figures": {"rows": [row]}})
     assert line[2] == "100 (extrapolated)"
-    assert len(line) == len(bench_tables.HEAD)
+    assert len(line) == len(contender_tables.HEAD)

@@ -2,33 +2,25 @@
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import json
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
 
 from lt_offload.optim import native
+from scripts.bench import update
 
 
-@pytest.fixture
-def bench() -> ModuleType:
-    return importlib.import_module("bench_update")
-
-
-def test_bench(
-    bench: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(bench, "measure_small", lambda *_: {"torch fused": 1.0, "lt_offload": 1.0})
+def test_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(update, "measure_small", lambda *_: {"torch fused": 1.0, "lt_offload": 1.0})
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     monkeypatch.setattr(sys, "argv", ["bench_update.py", "--tiny", "--threads", "1", "--results", str(tmp_path)])
     before = torch.get_num_threads()
     try:
-        assert bench.main() == 0
+        assert update.main() == 0
     finally:
         torch.set_num_threads(before)
     result = json.loads((tmp_path / "bench-update-tiny.json").read_text())
@@ -46,10 +38,10 @@ def test_bench(
     assert all(row["of_deepspeed"] is None for row in rows.values())
 
 
-def test_small_tensors_are_measured(bench: ModuleType) -> None:
-    assert min(bench.measure_small(3, 40, 1).values()) > 0
+def test_small_tensors_are_measured() -> None:
+    assert min(update.measure_small(3, 40, 1).values()) > 0
 
 
-def test_a_folder_without_deepspeed(bench: ModuleType, tmp_path: Path) -> None:
+def test_a_folder_without_deepspeed(tmp_path: Path) -> None:
     with pytest.raises(SystemExit, match=r"there is no csrc/adam/cpu_adam\.cpp; unpack DeepSpeed's sdist there"):
-        bench.deepspeed_folder(tmp_path)
+        update.deepspeed_folder(tmp_path)

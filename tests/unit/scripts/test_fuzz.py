@@ -6,11 +6,10 @@ import json
 from pathlib import Path
 from random import Random
 
-import fuzz
-import fuzz_mutations
 import pytest
 
 from lt_offload.errors import ConfigError
+from scripts import fuzz, fuzz_mutations
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"),

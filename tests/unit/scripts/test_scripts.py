@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -18,22 +16,11 @@ import yaml
 from lt_offload import simulate
 from lt_offload.cli.main import main
 from lt_offload.schema.trace import Span
+from scripts import common, compare, planning, smallest_budget, tables
+from scripts.bench import emulated
+from scripts.overlap import overlap
 from tests.support import tiny
 from tests.support.samples import make_profile
-
-SCRIPTS = Path(__file__).resolve().parents[3] / "scripts"
-
-
-@pytest.fixture
-def script(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(SCRIPTS))
-
-    def load(name: str) -> ModuleType:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-        return importlib.import_module(name)
-
-    return load
-
 
 MACHINE = {"processor": "Some CPU", "cores": 2, "ram_bytes": 1, "gpu": None, "threads": 2, "system": "Linux"}
 COMPARE = {
@@ -159,6 +146,7 @@ GUARD = {
             "weight_us": 30.0,
             "block_us": 12.0,
             "borders_us": 1600.0,
+            "gradients_us": 3600.0,
             "iteration_ratio": 1.02,
         }.items()
     }
@@ -187,8 +175,8 @@ def results(tmp_path: Path) -> Path:
     return folder
 
 
-def test_tables_show_figures_with_machine_and_date(script: Any, results: Path) -> None:
-    block = script("tables").render(results)
+def test_tables_show_figures_with_machine_and_date(results: Path) -> None:
+    block = tables.render(results)
     assert "| `quickstart` | 20 | 0 | 0 | 1.5e-08 | 1.23 | 2.5 GB | 430 MB |" in block
     assert "| Llama, streamed | 1.05 s | 1.05 | 1.60 | 94% | 50% |  | 1 GB |" in block
     assert "| `quickstart` | 400 MB | 390 MB | 2 GB | 20% |" in block
@@ -198,6 +186,7 @@ def test_tables_show_figures_with_machine_and_date(script: Any, results: Path) -
     assert "| copy | memory | 2 | 20.0 GB/s |  |  |" in block
     assert "| lt_offload | fp32 | 1 |" not in block
     assert "| the same with the engine | 50 us | 100 us |" in block
+    assert "| stand-ins for all gradients, put and dropped | 3.6 ms | 7.2 ms |" in block
     assert "| llama2-7b, float32 | 2 | 2.5% | 4.0% | 1 of 2 | 3.0 |" in block
     assert block.count("Some CPU, 2 cores, torch 2.11.0, 2025-01-31") == len(KINDS)
     assert "| Llama-2-7B, 32 layers | 10 GB | 8 | 0.357 | 25.7 s | 3.5 | 4 |" in block
@@ -206,9 +195,8 @@ def test_tables_show_figures_with_machine_and_date(script: Any, results: Path) -
 
 
 def test_readme_is_written_and_checked(
-    script: Any, results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tables = script("tables")
     readme = tmp_path / "README.md"
     readme.write_text("# Title\n\n<!-- numbers -->\nold\n<!-- /numbers -->\n\nmore\n")
 
@@ -228,13 +216,12 @@ def test_readme_is_written_and_checked(
     assert run("--check") == 1
 
 
-def test_the_readme_of_this_repository_is_up_to_date(script: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_readme_of_this_repository_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
-    assert script("tables").main() == 0
+    assert tables.main() == 0
 
 
-def test_unknown_results_and_a_readme_without_marks_are_errors(script: Any, tmp_path: Path) -> None:
-    tables = script("tables")
+def test_unknown_results_and_a_readme_without_marks_are_errors(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"kind": "guess"}')
     with pytest.raises(SystemExit, match="kind 'guess' is not one of compare"):
         tables.render(tmp_path)
@@ -242,8 +229,8 @@ def test_unknown_results_and_a_readme_without_marks_are_errors(script: Any, tmp_
         tables.insert("<!-- /numbers --> <!-- numbers -->", "x")
 
 
-def test_results_carry_machine_versions_and_date(script: Any, tmp_path: Path) -> None:
-    path = script("common").save("name", "compare", {"steps": 1}, {"loss": 0.5}, tmp_path / "new")
+def test_results_carry_machine_versions_and_date(tmp_path: Path) -> None:
+    path = common.save("name", "compare", {"steps": 1}, {"loss": 0.5}, tmp_path / "new")
     result = json.loads(path.read_text())
     assert path.name == "name.json"
     assert (result["kind"], result["settings"], result["figures"]) == ("compare", {"steps": 1}, {"loss": 0.5})
@@ -254,7 +241,7 @@ def test_results_carry_machine_versions_and_date(script: Any, tmp_path: Path) ->
 
 
 CHILD = """
-from common import in_child, serve_child
+from scripts.common import in_child, serve_child
 
 def double(value):
     print("noise")
@@ -268,19 +255,19 @@ if __name__ == "__main__":
 """
 
 
-def test_jobs_run_in_processes_of_their_own(script: Any, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    common = script("common")
-    program = tmp_path / "program.py"
-    program.write_text(f"import sys\nsys.path.insert(0, {str(SCRIPTS)!r})\n{CHILD}")
-    answer = common.in_child(str(program), "double", value=21)
+def test_jobs_run_in_processes_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "program.py").write_text(CHILD)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    answer = common.in_child("program", "double", value=21)
     assert answer == {"twice": 42}
     assert capfd.readouterr().out == ""
-    with pytest.raises(SystemExit, match=r"program.py: fail failed \(exit code 1\)"):
-        common.in_child(str(program), "fail")
+    with pytest.raises(SystemExit, match=r"program: fail failed \(exit code 1\)"):
+        common.in_child("program", "fail")
 
 
-def test_the_largest_difference_is_found_wherever_it_is(script: Any) -> None:
-    compare = script("compare")
+def test_the_largest_difference_is_found_wherever_it_is() -> None:
     left = {"state": {0: {"exp_avg": torch.tensor([1.0, 2.0]), "step": torch.tensor(3.0)}}, "groups": [{"lr": 0.1}]}
     right = copy.deepcopy(left)
     assert compare.largest_difference(left, right) == 0
@@ -301,13 +288,13 @@ def test_the_largest_difference_is_found_wherever_it_is(script: Any) -> None:
     ],
     ids=["not a number", "shape", "dtype", "keys", "type"],
 )
-def test_what_cannot_be_compared_is_not_called_equal(script: Any, other: dict[str, Any]) -> None:
-    assert script("compare").largest_difference({"w": torch.tensor([1.0, 2.0])}, other) is None
+def test_what_cannot_be_compared_is_not_called_equal(other: dict[str, Any]) -> None:
+    assert compare.largest_difference({"w": torch.tensor([1.0, 2.0])}, other) is None
 
 
-def test_the_plain_run_gets_no_settings_of_the_strategy(script: Any) -> None:
+def test_the_plain_run_gets_no_settings_of_the_strategy() -> None:
     given = ["--trainer.strategy.memory", "1GB", "--model.lr=1", "--trainer.strategy=x", "--data.pack", "false"]
-    assert script("compare").without_strategy(given) == ["--model.lr=1", "--data.pack", "false"]
+    assert compare.without_strategy(given) == ["--model.lr=1", "--data.pack", "false"]
 
 
 @pytest.fixture
@@ -330,18 +317,18 @@ def recipe(tmp_path: Path) -> Path:
 @pytest.mark.filterwarnings("ignore:Experiment logs directory.*")
 @pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning")
 def test_compare_trains_both_ways_and_finds_no_difference(
-    script: Any, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def here(command: list[str]) -> int:
         """Run the command in this process: most of its time would be imports."""
         assert command[1:3] == ["-m", "lt_offload.cli.main"]
         return main(command[3:])
 
-    monkeypatch.setattr(script("common"), "_run", here)
+    monkeypatch.setattr(common, "_run", here)
     results = tmp_path / "results"
-    program = ["compare.py", str(recipe), "--steps", "3", "--results", str(results)]
+    program = ["compare", str(recipe), "--steps", "3", "--results", str(results)]
     monkeypatch.setattr(sys, "argv", [*program, "--trainer.strategy.memory", "400kB"])
-    assert script("compare").main() == 0
+    assert compare.main() == 0
     assert "largest difference in optimizer: 0" in capsys.readouterr().out
     result = json.loads((results / "compare-tiny.json").read_text())
     figures = result["figures"]
@@ -351,16 +338,15 @@ def test_compare_trains_both_ways_and_finds_no_difference(
     assert "plan" not in figures["stock"]
     assert figures["offmate"]["plan"]["budget_bytes"] == 400_000
     assert 0 < figures["offmate"]["device_peak_bytes"] <= 400_000 < figures["stock"]["device_peak_bytes"]
-    assert "Same numbers" in script("tables").render(results)
+    assert "Same numbers" in tables.render(results)
 
 
 @pytest.mark.parametrize("factor", [0.9, 1.0, 1.12], ids=["runs in less", "honest", "too low"])
 def test_smallest_budget_is_found_wherever_the_floor_is(
-    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, factor: float
 ) -> None:
-    smallest = script("smallest_budget")
     profile = make_profile(layers=4, tensors_per_layer=2)
-    floor = script("planning").floor_bytes(profile)
+    floor = planning.floor_bytes(profile)
     needed = round(factor * floor)
     tried: list[int | None] = []
 
@@ -371,9 +357,9 @@ def test_smallest_budget_is_found_wherever_the_floor_is(
         (folder / "figures.json").write_text(json.dumps({"device_peak_bytes": needed - 1}))
         return int(memory != "null" and int(memory) < needed)
 
-    monkeypatch.setattr(smallest, "run_recipe", machine)
+    monkeypatch.setattr(smallest_budget, "run_recipe", machine)
     monkeypatch.setattr(sys, "argv", ["smallest_budget.py", "recipes/some.yaml", "--results", str(tmp_path)])
-    assert smallest.main() == 0
+    assert smallest_budget.main() == 0
     figures = json.loads((tmp_path / "smallest-budget-some.json").read_text())["figures"]
     assert tried[:2] == [None, floor]
     assert (figures["floor_bytes"], figures["measured_peak_bytes"]) == (floor, needed - 1)
@@ -381,9 +367,9 @@ def test_smallest_budget_is_found_wherever_the_floor_is(
     assert min(size for size in tried if size) < needed, "nothing smaller was tried"
 
 
-def test_overlap_is_what_ran_beside_computations(script: Any) -> None:
+def test_overlap_is_what_ran_beside_computations() -> None:
     profile = make_profile(layers=2, tensors_per_layer=1)
-    plan = script("planning").stream_all(profile)
+    plan = planning.stream_all(profile)
     fetch = next(op for op in plan.ops if op.kind == "prefetch")
     leave = next(op for op in plan.ops if op.kind == "offload")
     update = next(op for op in plan.ops if op.kind == "update")
@@ -395,7 +381,7 @@ def test_overlap_is_what_ran_beside_computations(script: Any) -> None:
         Span(op=update.id, lane="host", label="", start=2.5, end=3.0),
     ]
     trace = replace(simulate(plan, profile), spans=tuple(spans))
-    found = script("overlap").overlap(trace, plan, profile)
+    found = overlap(trace, plan, profile)
     assert found["compute"] == {"busy_s": 2.0}
     assert found["h2d"] == {
         "busy_s": 1.0,
@@ -409,9 +395,8 @@ def test_overlap_is_what_ran_beside_computations(script: Any) -> None:
 
 
 def test_the_bench_on_the_emulated_device_measures_every_case(
-    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    bench = script("bench_emulated")
     figures = {"device_peak_bytes": 5, "plan": None, "lanes": None}
     asked: list[tuple[str, int | None]] = []
 
@@ -422,10 +407,10 @@ def test_the_bench_on_the_emulated_device_measures_every_case(
         asked.append((arguments["case"], arguments["link"]))
         return figures | {"steps_s": [2.0, 1.0, 1.5] if arguments["case"] == "plain" else [3.0]}
 
-    monkeypatch.setattr(bench, "in_child", child)
+    monkeypatch.setattr(emulated, "in_child", child)
     options = ["--small", "--rounds", "2", "--links", "1GB,4GB", "--results", str(tmp_path)]
     monkeypatch.setattr(sys, "argv", ["bench_emulated.py", *options])
-    assert bench.main() == 0
+    assert emulated.main() == 0
     cases = ["plain", "resident", "streamed", "link 1 GB per s", "link 4 GB per s"]
     assert asked == [*zip(cases, [None, None, None, 10**9, 4 * 10**9], strict=True)] * 2
     result = json.loads((tmp_path / "bench-emulated-small.json").read_text())

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from contenders.case import LEARNING_RATE, Batch, Case, Training
 from torch import Tensor
+
+from scripts.bench.contenders.case import LEARNING_RATE, Batch, Case, Training
 
 MOMENTS = 2
 """Bytes per parameter of both moments, of 8 bits each. One tensor's are fetched while another's are in use."""

@@ -1,10 +1,11 @@
 """What it costs that users' code sees complete weights between steps, on the thread that launches.
 
-    python scripts/bench_guard.py [--layers N] [--rounds N] [--results FOLDER]
+    python -m scripts.bench.guard [--layers N] [--rounds N] [--results FOLDER]
 
 Every figure is the median of rounds in which the engine and a plain model take turns. Reported, in microseconds: an
 operation outside the blocks, an operation on a weight that is complete, entering and leaving a block, what begins and
-ends an iteration; and the whole iteration with the modes as a multiple of the same iteration without them.
+ends an iteration, stand-ins put in the place of all gradients and dropped again; and the whole iteration with the modes
+as a multiple of the same iteration without them.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
-from common import arguments, save
+from scripts.bench.launch import tiny_llama
+from scripts.common import arguments, save
 
 REPEATS = 2000
 
@@ -31,23 +33,12 @@ def _microseconds(act: Callable[[], Any], repeats: int = REPEATS) -> float:
 def measure(layers: int, rounds: int) -> dict[str, Any]:
     """Return the figures."""
     import torch
-    import transformers
 
     import lt_offload
     from lt_offload.execute.device.emulated import EmulatedDevice
     from lt_offload.execute.engine import Engine
 
-    torch.manual_seed(0)
-    config = transformers.LlamaConfig(
-        vocab_size=256,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=layers,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        use_cache=False,
-    )
-    model = transformers.LlamaForCausalLM(config)
+    model = tiny_llama(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     ids = torch.randint(256, (2, 32))
     batch = {"input_ids": ids, "labels": ids}

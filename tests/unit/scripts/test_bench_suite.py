@@ -11,20 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import bench
-import bench_child
-import bench_rows
-import bench_workloads
 import pytest
 import torch
-from bench_watch import Limits, Outcome, watch
-from contenders import CONTENDERS
-from contenders.case import Case
 
 from lt_offload import InfeasibleError, OverBudget, UnsupportedError
+from scripts.bench import child, rows, suite, workloads
+from scripts.bench.contenders import CONTENDERS
+from scripts.bench.contenders.case import Case
+from scripts.bench.watch import Limits, Outcome, watch
 from tests.support.bench_samples import ASKED, GB, HARDWARE, MACHINE, measured
 
-SCRIPTS = Path(bench.__file__).parent
 PLENTY = Limits(seconds=60.0, host_bytes=1 << 40)
 
 
@@ -37,7 +33,7 @@ def run(code: str, tmp_path: Path, limits: Limits = PLENTY, meter: Callable[[], 
 
 def test_a_process_that_raises_is_a_row_with_the_last_line_it_wrote(tmp_path: Path) -> None:
     outcome = run("import sys; print('noise', file=sys.stderr); raise RuntimeError('no such kernel')", tmp_path)
-    row = bench_rows.make(ASKED, None, outcome, {"phases": [["starting", 1.0], ["step 1", 3.5]]})
+    row = rows.make(ASKED, None, outcome, {"phases": [["starting", 1.0], ["step 1", 3.5]]})
     assert (outcome.code, outcome.ended) == (1, "")
     assert row["status"] == "failed"
     assert row["message"] == "exit code 1 in phase 'step 1'; RuntimeError: no such kernel"
@@ -47,7 +43,7 @@ def test_a_process_that_raises_is_a_row_with_the_last_line_it_wrote(tmp_path: Pa
 
 def test_a_process_that_takes_too_long_is_ended(tmp_path: Path) -> None:
     outcome = run("import time; time.sleep(60)", tmp_path, Limits(seconds=0.3, host_bytes=1 << 40))
-    row = bench_rows.make(ASKED, None, outcome, {"phases": [["planning", 1.0]]})
+    row = rows.make(ASKED, None, outcome, {"phases": [["planning", 1.0]]})
     assert (row["status"], row["message"]) == ("time limit", "ended in phase 'planning'")
 
 
@@ -56,7 +52,7 @@ def test_a_process_that_takes_too_much_memory_is_ended_with_its_children(tmp_pat
     start = f"child = subprocess.Popen([sys.executable, '-c', {greedy!r}])"
     code = f"import subprocess, sys; {start}; print(child.pid, flush=True); child.wait()"
     outcome = run(code, tmp_path, Limits(seconds=60, host_bytes=200 << 20))
-    row = bench_rows.make(ASKED, None, outcome, {})
+    row = rows.make(ASKED, None, outcome, {})
     assert (row["status"], row["message"]) == ("out of host memory", "ended")
     assert 200 << 20 < row["host_peak_bytes"] < 2 << 30
     child = int(outcome.tail.split()[0])
@@ -80,12 +76,12 @@ def test_the_driver_s_figure_counts_what_is_above_the_start_and_without_ballast(
     outcome = run("import time; time.sleep(0.4)", tmp_path, meter=lambda: next(readings, 600))
     assert outcome.device_peak_bytes == 1400
     answer = {"status": "ok", "allocator_peak_bytes": 1200}
-    row = bench_rows.make(ASKED, answer, outcome, {"ballast_bytes": 100, "context_bytes": 50})
+    row = rows.make(ASKED, answer, outcome, {"ballast_bytes": 100, "context_bytes": 50})
     assert (row["device_peak_bytes"], row["device_peak_by"]) == (1300, "driver")
     assert row["allocator_peak_bytes"] == 1100
     assert row["within_budget"] is False
     blind = Outcome(code=0, ended="", seconds=1.0, host_peak_bytes=1, device_peak_bytes=None, tail="")
-    row = bench_rows.make(ASKED, {"status": "ok", "allocator_peak_bytes": 900}, blind, {"context_bytes": 50})
+    row = rows.make(ASKED, {"status": "ok", "allocator_peak_bytes": 900}, blind, {"context_bytes": 50})
     assert (row["device_peak_bytes"], row["device_peak_by"]) == (950, "allocator and context")
     assert row["within_budget"] is True
 
@@ -106,8 +102,8 @@ def test_the_driver_s_figure_counts_what_is_above_the_start_and_without_ballast(
     ],
 )
 def test_failures_are_told_apart(error: Exception, status: str) -> None:
-    assert bench_child.status_of(error) == status
-    assert "\n" not in bench_child.first_line(error)
+    assert child.status_of(error) == status
+    assert "\n" not in child.first_line(error)
 
 
 # -- rows --------------------------------------------------------------------------------------------------------------
@@ -116,25 +112,25 @@ def test_failures_are_told_apart(error: Exception, status: str) -> None:
 def test_times_are_extrapolated_over_layers() -> None:
     fewer = measured(contender="no-offload", budget_bytes=None, layers=8, step_s=0.9)
     more = measured(contender="no-offload", budget_bytes=None, layers=16, step_s=1.7)
-    row = bench_rows.extrapolate(32, fewer, more)
+    row = rows.extrapolate(32, fewer, more)
     assert row["step_s"] == pytest.approx(0.1 + 32 * 0.1)
     assert row["tokens_per_s"] == pytest.approx(100 / 3.3)
     assert (row["status"], row["extrapolated"], row["layers"]) == ("ok", True, 32)
     assert row["extrapolated_from"] == [{"layers": 8, "step_s": 0.9}, {"layers": 16, "step_s": 1.7}]
     assert "losses" not in row, "no such model was trained"
-    failed = bench_rows.extrapolate(32, fewer, more | {"status": "out of memory", "message": "2 GiB"})
+    failed = rows.extrapolate(32, fewer, more | {"status": "out of memory", "message": "2 GiB"})
     assert (failed["status"], failed["message"]) == ("out of memory", "with 16 layers: 2 GiB")
 
 
 def test_losses_are_compared_with_those_of_the_same_model_without_offload() -> None:
     reference = measured(contender="no-offload", budget_bytes=None)
     equal, near, other = measured(), measured(losses=[3.0, 2.25]), measured(model="another")
-    bench_rows.compare_losses([near, equal, other, reference])
+    rows.compare_losses([near, equal, other, reference])
     assert (equal["losses_equal"], equal["loss_difference"]) == (True, 0.0)
     assert (near["losses_equal"], near["loss_difference"]) == (False, 0.25)
     assert "losses_equal" not in other
     nan = measured(losses=[3.0, None])
-    bench_rows.compare_losses([reference, nan])
+    rows.compare_losses([reference, nan])
     assert (nan["losses_equal"], nan["loss_difference"]) == (False, None)
 
 
@@ -160,7 +156,7 @@ def children(monkeypatch: pytest.MonkeyPatch) -> Any:
             said, outcome = answer(arguments)
             return said, outcome or ended, {}
 
-        monkeypatch.setattr(bench.Bench, "child", child)
+        monkeypatch.setattr(suite.Bench, "child", child)
         return asked
 
     return install
@@ -179,12 +175,12 @@ def rows_in(tmp_path: Path) -> list[dict[str, Any]]:
 
 def test_a_run_is_continued_where_it_ended(children: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     asked = children(fine)
-    assert bench.main(options(tmp_path, "--contender", "auto")) == 0
-    assert bench.main(options(tmp_path, "--contender", "no-offload", "auto", "l2l")) == 0
+    assert suite.main(options(tmp_path, "--contender", "auto")) == 0
+    assert suite.main(options(tmp_path, "--contender", "no-offload", "auto", "l2l")) == 0
     assert [row["contender"] for row in rows_in(tmp_path)] == ["auto", "no-offload", "l2l"]
     assert len(asked) == 3
     assert all(row["losses_equal"] for row in rows_in(tmp_path))
-    assert bench.main(options(tmp_path, "--contender", "auto", "--again")) == 0
+    assert suite.main(options(tmp_path, "--contender", "auto", "--again")) == 0
     assert len(asked) == 4
     assert len(rows_in(tmp_path)) == 3
     assert "has 1 of 3; to run: 2 rows" in capsys.readouterr().out
@@ -194,10 +190,10 @@ def test_rows_of_different_machines_are_not_mixed(
     children: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     children(fine)
-    bench.main(options(tmp_path, "--contender", "auto"))
+    suite.main(options(tmp_path, "--contender", "auto"))
     monkeypatch.setitem(HARDWARE, "machine", MACHINE | {"gpu": "Another GPU"})
     with pytest.raises(SystemExit, match=r"holds rows of another machine \(Some GPU\), this is Another GPU"):
-        bench.main(options(tmp_path, "--contender", "l2l"))
+        suite.main(options(tmp_path, "--contender", "l2l"))
 
 
 def test_what_there_is_no_time_for_is_left_out_and_not_called_slow(
@@ -205,11 +201,11 @@ def test_what_there_is_no_time_for_is_left_out_and_not_called_slow(
 ) -> None:
     slow = Outcome(code=-9, ended="time limit", seconds=6.0, host_peak_bytes=1, device_peak_bytes=None, tail="")
     asked = children(lambda arguments: (None, slow))
-    assert bench.main(options(tmp_path, "--contender", "auto", "--minutes", "1", "--row-minutes", "5")) == 0
+    assert suite.main(options(tmp_path, "--contender", "auto", "--minutes", "1", "--row-minutes", "5")) == 0
     assert "no time was left for; run the same command again: 1 rows" in capsys.readouterr().out
-    assert bench.main(options(tmp_path, "--contender", "auto", "--minutes", "0.01")) == 0
+    assert suite.main(options(tmp_path, "--contender", "auto", "--minutes", "0.01")) == 0
     assert len(asked) == 1, "nothing is started that cannot end in time"
-    assert bench.main(options(tmp_path, "--contender", "auto", "--minutes", "10", "--row-minutes", "5")) == 0
+    assert suite.main(options(tmp_path, "--contender", "auto", "--minutes", "10", "--row-minutes", "5")) == 0
     assert [row["status"] for row in rows_in(tmp_path)] == ["time limit"]
 
 
@@ -220,7 +216,7 @@ def test_no_offload_is_extrapolated_where_it_does_not_fit(children: Any, tmp_pat
         return fine(arguments)
 
     asked = children(answer)
-    bench.main(options(tmp_path, "--contender", "no-offload"))
+    suite.main(options(tmp_path, "--contender", "no-offload"))
     (row,) = rows_in(tmp_path)
     assert [a["workload"]["overrides"]["num_hidden_layers"] for a in asked] == [6, 1, 3]
     assert row["extrapolated"] is True
@@ -236,7 +232,7 @@ def test_checkpointing_is_used_where_it_does_not_fit_without(children: Any, tmp_
         return fine(arguments)
 
     asked = children(answer)
-    bench.main(options(tmp_path, "--contender", "fsdp2"))
+    suite.main(options(tmp_path, "--contender", "fsdp2"))
     (row,) = rows_in(tmp_path)
     assert [a["checkpointing"] for a in asked] == [False, True]
     assert (row["status"], row["checkpointing"]) == ("ok", True)
@@ -244,18 +240,18 @@ def test_checkpointing_is_used_where_it_does_not_fit_without(children: Any, tmp_
 
 
 def test_the_most_telling_rows_come_first_and_no_offload_once_per_model() -> None:
-    chosen = bench_workloads.workloads("curve", "cuda")
-    found = bench.jobs(chosen, list(CONTENDERS.values()))
+    chosen = workloads.workloads("curve", "cuda")
+    found = suite.jobs(chosen, list(CONTENDERS.values()))
     names = [job.contender.name for job in found]
     assert names.count("no-offload") == 1
     assert names.count("auto") == len(chosen) == 5
     assert [job.contender.tier for job in found] == sorted(job.contender.tier for job in found)
-    assert len({bench_rows.key(job.asked) for job in found}) == len(found)
+    assert len({rows.key(job.asked) for job in found}) == len(found)
 
 
-@pytest.mark.parametrize("suite", list(bench_workloads.SUITES))
+@pytest.mark.parametrize("suite", list(workloads.SUITES))
 def test_workloads_are_what_they_say(suite: str) -> None:
-    real, tiny = (bench_workloads.workloads(suite, device) for device in ("cuda", "cpu"))
+    real, tiny = (workloads.workloads(suite, device) for device in ("cuda", "cpu"))
     assert len({workload.name for workload in real}) == len(real)
     assert len({workload.name for workload in tiny}) == len(tiny)
     assert [w.config for w in real] == [w.config for w in tiny]
@@ -269,7 +265,7 @@ def test_workloads_are_what_they_say(suite: str) -> None:
 
 @pytest.mark.parametrize("config", ["llama2-7b", "bloom-3b", "phi3-mini"])
 def test_a_model_is_the_same_in_every_process_and_ties_are_kept(config: str, tmp_path: Path) -> None:
-    (workload,) = (w for w in bench_workloads.workloads("papers", "cpu") if w.config == config)
+    (workload,) = (w for w in workloads.workloads("papers", "cpu") if w.config == config)
     case = Case(
         workload=workload,
         device="cpu",
@@ -296,7 +292,7 @@ def test_a_model_is_the_same_in_every_process_and_ties_are_kept(config: str, tmp
 
 
 def test_the_bench_runs_on_the_emulated_device(tmp_path: Path) -> None:
-    command = [sys.executable, str(SCRIPTS / "bench.py"), *options(tmp_path, "--steps", "1")]
+    command = [sys.executable, "-m", "scripts.bench.suite", *options(tmp_path, "--steps", "1")]
     command += ["--contender", "no-offload", "auto"]
     ran = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr

@@ -4,7 +4,7 @@ The waste is by how much the arena is larger than the peak of live bytes of the 
 smaller than that. The use is the peak of live bytes as part of the room: what the budget leaves beside the most that
 activations, gradients and workspaces take. Where a plan needs less than there is, the use is low without any waste.
 
-python scripts/bench_packing.py [--tiny] [--planners greedy l2l ...]
+python -m scripts.bench.packing [--tiny] [--planners greedy l2l ...]
 """
 
 from __future__ import annotations
@@ -12,13 +12,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from common import arguments, save
-
 import lt_offload
 from lt_offload import Plan, Profile
 from lt_offload.errors import InfeasibleError, UnsupportedError
 from lt_offload.plan.iteration.memory import framework_bytes, room_within, usage
 from lt_offload.plan.solve import PLANNERS
+from scripts.common import arguments, save
 
 HARDWARE = "rtx-3060-12gb"
 HOST_MEMORY = "256GB"

@@ -1,4 +1,4 @@
-"""The bench's measured process: one contender, one workload. Started by bench.py; its answer is a dict of figures."""
+"""The bench's measured process: one contender, one workload. Started by suite.py; its answer is a dict of figures."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bench_workloads import Workload
-from common import machine, serve_child, versions
+from scripts.bench.workloads import Workload
+from scripts.common import machine, serve_child, versions
 
 WARM_UP = 2
 """Steps that are not timed: the first allocates, and offloaded updates of the first end in the second."""
@@ -48,7 +48,8 @@ def measure_machine(device: str) -> dict[str, Any]:
 def train(workload: dict[str, Any], module: str, folder: str, progress: str, steps: int, **case: Any) -> dict[str, Any]:
     """Train for ``steps`` timed steps and return the figures, or why there are none."""
     import torch
-    from contenders.case import Case
+
+    from scripts.bench.contenders.case import Case
 
     torch.set_float32_matmul_precision("highest")
     torch.backends.cudnn.allow_tf32 = False
@@ -73,10 +74,11 @@ def train(workload: dict[str, Any], module: str, folder: str, progress: str, ste
 
 def _train(case: Any, module: str) -> dict[str, Any]:
     import torch
-    from contenders.case import finite, real_tokens
+
+    from scripts.bench.contenders.case import finite, real_tokens
 
     batches = case.batches()
-    with importlib.import_module(f"contenders.{module}").training(case) as training:
+    with importlib.import_module(f"scripts.bench.contenders.{module}").training(case) as training:
         losses, stamps = [], []
         for index, batch in enumerate(batches):
             if index < WARM_UP:
@@ -112,9 +114,9 @@ def _train(case: Any, module: str) -> dict[str, Any]:
 def status_of(error: BaseException) -> str:
     """Return what kind of failure ``error`` is."""
     import torch
-    from contenders.case import Unsupported
 
     from lt_offload import InfeasibleError, OverBudget, UnsupportedError
+    from scripts.bench.contenders.case import Unsupported
 
     text = str(error).lower()
     kinds: Sequence[tuple[type[BaseException] | tuple[type[BaseException], ...], str]] = (
@@ -143,4 +145,4 @@ JOBS: tuple[Callable[..., dict[str, Any]], ...] = (measure_machine, train)
 
 if __name__ == "__main__":
     serve_child(*JOBS)
-    raise SystemExit("bench_child.py is started by bench.py")
+    raise SystemExit("scripts.bench.child is started by scripts.bench.suite")

@@ -1,6 +1,6 @@
 """What the engine costs the thread that launches kernels, per block and step; goal: at most 0.3 ms.
 
-    python scripts/bench_launch.py [--tiny] [--device cpu|cuda] [--layers N] [--steps N] [--rounds N]
+    python -m scripts.bench.launch [--tiny] [--device cpu|cuda] [--layers N] [--steps N] [--rounds N]
 
 The model has many tiny blocks, so that hardly anything but launching takes time. Plans:
 
@@ -32,8 +32,9 @@ from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
-from common import arguments, in_child, save, serve_child
+from scripts.common import arguments, in_child, save, serve_child
 
+PROGRAM = "scripts.bench.launch"
 GOAL_S = 0.3e-3
 PLANS = ("resident", "streamed", "recompute", "offload")
 WARM_UP = 3
@@ -159,7 +160,7 @@ class Loop:
     def __init__(self, layers: int, device: str, plan: str | None) -> None:
         import torch
 
-        self.model = _model(layers)
+        self.model = tiny_llama(layers)
         self.device = torch.device(device if plan is None else "cpu")
         self.batch = _batch(torch.device(device))
         self.engine: Any = None
@@ -215,13 +216,13 @@ class Loop:
 def make_plans(layers: int, device: str, folder: str) -> dict[str, Any]:
     """Profile the model, save a plan for each of ``PLANS`` and return their files."""
     import torch
-    from planning import stream_all
 
     import lt_offload
     from lt_offload.plan.build.plan import build
     from lt_offload.plan.iteration.decisions import Decisions, TensorDecision, block_choices
+    from scripts.planning import stream_all
 
-    model = _model(layers)
+    model = tiny_llama(layers)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     profile = lt_offload.profile(model, _batch(torch.device("cpu")), optimizer=optimizer, device=device)
     everything = tuple(TensorDecision(place="device", intervals=()) for _ in profile.tensors)
@@ -298,7 +299,8 @@ def own(layers: int, device: str, plan: str, steps: int) -> dict[str, Any]:
     return {"phases": least, "counts": counts}
 
 
-def _model(layers: int) -> Any:
+def tiny_llama(layers: int) -> Any:
+    """Return a model of many tiny blocks, in which hardly anything but launching takes time."""
     import torch
     import transformers
 
@@ -328,14 +330,14 @@ def measure(layers: int, device: str, steps: int, rounds: int) -> dict[str, Any]
     import tempfile
 
     with tempfile.TemporaryDirectory() as folder:
-        made = in_child(__file__, "make_plans", layers=layers, device=device, folder=folder)
+        made = in_child(PROGRAM, "make_plans", layers=layers, device=device, folder=folder)
         calls = 2 * made["blocks"]
         plans = []
         for name, file in made["files"].items():
             compared = in_child(
-                __file__, "difference", layers=layers, device=device, plan=file, steps=steps, rounds=rounds
+                PROGRAM, "difference", layers=layers, device=device, plan=file, steps=steps, rounds=rounds
             )
-            parts = in_child(__file__, "own", layers=layers, device=device, plan=file, steps=steps * rounds)
+            parts = in_child(PROGRAM, "own", layers=layers, device=device, plan=file, steps=steps * rounds)
             phases = {phase: seconds / calls for phase, seconds in parts["phases"].items()}
             plans.append(
                 {

@@ -1,10 +1,10 @@
 """Trains the same models with lt_offload and with what else there is, in the same device memory, and writes every row.
 
-    python scripts/bench.py --suite small                        two minutes on a large GPU
-    python scripts/bench.py --suite papers --minutes 9           as many rows as fit, the most telling ones first
-    python scripts/bench.py --suite papers --workload bloom-3b-12gb --contender auto fsdp2
-    python scripts/bench.py --suite curve --list                 what would be run, and about how long it takes
-    python scripts/bench.py --device cpu --suite small           the same programs on the emulated device, tiny models
+    python -m scripts.bench.suite --suite small                    two minutes on a large GPU
+    python -m scripts.bench.suite --suite papers --minutes 9       as many rows as fit, the most telling ones first
+    python -m scripts.bench.suite --suite papers --workload bloom-3b-12gb --contender auto fsdp2
+    python -m scripts.bench.suite --suite curve --list             what would be run, and about how long it takes
+    python -m scripts.bench.suite --device cpu --suite small       the same programs on the emulated device, tiny models
 
 Every row is a process of its own. Rows that the result file has are not run again without ``--again``, so that a run
 can be continued. Memory that runs out, time that runs out and missing packages are results: rows with a status. The
@@ -28,17 +28,16 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from bench_rows import REFERENCE, Results, Row, extrapolate, key, make
-from bench_watch import Limits, Outcome, open_meter, watch
-from bench_workloads import SUITES, Workload, workloads
-from common import RESULTS, environment, read_json
-from contenders import CONTENDERS, DEFAULT_TIERS, Contender
-
 from lt_offload import Profile
 from lt_offload.profiling.hardware import available_host_bytes
 from lt_offload.units import format_bytes, format_seconds, parse_bytes
+from scripts.bench.contenders import CONTENDERS, DEFAULT_TIERS, Contender
+from scripts.bench.rows import REFERENCE, Results, Row, extrapolate, key, make
+from scripts.bench.watch import Limits, Outcome, open_meter, watch
+from scripts.bench.workloads import SUITES, Workload, workloads
+from scripts.common import RESULTS, environment, read_json
 
-CHILD = Path(__file__).with_name("bench_child.py")
+CHILD = "scripts.bench.child"
 NO_MEMORY = ("out of memory", "out of host memory")
 RESERVE_BYTES = 3 * 10**9
 """RAM that is left to the system."""
@@ -188,12 +187,12 @@ class Bench:
         return folder
 
     def child(self, job: str, seconds: float, **arguments: Any) -> tuple[Row | None, Outcome, Row]:
-        """Run ``job`` of ``bench_child.py``; return its answer, what was seen of it, and what it noted on its way."""
+        """Run ``job`` of ``child.py``; return its answer, what was seen of it, and what it noted on its way."""
         with tempfile.TemporaryDirectory(dir=self._folder) as place:
             answer, progress, log = (Path(place) / name for name in ("answer.json", "progress.json", "log.txt"))
             if job == "train":
                 arguments["progress"] = str(progress)
-            command = [sys.executable, str(CHILD), "--child", job, str(answer), json.dumps(arguments)]
+            command = [sys.executable, "-m", CHILD, "--child", job, str(answer), json.dumps(arguments)]
             limits = Limits(seconds=seconds, host_bytes=self.host_bytes, reserve_bytes=self._reserve)
             outcome = watch(command, limits, log=log, environment=environment(), meter=self._meter)
             said = read_json(answer) if outcome.code == 0 and answer.exists() else None

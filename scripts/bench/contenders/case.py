@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bench_workloads import Workload
-from contenders.memory import Budget, DoesNotFit
 from torch import Tensor, nn
 
 from lt_offload.machine.driver import use_expandable_segments
+from scripts.bench.contenders.memory import Budget, DoesNotFit
+from scripts.bench.workloads import Workload
 
 LEARNING_RATE = 1e-4
 _SAMPLE = 1_000_003

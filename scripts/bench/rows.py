@@ -9,7 +9,7 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
-from bench_watch import Outcome
+from scripts.bench.watch import Outcome
 
 Row = dict[str, Any]
 

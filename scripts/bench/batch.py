@@ -1,6 +1,6 @@
 """How long choosing a batch size takes, in plans for the chosen one, and how good the choice is.
 
-python scripts/bench_batch.py [--layers 32 40] [--memory 10GB] [--scan]
+python -m scripts.bench.batch [--layers 32 40] [--memory 10GB] [--scan]
 
 The profile is that of Llama-2-7B on an RTX 3060 with published figures, or with more layers; what depends on the batch
 is proportional to it. ``--scan`` plans for every size, to compare the choice with the best of them.
@@ -11,12 +11,11 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from common import arguments, save
-
 from lt_offload import InfeasibleError, Profile, solve
 from lt_offload.plan import BatchChoice, choose_batch
 from lt_offload.plan.batch.profiles import scaled
 from lt_offload.units import format_seconds, parse_bytes
+from scripts.common import arguments, save
 from scripts.papers.profiles import llama7b_b4
 
 GOAL = 4.0

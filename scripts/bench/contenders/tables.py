@@ -1,4 +1,4 @@
-"""Rows for the README's tables, and the curve over memory, from the result files of bench.py. Knows no Markdown."""
+"""Rows for the README's tables, and the curve over memory, from the result files of the suites."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from contenders import CONTENDERS
-
 from lt_offload.report.plot import round_ticks
 from lt_offload.units import format_bytes, format_seconds
+from scripts.bench.contenders import CONTENDERS
 
 Row = dict[str, Any]
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from contenders.case import Batch, Case, Training
-from planning import describe
 from torch import Tensor
 
 import lt_offload
 from lt_offload import Plan, Profile
 from lt_offload.profiling.hardware import measure_hardware
+from scripts.bench.contenders.case import Batch, Case, Training
+from scripts.planning import describe
 
 
 @contextmanager

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from contenders.case import Batch, Case, Training
 from torch import Tensor
+
+from scripts.bench.contenders.case import Batch, Case, Training
 
 
 @contextmanager

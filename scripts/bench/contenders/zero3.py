@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from contenders.case import LEARNING_RATE, Batch, Case, Training
 from torch import Tensor, nn
+
+from scripts.bench.contenders.case import LEARNING_RATE, Batch, Case, Training
 
 WEIGHT_DECAY = 0.01  # AdamW's default in torch
 

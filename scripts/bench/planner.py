@@ -2,7 +2,7 @@
 
 Beside it what else people wait for: the import, a simulation (goal for 40 layers: 0.1 s), a report (80 layers: 2 s).
 
-python scripts/bench_planner.py [--layers 32 40 80] [--hardware rtx-3060-12gb] [--memory 11GB]
+python -m scripts.bench.planner [--layers 32 40 80] [--hardware rtx-3060-12gb] [--memory 11GB]
 """
 
 from __future__ import annotations
@@ -13,13 +13,12 @@ import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from common import arguments, save
-from planning import model_bytes
-
 import lt_offload
 from lt_offload.profiling.from_config import load_model_config
 from lt_offload.report.page import write_plan_report
 from lt_offload.units import format_seconds, parse_bytes
+from scripts.common import arguments, save
+from scripts.planning import model_bytes
 
 GOALS = {40: 10.0, 80: 30.0}
 """Seconds, on two cores."""

@@ -1,6 +1,6 @@
 """Updates on the host: how much of the memory's speed they reach, and how they compare.
 
-    python scripts/bench_update.py [--tiny] [--elements 64M] [--rounds N] [--threads 1,2] [--deepspeed FOLDER]
+    python -m scripts.bench.update [--tiny] [--elements 64M] [--rounds N] [--threads 1,2] [--deepspeed FOLDER]
 
 Everything is AdamW and runs in turns in one process, round after round; a figure is the median over rounds of the ratio
 within a round, so that what slows the machine for a while slows all of them. Speeds are bytes that must move per
@@ -32,7 +32,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from common import arguments, save, versions
+from scripts.common import arguments, save, versions
 
 LR, BETAS, EPS, DECAY = 1e-3, (0.9, 0.999), 1e-8, 0.01
 MUST_MOVE = 28

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from contenders.case import LEARNING_RATE, Batch, Case, Training, Unsupported
 from torch import Tensor
+
+from scripts.bench.contenders.case import LEARNING_RATE, Batch, Case, Training, Unsupported
 
 
 @contextmanager

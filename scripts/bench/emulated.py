@@ -1,6 +1,6 @@
 """What offloading costs on the emulated device, as ratios against plain Lightning in one run.
 
-    python scripts/bench_emulated.py [--small] [--steps N] [--rounds N] [--links 1GB,4GB]
+    python -m scripts.bench.emulated [--small] [--steps N] [--rounds N] [--links 1GB,4GB]
 
 Cases, each in a process of its own, round after round:
 
@@ -32,8 +32,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from common import arguments, in_child, read_json, save, serve_child
-from planning import stream_all
+from scripts.common import arguments, in_child, read_json, save, serve_child
+from scripts.planning import stream_all
 
 GOALS = {"resident": 1.10, "streamed": 1.60}
 WARM_UP = 3
@@ -79,9 +79,9 @@ def train(model: str, shape: list[int], folder: str, case: str, steps: int, link
     import torch
     from lightning.pytorch import Trainer
     from torch.utils.data import DataLoader
-    from training import Recorder
 
     from lt_offload import OffmateStrategy
+    from scripts.training import Recorder
 
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     logging.getLogger("lightning_utilities").setLevel(logging.WARNING)
@@ -148,14 +148,14 @@ def measure(model: str, shape: list[int], *, steps: int, rounds: int, links: lis
     """Return the cases of ``model``: medians over rounds, in which the cases take turns."""
     with tempfile.TemporaryDirectory() as folder:
         common = {"model": model, "shape": shape, "folder": folder}
-        planned = in_child(__file__, "make_plans", **common, links=links)
+        planned = in_child("scripts.bench.emulated", "make_plans", **common, links=links)
         cases: dict[str, int | None] = {"plain": None, "resident": None, "streamed": None}
         cases |= {_case(link): link for link in links}
         times: dict[str, list[float]] = {case: [] for case in cases}
         ran: dict[str, dict[str, Any]] = {}
         for _ in range(rounds):
             for case, link in cases.items():
-                ran[case] = in_child(__file__, "train", **common, case=case, steps=steps, link=link)
+                ran[case] = in_child("scripts.bench.emulated", "train", **common, case=case, steps=steps, link=link)
                 times[case].append(statistics.median(ran[case]["steps_s"]))
     return {**planned, "cases": [_row(case, times, ran[case], cases[case]) for case in cases]}
 

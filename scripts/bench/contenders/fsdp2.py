@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from contenders.case import Batch, Case, Training
 from torch import Tensor, nn
+
+from scripts.bench.contenders.case import Batch, Case, Training
 
 
 @contextmanager

@@ -1,0 +1,1 @@
+"""Programs that measure speed and write ``results/*.json``; run as ``python -m scripts.bench.NAME``."""

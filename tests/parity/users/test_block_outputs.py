@@ -1,0 +1,166 @@
+"""Outputs of blocks that several places use, and models that are no chain: exact, or refused before training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import lt_offload
+from tests.support.engines import differences
+from tests.support.user_nets import (
+    VOCAB,
+    Layer,
+    Net,
+    adamw,
+    by_budget,
+    deep_supervision,
+    fault,
+    in_every_run,
+    ordinary,
+    ours,
+    plain,
+    refusal,
+    rows,
+)
+
+
+class Skips(Net):
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        first = self.layers[0](x)
+        x = self.layers[2](self.layers[1](first))
+        logits = self.head(self.layers[3](x + first))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+class Sequential(Layer):
+    """Uses its input once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("make", [Skips, lambda: Net(after=deep_supervision)], ids=["skips", "supervision"])
+def test_several_consumers_of_a_residual_block_are_refused_before_training(make: Callable[[], nn.Module]) -> None:
+    assert "is used in several places" in refusal(make)
+
+
+@in_every_run
+@pytest.mark.parametrize(
+    "make",
+    [lambda: Skips(Sequential), lambda: Net(Sequential, after=deep_supervision)],
+    ids=["skips", "supervision"],
+)
+def test_several_consumers_of_a_block_that_uses_its_input_once(
+    make: Callable[[], nn.Module], options: tuple[str, ...]
+) -> None:
+    model = make()
+    lt_offload.profile(model, rows()[0], optimizer=adamw(model))
+    assert differences(plain(make), ours(make, options)) == []
+
+
+def supervised_late(layer: Callable[[], nn.Module] = Layer, late: int = 2) -> Callable[[], Net]:
+    """A net whose loss uses the outputs of all layers from its third iteration on."""
+
+    def make() -> Net:
+        net = Net(layer, after=deep_supervision)
+        calls = iter(range(100))
+
+        def later(module: nn.Module, args: Any, kwargs: Any) -> None:
+            net.after = deep_supervision if next(calls) >= late else plainly
+
+        net.register_forward_pre_hook(later, with_kwargs=True)
+        return net
+
+    return make
+
+
+def plainly(net: Net, loss: Tensor, hidden: list[Tensor]) -> Tensor:
+    return loss
+
+
+class SkippingLate(Skips):
+    """Adds a skip from its third iteration on."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        self.__dict__["calls"] = vars(self).get("calls", 0) + 1
+        return super().forward(ids, labels) if self.calls > 2 else Net.forward(self, ids, labels)
+
+
+@in_every_run
+@pytest.mark.parametrize("make", [supervised_late(), SkippingLate], ids=["supervision", "skip"])
+def test_several_consumers_that_come_later_are_refused(make: Callable[[], nn.Module], options: tuple[str, ...]) -> None:
+    assert "is used in several places" in fault(options, ordinary, make)
+
+
+@in_every_run
+def test_outputs_of_blocks_may_be_watched(options: tuple[str, ...]) -> None:
+    """Logged with a graph, with hooks and gradients of their own, and used by the loss later where that is exact."""
+
+    def watching(net: Net, loss: Tensor, hidden: list[Tensor]) -> Tensor:
+        net.__dict__.setdefault("norms", []).extend(float(h.norm().detach()) for h in net.outputs)
+        return loss
+
+    def make(layer: Callable[[], nn.Module] = Layer) -> Net:
+        net = Net(layer, after=watching)
+
+        def keep(module: nn.Module, args: Any, out: Tensor) -> None:
+            out.register_hook(lambda gradient: gradient * 0.9)
+            out.retain_grad()
+            net.__dict__["outputs"] = [out]
+
+        net.layers[1].register_forward_hook(keep)
+        return net
+
+    expected, found = plain(make), ours(make, options)
+    assert differences(expected, found) == []
+    assert torch.equal(expected.model.outputs[0].grad, found.model.outputs[0].grad)  # type: ignore[union-attr, index]
+    assert expected.model.norms == found.model.norms
+    make = supervised_late(Sequential)
+    assert differences(plain(make), ours(make, options)) == []
+
+
+class Wrapped(nn.Module):
+    """A model of transformers, called as the nets here are."""
+
+    def __init__(self, make: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.model = make()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.model(input_ids=ids, labels=labels).loss}
+
+
+def bert(tied: bool = True) -> Wrapped:
+    sizes = {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32, "max_position_embeddings": 16}
+    config = transformers.BertConfig(vocab_size=VOCAB, hidden_size=16, tie_word_embeddings=tied, **sizes)
+    return Wrapped(lambda: transformers.BertForMaskedLM(config))
+
+
+def t5() -> Wrapped:
+    sizes = {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0}
+    config = transformers.T5Config(vocab_size=VOCAB, **sizes)
+    return Wrapped(lambda: transformers.T5ForConditionalGeneration(config))
+
+
+def test_a_tied_embedding_that_is_no_block_is_refused_before_training() -> None:
+    assert "decoder.weight outside its block" in refusal(bert)
+
+
+@pytest.mark.parametrize("budget", ["tight", "resident"])
+def test_a_masked_language_model(budget: str) -> None:
+    def make() -> Wrapped:
+        return bert(tied=False)
+
+    assert differences(plain(make), by_budget(make, budget)) == []
+
+
+def test_an_encoder_whose_output_every_layer_of_a_decoder_uses_is_refused_before_training() -> None:
+    assert "is used in several places" in refusal(t5)

@@ -1,0 +1,283 @@
+"""Random numbers, buffers and counters that a block changes: a second run sees what the first saw, or is refused."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import lt_offload
+from tests.support.engines import differences
+from tests.support.user_nets import (
+    HIDDEN,
+    Layer,
+    Net,
+    adamw,
+    by_budget,
+    fault,
+    in_every_run,
+    ordinary,
+    ours,
+    plain,
+    refusal,
+    rows,
+    with_every_budget,
+)
+
+
+class Normed(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.batch = nn.BatchNorm1d(HIDDEN)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.batch(super().inner(x).transpose(1, 2)).transpose(1, 2)
+
+
+class Spectral(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        nn.utils.parametrizations.spectral_norm(self.linear)
+
+
+class Counting(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.history = 0, [0.0]
+
+    def inner(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        self.history.append(self.history[-1] + 0.1)
+        return super().inner(x) * (1 + 0.1 * self.calls) + self.history[-1]
+
+
+class Drawing(Layer):
+    def inner(self, x: Tensor) -> Tensor:
+        return super().inner(x) * random.random() + float(np.random.rand())  # noqa: NPY002
+
+
+class OwnGenerators(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.torch, self.python = torch.Generator().manual_seed(1), random.Random(2)
+        self.numpy = np.random.default_rng(3)
+
+    def inner(self, x: Tensor) -> Tensor:
+        noise = torch.rand(x.shape, generator=self.torch) * self.python.random() + float(self.numpy.random())
+        return super().inner(x) * noise
+
+
+class Nested(Layer):
+    """Has generators in a tuple and a history in a dictionary of lists."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = torch.Generator().manual_seed(1), [random.Random(2)]
+        self.seen: dict[str, list[float]] = {"means": [0.0]}
+
+    def inner(self, x: Tensor) -> Tensor:
+        generator, (python,) = self.own
+        self.seen["means"].append(self.seen["means"][-1] + python.random())
+        return super().inner(x) * torch.rand(x.shape, generator=generator) + self.seen["means"][-1]
+
+
+class Assigning(Layer):
+    """Replaces a buffer instead of writing to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.zeros(HIDDEN))
+
+    def inner(self, x: Tensor) -> Tensor:
+        self.mean = 0.9 * self.mean + 0.1 * x.detach().mean((0, 1))
+        return super().inner(x - self.mean)
+
+
+class Late(Counting):
+    """Begins to count long after the first pass."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        return super().inner(x) if self.torch_calls() > 2 else Layer.inner(self, x)
+
+    def torch_calls(self) -> int:
+        self.passes = getattr(self, "passes", 0) + 1
+        return self.passes
+
+
+@in_every_run
+@pytest.mark.parametrize(
+    "layer",
+    [Normed, Spectral, Counting, Drawing, OwnGenerators, Nested, Assigning, Late],
+    ids=lambda c: c.__name__,
+)
+def test_state_that_a_block_changes(layer: type[nn.Module], options: tuple[str, ...]) -> None:
+    def make() -> Net:
+        return Net(layer)
+
+    expected, found = plain(make), ours(make, options)
+    assert differences(expected, found) == []
+    for left, right in zip(expected.model.layers, found.model.layers, strict=True):  # type: ignore[arg-type]
+        assert vars(left).get("calls") == vars(right).get("calls")
+        assert vars(left).get("history") == vars(right).get("history")
+        assert vars(left).get("seen") == vars(right).get("seen")
+
+
+@in_every_run
+def test_another_mode_before_the_backward(options: tuple[str, ...]) -> None:
+    class Dropping(Layer):
+        def inner(self, x: Tensor) -> Tensor:
+            return F.dropout(super().inner(x), 0.5, self.training)
+
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        for batch in batches:
+            loss = model.train()(**batch)["loss"]
+            model.eval()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return [torch.rand(1)]
+
+    def make() -> Net:
+        return Net(Dropping)
+
+    found = ours(make, options, loop)
+    assert differences(plain(make, loop), found) == []
+    assert not any(module.training for module in found.model.modules())
+
+
+class ByMode(Layer):
+    def inner(self, x: Tensor) -> Tensor:
+        return super().inner(x) * (2 if torch.is_grad_enabled() else 1)
+
+
+class Frozen(Layer):
+    """In evaluation mode torch's attention is another kernel without gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.TransformerEncoderLayer(HIDDEN, 4, 2 * HIDDEN, batch_first=True).eval()
+
+    def train(self, mode: bool = True) -> Layer:
+        super().train(mode)
+        self.attention.eval()
+        return self
+
+    def inner(self, x: Tensor) -> Tensor:
+        return self.attention(super().inner(x))
+
+
+COUNTS = {"calls": 0}
+
+
+class OfGlobals(Layer):
+    def inner(self, x: Tensor) -> Tensor:
+        COUNTS["calls"] += 1
+        return super().inner(x) + 0.01 * COUNTS["calls"]
+
+
+class OfHelper(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.helper = SimpleNamespace(calls=0)
+
+    def inner(self, x: Tensor) -> Tensor:
+        self.helper.calls += 1
+        return super().inner(x) + 0.01 * self.helper.calls
+
+
+class WritingItsInput(Layer):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x.mul_(2))
+
+
+@pytest.mark.parametrize("layer", [ByMode, OfGlobals, OfHelper], ids=lambda c: c.__name__)
+def test_blocks_that_a_second_run_would_change_are_refused_before_training(layer: type[nn.Module]) -> None:
+    assert "gave other numbers when it ran again" in refusal(lambda: Net(layer))
+
+
+def test_an_attention_that_is_another_kernel_without_gradients_is_refused_before_training() -> None:
+    assert "gave other numbers when it ran again" in refusal(lambda: Net(Frozen).train())
+
+
+def test_blocks_that_write_to_their_input_are_refused_before_training() -> None:
+    assert "block layers.0" in refusal(lambda: Net(WritingItsInput))
+
+
+class Swaying(Layer):
+    """Computes more, less or something else in the second run of its second iteration."""
+
+    how = ""
+
+    def inner(self, x: Tensor) -> Tensor:
+        COUNTS["calls"] += bool(self.how)
+        if not self.how or COUNTS["calls"] <= 3:
+            return super().inner(x)
+        return {
+            "more": lambda: super(Swaying, self).inner(self.linear(x)),
+            "less": lambda: x,
+            "other": lambda: torch.bmm(x, self.linear.weight.expand(2, -1, -1)),
+        }[self.how]()
+
+
+@pytest.mark.parametrize("how", ["more", "less", "other"])
+def test_a_second_run_that_computes_something_else_is_refused(how: str) -> None:
+    def make() -> Net:
+        net = Net(Swaying)
+        net.layers[1].how = how  # type: ignore[assignment]
+        COUNTS["calls"] = 0
+        return net
+
+    assert "a block" in fault(("mixed",), ordinary, make)
+
+
+class Hooking(Layer):
+    """Cannot do without a graph: a tensor hook, and a gradient that is kept."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        out = super().inner(x)
+        out.register_hook(lambda gradient: gradient.clamp(-1e-3, 1e-3))
+        out.retain_grad()
+        return out
+
+
+class Differentiating(Layer):
+    """Uses a gradient as an activation."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        energy = super().inner(x).square().sum()
+        return super().inner(x) + torch.autograd.grad(energy, x, create_graph=True)[0]
+
+
+@with_every_budget
+@pytest.mark.parametrize("layer", [Hooking, Differentiating], ids=lambda c: c.__name__)
+def test_blocks_that_need_a_graph(layer: type[nn.Module], budget: str) -> None:
+    def make() -> Net:
+        return Net(layer)
+
+    assert differences(plain(make), by_budget(make, budget)) == []
+
+
+class OfTensor(Layer):
+    """State in a tensor that is a plain attribute, and a generator of NumPy's old kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.average, self.noise = torch.zeros(HIDDEN), np.random.RandomState(3)  # noqa: NPY002
+
+    def inner(self, x: Tensor) -> Tensor:
+        self.average.mul_(0.9).add_(x.detach().mean((0, 1)), alpha=0.1)
+        return super().inner(x - self.average) + float(self.noise.rand())
+
+
+@in_every_run
+def test_state_in_plain_tensors_and_old_generators(options: tuple[str, ...]) -> None:
+    def make() -> Net:
+        return Net(OfTensor)
+
+    lt_offload.profile(make(), rows()[0], optimizer=adamw(make()))
+    assert differences(plain(make), ours(make, options)) == []

@@ -1,0 +1,98 @@
+"""Contexts around the step: autocast, attention kernels and another default dtype give the same numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.engines import differences
+from tests.support.user_nets import (
+    Layer,
+    Net,
+    by_budget,
+    in_every_run,
+    ordinary,
+    ours,
+    plain,
+    with_every_budget,
+)
+
+
+class Attending(Layer):
+    def inner(self, x: Tensor) -> Tensor:
+        x = super().inner(x)[:, None]
+        return F.scaled_dot_product_attention(x, x, x)[:, 0]
+
+
+@contextmanager
+def autocast_without_cache() -> Iterator[None]:
+    with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+        yield
+
+
+CONTEXTS: dict[str, Callable[[], Any]] = {
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "no cache": autocast_without_cache,
+    "off": lambda: torch.autocast("cpu", enabled=False),
+    "kernel": lambda: nn.attention.sdpa_kernel(nn.attention.SDPBackend.MATH),
+}
+
+
+@in_every_run
+@pytest.mark.parametrize("name", CONTEXTS)
+def test_contexts_inside_the_step(name: str, options: tuple[str, ...]) -> None:
+    def make() -> Net:
+        return Net(Attending, context=CONTEXTS[name])
+
+    assert differences(plain(make), ours(make, options)) == []
+
+
+@with_every_budget
+def test_autocast_is_planned_for(budget: str) -> None:
+    def make() -> Net:
+        return Net(Attending, context=CONTEXTS["autocast"])
+
+    assert differences(plain(make), by_budget(make, budget)) == []
+
+
+@in_every_run
+def test_autocast_around_the_backward_too(options: tuple[str, ...]) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return ordinary(model, optimizer, batches[:1])
+
+    def make() -> Net:
+        return Net(Attending)
+
+    assert differences(plain(make, loop), ours(make, options, loop)) == []
+
+
+@contextmanager
+def double_precision() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+class Making(Layer):
+    def inner(self, x: Tensor) -> Tensor:
+        return super().inner(x) * torch.full((1,), 1 / 3).float()
+
+
+@in_every_run
+def test_another_default_dtype_around_the_forward(options: tuple[str, ...]) -> None:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        return ordinary(model, optimizer, batches, around_forward=double_precision)
+
+    def make() -> Net:
+        return Net(Making)
+
+    assert differences(plain(make, loop), ours(make, options, loop)) == []

@@ -1,0 +1,179 @@
+"""Gradients in a loop of one's own: they are consumed by the update, so what would use them is refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tests.support.engines import differences
+from tests.support.user_nets import (
+    RUNS,
+    Loop,
+    Net,
+    between,
+    by_budget,
+    fault,
+    ours,
+    plain,
+    recorded_or_run_again,
+    with_every_budget,
+)
+
+
+def scaled(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    scaler = torch.amp.GradScaler("cpu")
+    for batch in batches:
+        scaler.scale(model(**batch)["loss"]).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    return []
+
+
+def accumulating(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    for at, batch in enumerate(batches):
+        model(**batch)["loss"].backward()
+        if at % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+    return []
+
+
+def skipping(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    for batch in batches:
+        model(**batch)["loss"].backward()
+        optimizer.zero_grad()
+    return []
+
+
+def twice(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    loss = model(**batches[0])["loss"]
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return []
+
+
+def stepping_twice(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]
+) -> list[Tensor]:
+    model(**batches[0])["loss"].backward()
+    optimizer.step()
+    optimizer.step()
+    return []
+
+
+def not_zeroing(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    for batch in batches:
+        model(**batch)["loss"].backward()
+        optimizer.step()
+    return []
+
+
+def each(act: Callable[[nn.Parameter], Any]) -> Loop:
+    return between(lambda model, optimizer: [act(p) for p in model.parameters()])
+
+
+def removed(parameter: nn.Parameter) -> None:
+    parameter.grad = None
+
+
+def replaced(parameter: nn.Parameter) -> None:
+    parameter.grad = torch.zeros_like(parameter)
+
+
+GRADIENTS: dict[str, Loop] = {
+    "norm": between(lambda model, optimizer: nn.utils.clip_grad_norm_(model.parameters(), 1.0)),
+    "value": between(lambda model, optimizer: nn.utils.clip_grad_value_(model.parameters(), 1.0)),
+    "read": each(lambda p: p.grad.norm()),  # type: ignore[union-attr]
+    "edited": each(lambda p: p.grad.mul_(2)),  # type: ignore[union-attr]
+    "removed": each(removed),
+    "replaced": each(replaced),
+    "scaler": scaled,
+    "accumulated": accumulating,
+    "skipped": skipping,
+    "backward twice": twice,
+    "step twice": stepping_twice,
+    "not zeroed": not_zeroing,
+    "weights read": each(lambda p: p.norm()),
+    "weights written": each(lambda p: p.data.mul_(2)),
+    "state_dict": between(lambda model, optimizer: model.state_dict()),
+    "optimizer": between(lambda model, optimizer: optimizer.state_dict()),
+}
+
+
+@recorded_or_run_again
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_what_cannot_be_done_with_gradients_is_refused_at_once(name: str, options: tuple[str, ...]) -> None:
+    message = fault(options, GRADIENTS[name])
+    assert "weight" in message or "backward" in message
+
+
+def test_gradients_may_be_looked_at_without_using_them() -> None:
+    shapes: list[Any] = []
+
+    def look(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        shapes.extend((p.grad is not None, p.grad.shape == p.shape, f"{p.grad}") for p in model.parameters())  # type: ignore[union-attr]
+
+    expected = plain(Net)
+    found = ours(Net, RUNS["both"], between(look))
+    assert {pair[:2] for pair in shapes} == {(True, True)}
+    assert "ConsumedGradient(weight embed.weight" in shapes[0][2]
+    found.losses = expected.losses
+    assert differences(expected, found) == []
+    assert all(p.grad is None for p in found.model.parameters())
+
+
+def by_closure(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+    def closure(batch: dict[str, Tensor]) -> Tensor:
+        optimizer.zero_grad()
+        loss: Tensor = model(**batch)["loss"]
+        loss.backward()
+        return loss
+
+    return [optimizer.step(lambda batch=batch: closure(batch)).detach().clone() for batch in batches]  # type: ignore[misc]
+
+
+@with_every_budget
+def test_a_step_with_a_closure(budget: str) -> None:
+    assert differences(plain(Net, by_closure), by_budget(Net, budget, by_closure)) == []
+
+
+def other(act: Callable[[nn.Module, Tensor], Any]) -> Loop:
+    def loop(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        for batch in batches:
+            act(model, model(**batch)["loss"])
+            optimizer.step()
+            optimizer.zero_grad()
+        return []
+
+    return loop
+
+
+PARTIAL: dict[str, Loop] = {
+    "grad of weights": other(lambda model, loss: torch.autograd.grad(loss, list(model.parameters()))),
+    "inputs": other(lambda model, loss: loss.backward(inputs=[model.between])),
+    "grad of an input": other(lambda model, loss: torch.autograd.grad(loss, model.between)),
+    "create_graph": other(lambda model, loss: loss.backward(create_graph=True)),
+}
+
+
+class Between(Net):
+    """Keeps a tensor from before the layers, for adversarial training."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        self.__dict__["between"] = x
+        for layer in self.layers:
+            x = layer(x)
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.filterwarnings("ignore:Using backward\\(\\) with create_graph=True")
+@recorded_or_run_again
+@pytest.mark.parametrize("name", PARTIAL)
+def test_other_ways_to_differentiate_are_refused(name: str, options: tuple[str, ...]) -> None:
+    assert "call loss.backward()" in fault(options, PARTIAL[name], Between)

@@ -1,0 +1,247 @@
+"""How the house is built: what may import what, how large files and folders are, and one meaning for each name."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from functools import cache
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import lt_offload
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "lt_offload"
+
+LAYERS = (
+    ("errors",),
+    ("units", "resources"),
+    ("schema",),
+    ("machine", "optim"),
+    ("model",),
+    ("limits",),
+    ("profiling", "plan", "execute"),
+    ("report",),
+    ("strategy", "session"),
+    (PACKAGE,),  # __init__.py: the public names
+    ("finetune",),
+    ("cli",),
+)
+"""From the ground up: a room imports itself and lower layers; rooms of one layer never import each other."""
+
+ROOMS_OF_PLAN = (
+    ("settings",),
+    ("iteration",),
+    ("build",),
+    ("verify",),
+    ("planners",),
+    ("infeasible",),
+    ("solve",),
+    ("batch", "sweep", "what_if"),
+    ("plan",),  # __init__.py
+)
+WITHOUT_TORCH = ("plan", "schema", "report")
+TORCH = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "transformers"}
+FILES_OF_A_FOLDER = 13
+LINES_OF_A_FILE = 600
+
+
+# -- the graph of imports ---------------------------------------------------------------------------------------------
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """The files of the package by the names that they are imported by."""
+    found = {}
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        parts = path.relative_to(ROOT).with_suffix("").parts
+        found[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return found
+
+
+def statements(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
+    """Imports below ``node``, those in functions included; those that only a type checker sees are not."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, (ast.Import, ast.ImportFrom)):
+            yield child
+        elif isinstance(child, ast.If) and ast.unparse(child.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+            for other in child.orelse:
+                yield from statements(ast.Module([other], []))
+        else:
+            yield from statements(child)
+
+
+@cache
+def imports(name: str) -> frozenset[str]:
+    """What a module imports, by absolute names: modules of the package as they are, all others as written."""
+    path, found = modules()[name], set()
+    package = name.split(".") if path.name == "__init__.py" else name.split(".")[:-1]
+    for statement in statements(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(statement, ast.Import):
+            found |= {alias.name for alias in statement.names}
+            continue
+        above = package[: len(package) - statement.level + 1] if statement.level else []
+        source = ".".join([*above, *filter(None, [statement.module])])
+        for alias in statement.names:
+            member = f"{source}.{alias.name}"
+            found.add(member if member in modules() else source)
+    return frozenset(found)
+
+
+def inner(name: str) -> set[str]:
+    return {other for other in imports(name) if other in modules() and other != name}
+
+
+def within(*rooms: str) -> list[str]:
+    return [name for name in modules() if name.split(".")[1:2] in [[room] for room in rooms]]
+
+
+def upward(layers: Sequence[Sequence[str]], rooms: dict[str, str]) -> list[str]:
+    """Modules whose room is in no layer, and imports of a room that is not below; ``rooms`` by module."""
+    height = {room: index for index, layer in enumerate(layers) for room in layer}
+    found = [f"{name} is in no layer" for name, room in rooms.items() if room not in height]
+    return found + [
+        f"{name} imports {other}"
+        for name, room in rooms.items()
+        for other in sorted(inner(name) & rooms.keys())
+        if rooms[other] != room and height.get(rooms[other], len(layers)) >= height.get(room, 0)
+    ]
+
+
+def test_the_walk_sees_imports_in_functions_and_relative_ones_but_none_for_type_checkers() -> None:
+    source = """
+import a.b
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    import hidden
+else:
+    import shown
+def f():
+    from . import c
+    class D:
+        from ..e import g
+"""
+    found = [ast.unparse(statement) for statement in statements(ast.parse(source))]
+    assert found == [
+        "import a.b",
+        "from typing import TYPE_CHECKING",
+        "import shown",
+        "from . import c",
+        "from ..e import g",
+    ]
+    assert len(modules()) > 100
+    assert f"{PACKAGE}.schema.profile" in imports(f"{PACKAGE}.profiling.measure")
+    assert f"{PACKAGE}.errors" in imports(PACKAGE)
+
+
+# -- what may import what ---------------------------------------------------------------------------------------------
+
+
+def test_nothing_imports_upwards_and_siblings_never_import_each_other() -> None:
+    rooms = {name: (name.split(".") * 2)[1] for name in modules()}
+    assert upward(LAYERS, rooms) == []
+
+
+def test_no_room_of_plan_imports_upwards() -> None:
+    rooms = {name: (name.split(".") + ["plan"])[2] for name in within("plan")}
+    assert upward(ROOMS_OF_PLAN, rooms) == []
+
+
+def test_modules_do_not_import_each_other_in_circles() -> None:
+    graph, circles = {name: inner(name) for name in modules()}, []
+    while True:
+        try:
+            TopologicalSorter(graph).prepare()
+            break
+        except CycleError as error:
+            circle = error.args[1][::-1]
+            circles.append(" imports ".join(circle))
+            graph[circle[0]].discard(circle[1])  # and look for others
+    assert circles == []
+
+
+@pytest.mark.parametrize("room", WITHOUT_TORCH)
+def test_what_is_without_torch_imports_nothing_that_needs_it(room: str) -> None:
+    reached = set(within(room))
+    waiting = list(reached)
+    while waiting:
+        found = inner(waiting.pop()) - reached
+        reached |= found
+        waiting += found
+    needed = [(name, other) for name in sorted(reached) for other in sorted(imports(name))]
+    assert [f"{name} imports {other}" for name, other in needed if other.split(".")[0] in TORCH] == []
+
+
+def test_what_is_without_torch_loads_none_of_it() -> None:
+    code = f"import {', '.join(within(*WITHOUT_TORCH))}, sys; print(*sorted({TORCH} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == []
+
+
+# -- files and folders ------------------------------------------------------------------------------------------------
+
+
+def sources() -> Iterator[Path]:
+    for folder in (PACKAGE, "scripts", "tests"):
+        yield from sorted((ROOT / folder).rglob("*.py"))
+
+
+def test_folders_are_small_enough_to_be_read_at_a_glance() -> None:
+    files = defaultdict(list)
+    for path in sources():
+        files[path.parent.relative_to(ROOT)].append(path.name)
+    assert {str(folder): len(names) for folder, names in files.items() if len(names) > FILES_OF_A_FOLDER} == {}
+
+
+def test_files_are_short_enough_to_be_one_concept() -> None:
+    lines = {str(path.relative_to(ROOT)): len(path.read_text(encoding="utf-8").splitlines()) for path in sources()}
+    assert {name: count for name, count in lines.items() if count > LINES_OF_A_FILE} == {}
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_class_name_means_one_thing() -> None:
+    """With and without an underscore, at the top of a module and inside classes and functions."""
+    places = defaultdict(list)
+    for name, path in modules().items():
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places[node.name.lstrip("_")].append(f"{name}:{node.lineno}")
+    assert {name: where for name, where in places.items() if len(where) > 1} == {}
+
+
+def written() -> list[str]:
+    """Dotted names of the package in the README, the recipes, the configurations and the project's entry points."""
+    paths = [ROOT / "README.md", ROOT / "pyproject.toml"]
+    paths += sorted(path for folder in ("recipes", "configs") for path in (ROOT / folder).rglob("*.*"))
+    text = "\n".join(path.read_text(encoding="utf-8") for path in paths)
+    return sorted({name.replace(":", ".") for name in re.findall(rf"\b{PACKAGE}(?:[.:][A-Za-z_]\w*)+", text)})
+
+
+def resolve(name: str) -> object:
+    """The module or member that a dotted name stands for."""
+    parts = name.split(".")
+    for count in range(len(parts), 0, -1):
+        if ".".join(parts[:count]) in modules():
+            found: object = importlib.import_module(".".join(parts[:count]))
+            for part in parts[count:]:
+                found = getattr(found, part)
+            return found
+    raise AssertionError(f"{name} is no name of the package")
+
+
+@pytest.mark.parametrize("name", [f"{PACKAGE}.{name}" for name in lt_offload.__all__] + written())
+def test_every_name_that_users_write_resolves(name: str) -> None:
+    assert resolve(name) is not None
+
+
+def test_documents_and_recipes_name_the_package_at_all() -> None:
+    assert {f"{PACKAGE}.OffmateStrategy", f"{PACKAGE}.cli.main.main"} <= set(written())
