@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from lt_offload.execute.engine import Engine
 from lt_offload.machine.driver import current
 from lt_offload.model.blocks import find_blocks
 from lt_offload.model.caches import caches_off
-from lt_offload.plan import check, solve
+from lt_offload.plan import Settings, check, make_plan
 from lt_offload.profiling.hardware import check_memory, free_memory
 from lt_offload.profiling.measure import check_use
 from lt_offload.profiling.measure import profile as measure
@@ -51,7 +52,7 @@ def offloaded(
         plan: a plan to replay instead of profiling and solving.
         accelerator: ``"auto"``, ``"cuda"``, ``"cuda:1"`` (that GPU is the current one within the context) or ``"cpu"``
             (the emulated device).
-        **switches: further arguments of :func:`lt_offload.solve`.
+        **switches: ``host_memory``, ``planner`` and what else :func:`lt_offload.solve` takes.
 
     Yields:
         The engine, for ``stats`` and ``trace()``.
@@ -65,10 +66,11 @@ def offloaded(
     structure = find_blocks(model)
     place = find_device(accelerator)
     budget = None if memory is None else parse_bytes(memory, least=1)
+    settings = Settings(memory=budget, **switches)
     check_memory(budget, place)
     if plan is None:
         profile = measure(model, sample_batch, optimizer=optimizer, device=place, structure=structure)
-        plan = solve(profile, memory=budget or free_memory(place), **switches)
+        plan = make_plan(profile, replace(settings, memory=budget or free_memory(place)))
         problems = check(plan, profile)
         if problems:
             raise PlanError(f"the plan cannot be carried out: {problems[0]}")

@@ -139,10 +139,9 @@ def _choose(strategy: Any, trainer: Any, size: BatchSize) -> BatchChoice:
     with _spare_optimizer(strategy, trainer) as optimizer:
         return choose_batch(
             _profiles(trainer, optimizer, size),
+            replace(strategy.settings, memory=strategy.memory or free_memory(strategy.root_device)),
             most=_rows(trainer, size),
-            memory=strategy.memory or free_memory(strategy.root_device),
             on_progress=lambda message: rank_zero_info(f"offmate: {message}"),
-            **strategy.planning,
         )
 
 

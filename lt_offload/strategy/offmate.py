@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,8 +24,7 @@ from lt_offload.execute import open_device
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.engine import Engine
 from lt_offload.model.caches import caches_off
-from lt_offload.plan.batch.choose import BatchChoice
-from lt_offload.plan.solve import check_planner, check_reserve
+from lt_offload.plan import BatchChoice, Settings, make_plan
 from lt_offload.profiling.hardware import check_memory, free_memory
 from lt_offload.report.perfetto import save_perfetto
 from lt_offload.schema.explain import brief
@@ -73,23 +73,24 @@ class OffmateCore(_Base):
         report_dir: str | Path | None = None,
     ) -> None:
         super().__init__()
-        check_planner(planner)
         if batch_size not in (None, "auto") and (not isinstance(batch_size, int) or batch_size < 1):
             raise ConfigError(f"batch_size={batch_size!r} must be at least 1, 'auto', or None for the datamodule's")
-        if solver_time_limit <= 0:
-            raise ConfigError(f"solver_time_limit={solver_time_limit} must be a positive number of seconds")
         self.memory = None if memory is None else parse_bytes(memory)
         self.host_memory = None if host_memory is None else parse_bytes(host_memory, setting="host_memory")
         self.planner: PlannerName = planner
+        self.settings = Settings(
+            memory=self.memory,
+            host_memory=self.host_memory,
+            planner=planner,
+            host_update=host_update,
+            activation_offload=activation_offload,
+            recompute=recompute,
+            gradient_reserve=gradient_reserve,
+            time_limit=solver_time_limit,
+        )
+        """What plans are made with; ``memory`` is None here where it is what the device has free then."""
         self.batch_size = batch_size
-        self.switches: dict[str, Any] = {
-            "host_update": host_update,
-            "activation_offload": activation_offload,
-            "recompute": recompute,
-            "gradient_reserve": check_reserve(gradient_reserve),
-        }
         self.plan_path = plan
-        self.solver_time_limit = solver_time_limit
         self.report_dir = report_dir
         self.explain = False
         """Whether the whole plan is shown before training, and not just one paragraph about it."""
@@ -107,12 +108,6 @@ class OffmateCore(_Base):
         self._undo = ExitStack()
         """What ``teardown`` puts back."""
         self._watch = ExitStack()  # holds the budget between iterations, too
-
-    @property
-    def planning(self) -> dict[str, Any]:
-        """Arguments of :func:`~lt_offload.plan.solve` beside the profile and the device budget."""
-        settings = {"host_memory": self.host_memory, "planner": self.planner, "time_limit": self.solver_time_limit}
-        return settings | self.switches
 
     # -- one process, one device -------------------------------------------------------------------------------------
 
@@ -238,13 +233,11 @@ class OffmateCore(_Base):
         self._install(optimizer, self.plan, self.plan.budget_bytes)
 
     def _make_plan(self, profile: Profile) -> Plan:
-        from lt_offload.plan import solve
-
         memory = self.memory or free_memory(self.root_device)
         if self.plan_path is not None:
             return prepare.replay(self.plan_path, profile, memory)
-        rank_zero_info(f"offmate: planning for {format_bytes(memory)}, {self.solver_time_limit:g} s at most")
-        return solve(profile, memory=memory, **self.planning)
+        rank_zero_info(f"offmate: planning for {format_bytes(memory)}, {self.settings.time_limit:g} s at most")
+        return make_plan(profile, replace(self.settings, memory=memory))
 
     def _install(self, optimizer: Optimizer | None, plan: Plan | None, budget: int) -> None:
         threads = self.profile.optimizer.host_threads if self.profile is not None else 0

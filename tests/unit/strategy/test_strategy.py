@@ -20,7 +20,7 @@ import lt_offload
 from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError, UnsupportedError
 from lt_offload.model.blocks import find_blocks
-from lt_offload.plan.solve import PLANNERS
+from lt_offload.plan.settings import PLANNERS
 from lt_offload.schema.plan import Plan, PlannerName
 from lt_offload.strategy import offmate as lifecycle
 from lt_offload.strategy.checkpoint.files import AtomicCheckpointIO
@@ -113,7 +113,7 @@ def test_every_option_is_documented() -> None:
         *(({"planner": name}, UnsupportedError, f"planner='{name}' is not in this release") for name in UNPLANNED),
         ({"batch_size": "most"}, ConfigError, "batch_size='most' must be at least 1, 'auto', or None"),
         ({"batch_size": 0}, ConfigError, "batch_size=0 must be at least 1"),
-        ({"gradient_reserve": 2}, ConfigError, "gradient_reserve=2 is not a part of the gradients; 0 to 1 works"),
+        ({"gradient_reserve": 2}, ConfigError, "gradient_reserve=2 is not a part of the gradients"),
         ({"solver_time_limit": 0}, ConfigError, "solver_time_limit=0 must be a positive"),
     ],
 )
