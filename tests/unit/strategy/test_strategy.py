@@ -25,8 +25,7 @@ from lt_offload.schema.plan import Plan, PlannerName
 from lt_offload.strategy import offmate as lifecycle
 from lt_offload.strategy.checkpoint.files import AtomicCheckpointIO
 from lt_offload.strategy.metrics import Metrics
-from lt_offload.strategy.offmate import OffmateCore
-from lt_offload.strategy.register import strategy_class
+from lt_offload.strategy.offmate import strategy_class
 from tests.support import models, plans
 
 
@@ -89,9 +88,9 @@ OPTIONS = {
 }
 
 
-@pytest.mark.parametrize("cls", [OffmateStrategy, OffmateCore])
-def test_options_and_defaults_are_pinned(cls: type) -> None:
-    parameters = list(inspect.signature(cls.__init__).parameters.values())[1:]
+@pytest.mark.parametrize("namespace", ["lightning.pytorch", "pytorch_lightning"])
+def test_options_and_defaults_are_pinned(namespace: str) -> None:
+    parameters = list(inspect.signature(strategy_class(namespace).__init__).parameters.values())[1:]
     assert {p.name: p.default for p in parameters} == OPTIONS
     assert all(p.kind is p.KEYWORD_ONLY for p in parameters)
 
@@ -152,9 +151,12 @@ def test_one_class_per_namespace() -> None:
     other = strategy_class("pytorch_lightning")
     assert other is strategy_class("pytorch_lightning")
     assert issubclass(other, pytorch_lightning.strategies.Strategy)
-    assert not issubclass(other, Strategy)
+    assert Strategy not in other.__mro__
     made = pytorch_lightning.Trainer(strategy=other(memory="1GB"), accelerator="cpu", logger=False)
     assert made.strategy.memory == 10**9
+    taken = trainer(other(memory="1GB")).strategy  # of a Trainer of the other namespace
+    assert type(taken) is OffmateStrategy
+    assert taken.memory == 10**9
 
 
 def test_single_process() -> None:
