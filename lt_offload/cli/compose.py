@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lt_offload.cli.recipes import read
-from lt_offload.resources import shipped_root
-from lt_offload.resources_paths import is_file
+from lt_offload.resources import is_file, shipped_root
 
 _CALLBACKS = "--trainer.callbacks"
 _EXPLAIN = "--explain"

@@ -9,7 +9,7 @@ import torch
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load, sources
 from lt_offload.finetune.module import FineTune
-from lt_offload.resources_paths import is_dir, is_file, user_path
+from lt_offload.resources import is_dir, is_file, user_path
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.checkpoint.foreign import check_checkpoint, check_weights
 

@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from lt_offload.errors import ConfigError
-from lt_offload.resources_paths import is_dir, user_path
+from lt_offload.resources import is_dir, user_path
 
 
 def check_output(path: str | Path, setting: str, *, make: bool = False) -> None:

@@ -15,8 +15,7 @@ from typing import Any
 import yaml
 
 from lt_offload.errors import ConfigError
-from lt_offload.resources import shipped_files, shipped_root
-from lt_offload.resources_paths import is_file, user_path
+from lt_offload.resources import is_file, shipped_files, shipped_root, user_path
 
 VERBS = ("fit", "plan", "validate", "generate", "export", "check", "ls", "cp", "doctor", "help")
 

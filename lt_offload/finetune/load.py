@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lt_offload.errors import ConfigError
-from lt_offload.resources_paths import is_dir, is_file, user_path
+from lt_offload.resources import is_dir, is_file, user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

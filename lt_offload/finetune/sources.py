@@ -12,7 +12,7 @@ from typing import Any
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.formats import Row
 from lt_offload.finetune.rows import Places, read_json, usable
-from lt_offload.resources_paths import is_dir, is_file, user_path
+from lt_offload.resources import is_dir, is_file, user_path
 
 PYDOC = "pydoc_topics"
 """Name of the source that every Python installation has: the language reference behind ``help()``."""
