@@ -8,7 +8,7 @@ from typing import Any
 
 from contenders import CONTENDERS
 
-from lt_offload.report.plot import round_ticks
+from lt_offload.report.charts import round_ticks
 from lt_offload.units import format_bytes, format_seconds
 
 Row = dict[str, Any]

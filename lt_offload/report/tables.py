@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
 
 from lt_offload.plan.what_if import Gain
-from lt_offload.report.html import NONE, section, table
 from lt_offload.report.perfetto import LANES
 from lt_offload.schema.plan import Payload, Plan, Resource, UpdatePlace
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes, format_seconds
 
+NONE = "–"
+"""In a cell: there is nothing of this."""
 PLACED = ("loss_before", "loss_after", "sample", "step_s", "device_peak_bytes", "host_peak_bytes")
 """Keys of the summary that have places of their own."""
 _PAYLOADS: dict[Payload, str] = {
@@ -40,6 +41,54 @@ _OPTIONS = {
 }
 _NOTICEABLE = 0.005
 """A change of the time that is worth a figure."""
+
+
+# -- sections and tables --------------------------------------------------------------------------------------------
+
+
+def section(title: str, note: str, *content: str) -> str:
+    """Return a heading, what is to be known about the content, and the content."""
+    about = f'<p class="note">{note}</p>' if note else ""
+    return f"<h2>{title}</h2>{about}{''.join(content)}"
+
+
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    numeric: Iterable[int] = (),
+    marked: int | None = None,
+    label: str,
+) -> str:
+    """Return a table of cells that are HTML already.
+
+    Args:
+        head: one heading per column.
+        rows: the first cell of each is its heading.
+        numeric: the columns set flush right.
+        marked: the row that stands out.
+        label: what the table is, for those who cannot see it.
+    """
+    right = set(numeric)
+
+    def cell(tag: str, column: int, content: str, attribute: str) -> str:
+        kinds = ["n"] * (column in right) + ["none"] * (content in ("", NONE))
+        shown = f"<span>{content}</span>" if tag == "td" else content
+        return f'<{tag} class="{" ".join(kinds)}" {attribute}>{shown}</{tag}>'.replace(' class=""', "")
+
+    def line(index: int, row: Sequence[str]) -> str:
+        # On a phone a row becomes a list, for which every cell knows its heading.
+        first, *rest = row
+        cells = [cell("td", i, c, f'data-head="{head[i]}"') for i, c in enumerate(rest, start=1)]
+        mark = ' class="marked"' if index == marked else ""
+        return f"<tr{mark}>" + cell("th", 0, first, 'scope="row"') + "".join(cells) + "</tr>"
+
+    heading = "".join(cell("th", i, c, 'scope="col"') for i, c in enumerate(head))
+    body = "".join(line(index, row) for index, row in enumerate(rows))
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}"><table>'
+        f"<thead><tr>{heading}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
 
 
 # -- decisions -------------------------------------------------------------------------------------------------------
