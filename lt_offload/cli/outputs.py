@@ -23,7 +23,7 @@ def check_output(path: str | Path, setting: str, *, make: bool = False) -> None:
         raise ConfigError(f"{setting}: cannot write {target}: it is a folder; add the name of a file")
     folder = target.parent
     if make:
-        folder = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
+        folder = next(above for above in (folder, *folder.absolute().parents) if os.path.exists(above))
     if not is_dir(folder):
         why = "is a file" if os.path.exists(folder) else "does not exist"
         raise ConfigError(f"{setting}: cannot write {target}: there is no folder {folder}, it {why}")

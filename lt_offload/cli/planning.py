@@ -1,4 +1,4 @@
-"""``lt-finetune plan``: plans from settings alone, one or many, as text and files. Parameters of ``plan`` are flags."""
+"""``lt-finetune plan``: one plan or many from settings alone. The parameters of :func:`plan` are the verb's flags."""
 
 from __future__ import annotations
 
@@ -81,8 +81,8 @@ def plan(
     if report is not None:
         from lt_offload.report.page import write_plan_report
 
-        found = gains(made, profile, _solver(app, _GAIN_SECONDS), say=_say)
-        print(f"report: {write_plan_report(report, made, profile, simulated, found)}")
+        bought = gains(made, profile, _solver(app, _GAIN_SECONDS), say=_say)
+        print(f"report: {write_plan_report(report, made, profile, simulated, bought)}")
     return 0
 
 
@@ -122,7 +122,7 @@ def _sweep(
         raise ConfigError(f"save={save!r}: a sweep is saved as a table; end the name with .csv or .json")
     seconds = max(_LEAST_SECONDS, _SWEEP_SECONDS / len(asked.sizes or asked.names))
     questions = list(_questions(app, asked, memory, hardware, _solver(app, seconds)))
-    found = run_sweep(
+    swept = run_sweep(
         asked.axis,
         questions,
         model=_model_name(app),
@@ -130,13 +130,13 @@ def _sweep(
         sequence_length=app.datamodule.max_length,
         say=_say,
     )
-    print(found.explain())
+    print(swept.explain())
     if save is not None:
-        print(f"table: {found.save(save)}")
+        print(f"table: {swept.save(save)}")
     if report is not None:
         from lt_offload.report.page import write_sweep_report
 
-        print(f"report: {write_sweep_report(report, found)}")
+        print(f"report: {write_sweep_report(report, swept)}")
     return 0
 
 
@@ -155,9 +155,9 @@ def _questions(
 
     settings = _settings(app)
     for machine in [load_hardware(name) for name in asked.names]:
-        knows = app.model.model_dtype in machine.flops_per_s
+        rated = app.model.model_dtype in machine.flops_per_s  # its description has figures for this dtype
         budget = machine.device_bytes if memory is None else min(parse_bytes(memory), machine.device_bytes)
-        yield question(machine, budget, settings.host_budget(machine), estimate(app, machine) if knows else None)
+        yield question(machine, budget, settings.host_budget(machine), estimate(app, machine) if rated else None)
     if asked.axis == "hardware":
         return
     profile = estimate(app, hardware)

@@ -61,7 +61,7 @@ def for_gpu(files: Sequence[Path]) -> list[Path]:
     Raises:
         ConfigError: if one of them is missing.
     """
-    return [found for file in files for found in _named(file, "gpu")]
+    return [override for file in files for override in _named(file, "gpu")]
 
 
 def _expand(path: Path, above: tuple[Path, ...]) -> list[Path]:

@@ -1,4 +1,4 @@
-"""Tokenised examples become training sequences and sequences become batches. Knows neither tokenizers nor files."""
+"""Makes training sequences from tokenised examples, and batches from sequences."""
 
 from __future__ import annotations
 

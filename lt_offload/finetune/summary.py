@@ -1,6 +1,6 @@
-"""What a fine-tuning run did, for its end: losses before and after, speed, memory, a sample. Works with any strategy.
+"""What a fine-tuning run did, told at its end: losses before and after, speed, memory, a sample.
 
-Knows Lightning's hooks and, if the strategy has them, its plan, profile and trace.
+Works with any strategy; one that has a plan, a profile and a trace is compared with its plan.
 """
 
 from __future__ import annotations

@@ -77,7 +77,7 @@ def table(
         return f'<{tag} class="{" ".join(kinds)}" {attribute}>{shown}</{tag}>'.replace(' class=""', "")
 
     def line(index: int, row: Sequence[str]) -> str:
-        # On a phone a row becomes a list, for which every cell knows its heading.
+        # On a phone a row becomes a list, for which every cell carries its heading.
         first, *rest = row
         cells = [cell("td", i, c, f'data-head="{head[i]}"') for i, c in enumerate(rest, start=1)]
         mark = ' class="marked"' if index == marked else ""
@@ -109,17 +109,17 @@ class _Travels:
 
 
 def _travels(plan: Plan, profile: Profile) -> _Travels:
-    found = _Travels()
+    travels = _Travels()
     for op in plan.ops:
         if op.kind == "prefetch" and op.payload == "weight":
             for tensor in op.tensors:
-                found.fetched[tensor] += profile.tensors[tensor].bytes
+                travels.fetched[tensor] += profile.tensors[tensor].bytes
         if op.zero_copy:
-            found.read.update(op.zero_copy)
-            found.read_bytes[op.block] += op.bytes
+            travels.read.update(op.zero_copy)
+            travels.read_bytes[op.block] += op.bytes
         if op.save is not None:
-            found.recomputations[op.block] += 1
-    return found
+            travels.recomputations[op.block] += 1
+    return travels
 
 
 def decisions(plan: Plan, profile: Profile) -> str:
@@ -257,22 +257,22 @@ def alternatives(plan: Plan, chosen_s: float) -> str:
     )
 
 
-def gains(plan: Plan, found: Sequence[Gain]) -> str:
+def gains(plan: Plan, bought: Sequence[Gain]) -> str:
     """Return what more of each resource would buy."""
-    if not found:
+    if not bought:
         return ""
     now = plan.predicted
-    best = min(range(len(found)), key=lambda at: found[at].iteration_s)
-    saved = 1 - found[best].iteration_s / now.iteration_s
+    best = min(range(len(bought)), key=lambda index: bought[index].iteration_s)
+    saved = 1 - bought[best].iteration_s / now.iteration_s
     if saved > _NOTICEABLE:
-        change = found[best].change
+        change = bought[best].change
         answer = f"{escape(change[0].upper() + change[1:])} would buy the most: {saved:.1%} less time."
     else:
         computing = sum(op.seconds for op in plan.ops if op.resource == "compute") / now.iteration_s
         why = f": the device computes during {computing:.0%} of the time" if computing > 0.9 else ""
         answer = f"None of these would make a noticeable difference{why}."
     rows = [["as planned", format_seconds(now.iteration_s), NONE, format_seconds(now.lower_bound_s), ""]]
-    for gain in found:
+    for gain in bought:
         less = 1 - gain.iteration_s / now.iteration_s
         rows.append(
             [
@@ -284,7 +284,7 @@ def gains(plan: Plan, found: Sequence[Gain]) -> str:
             ]
         )
     head = ["change", "iteration", "time", "lower bound", "why"]
-    if not any(gain.note for gain in found):
+    if not any(gain.note for gain in bought):
         head, rows = head[:-1], [row[:-1] for row in rows]
     return section(
         "What more would buy",

@@ -1,4 +1,4 @@
-"""Runs a function in a copy of this process, so that whatever it changes stays there. Knows processes, no Trainers.
+"""Runs a function in a copy of this process, so that whatever it changes stays there.
 
 Taking a batch runs a user's code: data sets with generators of their own, collate functions that count, samplers that
 keep a position. No copy of such an object is sure to be complete; a forked process is.

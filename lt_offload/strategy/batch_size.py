@@ -35,7 +35,7 @@ _SOME_BATCHES = 1000
 
 
 class BatchSize:
-    """The attribute, or hyperparameter, ``batch_size`` of what makes the training loader.
+    """The attribute, or hyperparameter, ``batch_size`` of the object that makes the training loader.
 
     Raises:
         ConfigError: if there is none, or if it would have no effect.
@@ -49,17 +49,17 @@ class BatchSize:
                 "train_dataloader() of a datamodule or of the LightningModule, from self.batch_size"
             )
         owners = (source.instance, trainer.datamodule, trainer.lightning_module)
-        found = next((owner for owner in owners if owner is not None and _holders(owner)), None)
-        if found is None:
+        owner = next((owner for owner in owners if owner is not None and _holders(owner)), None)
+        if owner is None:
             raise ConfigError(
                 f"batch_size={asked!r} cannot be set: neither the datamodule nor the LightningModule has an "
                 "attribute batch_size; set it where the dataloader is made and use batch_size=None"
             )
-        self.owner = found
+        self.owner = owner
 
     @property
     def value(self) -> int:
-        """What it is."""
+        """The size at present."""
         value = _holders(self.owner)[0]["batch_size"]
         return int(value)
 
@@ -69,8 +69,8 @@ class BatchSize:
             holder["batch_size"] = size
 
     @contextmanager
-    def at(self, size: int) -> Iterator[None]:
-        """Within the context it is ``size``."""
+    def set_to(self, size: int) -> Iterator[None]:
+        """Have the loader made with batches of ``size`` within the context."""
         before = self.value
         self.value = size
         try:
@@ -150,7 +150,7 @@ def _profiles(trainer: Any, optimizer: Optimizer, size: BatchSize) -> Callable[[
     first: list[Profile] = []
 
     def measured(wanted: int) -> Profile:
-        with size.at(wanted):
+        with size.set_to(wanted):
             problem = None
             try:
                 profile = sample.measure(trainer, optimizer, hardware=first[0].hardware if first else None)
@@ -196,7 +196,7 @@ def spare_optimizer(trainer: Any) -> Iterator[Optimizer]:
 
 def _rows(trainer: Any, size: BatchSize) -> int:
     """Return how many samples the training data have, as far as that is known."""
-    with size.at(1):
+    with size.set_to(1):
         return int(sample.from_data(trainer, _shortest))
 
 
@@ -205,13 +205,16 @@ def _shortest(loader: Any) -> int:
     return max(1, min(counts, default=LARGEST))
 
 
-def _loaders(found: Any) -> list[DataLoader[Any]]:
-    members = getattr(found, "flattened", None)  # a CombinedLoader
-    if members is None and isinstance(found, Mapping):
-        members = list(found.values())
-    if members is not None or isinstance(found, (list, tuple)):
-        return [loader for member in (found if members is None else members) for loader in _loaders(member)]
-    return [found] if isinstance(found, DataLoader) else []
+def _loaders(loader: Any) -> list[DataLoader[Any]]:
+    """Return the data loaders in a collection of them, or the one that ``loader`` is."""
+    if isinstance(loader, DataLoader):
+        return [loader]
+    members = getattr(loader, "flattened", None)  # of Lightning's CombinedLoader
+    if members is None and isinstance(loader, Mapping):
+        members = loader.values()
+    if members is None and isinstance(loader, (list, tuple)):
+        members = loader
+    return [each for member in members or () for each in _loaders(member)]
 
 
 def _out_of_memory(error: Exception) -> bool:

@@ -201,7 +201,7 @@ def _repeatable(trainer: Any) -> list[Repeatable]:
 
 
 def _mixed(trainer: Any) -> bool:
-    """Return whether there are loaders that keep their place themselves; Lightning then restores all together."""
+    """Return whether there are loaders that save their position themselves; Lightning then restores all together."""
     return any(hasattr(loader, "state_dict") and not isinstance(loader, Repeatable) for loader in _loaders(trainer))
 
 
@@ -242,6 +242,6 @@ def _take_up_data(trainer: Any, states: list[Any], *, midway: bool) -> None:
 
 def _folders(trainer: Any) -> list[Path]:
     """Return the local folders into which checkpoints of this run go."""
-    found = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
-    local = [path for folder in found if folder is not None and (path := files.local(folder)) is not None]
+    folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+    local = [path for folder in folders if folder is not None and (path := files.local(folder)) is not None]
     return list(dict.fromkeys(local)) or [Path(trainer.default_root_dir) / "checkpoints"]

@@ -234,7 +234,7 @@ def test_hyperparameters_hold_it_too() -> None:
     made.strategy._lightning_module = module
     size = batching.BatchSize(made, "auto")
     assert size.value == 2
-    with size.at(5):
+    with size.set_to(5):
         assert made.datamodule.train_dataloader()[0].shape == (5, 2)
     assert size.value == 2
     size.value = 3
