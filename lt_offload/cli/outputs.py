@@ -1,4 +1,4 @@
-"""Whether files and folders can be written where they are asked for, found out before anything slow."""
+"""Checks that files and folders can be written where they are asked for, before anything slow."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ def _sweep(
     if given is not None:
         raise ConfigError(f"{asked.axis}={given!r} cannot be combined with a sweep over {asked.axis}; leave one out")
     if trace is not None:
-        raise ConfigError(f"trace={trace!r} shows one plan and a sweep makes many; plan without sweep for it")
+        raise ConfigError(f"trace={trace!r} shows one plan and a sweep makes many; leave one of them out")
     if save is not None and Path(save).suffix.lower() not in (".csv", ".json"):
         raise ConfigError(f"save={save!r}: a sweep is saved as a table; end the name with .csv or .json")
     seconds = max(_LEAST_SECONDS, _SWEEP_SECONDS / len(asked.sizes or asked.names))

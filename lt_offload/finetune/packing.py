@@ -130,6 +130,7 @@ class ResumableBatches(Sampler[list[int]]):
             if state[key] != getattr(self, key):
                 raise ConfigError(
                     f"cannot continue in the middle of an epoch: {key} was {state[key]}, now it is {getattr(self, key)}"
+                    "; use the settings of the run that wrote the checkpoint"
                 )
         self.position = state["position"]
         self._resume = True

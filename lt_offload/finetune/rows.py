@@ -111,7 +111,7 @@ class Places:
         """Rows of each file, where there are several."""
 
     def name(self, number: int) -> str:
-        """Return the file and the place in it, counted from 1, of row ``number``, counted from 0."""
+        """Return the file and the row in it, counted from 1, of row ``number``, counted from 0."""
         for file, count in zip(self.files, self.counts, strict=False):
             if number < count:
                 return f"{file.name} row {number + 1}"
@@ -125,7 +125,7 @@ def _fault(row: Row, needed: Sequence[str], optional: Sequence[str]) -> str | No
         if not isinstance(value, str):
             return f"{column} is {_kind(value)}" if column in row else f"{column} is missing"
         if not value.isascii() and _is_broken(value):
-            return f"{column} is no Unicode text: it has half of a surrogate pair"
+            return f"{column} is not Unicode text: it has half of a surrogate pair"
     for column in optional:
         value = row.get(column)
         if value is not None and (not isinstance(value, str) or _is_broken(value)):

@@ -80,7 +80,7 @@ def local_files(path: str, setting: str) -> list[Path]:
         return files
     if is_file(local):
         if local.suffix.lower() not in _BUILDERS:
-            raise ConfigError(f"{setting}={path!r} is of no known kind; it should end with one of {_ENDINGS}")
+            raise ConfigError(f"{setting}={path!r} is of an unknown kind; it should end with one of {_ENDINGS}")
         return [local]
     if local.suffix.lower() in _BUILDERS or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
         raise ConfigError(f"{setting}={path!r} does not exist (looked in {Path.cwd()})")

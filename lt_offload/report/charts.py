@@ -361,17 +361,22 @@ def chart(
     if nothing_below is not None and nothing_below > xs[0]:
         width = min(left(nothing_below), 100.0)
         void = f'<div class="void" style="width:{width:.2f}%" title="does not fit below {x_text(nothing_below)}"></div>'
-    labels, free = "", 0.0
-    for x in xs:
-        if left(x) >= free:
-            labels += f'<span style="left:{left(x):.2f}%">{escape(x_text(x))}</span>'
-            free = left(x) + LABEL_WIDTH
     summary = _in_words(title, xs, lines, x_text, y_text)
     return (
         f'<figure class="chart"><figcaption>{escape(title)}{_legend_of_others(lines)}</figcaption>'
         f'<div class="field">{void}{grid}{_svg(CHART_HEIGHT, curves, summary)}{dots}</div>'
-        f'<div class="axis">{labels}</div></figure>'
+        f'<div class="axis">{_labels([(left(x), x_text(x)) for x in xs])}</div></figure>'
     )
+
+
+def _labels(places: Iterable[tuple[float, str]]) -> str:
+    """Return the labels of an axis at ``(percent, text)``, ascending, without those that would cover the one before."""
+    labels, free = "", 0.0
+    for left, text in places:
+        if left >= free:
+            labels += f'<span style="left:{left:.2f}%">{escape(text)}</span>'
+            free = left + LABEL_WIDTH
+    return labels
 
 
 def _line_path(line: Line, shares: Sequence[float], top: float) -> str:

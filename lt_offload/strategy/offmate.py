@@ -442,7 +442,7 @@ class OffmateStrategy(_Base):
             try:
                 self.engine.abort()
             except Exception as second:
-                rank_zero_warn(f"offmate: while leaving the iteration: {second}")
+                rank_zero_warn(f"offmate: leaving the interrupted iteration failed, too: {second}")
 
     def teardown(self) -> None:
         """Give the model back with complete host weights and release the device."""

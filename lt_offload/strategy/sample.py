@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 from lt_offload.errors import ConfigError
 from lt_offload.model.snapshot import untouched as kept
 from lt_offload.schema.profile import HardwareProfile, Profile
-from lt_offload.strategy.aside import aside
+from lt_offload.strategy.forked import in_a_fork
 
 BATCH_METHODS = ("worst_case_batch", "sample_batch")
 """Methods of the module or the datamodule that are asked for a batch first; the largest is the best one to plan for."""
@@ -53,9 +53,9 @@ def from_data(trainer: Any, ask: Callable[[Any], Any]) -> Any:
     """Return what ``ask`` finds out about a training dataloader; loader, data and generators do not notice.
 
     Raises:
-        ConfigError: if the loader cannot be asked, see :func:`~lt_offload.strategy.aside.aside`.
+        ConfigError: if the loader cannot be asked, see :func:`~lt_offload.strategy.forked.in_a_fork`.
     """
-    return aside(
+    return in_a_fork(
         lambda: ask(trainer.fit_loop._data_source.dataloader()),
         what="asking the training dataloader",
         way_out=f"give the LightningModule or the datamodule a method {BATCH_METHODS[1]}() that returns a batch",

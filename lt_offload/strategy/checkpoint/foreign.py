@@ -76,7 +76,7 @@ def check_weights(saved: Mapping[str, Any], expected: Mapping[str, Tensor], *, s
         name, where = (missing[0], "has no") if missing else (alien[0], "has a tensor that this model does not have:")
         raise ConfigError(
             f"the checkpoint does not fit this model or its adapters: it {where} {name} ({len(missing)} tensors are "
-            f"missing, {len(alien)} are too many); use the config.yaml of its run folder as the recipe"
+            f"missing, {len(alien)} are not in this model); use the config.yaml of its run folder as the recipe"
         )
 
 

@@ -169,7 +169,7 @@ def _states(trainer: Any, pl_module: Any) -> dict[str, Any]:
 def _set_states(trainer: Any, pl_module: Any, states: dict[str, Any]) -> None:
     random_state.restore(states["global"])
     for name in random_state.restore_to(_held(trainer, pl_module), states["own"]):
-        rank_zero_warn(f"the generator {name} is not both in the checkpoint and in this run; it stays as it is")
+        rank_zero_warn(f"the generator {name} is only in the checkpoint or only in this run; it stays as it is")
 
 
 def _held(trainer: Any, pl_module: Any) -> dict[str, random_state.Generator]:

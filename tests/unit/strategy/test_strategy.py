@@ -22,7 +22,7 @@ from lt_offload.errors import ConfigError, UnsupportedError
 from lt_offload.model.blocks import find_blocks
 from lt_offload.plan.settings import PLANNERS
 from lt_offload.schema.plan import Plan, PlannerName
-from lt_offload.strategy import offmate as lifecycle
+from lt_offload.strategy import offmate
 from lt_offload.strategy.checkpoint.files import AtomicCheckpointIO
 from lt_offload.strategy.metrics import Metrics
 from lt_offload.strategy.offmate import strategy_class
@@ -63,7 +63,7 @@ def test_blocks_run_on_the_gpu_that_the_trainer_has_chosen(monkeypatch: pytest.M
         opened.append((args, options))
         raise Stop
 
-    monkeypatch.setattr(lifecycle, "open_device", open_device)
+    monkeypatch.setattr(offmate, "open_device", open_device)
     strategy = OffmateStrategy(memory="1GB")
     strategy.parallel_devices = [torch.device("cuda", 1)]
     assert strategy.root_device == torch.device("cuda", 1)

@@ -27,7 +27,7 @@ PATIENCE = 300.0
 """Seconds after which a process that has given nothing is taken to hang: a fork inherits locks that nobody opens."""
 
 
-def aside(work: Callable[[], Any], *, what: str, way_out: str) -> Any:
+def in_a_fork(work: Callable[[], Any], *, what: str, way_out: str) -> Any:
     """Return what ``work`` returns in a forked process; objects, generators and files of this process do not notice.
 
     What ``work`` raises is raised here, too.
@@ -62,7 +62,7 @@ def aside(work: Callable[[], Any], *, what: str, way_out: str) -> Any:
             process.kill()
             process.join()
     if answer is None:
-        raise ConfigError(f"{what} gave nothing within {PATIENCE:g} s in a process of its own; {way_out}")
+        raise ConfigError(f"{what} did not end within {PATIENCE:g} s in a process of its own; {way_out}")
     outcome, value = pickle.loads(answer)
     if outcome == "returned":
         return value
