@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from lt_offload.schema.profile import Profile
     from lt_offload.schema.trace import Trace
     from lt_offload.session import offloaded
-    from lt_offload.strategy.checkpoint.callback import ExactResume
-    from lt_offload.strategy.lightning import OffmateStrategy
+    from lt_offload.strategy.checkpoint.resume import ExactResume
+    from lt_offload.strategy.offmate import OffmateStrategy
 
 __version__ = "0.1.0"
 
@@ -59,7 +59,7 @@ __all__ = [
 
 _LAZY = {
     "AdamW": "lt_offload.optim",
-    "ExactResume": "lt_offload.strategy.checkpoint.callback",
+    "ExactResume": "lt_offload.strategy.lightning",
     "OffmateStrategy": "lt_offload.strategy.lightning",
     "Plan": "lt_offload.schema.plan",
     "Profile": "lt_offload.schema.profile",

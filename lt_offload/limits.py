@@ -1,7 +1,8 @@
-"""Every combination that is refused, in one table. Recognises settings; runs nothing and imports no Lightning.
+"""Every combination that is refused, in one table: what, why, and what works instead.
 
-A setting is refused where the strategy could not honour it exactly. The table is data: :func:`check` raises from it
-before training starts, :func:`markdown` prints it for the README. Foreign optimizers are tried on a few small tensors.
+A setting is refused where the strategy could not honour it exactly. :func:`check` raises from the table before training
+starts, :func:`markdown` prints it for the README, and what shows only while training runs raises its row's
+:meth:`Limit.error`. Foreign optimizers are tried on a few small tensors.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ class Setup:
     optimizers: Sequence[Optimizer] = ()
 
 
+Recogniser = Callable[[Setup], str | None]
+"""Returns the offending setting with its value as the user wrote it, None if there is nothing to refuse."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limit:
     """One thing that is not supported."""
@@ -38,17 +43,16 @@ class Limit:
     name: str
     scope: Scope
     """From when on it can be recognised: once there is a trainer, a complete model, the optimizers; when it happens."""
-    found: Callable[[Setup], str | None]
-    """Returns the offending setting with its value as the user wrote it, None if there is nothing to refuse."""
+    recognise: Recogniser
     why: str
     instead: str
     """The nearest thing that works."""
     training_only: bool = True
     """False if validation and prediction are refused too."""
 
-    def error(self, found: str) -> UnsupportedError:
-        """Return the error that refuses ``found``, the use with the name of what is used."""
-        return UnsupportedError(f"{found}: {self.why}; {self.instead}")
+    def error(self, use: str) -> UnsupportedError:
+        """Return the error that refuses ``use``, which names what is used."""
+        return UnsupportedError(f"{use}: {self.why}; {self.instead}")
 
 
 def check(scope: Scope, run: Setup, *, training: bool = True) -> None:
@@ -57,11 +61,8 @@ def check(scope: Scope, run: Setup, *, training: bool = True) -> None:
     Raises:
         UnsupportedError: with one line per setting: the setting, its value, why, and what works instead.
     """
-    problems = [
-        f"{setting}: {limit.why}; {limit.instead}"
-        for limit in LIMITS
-        if limit.scope == scope and (training or not limit.training_only) and (setting := limit.found(run)) is not None
-    ]
+    rows = [limit for limit in LIMITS if limit.scope == scope and (training or not limit.training_only)]
+    problems = [str(limit.error(setting)) for limit in rows if (setting := limit.recognise(run)) is not None]
     if problems:
         raise UnsupportedError("not supported by the offmate strategy:\n" + "\n".join(f"- {line}" for line in problems))
 
@@ -80,16 +81,17 @@ def markdown() -> str:
 LIMITS: list[Limit] = []
 """The table, in the order of the README."""
 
-Found = Callable[[Setup], str | None]
 
-
-def _limit(name: str, scope: Scope, *, why: str, instead: str, training_only: bool = True) -> Callable[[Found], Found]:
+def _limit(
+    name: str, scope: Scope, *, why: str, instead: str, training_only: bool = True
+) -> Callable[[Recogniser], Recogniser]:
     """Add the row that the decorated function recognises."""
 
-    def add(found: Found) -> Found:
-        limit = Limit(name=name, scope=scope, found=found, why=why, instead=instead, training_only=training_only)
-        LIMITS.append(limit)
-        return found
+    def add(recognise: Recogniser) -> Recogniser:
+        LIMITS.append(
+            Limit(name=name, scope=scope, recognise=recognise, why=why, instead=instead, training_only=training_only)
+        )
+        return recognise
 
     return add
 
@@ -285,8 +287,8 @@ def _overlapping(run: Setup) -> str | None:
     from lt_offload.model.optimizers import overlap
 
     assert run.model is not None
-    found = overlap([*run.model.named_parameters(), *run.model.named_buffers()])
-    return None if found is None else f"{found[0]} and {found[1]}, which share memory"
+    shared = overlap([*run.model.named_parameters(), *run.model.named_buffers()])
+    return None if shared is None else f"{shared[0]} and {shared[1]}, which share memory"
 
 
 @_limit(
@@ -422,7 +424,7 @@ def _orphans(run: Setup) -> str | None:
 
 def _while_running(name: str, *, why: str, instead: str) -> Limit:
     """Add a row that is recognised where it happens; whoever does raises its :meth:`Limit.error`."""
-    limit = Limit(name=name, scope="run", found=lambda run: None, why=why, instead=instead)
+    limit = Limit(name=name, scope="run", recognise=lambda run: None, why=why, instead=instead)
     LIMITS.append(limit)
     return limit
 

@@ -1,9 +1,10 @@
-"""Offloaded training in a plain PyTorch loop. Orders calls of the three rooms; holds no logic of its own."""
+"""Offloaded training in a plain PyTorch loop, without Lightning: profile, plan, and an engine within a context."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +16,9 @@ from lt_offload.errors import ConfigError, PlanError
 from lt_offload.execute import find_device, open_device
 from lt_offload.execute.engine import Engine
 from lt_offload.machine.driver import current
-from lt_offload.model.blocks import find_blocks
+from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import caches_off
-from lt_offload.plan import check, solve
+from lt_offload.plan import Settings, check, make_plan
 from lt_offload.profiling.hardware import check_memory, free_memory
 from lt_offload.profiling.measure import check_use
 from lt_offload.profiling.measure import profile as measure
@@ -51,7 +52,7 @@ def offloaded(
         plan: a plan to replay instead of profiling and solving.
         accelerator: ``"auto"``, ``"cuda"``, ``"cuda:1"`` (that GPU is the current one within the context) or ``"cpu"``
             (the emulated device).
-        **switches: further arguments of :func:`lt_offload.solve`.
+        **switches: ``host_memory``, ``planner`` and what else :func:`lt_offload.solve` takes.
 
     Yields:
         The engine, for ``stats`` and ``trace()``.
@@ -63,20 +64,30 @@ def offloaded(
     limits.check("model", run)
     limits.check("optimizer", run)
     structure = find_blocks(model)
-    place = find_device(accelerator)
+    torch_device = find_device(accelerator)
     budget = None if memory is None else parse_bytes(memory, least=1)
-    check_memory(budget, place)
+    settings = Settings(memory=budget, **switches)
+    check_memory(budget, torch_device)
     if plan is None:
-        profile = measure(model, sample_batch, optimizer=optimizer, device=place, structure=structure)
-        plan = solve(profile, memory=budget or free_memory(place), **switches)
+        profile = measure(model, sample_batch, optimizer=optimizer, device=torch_device, structure=structure)
+        plan = make_plan(profile, replace(settings, memory=budget or free_memory(torch_device)))
         problems = check(plan, profile)
         if problems:
             raise PlanError(f"the plan cannot be carried out: {problems[0]}")
     else:
         _check_replay(plan, budget, switches)
-        check_use(model, sample_batch, device=place, optimizer=optimizer, structure=structure)
+        check_use(model, sample_batch, device=torch_device, optimizer=optimizer, structure=structure)
+    with _installed(model, optimizer, plan, structure, torch_device) as engine:
+        yield engine
+
+
+@contextmanager
+def _installed(
+    model: nn.Module, optimizer: Optimizer, plan: Plan, structure: Structure, torch_device: torch.device
+) -> Iterator[Engine]:
+    """Carry out ``plan`` in every iteration within the context."""
     device = open_device(
-        plan.budget_bytes, str(place), host_threads=plan.host_threads or None, context=plan.context_bytes
+        plan.budget_bytes, str(torch_device), host_threads=plan.host_threads or None, context=plan.context_bytes
     )
     engine = Engine(model, optimizer, plan, device, structure=structure)
     iteration = ExitStack()
@@ -88,7 +99,7 @@ def offloaded(
 
     hooks = [model.register_forward_pre_hook(begin)]
     try:
-        with current(place), caches_off(model):
+        with current(torch_device), caches_off(model):
             engine.install()
             engine.follow(optimizer)
             hooks.append(optimizer.register_step_post_hook(lambda *_: iteration.close()))

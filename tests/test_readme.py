@@ -16,7 +16,7 @@ from lt_offload.cli import recipes
 from lt_offload.cli.main import LIGHTNING_VERBS, main
 from lt_offload.finetune.data import FineTuneData
 from lt_offload.finetune.module import FineTune
-from lt_offload.plan.solve import PLANNERS
+from lt_offload.plan.settings import PLANNERS
 from tests.support import models, tiny
 
 ROOT = Path(__file__).parents[1]

@@ -1,6 +1,6 @@
-"""Lightning's command line for fine-tuning. Knows settings: where they come from, their names, what is wrong with them.
+"""Lightning's command line for fine-tuning: from files and flags to settings, and errors that name the wrong one.
 
-What is done with them is in ``verbs.py``.
+What is then done with the settings is in ``verbs.py``.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ def last_run(recipe: Path, root: Path | None) -> tuple[Path, Path]:
     stamp = "[0-9]" * 8 + "-" + "[0-9]" * 6
     runs = [root] if root else sorted(Path("runs").glob(f"{run_name(recipe)}-{stamp}"), reverse=True)
     for folder in runs:
-        if (found := checkpoint.newest(folder / "checkpoints")) is not None:
-            return folder, found
+        if (newest := checkpoint.newest(folder / "checkpoints")) is not None:
+            return folder, newest
     where = f"{root / 'checkpoints'}" if root else f"{Path('runs').resolve()}/{run_name(recipe)}-*/checkpoints"
     raise ConfigError(f"--resume: there is no complete checkpoint in {where}; start without --resume")
 

@@ -1,7 +1,7 @@
-"""Recipe files and flags become one list of arguments. Knows which settings add to each other instead of replacing.
+"""Makes one list of arguments from recipe files and flags.
 
-The parser lets every file replace what the ones before say. Two settings are meant otherwise: callbacks of one's own
-come beside the recipe's, and adapters come with the learning rate that adapters need.
+The parser lets every file replace what the ones before it say. Two settings add to each other instead: one's own
+callbacks join the recipe's, and adapters bring the learning rate that adapters need.
 """
 
 from __future__ import annotations
@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lt_offload.cli.recipes import read
-from lt_offload.resources import shipped_root
-from lt_offload.resources_paths import is_file
+from lt_offload.resources import is_file, shipped_root
 
 _CALLBACKS = "--trainer.callbacks"
 _EXPLAIN = "--explain"
@@ -40,9 +39,9 @@ def _with_lora(files: Sequence[Path], args: Sequence[str]) -> list[Path]:
     """Put the shipped piece for adapters before what switches them on; what comes later overrides it as usual."""
     piece = shipped_root() / "configs" / "lora.yaml"
     given = [*files]
-    for at, file in enumerate(given):
+    for index, file in enumerate(given):
         if _group(file, "model").get("lora") is not None:
-            return [*given] if file.resolve() == piece.resolve() else [*given[:at], piece, *given[at:]]
+            return [*given] if file.resolve() == piece.resolve() else [*given[:index], piece, *given[index:]]
     if any(_switches_on(arg, following) for arg, following in pairwise([*args, ""])):
         return [*given, piece]
     return given
@@ -64,16 +63,15 @@ def _callbacks(files: Sequence[Path]) -> list[Any] | None:
         group = _group(file, "trainer")
         if "callbacks" not in group:
             continue
-        found = group["callbacks"]
-        if not isinstance(found, dict | list | str | None):
+        callbacks = group["callbacks"]
+        if not isinstance(callbacks, dict | list | str | None):
             return None  # the parser says what is wrong with it
         asked += 1
-        merged = [] if found is None else merged + [one for one in _listed(found) if one not in merged]
+        if callbacks is None:
+            merged = []
+            continue
+        merged += [one for one in (callbacks if isinstance(callbacks, list) else [callbacks]) if one not in merged]
     return merged if asked > 1 else None
-
-
-def _listed(found: Any) -> list[Any]:
-    return found if isinstance(found, list) else [found]
 
 
 def _appending(args: Sequence[str]) -> Iterator[str]:
@@ -89,5 +87,5 @@ def _appending(args: Sequence[str]) -> Iterator[str]:
 
 
 def _group(file: Path, name: str) -> dict[str, Any]:
-    found = read(file).get(name)
-    return found if isinstance(found, dict) else {}
+    group = read(file).get(name)
+    return group if isinstance(group, dict) else {}

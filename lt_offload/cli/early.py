@@ -1,4 +1,4 @@
-"""What can be known to be wrong before anything slow: before data are read, models loaded, machines measured."""
+"""Checks the files and folders that settings name, before data are read, models loaded or machines measured."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load, sources
 from lt_offload.finetune.module import FineTune
-from lt_offload.resources_paths import is_dir, is_file, user_path
+from lt_offload.resources import is_dir, is_file, user_path
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.checkpoint.foreign import check_checkpoint, check_weights
 
@@ -40,11 +40,13 @@ def check_early(app: App, ckpt_path: str | None = None, *, resume: bool = False)
 
 def _check_file(module: FineTune, path: str, *, resume: bool) -> None:
     if not (is_file(path) or is_dir(path)):
-        raise ConfigError(f"ckpt_path={path!r} does not exist")
+        raise ConfigError(f"ckpt_path={path!r} does not exist; give a .ckpt file that a Trainer has written")
     content: Any = checkpoint.load(path, weights_only=True)
     check_checkpoint(content, path)
     if resume and "optimizer_states" not in content:
-        raise ConfigError(f"ckpt_path={path!r} has weights only, no optimizer states: training cannot go on from it")
+        raise ConfigError(
+            f"ckpt_path={path!r} has weights only, no optimizer states; give one that was written while training"
+        )
     # The model without memory for its weights: names and shapes are enough, and there within a second.
     with torch.device("meta"):
         skeleton = module.build(init="random")

@@ -17,7 +17,7 @@ from lt_offload.cli import recipes
 from lt_offload.cli.outputs import check_output
 from lt_offload.cli.progress import keeping_quiet, say
 from lt_offload.errors import ConfigError, OffloadError
-from lt_offload.resources_paths import is_dir, is_file, user_path
+from lt_offload.resources import is_dir, is_file, user_path
 
 USAGE = """\
 usage: lt-finetune RECIPE [--key value ...]            fine-tune

@@ -1,4 +1,4 @@
-"""Whether files and folders can be written where they are asked for, found out before anything slow."""
+"""Checks that files and folders can be written where they are asked for, before anything slow."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 
 from lt_offload.errors import ConfigError
-from lt_offload.resources_paths import is_dir, user_path
+from lt_offload.resources import is_dir, user_path
 
 
 def check_output(path: str | Path, setting: str, *, make: bool = False) -> None:
@@ -23,7 +23,7 @@ def check_output(path: str | Path, setting: str, *, make: bool = False) -> None:
         raise ConfigError(f"{setting}: cannot write {target}: it is a folder; add the name of a file")
     folder = target.parent
     if make:
-        folder = next(place for place in (folder, *folder.absolute().parents) if os.path.exists(place))
+        folder = next(above for above in (folder, *folder.absolute().parents) if os.path.exists(above))
     if not is_dir(folder):
         why = "is a file" if os.path.exists(folder) else "does not exist"
         raise ConfigError(f"{setting}: cannot write {target}: there is no folder {folder}, it {why}")

@@ -1,16 +1,17 @@
-"""``lt-finetune plan``: plans from settings alone, one or many, as text and files. Parameters of ``plan`` are flags."""
+"""``lt-finetune plan``: one plan or many from settings alone. The parameters of :func:`plan` are the verb's flags."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lt_offload.cli.outputs import check_output
 from lt_offload.cli.progress import say
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.finetune.module import check_data
+from lt_offload.plan.settings import Settings
 from lt_offload.plan.sweep import Question, SweepRange, parse_sweep, run_sweep
 from lt_offload.plan.what_if import Solver, gains
 from lt_offload.profiling.hardware import load_hardware
@@ -59,17 +60,18 @@ def plan(
         if path is not None:
             check_output(path, flag, make=True)
     if memory is not None:
-        parse_bytes(memory)  # or a slip would be noticed after all that is slow
+        parse_bytes(memory)  # a slip is noticed here, before all that is slow
     if sweep is not None:
         return _sweep(app, parse_sweep(sweep), memory=memory, hardware=hardware, save=save, report=report, trace=trace)
-    from lt_offload.plan import simulate
+    from lt_offload.plan import make_plan, simulate
     from lt_offload.report.perfetto import save_perfetto
 
     if getattr(app.trainer.strategy, "batch_size", None) == "auto":
         profile, made = _with_best_batch(app, memory, hardware)
     else:
         profile = estimate(app, hardware)
-        made = _solver(app)(profile, _budget(app, memory, profile.hardware), _host_budget(app, profile.hardware))
+        settings = _settings(app)
+        made = make_plan(profile, replace(settings, memory=_budget(settings, memory, profile.hardware)))
     print(made.explain() if explain else f"{brief(made)}\n--explain shows it block by block.")
     if save is not None:
         print(f"plan: {made.save(save)}")
@@ -79,8 +81,8 @@ def plan(
     if report is not None:
         from lt_offload.report.page import write_plan_report
 
-        found = gains(made, profile, _solver(app, at_most=_GAIN_SECONDS), say=_say)
-        print(f"report: {write_plan_report(report, made, profile, simulated, found)}")
+        bought = gains(made, profile, _solver(app, _GAIN_SECONDS), say=_say)
+        print(f"report: {write_plan_report(report, made, profile, simulated, bought)}")
     return 0
 
 
@@ -89,12 +91,11 @@ def _with_best_batch(app: App, memory: str | None, hardware: str | None) -> tupl
     from lt_offload.plan import choose_batch
 
     first = estimate(app, hardware, 1)
-    machine = first.hardware
+    settings, machine = _settings(app), first.hardware
     choice = choose_batch(
         lambda size: first if size == 1 else estimate(app, machine, size),
-        memory=_budget(app, memory, machine),
+        replace(settings, memory=_budget(settings, memory, machine)),
         on_progress=_say,
-        **_settings(app) | {"host_memory": _host_budget(app, machine)},
     )
     return choice.profile, choice.plan
 
@@ -116,12 +117,12 @@ def _sweep(
     if given is not None:
         raise ConfigError(f"{asked.axis}={given!r} cannot be combined with a sweep over {asked.axis}; leave one out")
     if trace is not None:
-        raise ConfigError(f"trace={trace!r} shows one plan and a sweep makes many; plan without sweep for it")
+        raise ConfigError(f"trace={trace!r} shows one plan and a sweep makes many; leave one of them out")
     if save is not None and Path(save).suffix.lower() not in (".csv", ".json"):
         raise ConfigError(f"save={save!r}: a sweep is saved as a table; end the name with .csv or .json")
     seconds = max(_LEAST_SECONDS, _SWEEP_SECONDS / len(asked.sizes or asked.names))
-    questions = list(_questions(app, asked, memory, hardware, _solver(app, at_most=seconds)))
-    found = run_sweep(
+    questions = list(_questions(app, asked, memory, hardware, _solver(app, seconds)))
+    swept = run_sweep(
         asked.axis,
         questions,
         model=_model_name(app),
@@ -129,13 +130,13 @@ def _sweep(
         sequence_length=app.datamodule.max_length,
         say=_say,
     )
-    print(found.explain())
+    print(swept.explain())
     if save is not None:
-        print(f"table: {found.save(save)}")
+        print(f"table: {swept.save(save)}")
     if report is not None:
         from lt_offload.report.page import write_sweep_report
 
-        print(f"report: {write_sweep_report(report, found)}")
+        print(f"report: {write_sweep_report(report, swept)}")
     return 0
 
 
@@ -152,52 +153,50 @@ def _questions(
 
         return Question(hardware=machine.name, memory_bytes=budget, host_memory_bytes=ram, solve=plan_it)
 
+    settings = _settings(app)
     for machine in [load_hardware(name) for name in asked.names]:
-        knows = app.model.model_dtype in machine.flops_per_s
+        rated = app.model.model_dtype in machine.flops_per_s  # its description has figures for this dtype
         budget = machine.device_bytes if memory is None else min(parse_bytes(memory), machine.device_bytes)
-        yield question(machine, budget, _host_budget(app, machine), estimate(app, machine) if knows else None)
+        yield question(machine, budget, settings.host_budget(machine), estimate(app, machine) if rated else None)
     if asked.axis == "hardware":
         return
     profile = estimate(app, hardware)
     machine = profile.hardware
     if asked.axis == "memory":
-        budgets = [(size, _host_budget(app, machine)) for size in asked.sizes]
+        budgets = [(size, settings.host_budget(machine)) for size in asked.sizes]
     else:
-        memory_bytes = _budget(app, memory, machine)
+        memory_bytes = _budget(settings, memory, machine)
         budgets = [(memory_bytes, size) for size in asked.sizes]
     yield from (question(machine, budget, ram, profile) for budget, ram in budgets)
 
 
-def _solver(app: App, *, at_most: float | None = None) -> Solver:
-    """Return what plans with the strategy's settings; ``at_most`` shortens its time limit."""
-    from lt_offload.plan import solve
+def _solver(app: App, seconds: float) -> Solver:
+    """Return what plans with the strategy's settings, each plan in ``seconds`` at most."""
+    from lt_offload.plan import make_plan
 
     settings = _settings(app)
-    if at_most is not None:
-        settings["time_limit"] = min(settings.get("time_limit", at_most), at_most)
-    return lambda profile, memory, host_memory: solve(profile, memory=memory, **settings | {"host_memory": host_memory})
+    settings = replace(settings, time_limit=min(settings.time_limit, seconds))
+    return lambda profile, memory, host_memory: make_plan(
+        profile, replace(settings, memory=memory, host_memory=host_memory)
+    )
 
 
-def _settings(app: App) -> dict[str, Any]:
-    """Return what the strategy plans with; nothing if it is another than offmate."""
-    return dict(getattr(app.trainer.strategy, "planning", {}))
+def _settings(app: App) -> Settings:
+    """Return what the strategy plans with; the defaults if it is another than offmate."""
+    settings = getattr(app.trainer.strategy, "settings", None)
+    return settings if isinstance(settings, Settings) else Settings()
 
 
-def _budget(app: App, memory: str | None, machine: HardwareProfile) -> int:
-    """Return the device budget: what was asked for, else the recipe's as far as the device has it."""
-    wanted = memory or getattr(app.trainer.strategy, "memory", None) or machine.device_bytes
-    budget, has = parse_bytes(wanted), machine.device_bytes
-    if budget > has:
-        # What was asked for is a question about another card; a recipe's budget is only a habit.
-        _say(f"{machine.name} has {format_bytes(has)}, not {format_bytes(budget)}{', but so be it' if memory else ''}")
-        budget = budget if memory else has
-    _say(f"planning for {format_bytes(budget)} on {machine.name}")
+def _budget(settings: Settings, memory: str | None, machine: HardwareProfile) -> int:
+    """Return the device budget: ``memory`` if that was asked for, else the recipe's as far as the device has it."""
+    has = machine.device_bytes
+    budget = settings.device_budget(machine) if memory is None else parse_bytes(memory)
+    if budget > has and memory is None:
+        _say(f"{machine.name} has {format_bytes(has)}, not {format_bytes(budget)} as in the recipe")
+        budget = has
+    more = f", although it has {format_bytes(has)}" if budget > has else ""  # a question about another card
+    _say(f"planning for {format_bytes(budget)} on {machine.name}{more}")
     return budget
-
-
-def _host_budget(app: App, machine: HardwareProfile) -> int:
-    wanted = getattr(app.trainer.strategy, "host_memory", None)
-    return machine.host_bytes if wanted is None else parse_bytes(wanted, setting="host_memory")
 
 
 def estimate(app: App, hardware: str | HardwareProfile | None, batch_size: int | None = None) -> Profile:

@@ -15,8 +15,7 @@ from typing import Any
 import yaml
 
 from lt_offload.errors import ConfigError
-from lt_offload.resources import shipped_files, shipped_root
-from lt_offload.resources_paths import is_file, user_path
+from lt_offload.resources import is_file, shipped_files, shipped_root, user_path
 
 VERBS = ("fit", "plan", "validate", "generate", "export", "check", "ls", "cp", "doctor", "help")
 
@@ -62,7 +61,7 @@ def for_gpu(files: Sequence[Path]) -> list[Path]:
     Raises:
         ConfigError: if one of them is missing.
     """
-    return [found for file in files for found in _named(file, "gpu")]
+    return [override for file in files for override in _named(file, "gpu")]
 
 
 def _expand(path: Path, above: tuple[Path, ...]) -> list[Path]:

@@ -56,8 +56,8 @@ def fit(app: App, *, ckpt_path: str | None = None, resume: bool = False, explain
         return terminated if left.code == terminated else EXIT_CODES[signal.SIGINT]
     report = write_run_report(app.summary, trainer, app.run_dir)
     print_summary(app.summary, trainer, app.run_dir, report)
-    if found := run_gains(app.summary, trainer):
-        write_run_report(app.summary, trainer, app.run_dir, found)
+    if gains := run_gains(app.summary, trainer):
+        write_run_report(app.summary, trainer, app.run_dir, gains)
     return 0
 
 

@@ -27,9 +27,9 @@ Items = Sequences | Subset[tuple[Tensor, Tensor]]
 
 
 class ResumableLoader(DataLoader[tuple[Tensor, Tensor]]):
-    """A loader whose place in the epoch Lightning saves and restores with its checkpoints.
+    """A loader whose position in the epoch Lightning saves and restores with its checkpoints.
 
-    Batches are made in the calling process, so the place is exactly what training has seen.
+    Batches are made in the calling process, so the position is exactly what training has seen.
     """
 
     def __init__(self, items: Items, *, batch_sampler: ResumableBatches, collate_fn: Any) -> None:
@@ -38,11 +38,11 @@ class ResumableLoader(DataLoader[tuple[Tensor, Tensor]]):
         self._order = batch_sampler
 
     def state_dict(self) -> dict[str, int]:
-        """Return the place in the training order."""
+        """Return the position in the training order."""
         return self._order.state_dict()
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at the place in the training order."""
+        """Continue at the position in the training order."""
         self._order.load_state_dict(state)
 
 
@@ -96,9 +96,11 @@ class FineTuneData(LightningDataModule):
             if value < low:
                 raise ConfigError(f"data.{setting}={value} is too small; it must be at least {low}")
         if not -(2**63) <= seed < 2**63:
-            raise ConfigError(f"data.seed={seed} is too large; choose one between 0 and {2**63 - 1}")
+            raise ConfigError(f"data.seed={seed} is out of range; choose a number from 0 to {2**63 - 1}")
         if not 0 <= validation_share < 1:
-            raise ConfigError(f"data.validation_share={validation_share} is not a share: 0 <= share < 1")
+            raise ConfigError(
+                f"data.validation_share={validation_share} is not a share; choose a number from 0 to less than 1"
+            )
         self.model = model
         self.path = path
         self.format: Format = format
@@ -174,7 +176,7 @@ class FineTuneData(LightningDataModule):
         return ResumableLoader(self._train, batch_sampler=self._order, collate_fn=self._collate)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the place in the training order.
+        """Return the position in the training order.
 
         The loader's own state is not enough: Lightning forgets to restore it if ``configure_optimizers`` has asked for
         the number of steps, as every schedule must.
@@ -182,7 +184,7 @@ class FineTuneData(LightningDataModule):
         return {} if self._order is None else {"order": self._order.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Continue at the place in the training order."""
+        """Continue at the position in the training order."""
         self._resume_at = state_dict.get("order")
 
     def val_dataloader(self) -> EVAL_DATALOADERS:

@@ -1,4 +1,4 @@
-"""Rows of a data set become token ids and labels. Knows tokenizers and prompts; not files, lengths or batches.
+"""Makes token ids and labels from the rows of a data set, in a prompt if they are instructions.
 
 Labels are the ids that the model is to predict, ``IGNORED`` where nothing is learned; the model shifts them itself.
 """

@@ -1,6 +1,6 @@
 """Models and tokenizers by name: from the hub, from a folder, from an architecture alone, or from an installed package.
 
-Knows Hugging Face and GGUF; nothing of training or offloading. Every failure is a ``ConfigError`` that says what to do.
+Every failure is a ``ConfigError`` that says what to do.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lt_offload.errors import ConfigError
-from lt_offload.resources_paths import is_dir, is_file, user_path
+from lt_offload.resources import is_dir, is_file, user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -49,8 +49,8 @@ def load_config(name: str, architecture: str | None = None) -> PreTrainedConfig:
     from lt_offload.profiling.from_config import load_model_config
 
     if architecture is None:
-        found: PreTrainedConfig = _from_hub(name, lambda: AutoConfig.from_pretrained(locate(name)))
-        return found
+        config: PreTrainedConfig = _from_hub(name, lambda: AutoConfig.from_pretrained(locate(name)))
+        return config
     return load_model_config(architecture)
 
 
@@ -105,8 +105,10 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """
     from transformers import AutoTokenizer
 
-    found: PreTrainedTokenizerBase = _from_hub(name, lambda: AutoTokenizer.from_pretrained(locate(name, needs=None)))
-    return found
+    tokenizer: PreTrainedTokenizerBase = _from_hub(
+        name, lambda: AutoTokenizer.from_pretrained(locate(name, needs=None))
+    )
+    return tokenizer
 
 
 def locate(name: str, *, needs: str | None = "config.json") -> str:
@@ -117,12 +119,12 @@ def locate(name: str, *, needs: str | None = "config.json") -> str:
     """
     if name == SMOLLM2:
         return str(converted_smollm2())
-    place = user_path(name)
-    if is_dir(place):
-        if needs is not None and not (place / needs).is_file():
+    local = user_path(name)
+    if is_dir(local):
+        if needs is not None and not (local / needs).is_file():
             raise ConfigError(f"model folder {name!r} has no {needs}; give the folder that save_pretrained() wrote")
-        return str(place)
-    if is_file(place) or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+        return str(local)
+    if is_file(local) or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
         raise ConfigError(f"model {name!r} is not a folder; give a model folder, a name on the hub, or {SMOLLM2!r}")
     return name
 
@@ -199,10 +201,10 @@ def _convert(source: Path, target: Path) -> None:
 
 def _check_same_architecture(name: str, real: PreTrainedConfig, planned: PreTrainedConfig) -> None:
     for key in _SHAPE_KEYS:
-        found, expected = getattr(real, key, None), getattr(planned, key, None)
-        if found != expected:
+        actual, expected = getattr(real, key, None), getattr(planned, key, None)
+        if actual != expected:
             raise ConfigError(
-                f"model.name={name!r} has {key}={found}, but the configuration in model.architecture has {expected}; "
+                f"model.name={name!r} has {key}={actual}, but the configuration in model.architecture has {expected}; "
                 "set model.architecture=null or to the configuration of this model"
             )
 

@@ -100,7 +100,7 @@ class FineTune(LightningModule):
     ) -> None:
         super().__init__()
         if not 0 < lr < math.inf:
-            raise ConfigError(f"model.lr={lr} is not positive and finite")
+            raise ConfigError(f"model.lr={lr} is not positive and finite; choose a number such as 1e-5")
         if lora is not None and lora.r < 1:
             raise ConfigError(f"model.lora.r={lora.r} is too small; it must be at least 1")
         if master_weights:
@@ -211,7 +211,8 @@ def check_data(config: Any, *, max_length: int, vocabulary: int | None = None) -
         )
     if vocabulary is not None and vocabulary > config.vocab_size:
         raise ConfigError(
-            f"the tokenizer has {vocabulary} tokens, the model {config.vocab_size}; leave data.tokenizer to the model"
+            f"the tokenizer has {vocabulary} tokens, the model {config.vocab_size}; leave out data.tokenizer to "
+            "use the model's own"
         )
 
 

@@ -1,4 +1,4 @@
-"""Tokenised examples become training sequences and sequences become batches. Knows neither tokenizers nor files."""
+"""Makes training sequences from tokenised examples, and batches from sequences."""
 
 from __future__ import annotations
 
@@ -130,6 +130,7 @@ class ResumableBatches(Sampler[list[int]]):
             if state[key] != getattr(self, key):
                 raise ConfigError(
                     f"cannot continue in the middle of an epoch: {key} was {state[key]}, now it is {getattr(self, key)}"
+                    "; use the settings of the run that wrote the checkpoint"
                 )
         self.position = state["position"]
         self._resume = True

@@ -30,14 +30,14 @@ def read_json(files: Sequence[Path], setting: str, columns: Sequence[str]) -> li
 
 def _rows(file: Path, setting: str, columns: Sequence[str]) -> Iterator[Row]:
     try:
-        found = _parsed(file)
+        parsed = _parsed(file)
     except UnicodeDecodeError as error:
         raise ConfigError(f"{setting}: {str(file)!r} is not UTF-8 text: {error}") from None
     except RecursionError:
         raise ConfigError(f"{setting}: {str(file)!r} cannot be read as json: it is nested too deeply") from None
     except ValueError as error:
         raise ConfigError(f"{setting}: {str(file)!r} cannot be read as json: {error}") from None
-    for number, row in enumerate(found, start=1):
+    for number, row in enumerate(parsed, start=1):
         if not isinstance(row, dict):
             raise ConfigError(
                 f"{setting}: {str(file)!r} row {number} is {_kind(row)}, not an object such as "
@@ -85,12 +85,12 @@ def usable(rows: Any, *, needed: Sequence[str], optional: Sequence[str], places:
         return rows
     named = "; ".join(f"{places.name(number)}: {why}" for number, why in bad[:_MOST_NAMED])
     more = "; ..." if len(bad) > _MOST_NAMED else ""
-    found = f"{places.setting}={places.path!r}: {len(bad)} of {len(rows)} rows have no text to learn ({named}{more})"
+    problem = f"{places.setting}={places.path!r}: {len(bad)} of {len(rows)} rows have no text to learn ({named}{more})"
     if not skip:
-        raise ConfigError(f"{found}; mend or remove them, or set data.skip_bad_rows=true to train without them")
+        raise ConfigError(f"{problem}; mend or remove them, or set data.skip_bad_rows=true to train without them")
     if len(bad) == len(rows):
-        raise ConfigError(f"{found}; data.skip_bad_rows=true leaves none: choose data.format and data.text_column")
-    _log.warning("%s; they are left out", found)
+        raise ConfigError(f"{problem}; data.skip_bad_rows=true leaves none: choose data.format and data.text_column")
+    _log.warning("%s; they are left out", problem)
     left_out = {number for number, _ in bad}
     kept = [number for number in range(len(rows)) if number not in left_out]
     return rows.select(kept) if hasattr(rows, "select") else [rows[number] for number in kept]
@@ -111,7 +111,7 @@ class Places:
         """Rows of each file, where there are several."""
 
     def name(self, number: int) -> str:
-        """Return the file and the place in it, counted from 1, of row ``number``, counted from 0."""
+        """Return the file and the row in it, counted from 1, of row ``number``, counted from 0."""
         for file, count in zip(self.files, self.counts, strict=False):
             if number < count:
                 return f"{file.name} row {number + 1}"
@@ -125,7 +125,7 @@ def _fault(row: Row, needed: Sequence[str], optional: Sequence[str]) -> str | No
         if not isinstance(value, str):
             return f"{column} is {_kind(value)}" if column in row else f"{column} is missing"
         if not value.isascii() and _is_broken(value):
-            return f"{column} is no Unicode text: it has half of a surrogate pair"
+            return f"{column} is not Unicode text: it has half of a surrogate pair"
     for column in optional:
         value = row.get(column)
         if value is not None and (not isinstance(value, str) or _is_broken(value)):

@@ -1,4 +1,4 @@
-"""Where rows come from: files, the hub, or Python's own documentation. Knows nothing of tokens.
+"""Where rows come from: files, the hub, or Python's own documentation.
 
 Everything a user can get wrong about a path is found here, before a model is loaded.
 """
@@ -12,7 +12,7 @@ from typing import Any
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.formats import Row
 from lt_offload.finetune.rows import Places, read_json, usable
-from lt_offload.resources_paths import is_dir, is_file, user_path
+from lt_offload.resources import is_dir, is_file, user_path
 
 PYDOC = "pydoc_topics"
 """Name of the source that every Python installation has: the language reference behind ``help()``."""
@@ -70,19 +70,19 @@ def local_files(path: str, setting: str) -> list[Path]:
     Raises:
         ConfigError: if it is a path and there is nothing to read.
     """
-    place = user_path(path)
-    if is_dir(place):
-        found = sorted(file for file in place.iterdir() if file.suffix.lower() in _BUILDERS)
-        kinds = {_BUILDERS[file.suffix.lower()] for file in found}
+    local = user_path(path)
+    if is_dir(local):
+        files = sorted(file for file in local.iterdir() if file.suffix.lower() in _BUILDERS)
+        kinds = {_BUILDERS[file.suffix.lower()] for file in files}
         if len(kinds) != 1:
             have = "files of several kinds" if kinds else "no data files"
             raise ConfigError(f"{setting}={path!r} is a folder with {have}; it should hold one of {_ENDINGS}")
-        return found
-    if is_file(place):
-        if place.suffix.lower() not in _BUILDERS:
-            raise ConfigError(f"{setting}={path!r} is of no known kind; it should end with one of {_ENDINGS}")
-        return [place]
-    if place.suffix.lower() in _BUILDERS or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
+        return files
+    if is_file(local):
+        if local.suffix.lower() not in _BUILDERS:
+            raise ConfigError(f"{setting}={path!r} is of an unknown kind; it should end with one of {_ENDINGS}")
+        return [local]
+    if local.suffix.lower() in _BUILDERS or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
         raise ConfigError(f"{setting}={path!r} does not exist (looked in {Path.cwd()})")
     return []
 

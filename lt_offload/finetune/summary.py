@@ -1,12 +1,13 @@
-"""What a fine-tuning run did, for its end: losses before and after, speed, memory, a sample. Works with any strategy.
+"""What a fine-tuning run did, told at its end: losses before and after, speed, memory, a sample.
 
-Knows Lightning's hooks and, if the strategy has them, its plan, profile and trace.
+Works with any strategy; one that has a plan, a profile and a trace is compared with its plan.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -149,12 +150,13 @@ def run_gains(summary: RunSummary, trainer: Trainer) -> tuple[Gain, ...]:
     patience = min(_MOST_PATIENCE, _PATIENCE * sum(summary.step_times)) / 4
     if getattr(strategy, "plan", None) is None or strategy.profile is None or patience < _LEAST_PATIENCE:
         return ()
-    from lt_offload.plan import solve
+    from lt_offload.plan import make_plan
     from lt_offload.plan.what_if import gains
 
     def again(profile: Profile, memory: int, host_memory: int) -> Plan:
-        changed = {"host_memory": host_memory, "time_limit": patience}
-        return solve(profile, memory=memory, **strategy.planning | changed)
+        return make_plan(
+            profile, replace(strategy.settings, memory=memory, host_memory=host_memory, time_limit=patience)
+        )
 
     return gains(strategy.plan, strategy.profile, again, say=lambda what: rank_zero_info(f"{what} ..."))
 

@@ -1,11 +1,24 @@
 """What to do in one training iteration: plans are made, checked, simulated and explained here. Imports no torch."""
 
 from lt_offload.plan.batch.choose import BatchChoice, choose_batch
-from lt_offload.plan.solve import solve
+from lt_offload.plan.settings import Settings
+from lt_offload.plan.solve import make_plan, solve
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.explain import explain
 from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.trace import Trace
 
-__all__ = ["BatchChoice", "Op", "Plan", "Trace", "check", "choose_batch", "explain", "simulate", "solve"]
+__all__ = [
+    "BatchChoice",
+    "Op",
+    "Plan",
+    "Settings",
+    "Trace",
+    "check",
+    "choose_batch",
+    "explain",
+    "make_plan",
+    "simulate",
+    "solve",
+]

@@ -1,11 +1,10 @@
-"""Asks every planner, simulates what they propose and keeps the best. The one entry to planning; imports no torch."""
+"""Solves for a plan: asks every planner, simulates what they propose and keeps the fastest that fits."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 from dataclasses import replace
-from typing import get_args
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan.build.plan import room_needed
@@ -20,12 +19,11 @@ from lt_offload.plan.planners.offmate.search import search_budgets
 from lt_offload.plan.planners.pofo.propose import propose_pofo
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
 from lt_offload.plan.planners.weights.propose import propose_greedy, propose_l2l
+from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan, PlannerName, Prediction
 from lt_offload.schema.profile import Profile
-from lt_offload.units import format_bytes, format_seconds, parse_bytes
+from lt_offload.units import format_bytes, format_seconds
 
-PLANNERS: tuple[PlannerName, ...] = ("auto", "offmate", "greedy", "l2l", "memferry", "pofo", "resident")
-"""The planners of this release."""
 _OTHERS: dict[PlannerName, Callable[[Request], list[Proposal]]] = {
     "greedy": propose_greedy,
     "l2l": propose_l2l,
@@ -77,46 +75,47 @@ def solve(
         UnsupportedError: if ``planner`` is not one of this release, or does not apply to this model and budget.
         ConfigError: if a size cannot be read, switches leave a block without options, or ``time_limit`` is too short.
     """
-    check_planner(planner)
-    check_reserve(gradient_reserve)
-    hardware = profile.hardware
-    budget = hardware.device_bytes if memory is None else parse_bytes(memory, least=1)
-    ram = hardware.host_bytes if host_memory is None else parse_bytes(host_memory, setting="host_memory", least=1)
-    config = OffmateConfig(
-        budget_bytes=budget,
-        host_budget_bytes=ram,
-        host_update=host_update,
-        activation_offload=activation_offload,
-        recompute=recompute,
-        time_limit=time_limit,
-        window=6 if len(profile.blocks) <= _MANY_BLOCKS else 4,
-    )
-    request = Request(
-        profile=profile,
-        budget_bytes=budget,
-        host_budget_bytes=ram,
-        allowed=tuple(allowed_options(block, config) for block in profile.blocks),
+    settings = Settings(
+        memory=memory,
+        host_memory=host_memory,
+        planner=planner,
         host_update=host_update,
         activation_offload=activation_offload,
         recompute=recompute,
         gradient_reserve=gradient_reserve,
         time_limit=time_limit,
     )
-    return _Selection(request, config, planner).run()
+    return make_plan(profile, settings)
 
 
-def check_planner(planner: str) -> None:
-    """Raise ``UnsupportedError`` if ``planner`` is not one of this release."""
-    if planner not in PLANNERS:
-        known = "does not exist" if planner not in get_args(PlannerName) else "is not in this release"
-        raise UnsupportedError(f"planner={planner!r} {known}; choose one of {', '.join(PLANNERS)}")
+def make_plan(profile: Profile, settings: Settings) -> Plan:
+    """Return the fastest plan found for ``profile``; the same as :func:`solve`, which lists the errors."""
+    config = offmate_config(profile, settings, window=6 if len(profile.blocks) <= _MANY_BLOCKS else 4)
+    request = Request(
+        profile=profile,
+        budget_bytes=settings.device_budget(profile.hardware),
+        host_budget_bytes=settings.host_budget(profile.hardware),
+        allowed=tuple(allowed_options(block, config) for block in profile.blocks),
+        host_update=settings.host_update,
+        activation_offload=settings.activation_offload,
+        recompute=settings.recompute,
+        gradient_reserve=settings.gradient_reserve,
+        time_limit=settings.time_limit,
+    )
+    return _Selection(request, config, settings.planner).run()
 
 
-def check_reserve(gradient_reserve: float | None) -> float | None:
-    """Return ``gradient_reserve``; raises ``ConfigError`` if it is not a part of the gradients."""
-    if gradient_reserve is not None and not 0 <= gradient_reserve <= 1:
-        raise ConfigError(f"gradient_reserve={gradient_reserve} is not a part of the gradients; 0 to 1 works")
-    return gradient_reserve
+def offmate_config(profile: Profile, settings: Settings, *, window: int) -> OffmateConfig:
+    """Return the linear program's configuration; ``window``: the steps around a use in which its transfers may run."""
+    return OffmateConfig(
+        budget_bytes=settings.device_budget(profile.hardware),
+        host_budget_bytes=settings.host_budget(profile.hardware),
+        host_update=settings.host_update,
+        activation_offload=settings.activation_offload,
+        recompute=settings.recompute,
+        time_limit=settings.time_limit,
+        window=window,
+    )
 
 
 class _Selection:

@@ -154,7 +154,9 @@ def _machines(parts: list[str], text: str) -> Iterator[str]:
 
 def _range(sizes: list[int], text: str, axis: Axis) -> list[int]:
     if len(sizes) not in (2, 3) or sizes[0] >= sizes[1]:
-        raise ConfigError(f"sweep={text!r} is no range; write {_EXAMPLES[axis]} (from:to:step, from below to)")
+        raise ConfigError(
+            f"sweep={text!r} is not a range; write {_EXAMPLES[axis]} (from:to:step, where from is less than to)"
+        )
     first, last, *rest = sizes
     step = rest[0] if rest else _round_step(last - first)
     if (last - first) // step + 1 > MOST_POINTS:

@@ -24,8 +24,7 @@ from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import assemble, measure_blocks
 from lt_offload.profiling.meters import Roofline
 from lt_offload.profiling.optimizer import OptimizerFactory, build_optimizer, estimate_optimizer
-from lt_offload.resources import shipped_files
-from lt_offload.resources_paths import is_dir, is_file
+from lt_offload.resources import is_dir, is_file, shipped_files
 from lt_offload.schema.profile import HardwareProfile, Profile
 
 if TYPE_CHECKING:

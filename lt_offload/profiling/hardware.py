@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from lt_offload.errors import ConfigError
-from lt_offload.resources import shipped_files
-from lt_offload.resources_paths import is_file
+from lt_offload.resources import is_file, shipped_files
 from lt_offload.schema.profile import HardwareProfile
 from lt_offload.schema.profile import problems_of_machine as problems
 from lt_offload.units import format_bytes, parse_bytes

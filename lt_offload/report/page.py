@@ -1,22 +1,22 @@
-"""The report of a run: one self-contained HTML page that shows the plan, what was predicted and what happened.
+"""The report of a run, of a plan or of a sweep: one self-contained HTML page.
 
-Knows plans, profiles and traces; not trainers and not torch, so that a plan can be reported on any machine.
+It needs no trainer, so that a plan can be reported on any machine.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from importlib.resources import files
 from pathlib import Path
 
-from lt_offload.plan.sweep import Sweep
+from lt_offload.plan.sweep import Sweep, SweepPoint, format_rate, headline, name_of
 from lt_offload.plan.what_if import Gain
-from lt_offload.report import drawing as drawing
-from lt_offload.report import tables as tables
-from lt_offload.report.html import NONE, page, section, table, unbroken
-from lt_offload.report.plot import Line, bars, chart
-from lt_offload.report.sweep_page import sweep_page
+from lt_offload.report import charts, tables
+from lt_offload.report.charts import Line, bar_list, chart
+from lt_offload.report.tables import NONE, section, table
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
@@ -24,6 +24,15 @@ from lt_offload.units import format_bytes, format_seconds
 
 _COMMON_AXIS = 3.0
 """Two iterations share one time scale unless one is so many times longer than the other."""
+_TITLES = {"memory": "how much GPU memory?", "host_memory": "how much RAM?", "hardware": "which card?"}
+_OF = {"memory": "GPU memory", "host_memory": "RAM allowed", "hardware": "machine"}
+_SCRIPT = """for (const figure of document.querySelectorAll("figure"))
+  for (const event of ["pointerover", "click"])
+    figure.addEventListener(event, ({target}) => {
+      const title = target.tagName === "rect" && target.firstElementChild;
+      if (title) figure.querySelector(".readout").textContent = title.textContent;
+    });"""
+"""Shows a bar's title below its drawing, for fingers; without scripts the browser's own tooltip remains."""
 
 
 def write_report(
@@ -49,19 +58,19 @@ def write_report(
             one iteration. Everything else is listed under the settings, in the given order.
         gains: what more of each resource would buy.
     """
-    return _write(Path(run_dir) / "report.html", _page(plan, profile, predicted, measured, summary, gains))
+    return _write(Path(run_dir) / "report.html", _plan_page(plan, profile, predicted, measured, summary, gains))
 
 
 def write_plan_report(
     path: str | Path, plan: Plan, profile: Profile, predicted: Trace, gains: Sequence[Gain] = ()
 ) -> Path:
     """Write the report of a plan that has not run to ``path`` and return the path; ``gains`` as for a run."""
-    return _write(Path(path), _page(plan, profile, predicted, None, {}, gains))
+    return _write(Path(path), _plan_page(plan, profile, predicted, None, {}, gains))
 
 
 def write_sweep_report(path: str | Path, sweep: Sweep) -> Path:
     """Write the curves and the table of a sweep to ``path`` and return the path."""
-    return _write(Path(path), sweep_page(sweep))
+    return _write(Path(path), _sweep_page(sweep))
 
 
 def _write(path: Path, html: str) -> Path:
@@ -70,7 +79,7 @@ def _write(path: Path, html: str) -> Path:
     return path
 
 
-def _page(
+def _plan_page(
     plan: Plan,
     profile: Profile,
     predicted: Trace,
@@ -83,11 +92,11 @@ def _page(
     kind = "training report" if measured else "plan"
     tokens = f"{plan.batch_size} × {plan.sequence_length} tokens"
     about = ", ".join((tokens, profile.dtype, profile.optimizer.name, profile.hardware.name))
-    return page(
+    return _html(
         title,
         [
             f"<header><h1>{escape(title)}</h1><p>{kind} · {escape(about)}</p></header>",
-            f'<p class="lead">{unbroken(_lead(plan, profile, outcome))}</p>',
+            f'<p class="lead">{_unbroken(_lead(plan, profile, outcome))}</p>',
             _figures(plan, profile, outcome, summary),
             _times(plan, outcome),
             _iterations(plan, profile, predicted, measured),
@@ -106,7 +115,24 @@ def _page(
     )
 
 
-# -- figures ---------------------------------------------------------------------------------------------------------
+def _html(title: str, body: Iterable[str]) -> str:
+    """Return a page that needs nothing from outside. ``title`` is text, ``body`` is HTML."""
+    style = files("lt_offload.report").joinpath("report.css").read_text(encoding="utf-8")
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
+        f"<title>{escape(title)}</title><style>{style}</style></head>\n<body>\n<main>\n"
+        + "\n".join(body)
+        + f"\n</main>\n<script>{_SCRIPT}</script>\n</body></html>\n"
+    )
+
+
+def _unbroken(text: str) -> str:
+    """Return ``text`` with numbers that stay on one line with their units."""
+    return re.sub(r"(\d) ([kMGT]?B|min|[mu]?s)\b", "\\1\N{NO-BREAK SPACE}\\2", text)
+
+
+# -- the page of a run or a plan ------------------------------------------------------------------------------------
 
 
 def _needed(profile: Profile) -> int:
@@ -195,7 +221,7 @@ def _times(plan: Plan, outcome: _Outcome) -> str:
     ]
     if outcome.measured:
         rows.append(("measured", outcome.step_s))
-    return bars([(name, seconds, format_seconds(seconds)) for name, seconds in rows], chosen=len(rows) - 1)
+    return bar_list([(name, seconds, format_seconds(seconds)) for name, seconds in rows], chosen=len(rows) - 1)
 
 
 def _iterations(plan: Plan, profile: Profile, predicted: Trace, measured: Trace | None) -> str:
@@ -211,16 +237,16 @@ def _iterations(plan: Plan, profile: Profile, predicted: Trace, measured: Trace 
                 f'<figure data-source="{trace.source}"><figcaption>{name} {format_seconds(trace.iteration_time)} '
                 f"<small>compute {f'waits {format_seconds(waits)}' if waits > 1e-6 else 'never waits'}</small>"
                 "</figcaption>"
-                f'{drawing.iteration(trace, plan, names, axis)}<p class="readout"></p></figure>'
+                f'{charts.iteration(trace, plan, names, axis)}<p class="readout"></p></figure>'
             )
     scale = " Both are drawn to the same scale." if measured and common else ""
     scale = " The two have different time scales." if measured and not common else scale
-    drawn = [bar for trace in (predicted, measured) if trace for bar in drawing.bars(trace, plan)]
+    drawn = [bar for trace in (predicted, measured) if trace for bar in charts.bars(trace, plan)]
     return section(
         "One iteration",
         "What each part of the machine does; point at a bar for block, size and time. Shades alternate from block to "
         f"block; iterations repeat, so work that runs into the next one is seen at the beginning.{scale}",
-        drawing.legend(drawn),
+        charts.legend(drawn),
         *shown,
     )
 
@@ -230,8 +256,8 @@ def _batch(plan: Plan) -> str:
     curve = plan.batch_curve
     if not curve:
         return ""
-    chosen = next(at for at, point in enumerate(curve) if point.batch_size == plan.batch_size)
-    drawing = chart(
+    chosen = next(i for i, point in enumerate(curve) if point.batch_size == plan.batch_size)
+    throughput = chart(
         "Samples per second",
         [float(point.batch_size) for point in curve],
         [
@@ -256,7 +282,7 @@ def _batch(plan: Plan) -> str:
     return section(
         "Batch size",
         f"Chosen with the plan: {plan.batch_size}. Sizes without a point were judged by the relaxed program alone.",
-        drawing,
+        throughput,
         table(head, rows, numeric=(1, 2, 3), marked=chosen, label="Batch sizes"),
     )
 
@@ -264,3 +290,98 @@ def _batch(plan: Plan) -> str:
 def _sample(summary: Mapping[str, object]) -> str:
     sample = summary.get("sample")
     return section("Sample", "", f"<blockquote>{escape(str(sample))}</blockquote>") if sample else ""
+
+
+# -- the page of a sweep --------------------------------------------------------------------------------------------
+
+
+def _sweep_page(sweep: Sweep) -> str:
+    """Return the page of ``sweep``."""
+    title = f"{sweep.model}: {_TITLES[sweep.axis]}"
+    batches = sorted({point.batch_size for point in sweep.points if point.batch_size is not None})
+    machines = {point.hardware for point in sweep.points} if sweep.axis != "hardware" else set()
+    batch = " or ".join(map(str, batches)) or "?"
+    about = ", ".join([f"{batch} × {sweep.sequence_length} tokens", sweep.dtype, *sorted(machines)])
+    return _html(
+        title,
+        [
+            f"<header><h1>{escape(title)}</h1><p>sweep · {escape(about)}</p></header>",
+            f'<p class="lead">{_unbroken(escape(headline(sweep)))} Every point is a plan, checked and simulated.</p>',
+            _machines(sweep) if sweep.axis == "hardware" else _curves(sweep),
+            _sweep_table(sweep),
+            "<footer>Made by lt_offload.</footer>",
+        ],
+    )
+
+
+def _curves(sweep: Sweep) -> str:
+    points = sweep.points
+    sizes = [float(p.memory_bytes if sweep.axis == "memory" else p.host_memory_bytes) for p in points]
+    least = None
+    if points[0].iteration_s is None:
+        first = next((x for x, point in zip(sizes, points, strict=True) if point.iteration_s is not None), sizes[-1])
+        least = float(sweep.smallest_bytes or first) if sweep.axis == "memory" else first
+    large = max(sizes) >= 1e9
+
+    def x_text(x: float) -> str:
+        return f"{x / 1e9:.4g} GB" if large else format_bytes(x)
+
+    def draw(name: str, y_text: Callable[[float], str], *lines: Line) -> str:
+        return chart(name, sizes, lines, x_text=x_text, y_text=y_text, nothing_below=least)
+
+    charts = [
+        draw("Tokens per second", format_rate, Line(name="tokens", values=[p.tokens_per_s for p in points], main=True)),
+        draw(
+            "Time of an iteration",
+            format_seconds,
+            Line(name="lower bound", values=[p.lower_bound_s for p in points]),
+            Line(name="iteration", values=[p.iteration_s for p in points], main=True),
+        ),
+        draw("RAM needed", _gb, Line(name="RAM", values=[_float(p.host_peak_bytes) for p in points], main=True)),
+    ]
+    note = f"Over {_OF[sweep.axis]}; hatched: no plan fits." if least else f"Over {_OF[sweep.axis]}."
+    return section("Curves", note, f'<div class="charts">{"".join(charts)}</div>')
+
+
+def _float(value: int | None) -> float | None:
+    return None if value is None else float(value)
+
+
+def _gb(value: float) -> str:
+    return format_bytes(value) if value else "0"
+
+
+def _machines(sweep: Sweep) -> str:
+    rates = [point.tokens_per_s for point in sweep.points]
+    best = max((rate for rate in rates if rate is not None), default=None)
+    rows = [
+        (p.hardware, p.tokens_per_s, p.reason if p.tokens_per_s is None else format_rate(p.tokens_per_s))
+        for p in sweep.points
+    ]
+    return section("Tokens per second", "", bar_list(rows, chosen=None if best is None else rates.index(best)))
+
+
+def _sweep_table(sweep: Sweep) -> str:
+    head = (_OF[sweep.axis], "iteration", "tokens/s", "against no offload", "GPU peak", "RAM", "plan")
+    return section(
+        "Figures",
+        "",
+        table(
+            head, [_sweep_row(point, sweep) for point in sweep.points], numeric=range(1, 6), label="Figures per point"
+        ),
+    )
+
+
+def _sweep_row(point: SweepPoint, sweep: Sweep) -> list[str]:
+    name = escape(name_of(point, sweep.axis))
+    if point.iteration_s is None:
+        return [name, *[NONE] * 5, escape(point.reason)]
+    return [
+        name,
+        format_seconds(point.iteration_s),
+        format_rate(point.tokens_per_s or 0.0),
+        f"{point.iteration_s / point.no_offload_s:.2f}×" if point.no_offload_s else NONE,
+        format_bytes(point.device_peak_bytes or 0),
+        format_bytes(point.host_peak_bytes or 0),
+        escape(point.planner or ""),
+    ]

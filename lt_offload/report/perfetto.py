@@ -1,4 +1,4 @@
-"""Traces as Chrome trace events, for Perfetto and chrome://tracing. Knows traces only.
+"""Traces as Chrome trace events, for Perfetto and chrome://tracing.
 
 The format is the JSON object format of the Trace Event specification: one thread per lane, complete events (``ph: X``)
 for spans, counters (``ph: C``) for device memory and its budget; times in microseconds.

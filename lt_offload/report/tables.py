@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from html import escape
 from itertools import groupby
 
 from lt_offload.plan.what_if import Gain
-from lt_offload.report.html import NONE, section, table
 from lt_offload.report.perfetto import LANES
 from lt_offload.schema.lanes import Resource
 from lt_offload.schema.plan import Payload, Plan, UpdatePlace
@@ -17,6 +16,8 @@ from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes, format_seconds
 
+NONE = "–"
+"""In a cell: there is nothing of this."""
 PLACED = ("loss_before", "loss_after", "sample", "step_s", "device_peak_bytes", "host_peak_bytes")
 """Keys of the summary that have places of their own."""
 _PAYLOADS: dict[Payload, str] = {
@@ -43,6 +44,54 @@ _NOTICEABLE = 0.005
 """A change of the time that is worth a figure."""
 
 
+# -- sections and tables --------------------------------------------------------------------------------------------
+
+
+def section(title: str, note: str, *content: str) -> str:
+    """Return a heading, what is to be known about the content, and the content."""
+    about = f'<p class="note">{note}</p>' if note else ""
+    return f"<h2>{title}</h2>{about}{''.join(content)}"
+
+
+def table(
+    head: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    numeric: Iterable[int] = (),
+    marked: int | None = None,
+    label: str,
+) -> str:
+    """Return a table of cells that are HTML already.
+
+    Args:
+        head: one heading per column.
+        rows: the first cell of each is its heading.
+        numeric: the columns set flush right.
+        marked: the row that stands out.
+        label: what the table is, for those who cannot see it.
+    """
+    right = set(numeric)
+
+    def cell(tag: str, column: int, content: str, attribute: str) -> str:
+        kinds = ["n"] * (column in right) + ["none"] * (content in ("", NONE))
+        shown = f"<span>{content}</span>" if tag == "td" else content
+        return f'<{tag} class="{" ".join(kinds)}" {attribute}>{shown}</{tag}>'.replace(' class=""', "")
+
+    def line(index: int, row: Sequence[str]) -> str:
+        # On a phone a row becomes a list, for which every cell carries its heading.
+        first, *rest = row
+        cells = [cell("td", i, c, f'data-head="{head[i]}"') for i, c in enumerate(rest, start=1)]
+        mark = ' class="marked"' if index == marked else ""
+        return f"<tr{mark}>" + cell("th", 0, first, 'scope="row"') + "".join(cells) + "</tr>"
+
+    heading = "".join(cell("th", i, c, 'scope="col"') for i, c in enumerate(head))
+    body = "".join(line(index, row) for index, row in enumerate(rows))
+    return (
+        f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}"><table>'
+        f"<thead><tr>{heading}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
 # -- decisions -------------------------------------------------------------------------------------------------------
 
 
@@ -61,17 +110,17 @@ class _Travels:
 
 
 def _travels(plan: Plan, profile: Profile) -> _Travels:
-    found = _Travels()
+    travels = _Travels()
     for op in plan.ops:
         if op.kind == "prefetch" and op.payload == "weight":
             for tensor in plan.tensors(op):
-                found.fetched[tensor] += profile.tensors[tensor].bytes
+                travels.fetched[tensor] += profile.tensors[tensor].bytes
         if op.zero_copy:
-            found.read.update(plan.zero_copy(op))
-            found.read_bytes[op.block] += op.bytes
+            travels.read.update(plan.zero_copy(op))
+            travels.read_bytes[op.block] += op.bytes
         if op.save is not None:
-            found.recomputations[op.block] += 1
-    return found
+            travels.recomputations[op.block] += 1
+    return travels
 
 
 def decisions(plan: Plan, profile: Profile) -> str:
@@ -209,22 +258,22 @@ def alternatives(plan: Plan, chosen_s: float) -> str:
     )
 
 
-def gains(plan: Plan, found: Sequence[Gain]) -> str:
+def gains(plan: Plan, bought: Sequence[Gain]) -> str:
     """Return what more of each resource would buy."""
-    if not found:
+    if not bought:
         return ""
     now = plan.predicted
-    best = min(range(len(found)), key=lambda at: found[at].iteration_s)
-    saved = 1 - found[best].iteration_s / now.iteration_s
+    best = min(range(len(bought)), key=lambda index: bought[index].iteration_s)
+    saved = 1 - bought[best].iteration_s / now.iteration_s
     if saved > _NOTICEABLE:
-        change = found[best].change
+        change = bought[best].change
         answer = f"{escape(change[0].upper() + change[1:])} would buy the most: {saved:.1%} less time."
     else:
         computing = sum(op.seconds for op in plan.ops if op.resource == "compute") / now.iteration_s
         why = f": the device computes during {computing:.0%} of the time" if computing > 0.9 else ""
         answer = f"None of these would make a noticeable difference{why}."
     rows = [["as planned", format_seconds(now.iteration_s), NONE, format_seconds(now.lower_bound_s), ""]]
-    for gain in found:
+    for gain in bought:
         less = 1 - gain.iteration_s / now.iteration_s
         rows.append(
             [
@@ -236,7 +285,7 @@ def gains(plan: Plan, found: Sequence[Gain]) -> str:
             ]
         )
     head = ["change", "iteration", "time", "lower bound", "why"]
-    if not any(gain.note for gain in found):
+    if not any(gain.note for gain in bought):
         head, rows = head[:-1], [row[:-1] for row in rows]
     return section(
         "What more would buy",

@@ -1,1 +1,1 @@
-"""The Lightning strategy ``"offmate"``: all that knows Trainers."""
+"""The Lightning strategy ``"offmate"``: everything that deals with a Trainer."""

@@ -1,8 +1,8 @@
-"""The batch size of a run: where it is kept, and which one is best. Knows Trainers and the planner; trains nothing.
+"""The batch size of a run: where it is kept, and which one is best.
 
 The size must be known before the loaders and the optimizers' schedules are made, because schedules count batches. To
 profile a training step at several sizes, an optimizer is made for that purpose and thrown away. Like everything in
-``prepare.py`` this leaves no trace: data, their order and generators are as if the size had been given.
+``sample.py`` this leaves no trace: data, their order and generators are as if the size had been given.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +20,13 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lt_offload import limits
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.batch.choose import LARGEST, BatchChoice, choose_batch
-from lt_offload.profiling.hardware import free_memory
+from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
-from lt_offload.strategy import sample as prepare
+from lt_offload.strategy import sample
 
 _KEY = "lt_offload"
 """Of what the strategy adds to a checkpoint."""
@@ -33,7 +35,7 @@ _SOME_BATCHES = 1000
 
 
 class BatchSize:
-    """The attribute, or hyperparameter, ``batch_size`` of what makes the training loader.
+    """The attribute, or hyperparameter, ``batch_size`` of the object that makes the training loader.
 
     Raises:
         ConfigError: if there is none, or if it would have no effect.
@@ -47,17 +49,17 @@ class BatchSize:
                 "train_dataloader() of a datamodule or of the LightningModule, from self.batch_size"
             )
         owners = (source.instance, trainer.datamodule, trainer.lightning_module)
-        found = next((owner for owner in owners if owner is not None and _holders(owner)), None)
-        if found is None:
+        owner = next((owner for owner in owners if owner is not None and _holders(owner)), None)
+        if owner is None:
             raise ConfigError(
                 f"batch_size={asked!r} cannot be set: neither the datamodule nor the LightningModule has an "
                 "attribute batch_size; set it where the dataloader is made and use batch_size=None"
             )
-        self.owner = found
+        self.owner = owner
 
     @property
     def value(self) -> int:
-        """What it is."""
+        """The size at present."""
         value = _holders(self.owner)[0]["batch_size"]
         return int(value)
 
@@ -67,8 +69,8 @@ class BatchSize:
             holder["batch_size"] = size
 
     @contextmanager
-    def at(self, size: int) -> Iterator[None]:
-        """Within the context it is ``size``."""
+    def set_to(self, size: int) -> Iterator[None]:
+        """Have the loader made with batches of ``size`` within the context."""
         before = self.value
         self.value = size
         try:
@@ -102,48 +104,45 @@ def _holders(owner: Any) -> list[Any]:
 # -- which one --------------------------------------------------------------------------------------------------------
 
 
-def settle(strategy: Any, trainer: Any) -> BatchChoice | None:
-    """Set the batch size of a run with ``batch_size="auto"``; return the choice if one was made.
-
-    A resumed run has the size of the run that it continues, and a saved plan the size that it was made for.
+def size_of_the_run(trainer: Any, plan_path: str | Path | None) -> int | None:
+    """Return the batch size that is fixed already: that of the run to resume, or of a saved plan; None if neither is.
 
     Raises:
-        ConfigError: if the size cannot be found out, or cannot be set.
-        InfeasibleError: if not even one sample fits.
+        ConfigError: if the checkpoint does not say its size, or the plan is for another one.
     """
-    size = BatchSize(trainer, "auto")
     before = recorded(trainer)
-    planned = None if strategy.plan_path is None else Plan.load(strategy.plan_path).batch_size
-    if _resumed(trainer):
+    planned = None if plan_path is None else Plan.load(plan_path).batch_size
+    if trainer._checkpoint_connector._loaded_checkpoint:
         if before is None:
             raise ConfigError(
                 "batch_size='auto': the checkpoint does not say which batch size its run had; set batch_size to that"
             )
         if planned not in (None, before):
             raise ConfigError(
-                f"plan={str(strategy.plan_path)!r} is for batch_size={planned}, the run of the checkpoint had "
+                f"plan={str(plan_path)!r} is for batch_size={planned}, the run of the checkpoint had "
                 f"batch_size={before}; use a plan for that, or plan=None"
             )
     known = before or planned
     if known is not None:
         rank_zero_info(f"offmate: batch_size={known}, as in the {'checkpoint' if before else 'plan'}")
-        size.value = known
-        return None
-    choice = _choose(strategy, trainer, size)
+    return known
+
+
+def choose(trainer: Any, optimizer: Optimizer, size: BatchSize, settings: Settings) -> BatchChoice:
+    """Return the batch size with the highest throughput, with its profile and plan.
+
+    Raises:
+        ConfigError: if the size cannot be found out, or has no effect.
+        InfeasibleError: if not even one sample fits.
+    """
+    choice = choose_batch(
+        _profiles(trainer, optimizer, size),
+        settings,
+        most=_rows(trainer, size),
+        on_progress=lambda message: rank_zero_info(f"offmate: {message}"),
+    )
     rank_zero_info(f"offmate: {choice.why}")
-    size.value = choice.batch_size
     return choice
-
-
-def _choose(strategy: Any, trainer: Any, size: BatchSize) -> BatchChoice:
-    with _spare_optimizer(strategy, trainer) as optimizer:
-        return choose_batch(
-            _profiles(trainer, optimizer, size),
-            most=_rows(trainer, size),
-            memory=strategy.memory or free_memory(strategy.root_device),
-            on_progress=lambda message: rank_zero_info(f"offmate: {message}"),
-            **strategy.planning,
-        )
 
 
 def _profiles(trainer: Any, optimizer: Optimizer, size: BatchSize) -> Callable[[int], Profile]:
@@ -151,10 +150,10 @@ def _profiles(trainer: Any, optimizer: Optimizer, size: BatchSize) -> Callable[[
     first: list[Profile] = []
 
     def measured(wanted: int) -> Profile:
-        with size.at(wanted):
+        with size.set_to(wanted):
             problem = None
             try:
-                profile = prepare.measure(trainer, optimizer, hardware=first[0].hardware if first else None)
+                profile = sample.measure(trainer, optimizer, hardware=first[0].hardware if first else None)
             except Exception as error:
                 if not _out_of_memory(error):
                     raise
@@ -167,7 +166,7 @@ def _profiles(trainer: Any, optimizer: Optimizer, size: BatchSize) -> Callable[[
         if profile.batch_size != wanted:
             raise ConfigError(
                 f"batch_size='auto' asked {type(size.owner).__name__} for a batch of {wanted} and got "
-                f"{profile.batch_size}; make train_dataloader(), or the method {' or '.join(prepare.BATCH_METHODS)}() "
+                f"{profile.batch_size}; make train_dataloader(), or the method {' or '.join(sample.BATCH_METHODS)}() "
                 "if there is one, return self.batch_size samples, or give batch_size as an integer"
             )
         first.append(profile)
@@ -177,15 +176,13 @@ def _profiles(trainer: Any, optimizer: Optimizer, size: BatchSize) -> Callable[[
 
 
 @contextmanager
-def _spare_optimizer(strategy: Any, trainer: Any) -> Iterator[Optimizer]:
+def spare_optimizer(trainer: Any) -> Iterator[Optimizer]:
     """Yield an optimizer like the one that will be used; no loader is made for its schedules."""
-    from lt_offload import limits
-
-    loop = trainer.fit_loop
+    strategy, loop = trainer.strategy, trainer.fit_loop
     before = loop._combined_loader, loop.max_batches
     loop._combined_loader, loop.max_batches = SimpleNamespace(iterables=[]), _SOME_BATCHES
     try:
-        with prepare.untouched(trainer):
+        with sample.untouched(trainer):
             strategy.setup_optimizers(trainer)
     finally:
         loop._combined_loader, loop.max_batches = before
@@ -199,8 +196,8 @@ def _spare_optimizer(strategy: Any, trainer: Any) -> Iterator[Optimizer]:
 
 def _rows(trainer: Any, size: BatchSize) -> int:
     """Return how many samples the training data have, as far as that is known."""
-    with size.at(1):
-        return int(prepare.from_data(trainer, _shortest))
+    with size.set_to(1):
+        return int(sample.from_data(trainer, _shortest))
 
 
 def _shortest(loader: Any) -> int:
@@ -208,13 +205,16 @@ def _shortest(loader: Any) -> int:
     return max(1, min(counts, default=LARGEST))
 
 
-def _loaders(found: Any) -> list[DataLoader[Any]]:
-    members = getattr(found, "flattened", None)  # a CombinedLoader
-    if members is None and isinstance(found, Mapping):
-        members = list(found.values())
-    if members is not None or isinstance(found, (list, tuple)):
-        return [loader for member in (found if members is None else members) for loader in _loaders(member)]
-    return [found] if isinstance(found, DataLoader) else []
+def _loaders(loader: Any) -> list[DataLoader[Any]]:
+    """Return the data loaders in a collection of them, or the one that ``loader`` is."""
+    if isinstance(loader, DataLoader):
+        return [loader]
+    members = getattr(loader, "flattened", None)  # of Lightning's CombinedLoader
+    if members is None and isinstance(loader, Mapping):
+        members = loader.values()
+    if members is None and isinstance(loader, (list, tuple)):
+        members = loader
+    return [each for member in members or () for each in _loaders(member)]
 
 
 def _out_of_memory(error: Exception) -> bool:
@@ -244,7 +244,3 @@ def warn_of_change(trainer: Any, batch_size: int) -> None:
             f"offmate: the run of the checkpoint had batch_size={before}, this one has {batch_size}: the order of the "
             "data and the number of steps change; batch_size='auto' keeps what it was"
         )
-
-
-def _resumed(trainer: Any) -> bool:
-    return bool(trainer._checkpoint_connector._loaded_checkpoint)

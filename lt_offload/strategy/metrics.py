@@ -1,6 +1,6 @@
-"""What a training run logs about itself: speed, memory, gradient norm. Knows Trainers; works with any strategy.
+"""What a training run logs about itself: speed, memory, gradient norm. Works with any strategy.
 
-Free of Lightning imports, so that one class serves every namespace: ``_register.bind`` puts it on its ``Callback``.
+The callback is written without Lightning; ``namespaces.bind`` puts it on the ``Callback`` of a namespace.
 """
 
 from __future__ import annotations

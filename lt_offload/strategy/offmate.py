@@ -1,13 +1,16 @@
-"""The strategy without Lightning: which hook of a Trainer's life calls which part of profile, plan and execute.
+"""The strategy ``"offmate"``: which hook in a Trainer's life calls which part of profiling, plan and execute.
 
-Holds no logic beyond that order. Free of Lightning imports, so that one class serves every namespace: see
-``strategy.py`` and ``_register.strategy_class``.
+The class is written without Lightning; :func:`strategy_class` puts it on the ``Strategy`` of a namespace. A Trainer of
+one namespace takes an object that was made for the other, too: the class counts as a virtual subclass of that other
+base, and the object gets the right class when the Trainer gives it an accelerator.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -23,23 +26,29 @@ from lt_offload.execute import open_device
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.engine import Engine
 from lt_offload.model.calls import caches_off
-from lt_offload.plan.batch.choose import BatchChoice
-from lt_offload.plan.solve import check_planner, check_reserve
+from lt_offload.plan import BatchChoice, Settings, make_plan
 from lt_offload.profiling.hardware import check_memory, free_memory
 from lt_offload.report.perfetto import save_perfetto
 from lt_offload.schema.explain import brief
 from lt_offload.schema.plan import Plan, PlannerName
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
-from lt_offload.strategy import batch_size as batching
-from lt_offload.strategy import sample as prepare
+from lt_offload.strategy import replay, sample
+from lt_offload.strategy.batch_size import (
+    BatchSize,
+    choose,
+    record,
+    size_of_the_run,
+    spare_optimizer,
+    warn_of_change,
+)
 from lt_offload.strategy.checkpoint import resume
 from lt_offload.strategy.checkpoint.data_order import repeatable
 from lt_offload.strategy.checkpoint.files import AtomicCheckpointIO, load_optimizer_state
 from lt_offload.strategy.checkpoint.foreign import check_checkpoint, check_optimizer, check_weights, loading_state
 from lt_offload.strategy.metrics import Metrics, logs_after
-from lt_offload.strategy.register import bind
-from lt_offload.units import format_bytes, parse_bytes
+from lt_offload.strategy.namespaces import NAMESPACES, STRATEGY_NAME, bind, namespace_of
+from lt_offload.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -48,10 +57,36 @@ else:
     _Base = object
 
 
-class OffmateCore(_Base):
-    """Everything of the strategy but its Lightning base class; for the options see ``OffmateStrategy``."""
+class OffmateStrategy(_Base):
+    """Trains inside a device memory budget by planning one iteration, with the same numbers as plain training.
 
-    strategy_name = "offmate"
+    On ``accelerator="cuda"`` blocks run on the GPU; on ``accelerator="cpu"`` the same plan runs on an emulated device
+    of ``memory`` bytes. What is not supported is refused before training, see ``lt_offload.limits``.
+
+    Updates of one iteration overlap the next forward. Hooks and callbacks may read and write weights and optimizer
+    states between iterations all the same: whatever they touch is completed first, and that alone.
+
+    Args:
+        memory: device memory that training may occupy, such as ``"10GB"``, ``"10GiB"`` or bytes; None: what is free.
+        host_memory: RAM that training may take; None: what is free.
+        planner: which planner to use; ``"auto"`` simulates several and takes the fastest.
+        batch_size: set as ``batch_size`` of the datamodule (or of the module, if that makes the loader) before loaders
+            and schedules are made; ``"auto"``: the size with the highest throughput, at most the number of samples, or
+            that of the run whose checkpoint is resumed; None: as it is.
+        host_update: allow optimizer updates on the host.
+        activation_offload: allow activations to travel to the host and back.
+        recompute: allow activations to be computed again.
+        gradient_reserve: for ``planner="memferry"``: the part of all gradient bytes, 0 to 1, that the device may hold;
+            None: as much as fits.
+        plan: path of a saved plan to replay instead of planning.
+        solver_time_limit: seconds that planning may take.
+        report_dir: folder for profile.json, plan.json and trace.json; None: the logger's folder, if there is one.
+
+    Raises:
+        ConfigError: if an option cannot be used as given.
+    """
+
+    strategy_name = STRATEGY_NAME
     namespace = "lightning.pytorch"
     num_nodes = 1  # set by the Trainer
     global_rank = local_rank = 0
@@ -73,23 +108,24 @@ class OffmateCore(_Base):
         report_dir: str | Path | None = None,
     ) -> None:
         super().__init__()
-        check_planner(planner)
         if batch_size not in (None, "auto") and (not isinstance(batch_size, int) or batch_size < 1):
             raise ConfigError(f"batch_size={batch_size!r} must be at least 1, 'auto', or None for the datamodule's")
-        if solver_time_limit <= 0:
-            raise ConfigError(f"solver_time_limit={solver_time_limit} must be a positive number of seconds")
         self.memory = None if memory is None else parse_bytes(memory)
         self.host_memory = None if host_memory is None else parse_bytes(host_memory, setting="host_memory")
         self.planner: PlannerName = planner
+        self.settings = Settings(
+            memory=self.memory,
+            host_memory=self.host_memory,
+            planner=planner,
+            host_update=host_update,
+            activation_offload=activation_offload,
+            recompute=recompute,
+            gradient_reserve=gradient_reserve,
+            time_limit=solver_time_limit,
+        )
+        """What plans are made with; ``memory`` is None here where it is what the device has free then."""
         self.batch_size = batch_size
-        self.switches: dict[str, Any] = {
-            "host_update": host_update,
-            "activation_offload": activation_offload,
-            "recompute": recompute,
-            "gradient_reserve": check_reserve(gradient_reserve),
-        }
         self.plan_path = plan
-        self.solver_time_limit = solver_time_limit
         self.report_dir = report_dir
         self.explain = False
         """Whether the whole plan is shown before training, and not just one paragraph about it."""
@@ -109,10 +145,23 @@ class OffmateCore(_Base):
         self._watch = ExitStack()  # holds the budget between iterations, too
 
     @property
-    def planning(self) -> dict[str, Any]:
-        """Arguments of :func:`~lt_offload.plan.solve` beside the profile and the device budget."""
-        settings = {"host_memory": self.host_memory, "planner": self.planner, "time_limit": self.solver_time_limit}
-        return settings | self.switches
+    def accelerator(self) -> Any:
+        """Set by the Trainer, before anything else."""
+        return super().accelerator
+
+    @accelerator.setter
+    def accelerator(self, accelerator: Any) -> None:
+        # The same attributes over another base: its hooks, and the types its Trainer asks for, are then right.
+        namespace = namespace_of(accelerator) or self.namespace
+        if type(self) in named_classes(self.namespace):
+            self.__class__ = strategy_class(namespace)
+        elif namespace != self.namespace:
+            raise ConfigError(
+                f"{type(self).__name__} derives from lt_offload.OffmateStrategy, which is a strategy of "
+                f"{self.namespace}; import Trainer from {self.namespace}, or derive from "
+                f"lt_offload.strategy.offmate.strategy_class({namespace!r})"
+            )
+        self._accelerator = accelerator
 
     # -- one process, one device -------------------------------------------------------------------------------------
 
@@ -155,8 +204,8 @@ class OffmateCore(_Base):
             return
         metrics = bind(Metrics, self.namespace, "callbacks.Callback")()
         checkpoints = {id(callback) for callback in trainer.checkpoint_callbacks}
-        at = next((i for i, c in enumerate(trainer.callbacks) if id(c) in checkpoints), len(trainer.callbacks))
-        trainer.callbacks.insert(at, metrics)
+        before = next((i for i, c in enumerate(trainer.callbacks) if id(c) in checkpoints), len(trainer.callbacks))
+        trainer.callbacks.insert(before, metrics)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Let the epochs of training loaders begin again, so that a resumed run has the order of the first one."""
@@ -169,9 +218,9 @@ class OffmateCore(_Base):
         limits.check("trainer", limits.Setup(trainer=trainer), training=_fitting(trainer))
         check_memory(self.memory, self.root_device)
         if self.plan_path is not None and _fitting(trainer):
-            prepare.load_plan(self.plan_path, self.memory or free_memory(self.root_device))
+            replay.load_plan(self.plan_path, self._budget)
         if self.batch_size is not None and _fitting(trainer):
-            size = batching.BatchSize(trainer, self.batch_size)
+            size = BatchSize(trainer, self.batch_size)
             if self.batch_size != "auto":
                 size.value = self.batch_size
         super().setup_environment()
@@ -201,17 +250,28 @@ class OffmateCore(_Base):
         choice = None
         if _fitting(trainer):
             if self.batch_size == "auto":
-                with prepare.isolated(self.namespace):
-                    choice = batching.settle(self, trainer)
+                choice = self._set_batch_size(trainer)
             self.setup_optimizers(trainer)
             limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
             if self.plan_path is not None:
-                prepare.check_same_model(self.plan_path, self._module, self.optimizers[0])
+                replay.check_same_model(self.plan_path, self._module, self.optimizers[0])
         self.setup_precision_plugin()
         if _fitting(trainer):
             self._prepare_training(trainer, choice)
         else:
-            self._install(None, None, self.memory or free_memory(self.root_device))
+            self._install(None, None, self._budget)
+
+    def _set_batch_size(self, trainer: Any) -> BatchChoice | None:
+        """Set the batch size of a run with ``batch_size="auto"``; return the choice if one had to be made."""
+        size = BatchSize(trainer, "auto")
+        known = size_of_the_run(trainer, self.plan_path)
+        if known is not None:
+            size.value = known
+            return None
+        with sample.isolated(self.namespace), spare_optimizer(trainer) as optimizer:
+            choice = choose(trainer, optimizer, size, replace(self.settings, memory=self._budget))
+        size.value = choice.batch_size
+        return choice
 
     def _prepare_training(self, trainer: Any, choice: BatchChoice | None) -> None:
         (optimizer,) = self.optimizers
@@ -225,26 +285,24 @@ class OffmateCore(_Base):
         if choice is not None:
             self.profile, self.plan = choice.profile, choice.plan
         else:
-            with prepare.isolated(self.namespace):
-                self.profile = prepare.measure(trainer, optimizer)
-            batching.warn_of_change(trainer, self.profile.batch_size)
+            with sample.isolated(self.namespace):
+                self.profile = sample.measure(trainer, optimizer)
+            warn_of_change(trainer, self.profile.batch_size)
             self.plan = self._make_plan(self.profile)
         folder = self._folder(trainer)
         if folder is not None:
             self.profile.save(folder / "profile.json")
             self.plan.save(folder / "plan.json")
-        rank_zero_info(f"offmate: {prepare.summary(self.plan)}" + (f"; saved in {folder}" if folder else ""))
+        rank_zero_info(f"offmate: {_summary(self.plan)}" + (f"; saved in {folder}" if folder else ""))
         rank_zero_info(self.plan.explain() if self.explain else brief(self.plan))
         self._install(optimizer, self.plan, self.plan.budget_bytes)
 
     def _make_plan(self, profile: Profile) -> Plan:
-        from lt_offload.plan import solve
-
-        memory = self.memory or free_memory(self.root_device)
         if self.plan_path is not None:
-            return prepare.replay(self.plan_path, profile, memory)
-        rank_zero_info(f"offmate: planning for {format_bytes(memory)}, {self.solver_time_limit:g} s at most")
-        return solve(profile, memory=memory, **self.planning)
+            return replay.replay(self.plan_path, profile, self._budget)
+        budget = self._budget
+        rank_zero_info(f"offmate: planning for {format_bytes(budget)}, {self.settings.time_limit:g} s at most")
+        return make_plan(profile, replace(self.settings, memory=budget))
 
     def _install(self, optimizer: Optimizer | None, plan: Plan | None, budget: int) -> None:
         threads = self.profile.optimizer.host_threads if self.profile is not None else 0
@@ -284,7 +342,7 @@ class OffmateCore(_Base):
         return result
 
     def pre_backward(self, closure_loss: Tensor) -> None:
-        """From here until the end of the iteration the weights are of two steps."""
+        """Note that from here until the end of the iteration some weights are updated and others are not."""
         self._updating = True
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
@@ -350,7 +408,7 @@ class OffmateCore(_Base):
             )
             return
         if self.profile is not None:
-            batching.record(checkpoint, self.profile.batch_size)
+            record(checkpoint, self.profile.batch_size)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
@@ -384,7 +442,7 @@ class OffmateCore(_Base):
             try:
                 self.engine.abort()
             except Exception as second:
-                rank_zero_warn(f"offmate: while leaving the iteration: {second}")
+                rank_zero_warn(f"offmate: leaving the interrupted iteration failed, too: {second}")
 
     def teardown(self) -> None:
         """Give the model back with complete host weights and release the device."""
@@ -412,6 +470,11 @@ class OffmateCore(_Base):
     def _trainer(self) -> Any:
         return self._module.trainer
 
+    @property
+    def _budget(self) -> int:
+        """Device bytes to plan for: ``memory``, or what is free now."""
+        return self.memory or free_memory(self.root_device)
+
     def _complete(self) -> None:
         """Wait for what is on its way to the host, unless the iteration was left halfway."""
         if self.engine is not None and not self._updating:
@@ -429,5 +492,50 @@ class OffmateCore(_Base):
         return self.engine.inference() if self.engine is not None else nullcontext()
 
 
+# -- one class per namespace -----------------------------------------------------------------------------------------
+
+_PUBLIC = "lt_offload.strategy.lightning"
+"""Where a saved config finds the classes; those there serve every namespace."""
+_named: dict[str, tuple[type[Any], type[Any]]] = {}
+
+
+def strategy_class(namespace: str) -> type[Any]:
+    """Return the strategy's class for a Lightning namespace."""
+    return named_classes(namespace)[0]
+
+
+def named_classes(namespace: str) -> tuple[type[Any], type[Any]]:
+    """Return the strategy's class for a Lightning namespace, and the same under its name in the registry.
+
+    A command line looks through the subclasses of ``Strategy`` that exist, and takes options (``.memory``) only for a
+    class: hence one with the name that the registry has, too. Its objects become those of the other.
+    """
+    if namespace not in _named:
+        strategy = bind(OffmateStrategy, namespace, "strategies.Strategy", module=_PUBLIC)
+        registered = type(STRATEGY_NAME, (strategy,), {"__module__": _PUBLIC, "__doc__": strategy.__doc__})
+        _named[namespace] = strategy, registered
+        introduce()
+    return _named[namespace]
+
+
+def introduce() -> None:
+    """Let the Trainers of all imported namespaces, which ask by ``isinstance``, take the strategies of the others."""
+    for namespace in NAMESPACES:
+        base = getattr(sys.modules.get(f"{namespace}.strategies"), "Strategy", None)
+        for other, (strategy, _) in _named.items():
+            if base is not None and other != namespace:
+                base.register(strategy)
+
+
 def _fitting(trainer: Any) -> bool:
     return bool(trainer.state.fn == "fit")
+
+
+def _summary(plan: Plan) -> str:
+    """Return one line about ``plan``."""
+    promise = plan.predicted
+    return (
+        f"plan by {plan.planner}: {format_seconds(promise.iteration_s)} per iteration predicted "
+        f"({promise.gap:.1%} above the bound), {format_bytes(promise.device_peak_bytes)} of "
+        f"{format_bytes(plan.budget_bytes)} on the device, {format_bytes(promise.host_peak_bytes)} on the host"
+    )

@@ -1,8 +1,8 @@
-"""Puts the strategy ``"offmate"`` into every Lightning namespace of the process. Knows neither torch nor Lightning.
+"""Puts the strategy ``"offmate"`` into the registry of every Lightning namespace, without importing any of them.
 
 Lightning has no hook for strategies from outside: its registry is filled while ``<namespace>.strategies`` is imported.
 So a namespace that is imported already gets the strategy at once, and for the others one finder on ``sys.meta_path``
-adds it right after that import. The strategy's own code is imported only when a Trainer asks for it.
+adds it right after that import. The strategy's own code, and torch, are imported only when a Trainer asks for it.
 
 Nothing here may raise: ``autoload`` runs at the end of every ``import torch`` in the environment (entry point group
 ``torch.backends``; ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` switches that off).
@@ -12,17 +12,16 @@ from __future__ import annotations
 
 import logging
 import sys
-from functools import cache, partial
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from lt_offload.strategy.namespaces import NAMESPACES, STRATEGY_NAME
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
-
-STRATEGY_NAME = "offmate"
-NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 
 _log = logging.getLogger(__name__)
 _REGISTRIES = {f"{namespace}.strategies": namespace for namespace in NAMESPACES}
@@ -86,7 +85,7 @@ def _register(module: ModuleType) -> None:
     """Add the strategy to the registry of a ``strategies`` module, or to the classes that a ``cli`` module can name."""
     try:
         if module.__name__ in _COMMAND_LINES:
-            named_classes(_COMMAND_LINES[module.__name__])
+            _classes().named_classes(_COMMAND_LINES[module.__name__])
             return
         namespace = _REGISTRIES.get(module.__name__)
         if namespace is not None:
@@ -97,67 +96,18 @@ def _register(module: ModuleType) -> None:
                     description="Executes a planned iteration inside a memory budget",
                     override=True,  # a second import of this package must not fail
                 )
-            ours = sys.modules.get("lt_offload.strategy.lightning")
+            ours = sys.modules.get("lt_offload.strategy.offmate")
             if ours is not None:
-                accept(ours.OffmateStrategy)
+                ours.introduce()
     except Exception:
         _log.debug("could not register %r with %s", STRATEGY_NAME, module, exc_info=True)
 
 
 def _build(namespace: str, **options: Any) -> Any:
     """Return the strategy for the Trainer of ``namespace``."""
-    return strategy_class(namespace)(**options)
+    return _classes().strategy_class(namespace)(**options)
 
 
-def strategy_class(namespace: str) -> type[Any]:
-    """Return the strategy's class for a Lightning namespace; a Trainer takes only the one of its own."""
-    if namespace == "lightning.pytorch":
-        from lt_offload.strategy.lightning import OffmateStrategy
-
-        return OffmateStrategy
-    from lt_offload.strategy.offmate import OffmateCore
-
-    # The module is the one that command lines write into their configs; the class there serves both namespaces.
-    return bind(
-        OffmateCore, namespace, "strategies.Strategy", name="OffmateStrategy", module="lt_offload.strategy.lightning"
-    )
-
-
-@cache
-def named_classes(namespace: str) -> tuple[type[Any], ...]:
-    """Return the subclasses of a namespace's ``Strategy`` that its command line finds by their names.
-
-    A command line looks through the subclasses that exist, and takes options (``.memory``) only for a class: hence one
-    with the name that the registry has, too.
-    """
-    from lt_offload.strategy.lightning import offmate
-
-    strategy = strategy_class(namespace)
-    if namespace == "lightning.pytorch":
-        return strategy, offmate
-    return strategy, type(STRATEGY_NAME, (strategy,), {"__module__": offmate.__module__})
-
-
-def accept(strategy: type[Any]) -> None:
-    """Let Trainers of all namespaces that are imported take ``strategy``, a class for ``lightning.pytorch``.
-
-    They ask by ``isinstance``; what the class then does about its base is in ``strategy.py``.
-    """
-    for name, namespace in _REGISTRIES.items():
-        base = getattr(sys.modules.get(name), "Strategy", None)
-        if base is not None and namespace != strategy.namespace:
-            base.register(strategy)
-
-
-def namespace_of(thing: object) -> str | None:
-    """Return the Lightning namespace that the class of ``thing`` or the nearest of its bases is from."""
-    modules = (base.__module__ for base in type(thing).__mro__)
-    return next((name for module in modules for name in NAMESPACES if module.startswith(f"{name}.")), None)
-
-
-@cache
-def bind(core: type, namespace: str, base: str, *, name: str | None = None, module: str | None = None) -> type[Any]:
-    """Return ``core``, a class free of Lightning, as a subclass of ``base`` of a Lightning namespace."""
-    place, _, parent = base.rpartition(".")
-    members = {"__module__": module or core.__module__, "__doc__": core.__doc__, "namespace": namespace}
-    return type(name or core.__name__, (core, getattr(import_module(f"{namespace}.{place}"), parent)), members)
+def _classes() -> Any:
+    """Return the module with the strategy's classes, which imports torch: here for the first time."""
+    return import_module("lt_offload.strategy.offmate")

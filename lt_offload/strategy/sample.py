@@ -1,7 +1,7 @@
-"""From a Trainer to a profile and a plan. Knows Trainers, loaders and the planner's entry points; trains nothing.
+"""A batch and a training step of a Trainer, taken to profile them, without a trace in the run that follows.
 
-Preparing leaves no trace in the run that follows: the data are asked in a process of their own, and what a training
-step changes is put back. The caller isolates the global generators.
+The data are asked in a process of their own, and what a training step changes is put back. The caller isolates the
+global generators, with :func:`isolated`.
 """
 
 from __future__ import annotations
@@ -10,22 +10,17 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lt_offload.errors import ConfigError, PlanError
-from lt_offload.execute.program import check_match
-from lt_offload.model.blocks import find_blocks
+from lt_offload.errors import ConfigError
 from lt_offload.model.snapshot import untouched as kept
-from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import HardwareProfile, Profile
-from lt_offload.strategy.aside import aside
-from lt_offload.units import format_bytes, format_seconds
+from lt_offload.strategy.forked import in_a_fork
 
 BATCH_METHODS = ("worst_case_batch", "sample_batch")
 """Methods of the module or the datamodule that are asked for a batch first; the largest is the best one to plan for."""
@@ -58,9 +53,9 @@ def from_data(trainer: Any, ask: Callable[[Any], Any]) -> Any:
     """Return what ``ask`` finds out about a training dataloader; loader, data and generators do not notice.
 
     Raises:
-        ConfigError: if the loader cannot be asked, see :func:`~lt_offload.strategy.aside.aside`.
+        ConfigError: if the loader cannot be asked, see :func:`~lt_offload.strategy.forked.in_a_fork`.
     """
-    return aside(
+    return in_a_fork(
         lambda: ask(trainer.fit_loop._data_source.dataloader()),
         what="asking the training dataloader",
         way_out=f"give the LightningModule or the datamodule a method {BATCH_METHODS[1]}() that returns a batch",
@@ -138,64 +133,11 @@ def _loss(strategy: Any, batch: Any) -> Tensor:
     """Return the loss of one training step."""
     module = strategy.lightning_module
     indexed = len(inspect.signature(module.training_step).parameters) > 1
-    found = strategy.training_step(batch, 0) if indexed else strategy.training_step(batch)
-    loss = found.get("loss") if isinstance(found, Mapping) else found
+    output = strategy.training_step(batch, 0) if indexed else strategy.training_step(batch)
+    loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise ConfigError(
-            f"{type(module).__name__}.training_step returned {type(found).__name__} for the sample batch; it must "
+            f"{type(module).__name__}.training_step returned {type(output).__name__} for the sample batch; it must "
             "return the loss, or a dict with the key 'loss'"
         )
     return loss
-
-
-def load_plan(path: str | Path, memory: int) -> Plan:
-    """Return the saved plan at ``path``: all that can be known about it before there is a model.
-
-    Raises:
-        PlanError: if it is no plan, or needs more than ``memory`` bytes.
-    """
-    plan = Plan.load(path)
-    if plan.budget_bytes > memory:
-        raise PlanError(
-            f"plan={str(path)!r} needs memory={plan.budget_bytes}, there are {memory} bytes; raise memory or plan again"
-        )
-    return plan
-
-
-def check_same_model(path: str | Path, module: nn.Module, optimizer: Optimizer) -> None:
-    """Raise ``PlanError`` if the saved plan at ``path`` is not for ``module``; needs no profile."""
-    try:
-        check_match(find_blocks(module), optimizer, Plan.load(path))
-    except PlanError as error:
-        raise PlanError(f"plan={str(path)!r}: {error}") from None
-
-
-def replay(path: str | Path, profile: Profile, memory: int) -> Plan:
-    """Return the saved plan at ``path``.
-
-    Raises:
-        PlanError: if it is no plan, is of another model, or does not fit today's batch or memory.
-    """
-    from lt_offload.plan import check
-
-    plan = load_plan(path, memory)
-    if plan.fingerprint != profile.fingerprint:
-        raise PlanError(
-            f"plan={str(path)!r} was made for another model ({plan.model}, {len(plan.options)} blocks) or for other "
-            f"shapes, dtypes or frozen weights; this is {profile.model} with {len(profile.blocks)} blocks; plan again"
-        )
-    problems = check(plan, profile)
-    if problems:
-        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
-        raise PlanError(f"plan={str(path)!r} cannot be carried out: {problems[0]}{more}; plan again")
-    return plan
-
-
-def summary(plan: Plan) -> str:
-    """Return one line about ``plan``."""
-    found = plan.predicted
-    return (
-        f"plan by {plan.planner}: {format_seconds(found.iteration_s)} per iteration predicted "
-        f"({found.gap:.1%} above the bound), {format_bytes(found.device_peak_bytes)} of "
-        f"{format_bytes(plan.budget_bytes)} on the device, {format_bytes(found.host_peak_bytes)} on the host"
-    )

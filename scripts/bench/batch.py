@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 from lt_offload import InfeasibleError, Profile, solve
-from lt_offload.plan import BatchChoice, choose_batch
+from lt_offload.plan import BatchChoice, Settings, choose_batch
 from lt_offload.plan.batch.profiles import scaled
 from lt_offload.units import format_seconds, parse_bytes
 from scripts.common import arguments, save
@@ -37,9 +37,8 @@ def main() -> int:
         began = time.perf_counter()
         choice = choose_batch(
             lambda size, profile=profile: scaled(profile, size),  # type: ignore[misc]
+            Settings(memory=options.memory, host_memory=RAM),
             most=options.most,
-            memory=options.memory,
-            host_memory=RAM,
         )
         seconds = time.perf_counter() - began
         case = _case(layers, choice, seconds, options.memory)

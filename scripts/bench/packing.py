@@ -16,7 +16,7 @@ import lt_offload
 from lt_offload import Plan, Profile
 from lt_offload.errors import InfeasibleError, UnsupportedError
 from lt_offload.plan.iteration.memory import framework_bytes, room_within, usage
-from lt_offload.plan.solve import PLANNERS
+from lt_offload.plan.settings import PLANNERS
 from scripts.common import arguments, save
 
 HARDWARE = "rtx-3060-12gb"

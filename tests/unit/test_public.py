@@ -61,6 +61,7 @@ def test_import_is_light() -> None:
     assert {name for name in loaded if name.startswith("lt_offload")} == {
         "lt_offload",
         "lt_offload.strategy",
+        "lt_offload.strategy.namespaces",
         "lt_offload.strategy.register",
         "lt_offload.errors",
     }

@@ -11,17 +11,17 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan.batch.profiles import scaled
 from lt_offload.plan.batch.program import best_batch
-from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.program import lower_bound
-from lt_offload.plan.solve import solve
-from lt_offload.schema.plan import BatchPoint, Plan, PlannerName
+from lt_offload.plan.settings import Settings
+from lt_offload.plan.solve import make_plan, offmate_config
+from lt_offload.schema.plan import BatchPoint, Plan
 from lt_offload.schema.profile import Profile
-from lt_offload.units import format_bytes, parse_bytes
+from lt_offload.units import format_bytes
 
 ProfileAt = Callable[[int], Profile]
 """Returns the profile at a batch size; raises ``InfeasibleError`` if that cannot even be profiled."""
@@ -62,50 +62,12 @@ class BatchChoice:
         return self.plan.batch_size
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Settings:
-    """Arguments of :func:`solve`."""
-
-    memory: str | int | None
-    host_memory: str | int | None
-    planner: PlannerName
-    host_update: bool
-    activation_offload: bool
-    recompute: bool
-    gradient_reserve: float | None
-    time_limit: float
-
-    def solve(self, profile: Profile) -> Plan:
-        return solve(profile, **asdict(self))
-
-    def program(self, profile: Profile) -> OffmateConfig:
-        """Return the program that plans start from."""
-        hardware = profile.hardware
-        memory, ram = self.memory, self.host_memory
-        return OffmateConfig(
-            budget_bytes=hardware.device_bytes if memory is None else parse_bytes(memory),
-            host_budget_bytes=hardware.host_bytes if ram is None else parse_bytes(ram, setting="host_memory"),
-            host_update=self.host_update,
-            activation_offload=self.activation_offload,
-            recompute=self.recompute,
-            time_limit=self.time_limit,
-            window=_WINDOW,
-        )
-
-
 def choose_batch(
     profile_at: ProfileAt,
+    settings: Settings,
     *,
     most: int = LARGEST,
     candidates: Sequence[int] | None = None,
-    memory: str | int | None = None,
-    host_memory: str | int | None = None,
-    planner: PlannerName = "auto",
-    host_update: bool = True,
-    activation_offload: bool = True,
-    recompute: bool = True,
-    gradient_reserve: float | None = None,
-    time_limit: float = 30.0,
     on_progress: Callable[[str], None] | None = None,
 ) -> BatchChoice:
     """Return the batch size with the highest simulated throughput, with its plan.
@@ -113,16 +75,9 @@ def choose_batch(
     Args:
         profile_at: measures or estimates the model at a batch size; asked for a handful of sizes. The batch must be the
             largest that can come at that size. An ``InfeasibleError`` means that the size does not fit.
+        settings: of each plan. The choice takes at most four times as long as a plan, profiles not counted.
         most: largest size to consider, e.g. the length of the data set.
         candidates: plan for each of these sizes instead of searching.
-        memory: as for :func:`solve`; the same holds for the other arguments.
-        host_memory: see there.
-        planner: see there.
-        host_update: see there.
-        activation_offload: see there.
-        recompute: see there.
-        gradient_reserve: see there.
-        time_limit: seconds for one plan; the choice takes at most four times as long as a plan, profiles not counted.
         on_progress: is told what is being done.
 
     Raises:
@@ -133,16 +88,6 @@ def choose_batch(
     sizes = None if candidates is None else sorted(set(candidates))
     if most < 1 or (sizes is not None and (not sizes or sizes[0] < 1)):
         raise ConfigError(f"there is no batch size to choose from: most={most}, candidates={candidates}")
-    settings = _Settings(
-        memory=memory,
-        host_memory=host_memory,
-        planner=planner,
-        host_update=host_update,
-        activation_offload=activation_offload,
-        recompute=recompute,
-        gradient_reserve=gradient_reserve,
-        time_limit=time_limit,
-    )
     search = _BatchSearch(profile_at, settings, min(most, LARGEST), on_progress or (lambda _message: None))
     if sizes is not None:
         search.plan_all(sizes)
@@ -155,7 +100,7 @@ def choose_batch(
 class _BatchSearch:
     """One search for the best size."""
 
-    def __init__(self, profile_at: ProfileAt, settings: _Settings, most: int, say: Callable[[str], None]) -> None:
+    def __init__(self, profile_at: ProfileAt, settings: Settings, most: int, say: Callable[[str], None]) -> None:
         self.profile_at, self.settings, self.most, self.say = profile_at, settings, most, say
         self.profiles: dict[int, Profile] = {}
         self.plans: dict[int, Plan] = {}
@@ -214,7 +159,7 @@ class _BatchSearch:
         for _ in range(_ANCHORS):
             known = sorted(self.profiles)
             low, high = known[max(0, len(known) - 2)], known[-1]
-            program = self.settings.program(self.profiles[low])
+            program = offmate_config(self.profiles[low], self.settings, window=_WINDOW)
             self.say("looking for the best batch size")
             for lag in (1, 0):
                 try:
@@ -288,7 +233,7 @@ class _BatchSearch:
         if size not in self.relaxed:
             self.relaxed[size] = math.inf
             profile = self._estimate(size)
-            program = self.settings.program(profile)
+            program = offmate_config(profile, self.settings, window=_WINDOW)
             for lag in (1, 0):
                 try:
                     self.relaxed[size] = lower_bound(profile, replace(program, lag=lag, lookahead=lag)) / size
@@ -330,7 +275,7 @@ class _BatchSearch:
         self.say(f"planning for batch_size={size}")
         began = time.monotonic()
         try:
-            self.plans[size] = self.settings.solve(self.profiles[size])
+            self.plans[size] = make_plan(self.profiles[size], self.settings)
         except (InfeasibleError, UnsupportedError) as error:
             self.unfit[size] = error
         self.durations.append(time.monotonic() - began)

@@ -1,6 +1,6 @@
 """The order of a plain DataLoader, taken up in the middle of an epoch.
 
-A DataLoader has no place that could be saved: its order, and the seeds of its workers, come from random states when
+A DataLoader has no position that could be saved: its order, and the seeds of its workers, come from random states when
 an epoch begins. Those states are kept, and to resume, the epoch begins again from them and the batches that training
 has seen are fetched once more and dropped. That is exact for whatever the states decide, at the price of fetching.
 """
@@ -65,7 +65,7 @@ class Repeatable:
 
 
 def repeatable(loader: object) -> object:
-    """Return ``loader`` as one whose epochs can begin again; itself if it keeps its place on its own, or is no loader.
+    """Return ``loader`` as one whose epochs can begin again; itself if it saves its own position, or is no loader.
 
     The result is a shallow copy, of a subclass of its class: the user's object stays what it is.
     """

@@ -1,4 +1,4 @@
-"""Checkpoint files that are complete or absent, without a second copy in RAM. Knows files and tensors only.
+"""Checkpoint files that are complete or absent, without a second copy in RAM.
 
 A checkpoint of fp32 AdamW training takes twelve bytes per parameter, as much RAM as training itself. Lightning's own
 file code serialises it into memory first; here tensors go straight from their storages to a partial file next to the
@@ -115,8 +115,8 @@ def load(path: str | Path, *, weights_only: bool | None = None) -> dict[str, Any
 
 def newest(folder: Path) -> Path | None:
     """Return the newest file in ``folder`` that training can go on from, None if there is none."""
-    found = sorted(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    return next((path for path in found if is_complete(path)), None)
+    paths = sorted(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    return next((path for path in paths if is_complete(path)), None)
 
 
 def is_complete(path: Path) -> bool:
@@ -201,25 +201,25 @@ def _flush(path: Path) -> None:
 class AtomicCheckpointIO(_Base):
     """A Lightning ``CheckpointIO`` over :func:`save` and :func:`load`; remote paths are left to Lightning's own.
 
-    Free of Lightning: ``bind`` puts it on the ``TorchCheckpointIO`` of a namespace.
+    Written without Lightning; ``namespaces.bind`` puts it on the ``TorchCheckpointIO`` of a namespace.
     """
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Write a checkpoint file."""
-        found = local(path)
-        if found is None or storage_options is not None:  # Lightning explains that it takes no storage_options
+        local_path = local(path)
+        if local_path is None or storage_options is not None:  # Lightning explains that it takes no storage_options
             super().save_checkpoint(checkpoint, path, storage_options)
         else:
-            save(checkpoint, found)
+            save(checkpoint, local_path)
 
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint file; tensors of a local one are on the host, whatever ``map_location`` says."""
-        found = local(path)
-        if found is None:
+        local_path = local(path)
+        if local_path is None:
             return super().load_checkpoint(path, map_location, weights_only)
-        return load(found, weights_only=weights_only)
+        return load(local_path, weights_only=weights_only)
 
 
 def local(path: str | Path) -> Path | None:

@@ -1,6 +1,6 @@
 """What is wrong with a checkpoint that is not this run's: another kind of file, another model, another optimizer.
 
-Says it in one sentence, where torch and Lightning would end in errors of their own. Reads and changes nothing.
+The errors here say so in one sentence, before torch or Lightning fail with errors of their own.
 """
 
 from __future__ import annotations
@@ -66,9 +66,9 @@ def check_weights(saved: Mapping[str, Any], expected: Mapping[str, Tensor], *, s
     for name, tensor in saved.items():
         mine = expected.get(name)
         if isinstance(mine, Tensor) and getattr(tensor, "shape", None) != mine.shape:
-            found = tuple(getattr(tensor, "shape", ()))
+            shape = tuple(getattr(tensor, "shape", ()))
             raise ConfigError(
-                f"the checkpoint does not fit this model: {name} has shape {found} there and {tuple(mine.shape)} here; "
+                f"the checkpoint does not fit this model: {name} has shape {shape} there and {tuple(mine.shape)} here; "
                 "use the config.yaml of its run folder as the recipe"
             )
     missing, alien = [n for n in expected if n not in saved], [n for n in saved if n not in expected]
@@ -76,7 +76,7 @@ def check_weights(saved: Mapping[str, Any], expected: Mapping[str, Tensor], *, s
         name, where = (missing[0], "has no") if missing else (alien[0], "has a tensor that this model does not have:")
         raise ConfigError(
             f"the checkpoint does not fit this model or its adapters: it {where} {name} ({len(missing)} tensors are "
-            f"missing, {len(alien)} are too many); use the config.yaml of its run folder as the recipe"
+            f"missing, {len(alien)} are not in this model); use the config.yaml of its run folder as the recipe"
         )
 
 

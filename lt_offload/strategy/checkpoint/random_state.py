@@ -1,4 +1,4 @@
-"""Random states as plain data: the global generators, and those that objects hold. For checkpoints.
+"""Random states as plain data for checkpoints: of the global generators, and of those that objects hold.
 
 Everything is tensors, numbers, strings, lists and dicts, so that ``torch.load(weights_only=True)`` reads it.
 """
@@ -41,14 +41,14 @@ def restore(states: Mapping[str, Any]) -> None:
 
 def generators(owners: Mapping[str, object]) -> dict[str, Generator]:
     """Return the generators that are attributes of ``owners``, by owner and attribute."""
-    found: dict[str, Generator] = {}
+    held: dict[str, Generator] = {}
     for name, owner in owners.items():
         if isinstance(owner, _KINDS):
-            found[name] = owner
+            held[name] = owner
         for key, value in getattr(owner, "__dict__", {}).items():
             if isinstance(value, _KINDS):
-                found[f"{name}.{key}"] = value
-    return found
+                held[f"{name}.{key}"] = value
+    return held
 
 
 def capture_from(held: Mapping[str, Generator]) -> dict[str, Any]:

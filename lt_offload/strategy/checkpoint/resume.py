@@ -1,7 +1,6 @@
 """Checkpoints that training goes on from as if it had never stopped, one of them at Ctrl-C and SIGTERM.
 
-Free of Lightning imports, so that one class serves every namespace; with Lightning's base it is
-``lt_offload.ExactResume``.
+The callback is written without Lightning; :func:`resume_class` puts it on the ``Callback`` of a namespace.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from lt_offload.strategy.checkpoint import files as files
 from lt_offload.strategy.checkpoint import progress, random_state
 from lt_offload.strategy.checkpoint.data_order import Repeatable, loader_parts
 from lt_offload.strategy.checkpoint.interrupts import Interrupts
-from lt_offload.strategy.register import bind
+from lt_offload.strategy.namespaces import bind
 
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as _Base
@@ -32,8 +31,22 @@ EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 """As shells count them: 128 and the signal's number."""
 
 
-class ResumeCore(_Base):
-    """Everything of ``ExactResume`` but its Lightning base class."""
+class ExactResume(_Base):
+    """Makes every checkpoint one from which training goes on as if it had never stopped, and writes one at Ctrl-C.
+
+    The offmate strategy gives one to its Trainer by itself; recipes list it. With another strategy it keeps the random
+    states all the same, but the order of a plain DataLoader only from one epoch to the next.
+
+    Args:
+        random_states: keep the states of all generators in checkpoints and set them when training goes on: Python's,
+            NumPy's, torch's on the host and on all CUDA devices, those of loaders, samplers, data sets and modules.
+            The batches of the epoch that training has seen are fetched again, so that the others come in the order of
+            the first run. If false, a resumed run has other dropout masks than an uninterrupted one.
+        on_interrupt: at the first Ctrl-C or SIGTERM, end the iteration, write ``interrupted.ckpt`` beside the
+            checkpoints of the first ModelCheckpoint, and leave as Lightning does: with ``KeyboardInterrupt`` handled
+            (exit code 1; ``lt-finetune``: 130), or with ``SIGTERMException`` (exit code 143). A second one does not
+            wait. Does nothing where checkpointing is off (``enable_checkpointing=False``).
+    """
 
     namespace = "lightning.pytorch"
 
@@ -135,10 +148,15 @@ class ResumeCore(_Base):
 
 def add(trainer: Any, namespace: str) -> None:
     """Give ``trainer`` an ``ExactResume`` unless it has one; behind all other callbacks, whose changes it must see."""
-    own = [callback for callback in trainer.callbacks if isinstance(callback, ResumeCore)]
+    own = [callback for callback in trainer.callbacks if isinstance(callback, ExactResume)]
     for callback in own:
         trainer.callbacks.remove(callback)
-    trainer.callbacks.extend(own or [bind(ResumeCore, namespace, "callbacks.Callback", name="ExactResume")()])
+    trainer.callbacks.extend(own or [resume_class(namespace)()])
+
+
+def resume_class(namespace: str) -> type[Any]:
+    """Return the callback's class for a Lightning namespace."""
+    return bind(ExactResume, namespace, "callbacks.Callback", module="lt_offload.strategy.lightning")
 
 
 # -- random states and data -------------------------------------------------------------------------------------------
@@ -151,7 +169,7 @@ def _states(trainer: Any, pl_module: Any) -> dict[str, Any]:
 def _set_states(trainer: Any, pl_module: Any, states: dict[str, Any]) -> None:
     random_state.restore(states["global"])
     for name in random_state.restore_to(_held(trainer, pl_module), states["own"]):
-        rank_zero_warn(f"the generator {name} is not both in the checkpoint and in this run; it stays as it is")
+        rank_zero_warn(f"the generator {name} is only in the checkpoint or only in this run; it stays as it is")
 
 
 def _held(trainer: Any, pl_module: Any) -> dict[str, random_state.Generator]:
@@ -183,7 +201,7 @@ def _repeatable(trainer: Any) -> list[Repeatable]:
 
 
 def _mixed(trainer: Any) -> bool:
-    """Return whether there are loaders that keep their place themselves; Lightning then restores all together."""
+    """Return whether there are loaders that save their position themselves; Lightning then restores all together."""
     return any(hasattr(loader, "state_dict") and not isinstance(loader, Repeatable) for loader in _loaders(trainer))
 
 
@@ -224,6 +242,6 @@ def _take_up_data(trainer: Any, states: list[Any], *, midway: bool) -> None:
 
 def _folders(trainer: Any) -> list[Path]:
     """Return the local folders into which checkpoints of this run go."""
-    found = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
-    local = [path for folder in found if folder is not None and (path := files.local(folder)) is not None]
+    folders = [getattr(callback, "dirpath", None) for callback in trainer.checkpoint_callbacks]
+    local = [path for folder in folders if folder is not None and (path := files.local(folder)) is not None]
     return list(dict.fromkeys(local)) or [Path(trainer.default_root_dir) / "checkpoints"]

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from lt_offload.report.plot import round_ticks
+from lt_offload.report.charts import round_ticks
 from lt_offload.units import format_bytes, format_seconds
 from scripts.bench.contenders import CONTENDERS
 

@@ -19,8 +19,7 @@ from lt_offload.finetune.data import FineTuneData
 from lt_offload.finetune.module import FineTune
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
-from lt_offload.strategy import batch_size as batching
-from lt_offload.strategy import sample as prepare
+from lt_offload.strategy import batch_size, sample
 from tests.support import tiny
 from tests.support.trainers import BATCHES, Module, Run, Tokens, differences, fit, seeded_module, trainer
 
@@ -114,20 +113,20 @@ def test_loaders_with_generators_of_their_own() -> None:
 
 
 def test_sizes_that_do_not_fit_the_device_are_not_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
-    measured = prepare.measure
+    measured = sample.measure
 
     def limited(trainer: Any, *args: Any, **kwargs: Any) -> Profile:
         if trainer.lightning_module.batch_size > 2:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GB\nmore")
         return measured(trainer, *args, **kwargs)
 
-    monkeypatch.setattr(prepare, "measure", limited)
+    monkeypatch.setattr(sample, "measure", limited)
     run = fit(auto(), scheduled(), max_epochs=1)
     assert size_of(run) <= 2
     reasons = {point.batch_size: point.reason for point in run.trainer.strategy.plan.batch_curve}
     refused = "batch_size=3 does not fit while one block is measured: CUDA out of memory. Tried to allocate 2 GB"
     assert reasons[3] == refused
-    monkeypatch.setattr(prepare, "measure", lambda *args, **kwargs: bytearray(2**62))
+    monkeypatch.setattr(sample, "measure", lambda *args, **kwargs: bytearray(2**62))
     with pytest.raises(InfeasibleError, match="batch_size=1 does not fit while one block is measured"):
         fit(auto(), scheduled())
 
@@ -136,7 +135,7 @@ def test_other_errors_are_not_taken_for_sizes_that_do_not_fit(monkeypatch: pytes
     def broken(*args: Any, **kwargs: Any) -> Profile:
         raise RuntimeError("shapes do not match")
 
-    monkeypatch.setattr(prepare, "measure", broken)
+    monkeypatch.setattr(sample, "measure", broken)
     with pytest.raises(RuntimeError, match="shapes do not match"):
         fit(auto(), scheduled())
 
@@ -152,7 +151,7 @@ def test_a_resumed_run_keeps_its_size(tmp_path: Path, monkeypatch: pytest.Monkey
     path = tmp_path / f"step={first.trainer.global_step // 2}.ckpt"
     assert torch.load(path)["lt_offload"] == {"batch_size": size}
 
-    monkeypatch.setattr(batching, "choose_batch", no_choice)
+    monkeypatch.setattr(batch_size, "choose_batch", no_choice)
     resumed = fit(auto(), scheduled(shuffle=False), ckpt=path)
     assert size_of(resumed) == resumed.module.batch_size == size
     assert resumed.module.horizon == first.module.horizon
@@ -169,7 +168,7 @@ def test_a_resumed_run_keeps_its_size(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_fine_tuning_goes_on_in_the_middle_of_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = str(tiny.model(tmp_path / "model"))
     (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 20)
-    monkeypatch.setattr(batching, "_rows", lambda *args: 4)
+    monkeypatch.setattr(batch_size, "_rows", lambda *args: 4)
     saver = ModelCheckpoint(tmp_path / "kept", filename="{step}", save_top_k=-1, every_n_train_steps=1)
 
     def run(strategy: Any, **settings: Any) -> Any:
@@ -204,7 +203,7 @@ def test_a_checkpoint_that_does_not_say_its_size(tmp_path: Path) -> None:
 def test_a_saved_plan_brings_its_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours = fit(OffmateStrategy(memory=MEMORY, batch_size=3, report_dir=tmp_path), scheduled(), max_epochs=1)
     ours.trainer.save_checkpoint(tmp_path / "three.ckpt")
-    monkeypatch.setattr(batching, "choose_batch", no_choice)
+    monkeypatch.setattr(batch_size, "choose_batch", no_choice)
     replayed = fit(auto(plan=tmp_path / "plan.json"), scheduled(), max_epochs=1)
     assert size_of(replayed) == replayed.module.batch_size == 3
     assert differences(ours, replayed) == []
@@ -232,9 +231,9 @@ def test_hyperparameters_hold_it_too() -> None:
     del module.batch_size
     made._data_connector.attach_data(module, datamodule=Kept())
     made.strategy._lightning_module = module
-    size = batching.BatchSize(made, "auto")
+    size = batch_size.BatchSize(made, "auto")
     assert size.value == 2
-    with size.at(5):
+    with size.set_to(5):
         assert made.datamodule.train_dataloader()[0].shape == (5, 2)
     assert size.value == 2
     size.value = 3
@@ -279,6 +278,6 @@ def test_collections_of_loaders_count_the_shortest(monkeypatch: pytest.MonkeyPat
     made = lightning.pytorch.Trainer(strategy="offmate", accelerator="cpu", logger=False)
     made._data_connector.attach_data(module)
     made.strategy._lightning_module = module
-    assert batching._rows(made, batching.BatchSize(made, "auto")) == 5
+    assert batch_size._rows(made, batch_size.BatchSize(made, "auto")) == 5
     module.train_dataloader = lambda: iter([])
-    assert batching._rows(made, batching.BatchSize(made, "auto")) == batching.LARGEST
+    assert batch_size._rows(made, batch_size.BatchSize(made, "auto")) == batch_size.LARGEST

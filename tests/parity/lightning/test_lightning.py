@@ -28,7 +28,7 @@ from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
-from lt_offload.strategy import offmate as lifecycle
+from lt_offload.strategy import offmate
 from lt_offload.strategy.metrics import Metrics
 from tests.support.trainers import (
     BATCHES,
@@ -54,7 +54,7 @@ pytestmark = [
 @pytest.fixture
 def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run tasks as late as possible, overwrite freed memory and check the order of every access."""
-    monkeypatch.setattr(lifecycle, "open_device", lambda budget, *_, **__: EmulatedDevice(budget, "lazy", check=True))
+    monkeypatch.setattr(offmate, "open_device", lambda budget, *_, **__: EmulatedDevice(budget, "lazy", check=True))
 
 
 # -- one fit ----------------------------------------------------------------------------------------------------------
@@ -144,12 +144,12 @@ def test_fits_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("memory", [MEMORY, "100KB"])
 def test_validate_and_predict_without_training_then_train(memory: str) -> None:
     runs, answers = [], []
-    for offmate in (False, True):
-        module, made = seeded_module(layers=6), trainer(OffmateStrategy(memory=memory) if offmate else "auto")
+    for ours in (False, True):
+        module, made = seeded_module(layers=6), trainer(OffmateStrategy(memory=memory) if ours else "auto")
         (metrics,) = made.validate(module, verbose=False)
         (logits,) = made.predict(module)
         answers.append((metrics["val_loss"], logits))
-        runs.append(fit(OffmateStrategy(memory=MEMORY) if offmate else "auto", module))
+        runs.append(fit(OffmateStrategy(memory=MEMORY) if ours else "auto", module))
     assert answers[0][0] == answers[1][0]
     assert torch.equal(answers[0][1], answers[1][1])
     assert differences(*runs) == []

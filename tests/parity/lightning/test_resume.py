@@ -17,7 +17,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from torch.utils.data import DataLoader
 
-from lt_offload.strategy import sample as prepare
+from lt_offload.strategy import sample
 from lt_offload.strategy.checkpoint.resume import FILE, _warn_of_workers
 from tests.support.trainers import Forced, Run, fit, seeded_module, state_differences
 
@@ -32,7 +32,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _one_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Profile once: the plan is forced, and all runs are of one model."""
-    monkeypatch.setattr(prepare, "measure", lambda trainer, optimizer: measured(trainer, optimizer))
+    monkeypatch.setattr(sample, "measure", lambda trainer, optimizer: measured(trainer, optimizer))
 
 
 @functools.cache
@@ -46,7 +46,7 @@ def measured(trainer: Any, optimizer: Any) -> Any:
     return _first()[0]
 
 
-MEASURE = prepare.measure
+MEASURE = sample.measure
 STEPS = {"max_epochs": -1, "max_steps": 7}
 SETTINGS: dict[str, dict[str, Any]] = {
     "validation after each epoch": {},

@@ -9,10 +9,6 @@ import pytest
 from lt_offload.execute.device import emulated
 from lt_offload.execute.device.emulated import LinkRunner
 from lt_offload.execute.device.lanes import Task
-<<<<<<< HEAD:tests/unit/device/test_links.py
-=======
-from lt_offload.execute.device.links import LinkRunner
->>>>>>> w-tests:tests/unit/device/test_link_speeds.py
 
 RATE = 1e6
 

@@ -47,7 +47,7 @@ GOOD = {"text": "a text of some length"}
         ({"text": ["a"]}, "text is a list"),
         ({"text": {"a": "b"}}, "text is an object"),
         ({"text": True}, "text is true"),
-        ({"text": "\ud800"}, "text is no Unicode text"),
+        ({"text": "\ud800"}, "text is not Unicode text"),
     ],
 )
 def test_a_row_without_text(tokenizer: str, tmp_path: Path, row: object, what: str) -> None:

@@ -59,7 +59,7 @@ def test_a_text_file_is_one_row_and_a_folder_one_per_file(tmp_path: Path) -> Non
         (lambda p: (p / "none.json").write_text("[]") and p / "none.json", "(has no rows|cannot be read)"),
         (lambda p: (p / "broken.json").write_text('{"text": ') and p / "broken.json", "cannot be read as json"),
         (lambda p: (p / "latin.txt").write_bytes(b"\xe9\xe8") and p / "latin.txt", "not UTF-8"),
-        (lambda p: (p / "data.xlsx").write_bytes(b"x") and p / "data.xlsx", "of no known kind"),
+        (lambda p: (p / "data.xlsx").write_bytes(b"x") and p / "data.xlsx", "of an unknown kind"),
         (lambda p: p, "no data files"),
         (lambda p: write(p / "a.csv") and write(p / "b.json") and p, "files of several kinds"),
     ],

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
-from lt_offload.plan import choose_batch, solve
+from lt_offload.plan import Settings, choose_batch, solve
 from lt_offload.plan.batch.profiles import common, scaled
 from lt_offload.plan.batch.program import best_batch
 from lt_offload.plan.planners.offmate.config import OffmateConfig
@@ -153,18 +153,18 @@ def throughput(plan: Plan) -> float:
 
 
 def test_sizes_that_the_planner_does_not_apply_to_are_not_chosen() -> None:
-    decision = choose_batch(affine(), memory=30_000, planner="pofo", candidates=[1, 2, 64])
+    decision = choose_batch(affine(), Settings(memory=30_000, planner="pofo"), candidates=[1, 2, 64])
     assert decision.batch_size < 64
     assert "64 does not fit in 30 kB" in decision.why
     assert "does not apply" in decision.curve[-1].reason
     with pytest.raises(UnsupportedError, match="planner='pofo' does not apply"):
-        choose_batch(affine(), memory=12_000, planner="pofo", candidates=[1, 2])
+        choose_batch(affine(), Settings(memory=12_000, planner="pofo"), candidates=[1, 2])
 
 
 @pytest.mark.parametrize(("budget", "once", "each"), [(5_000, 2.0, 4.0), (7_000, 0.0, 5.0), (15_000, 4.0, 1.0)])
 def test_it_is_the_best_of_all_sizes(budget: int, once: float, each: float) -> None:
     at = affine(3, once=once, each=each)
-    decision = choose_batch(at, memory=budget, most=16)
+    decision = choose_batch(at, Settings(memory=budget), most=16)
     found = []
     for size in range(1, 17):
         try:
@@ -177,7 +177,7 @@ def test_it_is_the_best_of_all_sizes(budget: int, once: float, each: float) -> N
 
 
 def test_it_shows_the_curve_and_says_why() -> None:
-    decision = choose_batch(affine(4), memory=8_000, most=40)
+    decision = choose_batch(affine(4), Settings(memory=8_000), most=40)
     sizes = [point.batch_size for point in decision.curve]
     assert sizes == sorted(set(sizes))
     assert 1 in sizes
@@ -196,12 +196,12 @@ def test_it_shows_the_curve_and_says_why() -> None:
 
 
 def test_of_equal_throughput_the_smallest_batch_is_taken() -> None:
-    decision = choose_batch(affine(3, once=0.0), memory=10**7, most=200)
+    decision = choose_batch(affine(3, once=0.0), Settings(memory=10**7), most=200)
     assert decision.batch_size < 100, "200 would be faster by a fraction of a percent"
 
 
 def test_the_plan_travels_as_json() -> None:
-    plan = choose_batch(affine(3), memory=6_000, candidates=[2, 1]).plan
+    plan = choose_batch(affine(3), Settings(memory=6_000), candidates=[2, 1]).plan
     from lt_offload.schema.files import from_json, to_json
 
     assert from_json(Plan, to_json(plan), source="test", schema=plan.schema) == plan
@@ -218,7 +218,7 @@ def test_sizes_that_cannot_be_profiled_do_not_fit() -> None:
             raise InfeasibleError(f"batch_size={size} is too much")
         return at(size)
 
-    decision = choose_batch(limited, memory=10**6, most=64)
+    decision = choose_batch(limited, Settings(memory=10**6), most=64)
     assert decision.batch_size == 5
     assert len(asked) == len(set(asked)), "nothing is profiled twice"
     (point,) = [point for point in decision.curve if point.batch_size == 6]
@@ -229,21 +229,21 @@ def test_sizes_that_cannot_be_profiled_do_not_fit() -> None:
 
 def test_nothing_fits() -> None:
     with pytest.raises(InfeasibleError, match="batch_size=1"):
-        choose_batch(affine(), memory=1_000)
+        choose_batch(affine(), Settings(memory=1_000))
 
     def nothing(size: int) -> Profile:
         raise InfeasibleError(f"not even {size}")
 
     with pytest.raises(InfeasibleError, match="not even 1"):
-        choose_batch(nothing, memory=1_000)
+        choose_batch(nothing, Settings(memory=1_000))
 
 
 def test_only_some_sizes() -> None:
-    assert choose_batch(affine(), memory=10**6, candidates=[3, 2]).batch_size == 3
-    assert choose_batch(affine(), memory=10**6, most=1).batch_size == 1
+    assert choose_batch(affine(), Settings(memory=10**6), candidates=[3, 2]).batch_size == 3
+    assert choose_batch(affine(), Settings(memory=10**6), most=1).batch_size == 1
     for wrong in ({"most": 0}, {"candidates": []}, {"candidates": [0, 1]}):
         with pytest.raises(ConfigError, match="no batch size to choose from"):
-            choose_batch(affine(), memory=10**6, **wrong)
+            choose_batch(affine(), Settings(memory=10**6), **wrong)
 
 
 def test_profiles_are_asked_for_a_handful_of_sizes() -> None:
@@ -255,6 +255,6 @@ def test_profiles_are_asked_for_a_handful_of_sizes() -> None:
         return at(size)
 
     said: list[str] = []
-    choose_batch(counted, memory=9_000, most=1000, on_progress=said.append)
+    choose_batch(counted, Settings(memory=9_000), most=1000, on_progress=said.append)
     assert len(asked) == len(set(asked)) <= 10
     assert "looking for the best batch size" in said

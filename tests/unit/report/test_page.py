@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lt_offload.plan.what_if import Gain
-from lt_offload.report import drawing as drawing
+from lt_offload.report import charts
 from lt_offload.report.page import write_plan_report, write_report
 from lt_offload.schema.plan import BatchPoint, Plan
 from lt_offload.schema.profile import Profile
@@ -101,7 +101,7 @@ def test_every_drawing_has_all_lanes_and_the_budget_line(tmp_path: Path) -> None
 
 
 def test_bars_lie_where_the_spans_are() -> None:
-    html = drawing.iteration(PREDICTED, PLAN, [b.name for b in PROFILE.blocks], axis_s=2 * PREDICTED.iteration_time)
+    html = charts.iteration(PREDICTED, PLAN, [b.name for b in PROFILE.blocks], axis_s=2 * PREDICTED.iteration_time)
     rects = [ET.fromstring(rect) for rect in re.findall(r"<rect.*?</rect>", html)]
     first = min((s for s in PREDICTED.spans if s.label.startswith("backward")), key=lambda s: s.start)
     match = [r for r in rects if r.get("class").split()[0] == "backward"][0]
@@ -122,11 +122,11 @@ def test_every_kind_of_op_has_its_colour_and_legend_entry(tmp_path: Path) -> Non
     }  # fmt: skip
     for kind in used:
         assert f".{kind} {{ fill:" in html
-        assert f'<i class="{kind}"></i>{drawing.KINDS[kind]}' in html
+        assert f'<i class="{kind}"></i>{charts.KINDS[kind]}' in html
 
 
 def test_merging_keeps_the_work_and_the_bytes() -> None:
-    drawn = drawing.bars(MEASURED, PLAN)
+    drawn = charts.bars(MEASURED, PLAN)
     assert len(drawn) < len(MEASURED.spans)
     assert sum(bar.ops for bar in drawn) == len(MEASURED.spans)
     assert sum(bar.bytes for bar in drawn) == sum(PLAN.ops[span.op].bytes for span in MEASURED.spans)
@@ -140,7 +140,7 @@ def test_device_updates_within_a_backward_are_drawn_on_top() -> None:
     inner = Span(
         op=update.id, lane="compute", label="update", start=backward.start, end=(backward.start + backward.end) / 2
     )
-    drawn = drawing.bars(replace(PREDICTED, spans=(inner, *PREDICTED.spans)), PLAN)
+    drawn = charts.bars(replace(PREDICTED, spans=(inner, *PREDICTED.spans)), PLAN)
     nested = [bar for bar in drawn if bar.nested]
     assert [(bar.kind, bar.ops) for bar in nested] == [("update", 1)]
     assert drawn[-1] is nested[0]
@@ -151,7 +151,7 @@ def test_spans_outside_the_plan_are_named_by_their_label() -> None:
         Span(op=-1, lane="h2d", label="prefetch weight 3", start=0.0, end=0.1),
         Span(op=-1, lane="host", label="something else", start=0.0, end=0.1),
     )
-    drawn = drawing.bars(replace(PREDICTED, spans=spans), PLAN)
+    drawn = charts.bars(replace(PREDICTED, spans=spans), PLAN)
     assert [(bar.kind, bar.block) for bar in drawn] == [("prefetch-weight", None), ("other", None)]
 
 
@@ -163,7 +163,7 @@ def test_work_beyond_the_iteration_is_drawn_where_it_recurs() -> None:
         Span(op=op.id, lane="d2h", label="", start=-0.1, end=0.2),
     )
     trace = replace(PREDICTED, spans=spans, iteration_time=1.0, memory=())
-    drawn = {(bar.lane, round(bar.start, 9), round(bar.end, 9)) for bar in drawing.bars(trace, PLAN)}
+    drawn = {(bar.lane, round(bar.start, 9), round(bar.end, 9)) for bar in charts.bars(trace, PLAN)}
     assert drawn == {("h2d", 0.7, 0.9), ("host", 0.9, 1.0), ("host", 0.0, 0.25), ("d2h", 0.9, 1.0), ("d2h", 0.0, 0.2)}
 
 
@@ -178,8 +178,8 @@ def test_memory_curve_never_hides_a_peak() -> None:
         spans=(),
         memory=spike,
     )
-    path = drawing._curve(trace, 1.0, 400 * MB)
-    late = drawing._curve(replace(trace, memory=((0.3, 200 * MB),)), 1.0, 400 * MB)
+    path = charts._curve(trace, 1.0, 400 * MB)
+    late = charts._curve(replace(trace, memory=((0.3, 200 * MB),)), 1.0, 400 * MB)
     assert late == "M0 50.0H1000.00"
     assert min(float(y) for y in re.findall(r"V([\d.]+)", path)) == pytest.approx(100 * (1 - 380 / 400))
 
@@ -253,9 +253,9 @@ def test_decisions_say_what_runs_again_and_what_is_read_in_place(tmp_path: Path)
 def test_forwards_that_run_again_have_a_colour_of_their_own() -> None:
     op = next(op for op in PLAN.ops if op.kind == "forward" and op.block == 3)
     plan = replace(PLAN, ops=tuple(replace(o, save="input", bytes=2 * MB) if o.id == op.id else o for o in PLAN.ops))
-    drawn = drawing.bars(PREDICTED, plan)
+    drawn = charts.bars(PREDICTED, plan)
     assert [bar.block for bar in drawn if bar.kind == "rerun"] == [3]
-    html = drawing.iteration(PREDICTED, plan, [b.name for b in PROFILE.blocks], axis_s=PREDICTED.iteration_time)
+    html = charts.iteration(PREDICTED, plan, [b.name for b in PROFILE.blocks], axis_s=PREDICTED.iteration_time)
     assert "forward that runs again, block 3 · model.layers.2" in html
     assert "reads 2 MB in host memory" in html
 
@@ -340,14 +340,14 @@ def test_eighty_blocks_are_small(tmp_path: Path) -> None:
     predicted, measured = make_trace(plan), make_trace(plan, source="measured", noise=0.3)
     html = report(tmp_path, plan, profile, predicted=predicted, measured=measured)
     assert len(html.encode()) < 1_000_000
-    assert html.count("<rect") <= 2 * drawing.MAX_BARS
+    assert html.count("<rect") <= 2 * charts.MAX_BARS
 
 
 def test_scattered_spans_are_merged_until_they_fit() -> None:
     op = next(op for op in PLAN.ops if op.kind == "prefetch")
     spans = tuple(
-        Span(op=op.id, lane="h2d", label="", start=i * 1e-3, end=i * 1e-3 + 5e-4) for i in range(3 * drawing.MAX_BARS)
+        Span(op=op.id, lane="h2d", label="", start=i * 1e-3, end=i * 1e-3 + 5e-4) for i in range(3 * charts.MAX_BARS)
     )
-    drawn = drawing.bars(replace(PREDICTED, spans=spans, iteration_time=6.0), PLAN)
-    assert len(drawn) <= drawing.MAX_BARS
+    drawn = charts.bars(replace(PREDICTED, spans=spans, iteration_time=6.0), PLAN)
+    assert len(drawn) <= charts.MAX_BARS
     assert sum(bar.busy for bar in drawn) == pytest.approx(len(spans) * 5e-4)

@@ -19,7 +19,7 @@ from torch import nn
 
 from lt_offload.errors import CheckpointError
 from lt_offload.strategy.checkpoint import files as checkpoint
-from lt_offload.strategy.register import bind
+from lt_offload.strategy.namespaces import bind
 
 ROOT = Path(__file__).parents[3]
 

@@ -72,7 +72,7 @@ def test_weights_of_another_model() -> None:
     check_weights(state, model().state_dict())
     with pytest.raises(ConfigError, match=r"0\.weight has shape \(3, 4\) there and \(5, 4\) here"):
         check_weights(state, model(5).state_dict())
-    with pytest.raises(ConfigError, match=r"it has no 2\.weight \(2 tensors are missing, 0 are too many\)"):
+    with pytest.raises(ConfigError, match=r"it has no 2\.weight \(2 tensors are missing, 0 are not in this model\)"):
         check_weights(state, nn.Sequential(*model(), nn.Linear(3, 3)).state_dict())
     more = state | {"extra": torch.ones(1)}
     with pytest.raises(ConfigError, match="has a tensor that this model does not have: extra"):

@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset,
 from torchmetrics import MeanMetric
 
 from lt_offload.errors import ConfigError
-from lt_offload.strategy import sample as prepare
+from lt_offload.strategy import sample
 
 DATA = TensorDataset(torch.arange(20))
 
@@ -89,7 +89,7 @@ def taken(loader: Any) -> Any:
     """What a Trainer with this loader plans for."""
     with torch.random.fork_rng(devices=[]):
         trainer = connected(Module(), loader=loader)
-    return prepare.from_data(trainer, prepare.first_batch)
+    return sample.from_data(trainer, sample.first_batch)
 
 
 def flat(batch: Any) -> list[int]:
@@ -212,7 +212,7 @@ def connected(module: Any, datamodule: Any = None, loader: Any = None) -> L.Trai
 
 
 def test_batches_go_the_way_they_go_in_training() -> None:
-    batch = prepare.sample_batch(connected(Module(), loader=DataLoader(torch.ones(4, 1), batch_size=2)))
+    batch = sample.sample_batch(connected(Module(), loader=DataLoader(torch.ones(4, 1), batch_size=2)))
     assert batch.dtype == torch.bfloat16
     assert torch.equal(batch, torch.full((2, 1), 2.0, dtype=torch.bfloat16))
 
@@ -226,21 +226,21 @@ def test_the_module_or_datamodule_may_name_the_largest_batch() -> None:
         def train_dataloader(self) -> None:
             pytest.fail("the loader was asked")
 
-    assert prepare.sample_batch(connected(Module(), Data())).shape == (3, 1)
+    assert sample.sample_batch(connected(Module(), Data())).shape == (3, 1)
 
     class Own(Module):
         def sample_batch(self) -> Tensor:
             return torch.full((5, 1), 4.0)
 
-    assert prepare.sample_batch(connected(Own(), Data())).shape == (5, 1)
+    assert sample.sample_batch(connected(Own(), Data())).shape == (5, 1)
 
 
 def test_a_training_step_leaves_no_trace() -> None:
     module = Module()
     trainer = connected(module)
     before, metric = dict(module.__dict__), module.metric
-    with prepare.untouched(trainer):
-        loss = prepare._loss(trainer.strategy, torch.ones(2, 1))
+    with sample.untouched(trainer):
+        loss = sample._loss(trainer.strategy, torch.ones(2, 1))
         assert module.count == 1
         assert len(module.seen) == 1
     assert loss.requires_grad
@@ -255,11 +255,11 @@ def test_what_a_training_step_may_look_like() -> None:
         def training_step(self, batch: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
             return {"loss": batch.sum(), "other": batch}
 
-    assert prepare._loss(connected(Plain()).strategy, torch.ones(3)) == 3
+    assert sample._loss(connected(Plain()).strategy, torch.ones(3)) == 3
 
     class Nothing(Module):
         def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
             return None
 
     with pytest.raises(ConfigError, match=r"Nothing\.training_step returned NoneType.*must return the loss"):
-        prepare._loss(connected(Nothing()).strategy, torch.ones(3))
+        sample._loss(connected(Nothing()).strategy, torch.ones(3))

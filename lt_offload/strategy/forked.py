@@ -1,4 +1,4 @@
-"""Runs a function in a copy of this process, so that whatever it changes stays there. Knows processes, no Trainers.
+"""Runs a function in a copy of this process, so that whatever it changes stays there.
 
 Taking a batch runs a user's code: data sets with generators of their own, collate functions that count, samplers that
 keep a position. No copy of such an object is sure to be complete; a forked process is.
@@ -27,7 +27,7 @@ PATIENCE = 300.0
 """Seconds after which a process that has given nothing is taken to hang: a fork inherits locks that nobody opens."""
 
 
-def aside(work: Callable[[], Any], *, what: str, way_out: str) -> Any:
+def in_a_fork(work: Callable[[], Any], *, what: str, way_out: str) -> Any:
     """Return what ``work`` returns in a forked process; objects, generators and files of this process do not notice.
 
     What ``work`` raises is raised here, too.
@@ -62,7 +62,7 @@ def aside(work: Callable[[], Any], *, what: str, way_out: str) -> Any:
             process.kill()
             process.join()
     if answer is None:
-        raise ConfigError(f"{what} gave nothing within {PATIENCE:g} s in a process of its own; {way_out}")
+        raise ConfigError(f"{what} did not end within {PATIENCE:g} s in a process of its own; {way_out}")
     outcome, value = pickle.loads(answer)
     if outcome == "returned":
         return value

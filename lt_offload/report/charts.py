@@ -1,13 +1,13 @@
-"""Draws one iteration as HTML with inline SVG: four lanes, the memory curve, one time axis.
+"""Drawings as HTML with inline SVG: one iteration (four lanes, the memory curve, one time axis), curves and bars.
 
-Knows traces and plans, not reports. Every drawing is 1000 units wide and stretched to the width of the page; all text
-is HTML beside it, placed in percent. So one drawing serves a wide screen, a phone and paper.
+Every drawing is 1000 units wide and stretched to the width of the page; all text is HTML beside it, placed in percent.
+So one drawing serves a wide screen, a phone and paper.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from html import escape
 
@@ -20,12 +20,17 @@ from lt_offload.units import format_bytes, format_seconds
 WIDTH = 1000.0
 LANE_HEIGHT = 20
 MEMORY_HEIGHT = 100
+CHART_HEIGHT = 100
 MAX_BARS = 2000
 """Bars per drawing; more are merged, so that the page stays small and quick for a model of any depth."""
 MAX_POINTS = 500
 """Columns of the memory curve; each shows the most that was in use during its time."""
 NUMBERED = 0.022
 """Computations that take at least this share of the axis carry their block's number."""
+CHART_MARGIN = 0.03
+"""Of a chart's width, left and right of the first and last point."""
+LABEL_WIDTH = 11
+"""Percent of a chart's width that the label of a point takes."""
 
 KINDS = {
     "forward": "forward",
@@ -41,6 +46,9 @@ KINDS = {
     "update": "update",
 }
 """CSS class of a bar, and what the legend calls it."""
+
+
+# -- one iteration ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -296,3 +304,130 @@ def legend(drawn: Iterable[Bar]) -> str:
     present = {bar.kind for bar in drawn}
     entries = "".join(f'<li><i class="{kind}"></i>{name}</li>' for kind, name in KINDS.items() if kind in present)
     return f'<ul class="legend">{entries}</ul>'
+
+
+# -- curves and bars -------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One curve; ``values`` are those of the chart's points, None where there is none."""
+
+    name: str
+    values: Sequence[float | None]
+    main: bool = False
+    """Whether its points are marked."""
+
+
+def chart(
+    title: str,
+    xs: Sequence[float],
+    lines: Sequence[Line],
+    *,
+    x_text: Callable[[float], str],
+    y_text: Callable[[float], str],
+    chosen: int | None = None,
+    nothing_below: float | None = None,
+) -> str:
+    """Return a figure.
+
+    Args:
+        title: what it shows.
+        xs: where the points are, ascending.
+        lines: the curves.
+        x_text: how such an x is written.
+        y_text: how a value is written.
+        chosen: the point that stands out.
+        nothing_below: where it begins to work, if some points are below.
+    """
+    known = [value for line in lines for value in line.values if value is not None]
+    ticks = round_ticks(max(known, default=1.0))
+    top = max(1.04 * max(known, default=1.0), ticks[-1])
+    span = xs[-1] - xs[0] or 1.0
+
+    def left(x: float) -> float:
+        return 100 * (CHART_MARGIN + (1 - 2 * CHART_MARGIN) * (x - xs[0]) / span)
+
+    grid = "".join(f'<p style="bottom:{100 * y / top:.2f}%"><span>{escape(y_text(y))}</span></p>' for y in ticks)
+    curves = "".join(_line_path(line, [left(x) / 100 for x in xs], top) for line in lines)
+    dots = "".join(
+        f'<i class="dot{" chosen" if i == chosen else ""}" style="left:{left(xs[i]):.2f}%;bottom:{100 * y / top:.2f}%" '
+        f'title="{escape(f"{x_text(xs[i])}: {y_text(y)}")}"></i>'
+        for line in lines
+        if line.main
+        for i, y in enumerate(line.values)
+        if y is not None
+    )
+    void = ""
+    if nothing_below is not None and nothing_below > xs[0]:
+        width = min(left(nothing_below), 100.0)
+        void = f'<div class="void" style="width:{width:.2f}%" title="does not fit below {x_text(nothing_below)}"></div>'
+    summary = _in_words(title, xs, lines, x_text, y_text)
+    return (
+        f'<figure class="chart"><figcaption>{escape(title)}{_legend_of_others(lines)}</figcaption>'
+        f'<div class="field">{void}{grid}{_svg(CHART_HEIGHT, curves, summary)}{dots}</div>'
+        f'<div class="axis">{_labels([(left(x), x_text(x)) for x in xs])}</div></figure>'
+    )
+
+
+def _labels(places: Iterable[tuple[float, str]]) -> str:
+    """Return the labels of an axis at ``(percent, text)``, ascending, without those that would cover the one before."""
+    labels, free = "", 0.0
+    for left, text in places:
+        if left >= free:
+            labels += f'<span style="left:{left:.2f}%">{escape(text)}</span>'
+            free = left + LABEL_WIDTH
+    return labels
+
+
+def _line_path(line: Line, shares: Sequence[float], top: float) -> str:
+    """Return the SVG path of ``line``, whose points are at ``shares`` of the width; ``top`` is the highest value."""
+    path, pen = "", "M"
+    for share, value in zip(shares, line.values, strict=True):
+        if value is None:
+            pen = "M"
+            continue
+        path += f"{pen}{WIDTH * share:.1f} {CHART_HEIGHT * (1 - value / top):.2f}"
+        pen = "L"
+    return f'<path class="{"line" if line.main else "line other"}" d="{path}"/>' if path else ""
+
+
+def _legend_of_others(lines: Sequence[Line]) -> str:
+    others = [line.name for line in lines if not line.main]
+    return f' <small><i class="dash"></i>{escape(", ".join(others))}</small>' if others else ""
+
+
+def _in_words(
+    title: str,
+    xs: Sequence[float],
+    lines: Sequence[Line],
+    x_text: Callable[[float], str],
+    y_text: Callable[[float], str],
+) -> str:
+    """Return the curve in words, for those who cannot see it."""
+    [values] = [line.values for line in lines if line.main]
+    return f"{title}: " + ", ".join(
+        f"{y_text(y) if y is not None else 'nothing'} at {x_text(x)}" for x, y in zip(xs, values, strict=True)
+    )
+
+
+def round_ticks(limit: float) -> list[float]:
+    """Return zero and round values up to about ``limit``, three to five of them."""
+    if limit <= 0:
+        return [0.0, 1.0]
+    raw = limit / 4
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
+    return [step * i for i in range(int(limit / step * 1.001) + 1)]
+
+
+def bar_list(rows: Sequence[tuple[str, float | None, str]], *, chosen: int | None = None) -> str:
+    """Return horizontal bars: name, length, and what is written beside it. Without a length there is only the text."""
+    longest = max((length for _, length, _ in rows if length is not None), default=0.0) or 1.0
+
+    def row(index: int, name: str, length: float | None, text: str) -> str:
+        bar = "" if length is None else f'<i style="width:calc((100% - 5.5em) * {length / longest:.4f})"></i>'
+        mark = ' class="chosen"' if index == chosen else ""
+        return f"<dt>{escape(name)}</dt><dd{mark}>{bar}<span>{escape(text)}</span></dd>"
+
+    return f'<dl class="times">{"".join(row(index, *values) for index, values in enumerate(rows))}</dl>'

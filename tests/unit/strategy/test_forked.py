@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from lt_offload.errors import ConfigError
-from lt_offload.strategy import aside as module
-from lt_offload.strategy.aside import aside
+from lt_offload.strategy import forked as module
+from lt_offload.strategy.forked import in_a_fork
 
 
 def asked(work: Any) -> Any:
-    return aside(work, what="asking", way_out="give sample_batch()")
+    return in_a_fork(work, what="asking", way_out="give sample_batch()")
 
 
 def test_results_come_back_and_changes_do_not() -> None:
@@ -78,7 +78,7 @@ def test_a_process_that_dies() -> None:
 
 def test_a_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "PATIENCE", 0.05)
-    with pytest.raises(ConfigError, match=r"nothing within 0.05 s in a process of its own; give sample_batch\(\)"):
+    with pytest.raises(ConfigError, match=r"did not end within 0.05 s in a process of its own; give sample_batch\(\)"):
         asked(lambda: time.sleep(600))
 
 

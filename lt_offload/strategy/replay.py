@@ -1,0 +1,56 @@
+"""A saved plan that is to be used again: whether it is for this model, this batch and this much memory."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lt_offload.errors import PlanError
+from lt_offload.execute.program import check_match
+from lt_offload.model.blocks import find_blocks
+from lt_offload.plan import check
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
+
+
+def load_plan(path: str | Path, memory: int) -> Plan:
+    """Return the saved plan at ``path``, checked as far as that goes without a model.
+
+    Raises:
+        PlanError: if it is no plan, or needs more than ``memory`` bytes.
+    """
+    plan = Plan.load(path)
+    if plan.budget_bytes > memory:
+        raise PlanError(
+            f"plan={str(path)!r} needs memory={plan.budget_bytes}, there are {memory} bytes; raise memory or plan again"
+        )
+    return plan
+
+
+def check_same_model(path: str | Path, module: nn.Module, optimizer: Optimizer) -> None:
+    """Raise ``PlanError`` if the saved plan at ``path`` is not for ``module``; needs no profile."""
+    try:
+        check_match(find_blocks(module), optimizer, Plan.load(path))
+    except PlanError as error:
+        raise PlanError(f"plan={str(path)!r}: {error}") from None
+
+
+def replay(path: str | Path, profile: Profile, memory: int) -> Plan:
+    """Return the saved plan at ``path``.
+
+    Raises:
+        PlanError: if it is no plan, is of another model, or does not fit today's batch or memory.
+    """
+    plan = load_plan(path, memory)
+    if plan.fingerprint != profile.fingerprint:
+        raise PlanError(
+            f"plan={str(path)!r} was made for another model ({plan.model}, {len(plan.options)} blocks) or for other "
+            f"shapes, dtypes or frozen weights; this is {profile.model} with {len(profile.blocks)} blocks; plan again"
+        )
+    problems = check(plan, profile)
+    if problems:
+        more = f" (and {len(problems) - 1} more)" if len(problems) > 1 else ""
+        raise PlanError(f"plan={str(path)!r} cannot be carried out: {problems[0]}{more}; plan again")
+    return plan
