@@ -334,7 +334,7 @@ class Frame:
 
     def _enter(self, anchor: Tensor, inputs: Sequence[Tensor]) -> list[Tensor]:
         return [
-            _Entry.apply(anchor, x, self, slot) if need else x  # type: ignore[no-untyped-call]
+            _BlockEntry.apply(anchor, x, self, slot) if need else x  # type: ignore[no-untyped-call]
             for slot, (x, need) in enumerate(zip(inputs, self._needs_grad, strict=True))
         ]
 
@@ -353,7 +353,7 @@ class Frame:
 def _count_uses(roots: Sequence[Any]) -> Counter[int]:
     """Return how often each activation input is used in the private graph below ``roots``, by its slot."""
     ends = [*roots, *(node for node, _ in edges(roots))]
-    return Counter(node.slot for node in ends if isinstance(node, _Entry._backward_cls))  # type: ignore[attr-defined]
+    return Counter(node.slot for node in ends if isinstance(node, _BlockEntry._backward_cls))  # type: ignore[attr-defined]
 
 
 def _positional(spec: TreeSpec) -> int:
@@ -361,7 +361,7 @@ def _positional(spec: TreeSpec) -> int:
     return spec.child(0).num_leaves
 
 
-class _Entry(torch.autograd.Function):
+class _BlockEntry(torch.autograd.Function):
     """Where the private graph begins: passes the input on and catches its gradient, holding on to neither."""
 
     @staticmethod

@@ -77,9 +77,9 @@ class Effects:
         members = list(module.modules())
         for member in members:
             self._parts.append(_Attributes(member))
-            self._parts += [_Buffer(member._buffers, name) for name in member._buffers]
+            self._parts += [_BufferPart(member._buffers, name) for name in member._buffers]
             tensors = [name for name, value in vars(member).items() if isinstance(value, Tensor)]
-            self._parts += [_Buffer(vars(member), name) for name in tensors]
+            self._parts += [_BufferPart(vars(member), name) for name in tensors]
         self._generators: list[_Part] = [_Python(), _NumPy()]
         held = [value for member in members for value in vars(member).values()]
         self._generators += [_Generator(value) for value in _below(held) if _is_generator(value)]
@@ -241,7 +241,7 @@ class _Attributes(_Part):
                         yield Place((id(own), name), holder, key)
 
 
-class _Buffer(_Part):
+class _BufferPart(_Part):
     """A tensor of a module.
 
     A second run gets a clone: written in place, the present one would have another version, and the graph of the first

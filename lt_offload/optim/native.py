@@ -40,11 +40,11 @@ _UNIT = 16
 _SAMPLE = 1 << 12
 
 
-class _Options(ctypes.Structure):
+class _KernelOptions(ctypes.Structure):
     _fields_ = [(name, ctypes.c_float) for name in ("keep", "weight1", "beta2", "weight2", "eps", "scale")]
 
 
-class _Step(ctypes.Structure):
+class _KernelStep(ctypes.Structure):
     _fields_ = [(name, ctypes.c_float) for name in ("negative_size", "correction")]
 
 
@@ -88,8 +88,10 @@ class Kernel:
         count = len(whole)
         sizes = (ctypes.c_int64 * count)(*(entry.param.numel() // _UNIT * _UNIT for entry in whole))
         arrays = (_Arrays * count)(*map(_addresses, whole))
-        steps = (_Step * count)(*(_Step(-options.size(entry.step), options.correction(entry.step)) for entry in whole))
-        common = _Options(
+        steps = (_KernelStep * count)(
+            *(_KernelStep(-options.size(entry.step), options.correction(entry.step)) for entry in whole)
+        )
+        common = _KernelOptions(
             keep=1 - float(options.lr) * options.weight_decay,
             weight1=1 - options.beta1,
             beta2=options.beta2,

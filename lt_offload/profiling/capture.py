@@ -91,7 +91,7 @@ def capture(
         ModelError: if a block is not called exactly once, in its place.
     """
     with ExitStack() as stack:
-        recorder = _Recorder(structure, device, stage, meter, aside)
+        recorder = _CallRecorder(structure, device, stage, meter, aside)
         for index, block in enumerate(structure.blocks):
             stack.callback(intercept(block.module, recorder.wrap(index, block)))
         with recorder.account, torch.enable_grad():
@@ -99,7 +99,7 @@ def capture(
             return recorder.finish(result)
 
 
-class _Recorder:
+class _CallRecorder:
     """Stands between the model and its blocks."""
 
     def __init__(self, structure: Structure, device: torch.device, stage: Stage, meter: Meter, aside: Aside) -> None:

@@ -199,7 +199,7 @@ def _alternative(found: Alternative) -> tuple[str, str]:
 
 
 @dataclass(slots=True)
-class _Block:
+class _BlockRow:
     index: int
     option: str
     moved: dict[tuple[str, str], int] = field(default_factory=lambda: defaultdict(int))
@@ -214,8 +214,8 @@ class _Block:
     """Bytes of gradients that the backward writes to the host itself."""
 
 
-def _blocks(plan: Plan) -> list[_Block]:
-    blocks = [_Block(index, option) for index, option in enumerate(plan.options)]
+def _blocks(plan: Plan) -> list[_BlockRow]:
+    blocks = [_BlockRow(index, option) for index, option in enumerate(plan.options)]
     for op in plan.ops:
         if op.writes_gradients:
             blocks[op.block].written += op.bytes
@@ -230,14 +230,14 @@ def _blocks(plan: Plan) -> list[_Block]:
     return blocks
 
 
-def _kind(block: _Block) -> tuple[object, ...]:
+def _kind(block: _BlockRow) -> tuple[object, ...]:
     """Blocks in a row with equal kinds share a line."""
     fetched = tuple(bool(block.moved["prefetch", payload]) for payload in ("weight", "state"))
     zero_copy = bool(block.read), bool(block.written)
     return block.option, bool(block.again), fetched, zero_copy, tuple(sorted(block.places))
 
 
-def _row(run: Sequence[_Block]) -> tuple[str, ...]:
+def _row(run: Sequence[_BlockRow]) -> tuple[str, ...]:
     first, last = run[0].index, run[-1].index
     copied = _sizes(block.moved["offload", "activation"] for block in run)
     places = {place: [block.places[place] for block in run] for place in _MEANINGS if place in run[0].places}

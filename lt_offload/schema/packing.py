@@ -31,13 +31,13 @@ class Packing:
 
 def packing(plan: Plan) -> Packing:
     """Return what ``plan`` makes of its arena."""
-    walk = _Walk(plan)
+    walk = _ArenaWalk(plan)
     for _ in range(2):  # what is released after the last step is released at the end of an iteration
         walk.iteration()
     return Packing(extent=plan.arena_bytes, live_peak=walk.peak, tensors=walk.tensors, transfers=walk.transfers)
 
 
-class _Walk:
+class _ArenaWalk:
     """What is in the arena while the ops are issued."""
 
     def __init__(self, plan: Plan) -> None:

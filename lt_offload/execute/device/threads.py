@@ -21,7 +21,7 @@ from typing_extensions import override
 from lt_offload.execute.device.lanes import Lanes, Task, plain_torch
 
 
-class _Lane:
+class _LaneThread:
     """One thread's tasks. Other threads only append to ``tasks`` and put into ``inbox``: nobody takes a lock."""
 
     __slots__ = ("begun", "inbox", "over", "tasks", "thread")
@@ -77,7 +77,7 @@ class ThreadLanes(Lanes):
         super().__init__(execute)
         self._threads = threads
         self._prepare = prepare
-        self._lanes: dict[str, _Lane] = {}
+        self._lanes: dict[str, _LaneThread] = {}
         self._stopping = False
 
     @override
@@ -85,7 +85,7 @@ class ThreadLanes(Lanes):
         assert not self._stopping, "the device is closed"
         lane = self._lanes.get(task.lane)
         if lane is None:
-            lane = self._lanes[task.lane] = _Lane()
+            lane = self._lanes[task.lane] = _LaneThread()
             self._start(task.lane, lane)
         task.serial = lane.begun
         lane.begun += 1
@@ -126,7 +126,7 @@ class ThreadLanes(Lanes):
                 lane.thread.join()
             lane.thread = None
 
-    def _start(self, name: str, lane: _Lane) -> None:
+    def _start(self, name: str, lane: _LaneThread) -> None:
         started = threading.Event()
         lane.thread = threading.Thread(
             target=self._work, args=(name, lane, started), name=f"lt_offload {name}", daemon=True
@@ -138,7 +138,7 @@ class ThreadLanes(Lanes):
             # The worker's choice holds for itself, but torch would also give it to threads that are yet to come.
             torch.set_num_threads(before)
 
-    def _work(self, name: str, lane: _Lane, started: threading.Event) -> None:
+    def _work(self, name: str, lane: _LaneThread, started: threading.Event) -> None:
         try:
             if name in self._threads:
                 torch.get_num_threads()  # a thread that asks for the first time is given everybody's number: not later
@@ -153,7 +153,7 @@ class ThreadLanes(Lanes):
             else:
                 self._run_in_order(lane)
 
-    def _run_in_order(self, lane: _Lane) -> None:
+    def _run_in_order(self, lane: _LaneThread) -> None:
         while (task := lane.inbox.get()) is not None:
             while (blocker := task.blocker()) is not None:
                 blocker.join()
@@ -161,7 +161,7 @@ class ThreadLanes(Lanes):
             lane.tasks.popleft()
             del task, blocker  # or an idle lane would keep what its last task refers to
 
-    def _run_by_urgency(self, lane: _Lane) -> None:
+    def _run_by_urgency(self, lane: _LaneThread) -> None:
         ready: list[Task] = []
         stopping = False
         while not (stopping and not lane.tasks):
@@ -178,13 +178,13 @@ class ThreadLanes(Lanes):
                 lane.tasks.remove(task)
             task = None  # or an idle lane would keep what its last task refers to
 
-    def _do(self, task: Task, lane: _Lane) -> None:
+    def _do(self, task: Task, lane: _LaneThread) -> None:
         error = self._run(task)
         lane.over += 1  # first, so that who has waited for the last task finds the lane idle
         task.finish(error)
 
     @staticmethod
-    def _consider(task: Task, lane: _Lane, ready: list[Task]) -> None:
+    def _consider(task: Task, lane: _LaneThread, ready: list[Task]) -> None:
         """Put ``task`` among the ``ready`` ones, or have it come again when what it waits for has finished."""
         if task.finished or task in ready:
             return

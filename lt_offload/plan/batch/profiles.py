@@ -27,7 +27,7 @@ def scaled(profile: Profile, batch_size: int, other: Profile | None = None) -> P
     low, high = sorted((profile, other or _empty(profile)), key=lambda found: found.batch_size)
     if batch_size in (profile.batch_size, profile.batch_size if other is None else other.batch_size):
         return profile if batch_size == profile.batch_size else high if high is not profile else low
-    line = _Line((batch_size - low.batch_size) / (high.batch_size - low.batch_size))
+    line = _StraightLine((batch_size - low.batch_size) / (high.batch_size - low.batch_size))
     pairs = zip(low.blocks, high.blocks, strict=True)
     return replace(
         profile,
@@ -58,7 +58,7 @@ def common(one: Profile, two: Profile) -> tuple[Profile, Profile]:
     return reduced(one), reduced(two)
 
 
-class _Line:
+class _StraightLine:
     """The point at ``at`` of a line from a low (0) to a high (1) value."""
 
     def __init__(self, at: float) -> None:

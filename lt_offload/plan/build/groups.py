@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from lt_offload.plan.build.copies import DeviceCopy, device_copies, lifetime
 from lt_offload.plan.build.ops import Draft
 from lt_offload.plan.build.placement import Lifetime, Placement, place
 from lt_offload.plan.iteration.decisions import Decisions, Interval
+from lt_offload.plan.iteration.memory import aligned
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.schema.plan import InitialCopy, Op, TensorGroup
 from lt_offload.schema.profile import Profile
@@ -247,3 +248,18 @@ def _uses(drafts: Sequence[Draft]) -> dict[_Key, list[int]]:
                 for tensor in (*draft.tensors, *draft.zero_copy):
                     uses[payload, tensor].append(draft.id)
     return dict(uses)
+
+
+def own_slots(drafts: Sequence[Draft], profile: Profile) -> tuple[tuple[Draft, ...], int]:
+    """Return ``drafts`` with a place on the host for each that copies gradients there, and the extent of all.
+
+    No two share any; see :mod:`lt_offload.plan.planners.slots` for that.
+    """
+    placed, extent = [], 0
+    for draft in drafts:
+        if draft.payload == "grad" and draft.resource == "d2h":
+            placed.append(replace(draft, host_offset=extent))
+            extent += sum(aligned(profile.tensors[t].bytes) for t in draft.tensors)
+        else:
+            placed.append(draft)
+    return tuple(placed), extent

@@ -255,7 +255,7 @@ def _run_again(total: Bytes, used: Usage, profile: Profile, time: _Time, index: 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Gradients:
+class _GradientBytes:
     """Bytes of gradients, and of what is made for their use, by computation."""
 
     earlier: Bytes
@@ -270,7 +270,7 @@ class _Gradients:
     """What is made when the activations of a backward have gone, and all its gradients have come."""
 
 
-def _gradients(used: Usage, profile: Profile, time: _Time) -> _Gradients:
+def _gradients(used: Usage, profile: Profile, time: _Time) -> _GradientBytes:
     earlier, new, passing, scratch, updating, leaving = np.zeros((6, len(time)), dtype=np.int64)
     small: dict[tuple[int, str], list[int]] = {}
     """Gradients for the host that are gathered with others, by computation and dtype."""
@@ -302,7 +302,7 @@ def _gradients(used: Usage, profile: Profile, time: _Time) -> _Gradients:
         leaving[at] += sum(sizes) if len(sizes) > 1 else 0
     # A large gradient is used at once, and those that were collected so far with it.
     early = np.where(passing > 0, updating, 0)
-    return _Gradients(
+    return _GradientBytes(
         earlier=earlier,
         new=new,
         passing=passing + early,

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from lt_offload.errors import ConfigError
 from lt_offload.plan.build.fit import fit, loosen
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.build.slots import share_slots
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.request import Proposal, Request
+from lt_offload.plan.planners.slots import share_slots
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Alternative, Plan

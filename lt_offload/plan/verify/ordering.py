@@ -39,7 +39,7 @@ def replay(plan: Plan, profile: Profile) -> list[str]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Access:
+class _OpAccess:
     op: Op
     lane: int
     count: int
@@ -47,13 +47,13 @@ class _Access:
 
 
 @dataclass(slots=True)
-class _Cell:
+class _WatchedCell:
     """A buffer or a host copy, with the accesses that later ones have to be ordered after."""
 
-    write: _Access | None = None
-    reads: dict[int, _Access] = field(default_factory=dict)
+    write: _OpAccess | None = None
+    reads: dict[int, _OpAccess] = field(default_factory=dict)
 
-    def accesses(self) -> list[_Access]:
+    def accesses(self) -> list[_OpAccess]:
         return [*([self.write] if self.write else []), *self.reads.values()]
 
 
@@ -64,7 +64,7 @@ class _DeviceRange:
     key: _Key
     low: int
     high: int
-    cell: _Cell
+    cell: _WatchedCell
     outdated: bool = False
     """The host has updated the tensor since."""
     newer: bool = False
@@ -72,12 +72,12 @@ class _DeviceRange:
 
 
 @dataclass(frozen=True, slots=True)
-class _Freed:
+class _FreedRange:
     """A range that was used before, and what its next writer has to be ordered after."""
 
     low: int
     high: int
-    accesses: tuple[_Access, ...]
+    accesses: tuple[_OpAccess, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,18 +101,18 @@ class _Ordering:
         self.lanes: list[_Clock] = [_START] * 4
         self.updates = 0
         """Host updates issued so far."""
-        self.cells: dict[tuple[str, str, int], _Cell] = defaultdict(_Cell)
+        self.cells: dict[tuple[str, str, int], _WatchedCell] = defaultdict(_WatchedCell)
         self.outdated_hosts: set[_Key] = set()
         self.live: dict[_Key, _DeviceRange] = {}
         self.order: list[int] = []
         """Offsets of live buffers, ascending."""
         self.at: dict[int, _DeviceRange] = {}
-        self.freed: list[_Freed] = []
+        self.freed: list[_FreedRange] = []
         self.releases: dict[int, list[_Key]] = defaultdict(list)
-        self.held: dict[int, list[_Access]] = defaultdict(list)
-        self.given_back: list[_Access] = []
+        self.held: dict[int, list[_OpAccess]] = defaultdict(list)
+        self.given_back: list[_OpAccess] = []
         self.arrived: list[_Arrived] = []
-        self.computed: _Access | None = None
+        self.computed: _OpAccess | None = None
         self.wanted: dict[_Key, int] = {}
         """Where what is on the device begins at the start of an iteration."""
         for entry in plan.initial:
@@ -157,7 +157,7 @@ class _Ordering:
         clock = _merge(clock, self.lanes[lane])
         if lane == _HOST:
             self.updates += 1
-        access = _Access(op, lane, self.updates if lane == _HOST else clock[lane] + 1)
+        access = _OpAccess(op, lane, self.updates if lane == _HOST else clock[lane] + 1)
         if op.kind in ("forward", "backward"):
             self._compute(access, clock)
         elif op.kind == "update":
@@ -174,7 +174,7 @@ class _Ordering:
 
     # -- ops -------------------------------------------------------------------------------------------------------
 
-    def _compute(self, access: _Access, clock: _Clock) -> None:
+    def _compute(self, access: _OpAccess, clock: _Clock) -> None:
         op = access.op
         for held in self.given_back:
             self._require(access, clock, held, "memory that it may take")
@@ -191,7 +191,7 @@ class _Ordering:
         touch = self._write if op.kind == "forward" else self._read
         touch(access, clock, activation, ("activation", op.block))
 
-    def _read_weight(self, access: _Access, clock: _Clock, tensor: int, in_host_memory: tuple[int, ...]) -> None:
+    def _read_weight(self, access: _OpAccess, clock: _Clock, tensor: int, in_host_memory: tuple[int, ...]) -> None:
         op, key = access.op, ("weight", tensor)
         if tensor in in_host_memory:
             if key in self.outdated_hosts:
@@ -204,7 +204,7 @@ class _Ordering:
                 self._report(op, f"residency: its {self._what(key)} is from before the host's update")
             self._read(access, clock, buffer.cell, key)
 
-    def _update(self, access: _Access, clock: _Clock) -> None:
+    def _update(self, access: _OpAccess, clock: _Clock) -> None:
         op = access.op
         for t in self.plan.tensors(op):
             weight = ("weight", t)
@@ -222,7 +222,7 @@ class _Ordering:
                     buffer.newer = True
                     self.outdated_hosts.add(key)
 
-    def _prefetch(self, access: _Access, clock: _Clock) -> None:
+    def _prefetch(self, access: _OpAccess, clock: _Clock) -> None:
         op = access.op
         if op.payload == "activation":
             for held in [*self.given_back, *([self.computed] if self.computed else [])]:
@@ -244,7 +244,7 @@ class _Ordering:
                 self._require(access, clock, former, f"the arena range of {self._what(key)}")
             buffer.cell.write = access
 
-    def _offload(self, access: _Access, clock: _Clock) -> None:
+    def _offload(self, access: _OpAccess, clock: _Clock) -> None:
         op = access.op
         for group in (self.plan.groups[number] for number in op.groups):
             if group.host_offset is not None:
@@ -269,7 +269,7 @@ class _Ordering:
             if op.release_after is not None:
                 self.releases[op.release_after].append(key)
 
-    def _arrive(self, access: _Access, clock: _Clock, low: int, high: int) -> None:
+    def _arrive(self, access: _OpAccess, clock: _Clock, low: int, high: int) -> None:
         """Take a range of the host memory of gradients; what was copied there before has been read."""
         kept = [_Arrived(low, high, access.op)]
         for former in self.arrived:
@@ -307,7 +307,7 @@ class _Ordering:
     def _place(self, key: _Key, offset: int, name: str) -> _DeviceRange:
         tensor = self.profile.tensors[key[1]]
         size = aligned(tensor.bytes) if key[0] == "weight" else state_room(tensor.state_bytes)
-        buffer = _DeviceRange(key, offset, offset + size, _Cell())
+        buffer = _DeviceRange(key, offset, offset + size, _WatchedCell())
         if buffer.high > self.plan.arena_bytes:
             self.violations.append(
                 f"{name}: arena: {self._what(key)} ends at {buffer.high}, the extent is {self.plan.arena_bytes}"
@@ -333,12 +333,12 @@ class _Ordering:
             del self.order[bisect.bisect_left(self.order, buffer.low)]
         accesses = buffer.cell.accesses()
         if accesses:
-            self.freed.append(_Freed(buffer.low, buffer.high, tuple(accesses)))
+            self.freed.append(_FreedRange(buffer.low, buffer.high, tuple(accesses)))
 
-    def _take(self, buffer: _DeviceRange) -> list[_Access]:
+    def _take(self, buffer: _DeviceRange) -> list[_OpAccess]:
         """Return the accesses to the range by those that had it before, and forget them."""
-        found: list[_Access] = []
-        kept: list[_Freed] = []
+        found: list[_OpAccess] = []
+        kept: list[_FreedRange] = []
         for freed in self.freed:
             if freed.low >= buffer.high or freed.high <= buffer.low:
                 kept.append(freed)
@@ -356,18 +356,18 @@ class _Ordering:
             self._report(op, f"residency: {self._what(key)} is not on the device")
         return self.live.get(key)
 
-    def _read(self, access: _Access, clock: _Clock, cell: _Cell, key: _Key) -> None:
+    def _read(self, access: _OpAccess, clock: _Clock, cell: _WatchedCell, key: _Key) -> None:
         if cell.write is not None:
             self._require(access, clock, cell.write, self._what(key))
         cell.reads[access.lane] = access
 
-    def _write(self, access: _Access, clock: _Clock, cell: _Cell, key: _Key) -> None:
+    def _write(self, access: _OpAccess, clock: _Clock, cell: _WatchedCell, key: _Key) -> None:
         for other in cell.accesses():
             self._require(access, clock, other, self._what(key))
         cell.write = access
         cell.reads.clear()
 
-    def _require(self, access: _Access, clock: _Clock, other: _Access, what: str) -> None:
+    def _require(self, access: _OpAccess, clock: _Clock, other: _OpAccess, what: str) -> None:
         known = clock[_HOST] >> other.count & 1 if other.lane == _HOST else clock[other.lane] >= other.count
         if not known:
             self._report(access.op, f"after: it is not ordered after {describe(other.op)}, which uses {what}")

@@ -35,7 +35,7 @@ def simulate(plan: Plan, profile: Profile) -> Trace:
     launch = [
         profile.blocks[op.block].launch_s if op.kind == "forward" or _runs(op, profile) else 0.0 for op in plan.ops
     ]
-    lanes = _Lanes(profile)
+    lanes = _SimulatedLanes(profile)
     host = _Host(plan)
     before, end = [0.0] * len(plan.ops), [0.0] * len(plan.ops)
     thread = 0.0
@@ -62,7 +62,7 @@ def simulate(plan: Plan, profile: Profile) -> Trace:
     return _trace(plan, profile, start, before, finished)
 
 
-class _Lanes:
+class _SimulatedLanes:
     """The lanes of the device: computations and copies."""
 
     def __init__(self, profile: Profile) -> None:

@@ -10,7 +10,6 @@ import pytest
 
 from lt_offload.plan.build.fit import fit
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.build.slots import share_slots
 from lt_offload.plan.iteration.decisions import Decisions, TensorDecision, uses
 from lt_offload.plan.planners.baselines import streaming_choices
 from lt_offload.plan.planners.memferry.chain import Reading, chain, to_choices
@@ -19,6 +18,7 @@ from lt_offload.plan.planners.memferry.fit import Given, relaxations, relaxed
 from lt_offload.plan.planners.memferry.propose import propose_memferry
 from lt_offload.plan.planners.offmate.rounding import Slack, discretise
 from lt_offload.plan.planners.request import NotApplicable, Request
+from lt_offload.plan.planners.slots import share_slots
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan

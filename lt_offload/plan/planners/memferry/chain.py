@@ -119,7 +119,7 @@ def to_choices(
         early: whether copies for the next forward may begin in the backward, as soon as the host has updated; else
             the iteration begins with them, as in the paper.
     """
-    schedule = _Schedule(profile, options, readings, written, early)
+    schedule = _ChainSchedule(profile, options, readings, written, early)
     tensors = []
     for index, (tensor, reading) in enumerate(_zip(profile, readings)):
         intervals = () if reading.always else schedule.intervals[index]
@@ -151,7 +151,7 @@ class _ChainCopy:
     """The step at whose end the copy is dropped."""
 
 
-class _Schedule:
+class _ChainSchedule:
     """When device copies come, and when gradients have left."""
 
     def __init__(

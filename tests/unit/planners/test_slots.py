@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.build.slots import share_slots
 from lt_offload.plan.iteration.decisions import Decisions, TensorDecision
 from lt_offload.plan.iteration.memory import host_bytes, lasting_host_bytes
 from lt_offload.plan.planners.baselines import streaming_choices
+from lt_offload.plan.planners.slots import share_slots
 from lt_offload.plan.solve import solve
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate

@@ -15,9 +15,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from lt_offload.plan.build.link import without
-from lt_offload.plan.build.ops import Draft
 from lt_offload.plan.build.placement import Lifetime, Placement, place
-from lt_offload.plan.iteration.memory import aligned, host_bytes
+from lt_offload.plan.iteration.memory import host_bytes
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import Profile
@@ -39,18 +38,6 @@ class _Arrival:
     updates: tuple[int, ...]
     """The ops that read them."""
     bytes: int
-
-
-def own_slots(drafts: Sequence[Draft], profile: Profile) -> tuple[tuple[Draft, ...], int]:
-    """Return ``drafts`` with a slot of its own for each that copies gradients to the host, and the extent of all."""
-    placed, extent = [], 0
-    for draft in drafts:
-        if draft.payload == "grad" and draft.resource == "d2h":
-            placed.append(replace(draft, host_offset=extent))
-            extent += sum(aligned(profile.tensors[t].bytes) for t in draft.tensors)
-        else:
-            placed.append(draft)
-    return tuple(placed), extent
 
 
 def share_slots(plan: Plan, profile: Profile, trace: Trace) -> tuple[Plan, Trace]:
