@@ -84,6 +84,7 @@ class Seams:
         hook = InnerHooks(block.name, block.module).find()
         if hook is not None:
             return self._run_only_once(index, call, forward, hook)
+        # Both runs draw the same numbers: otherwise dropout alone would make their outputs differ.
         before_draws = _generators(call)
         with Effects(block.module).first_run() as before, self._aside(), torch.no_grad():
             try:

@@ -73,6 +73,7 @@ class Buffer(Cell):
     def bytes(self) -> torch.Tensor:
         """The range as a uint8 tensor."""
         if self._bytes is None:
+            # Views are kept, and used again in training: one that was made in inference mode could not be.
             with torch.inference_mode(False):
                 self._bytes = self.slab[self.offset : self.offset + self.nbytes]
         return self._bytes

@@ -122,6 +122,7 @@ class Guard:
 
     def find(self, tensor: Tensor) -> Owned | None:
         """Return what of the engine ``tensor`` is, or is a view of."""
+        # Subclasses may have a __torch_function__ of their own, which must not be called for a question of ours.
         if type(tensor) in _ORDINARY:
             key = tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
         else:
@@ -202,7 +203,7 @@ class Guard:
             if weight.param.data_ptr() != address:
                 assigned, weight.param.data = weight.param.data, weight.host
                 self.replace(weight, assigned)
-        # A view that is gone by now may have been written to.
+        # A view that is gone by now may have been written to: it counts once more, and is then forgotten.
         stale = dict.fromkeys(parcel for owned in (*self._views, *self._unseen) for parcel in owned.parcels)
         stale |= dict.fromkeys(self._replaced_states())
         self._forget_views()
