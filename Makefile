@@ -30,7 +30,7 @@ bench: .venv/quickstart.done
 	$(BIN)/python scripts/bench_emulated.py --small --results .venv/bench
 
 papers: .venv/quickstart.done
-	$(BIN)/python scripts/papers.py
+	$(BIN)/python -m scripts.papers
 
 gpu: gpu-there $(if $(filter $(BIN)/python,$(PYTHON_GPU)),.venv/dev.done)
 	$(PYTHON_GPU) scripts/gpu.py

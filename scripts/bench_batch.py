@@ -12,12 +12,12 @@ import time
 from typing import Any
 
 from common import arguments, save
-from paper_profiles import llama7b_b4
 
 from lt_offload import InfeasibleError, Profile, solve
 from lt_offload.plan import BatchChoice, choose_batch
 from lt_offload.plan.batch.profiles import scaled
 from lt_offload.units import format_seconds, parse_bytes
+from scripts.papers.profiles import llama7b_b4
 
 GOAL = 4.0
 """Plans that a choice may take."""

@@ -259,7 +259,7 @@ def render(folder: Path) -> str:
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
         if result.get("kind") == "papers":
-            continue  # it has a page of its own, by papers.py
+            continue  # it has a page of its own, by scripts.papers
         if result.get("kind") not in TABLES:
             raise SystemExit(f"{path}: kind {result.get('kind')!r} is not one of {', '.join(TABLES)}")
         results.setdefault(result["kind"], []).append(result)

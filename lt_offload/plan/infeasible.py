@@ -1,4 +1,4 @@
-"""What to tell somebody for whom no plan fits: which budget, batch or sequence would. Knows the smallest plans only."""
+"""What to tell somebody for whom no plan fits: which budget, batch size or sequence length would."""
 
 from __future__ import annotations
 
@@ -9,22 +9,18 @@ from dataclasses import replace
 from lt_offload.errors import InfeasibleError
 from lt_offload.plan.iteration.memory import lasting_host_bytes
 from lt_offload.plan.planners.baselines import resident_choices, smallest
-from lt_offload.plan.planners.offmate.config import OffmateConfig, allowed_options
-from lt_offload.plan.planners.request import Allowed
+from lt_offload.plan.planners.request import Allowed, Request, allowed_options
 from lt_offload.schema.plan import PlannerName
 from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile
 from lt_offload.units import format_bytes
 
 
-def explain_infeasible(
-    profile: Profile, config: OffmateConfig, allowed: Allowed, planner: PlannerName
-) -> InfeasibleError:
-    """Return the error for budgets that no plan of ``planner`` fits into."""
-    assert config.budget_bytes is not None
-    assert config.host_budget_bytes is not None
+def explain_infeasible(request: Request, planner: PlannerName) -> InfeasibleError:
+    """Return the error for a request that no plan of ``planner`` fits into."""
+    profile, allowed = request.profile, request.allowed
     asked = f"{profile.model} with batch_size={profile.batch_size} and sequence_length={profile.sequence_length}"
-    memory, ram = format_bytes(config.budget_bytes), format_bytes(config.host_budget_bytes)
-    least = smallest(profile, allowed, host_update=config.host_update, host_budget=config.host_budget_bytes)
+    memory, ram = format_bytes(request.budget_bytes), format_bytes(request.host_budget_bytes)
+    least = smallest(profile, allowed, host_update=request.host_update, host_budget=request.host_budget_bytes)
     if least is None:
         return InfeasibleError(
             f"host_memory={ram} is too small for {asked}: the host copies of the parameters, and what travels, need at "
@@ -38,14 +34,14 @@ def explain_infeasible(
             f"which {way}; planner='auto' needs less",
             needed_bytes=needed,
         )
-    if least.device_bytes <= config.budget_bytes:
+    if least.device_bytes <= request.budget_bytes:
         return InfeasibleError(
             f"planner={planner!r} finds no plan for {asked} in memory={memory} with host_memory={ram}; planner='auto' "
             "does",
             needed_bytes=least.device_bytes,
         )
-    ways = [f"memory={as_setting(least.device_bytes)} is the smallest that works", *_smaller_inputs(profile, config)]
-    off = [name for name in ("host_update", "activation_offload", "recompute") if not getattr(config, name)]
+    ways = [f"memory={as_setting(least.device_bytes)} is the smallest that works", *_smaller_inputs(profile, request)]
+    off = [name for name in ("host_update", "activation_offload", "recompute") if not getattr(request, name)]
     if off:
         ways.append(f"{' and '.join(f'{name}=True' for name in off)} may help")
     return InfeasibleError(
@@ -65,22 +61,21 @@ def smallest_ram(profile: Profile, allowed: Allowed) -> int:
     return lasting_host_bytes(options, (), profile)
 
 
-def _smaller_inputs(profile: Profile, config: OffmateConfig) -> Iterator[str]:
+def _smaller_inputs(profile: Profile, request: Request) -> Iterator[str]:
     """Yield the largest batch and sequence that fit, if activations are proportional to them."""
     for name, present in (("batch_size", profile.batch_size), ("sequence_length", profile.sequence_length)):
         low, high = 0, present
         while high - low > max(1, present // 64):
             middle = (low + high) // 2
-            low, high = (middle, high) if _fits(_scaled(profile, middle / present), config) else (low, middle)
+            low, high = (middle, high) if _fits(_scaled(profile, middle / present), request) else (low, middle)
         if low:
             yield f"or {name}={low} (estimated)"
 
 
-def _fits(profile: Profile, config: OffmateConfig) -> bool:
-    allowed = tuple(allowed_options(block, config) for block in profile.blocks)
-    least = smallest(profile, allowed, host_update=config.host_update, host_budget=config.host_budget_bytes)
-    assert config.budget_bytes is not None
-    return least is not None and least.device_bytes <= config.budget_bytes
+def _fits(profile: Profile, request: Request) -> bool:
+    allowed = tuple(allowed_options(block, request) for block in profile.blocks)
+    least = smallest(profile, allowed, host_update=request.host_update, host_budget=request.host_budget_bytes)
+    return least is not None and least.device_bytes <= request.budget_bytes
 
 
 def _scaled(profile: Profile, ratio: float) -> Profile:

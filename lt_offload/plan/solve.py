@@ -10,15 +10,15 @@ from typing import get_args
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan.build.plan import room_needed
 from lt_offload.plan.infeasible import explain_infeasible, smallest_ram
-from lt_offload.plan.planners.baselines import option_sets, resident_choices, smallest, streaming_choices
+from lt_offload.plan.planners.baselines import no_offload_s, option_sets, resident_choices, smallest, streaming_choices
 from lt_offload.plan.planners.candidates import Candidates
 from lt_offload.plan.planners.memferry.embeddings import direct_embeddings
 from lt_offload.plan.planners.memferry.propose import propose_memferry
-from lt_offload.plan.planners.offmate.config import allowed_options
-from lt_offload.plan.planners.offmate.program import OffmateConfig, lower_bound, no_offload_s
+from lt_offload.plan.planners.offmate.config import OffmateConfig
+from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.plan.planners.offmate.search import search_budgets
 from lt_offload.plan.planners.pofo.propose import propose_pofo
-from lt_offload.plan.planners.request import NotApplicable, Proposal, Request
+from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
 from lt_offload.plan.planners.weights.propose import propose_greedy, propose_l2l
 from lt_offload.schema.plan import Plan, PlannerName, Prediction
 from lt_offload.schema.profile import Profile
@@ -136,7 +136,7 @@ class _Selection:
         """Return the best plan."""
         request, config = self.request, self.config
         if smallest_ram(self.profile, request.allowed) > request.host_budget_bytes:
-            raise explain_infeasible(self.profile, config, request.allowed, self.planner)
+            raise explain_infeasible(request, self.planner)
         if not self._bound():
             least = smallest(
                 self.profile,
@@ -145,14 +145,14 @@ class _Selection:
                 host_budget=request.host_budget_bytes,
             )
             if least is None or least.device_bytes > request.budget_bytes:
-                raise explain_infeasible(self.profile, config, request.allowed, self.planner)
+                raise explain_infeasible(request, self.planner)
         self._generate()
         if not self.candidates.fitting and self.planner == "auto":
             self._add_smallest()
         if not self.candidates.fitting and self.candidates.out_of_time is not None:
             raise self.candidates.out_of_time
         if not self.candidates.fitting:
-            raise explain_infeasible(self.profile, config, request.allowed, self.planner)
+            raise explain_infeasible(request, self.planner)
         return self._best()
 
     # -- candidates --------------------------------------------------------------------------------------------------
@@ -208,8 +208,10 @@ class _Selection:
             decisions = streaming_choices(self.profile, options, host_update=host_update, lead=1, lag=1)
             name = f"stream all, update on the {'host' if host_update else 'device'}"
             peak = room_needed(decisions, self.profile)
-            if self.candidates.fitting and peak > self.request.room:
-                self.candidates.fail(name, f"needs {format_bytes(peak - self.request.room)} more device memory")
+            if self.candidates.fitting and peak > self.request.capacity_bytes:
+                self.candidates.fail(
+                    name, f"needs {format_bytes(peak - self.request.capacity_bytes)} more device memory"
+                )
             else:
                 self.candidates.add(Proposal(name=name, decisions=decisions))
 

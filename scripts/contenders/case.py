@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from bench_workloads import Workload
+from contenders.memory import Budget, DoesNotFit
 from torch import Tensor, nn
 
-from contenders.memory import Budget, DoesNotFit
 from lt_offload.machine.driver import use_expandable_segments
 
 LEARNING_RATE = 1e-4

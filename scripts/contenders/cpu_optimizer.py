@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor
-
 from contenders.case import LEARNING_RATE, Batch, Case, Training, Unsupported
+from torch import Tensor
 
 
 @contextmanager

@@ -7,9 +7,8 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
-
 from contenders.case import Batch, Case, Training
+from torch import Tensor, nn
 
 
 @contextmanager

@@ -7,11 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from contenders.case import Batch, Case, Training
 from planning import describe
 from torch import Tensor
 
 import lt_offload
-from contenders.case import Batch, Case, Training
 from lt_offload import Plan, Profile
 from lt_offload.profiling.hardware import measure_hardware
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor
-
 from contenders.case import LEARNING_RATE, Batch, Case, Training
+from torch import Tensor
 
 MOMENTS = 2
 """Bytes per parameter of both moments, of 8 bits each. One tensor's are fetched while another's are in use."""

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from torch import Tensor
-
 from contenders.case import Batch, Case, Training
+from torch import Tensor
 
 
 @contextmanager

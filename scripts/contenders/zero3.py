@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-
 from contenders.case import LEARNING_RATE, Batch, Case, Training
+from torch import Tensor, nn
 
 WEIGHT_DECAY = 0.01  # AdamW's default in torch
 

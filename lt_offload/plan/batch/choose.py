@@ -16,7 +16,8 @@ from dataclasses import asdict, dataclass, replace
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan.batch.profiles import scaled
 from lt_offload.plan.batch.program import best_batch
-from lt_offload.plan.planners.offmate.program import OffmateConfig, lower_bound
+from lt_offload.plan.planners.offmate.config import OffmateConfig
+from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.plan.solve import solve
 from lt_offload.schema.plan import BatchPoint, Plan, PlannerName
 from lt_offload.schema.profile import Profile

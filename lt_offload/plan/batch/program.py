@@ -50,6 +50,7 @@ def best_batch(
     most: int,
     least: int = 1,
     tolerance: float = 0.005,
+    program: type[Program] = Program,
 ) -> BestBatch:
     """Return the batch size between ``least`` and ``most`` with the highest throughput, and a bound of that.
 
@@ -60,24 +61,25 @@ def best_batch(
         most: largest batch size to consider.
         least: smallest batch size to consider.
         tolerance: relative loss of throughput that a smaller batch may cost, for ``smallest``.
+        program: the model of the runtime.
 
     Raises:
         InfeasibleError: if no batch size in this range fits.
         ConfigError: if the time limit is too short.
     """
     low, high = common(low, high or scaled(low, 2 * low.batch_size))
-    program = _PerSample(low, high, config, least=least, most=most)
-    outcome = program.solve()
+    per_sample = _PerSample(program(low, config), high, least=least, most=most)
+    outcome = per_sample.solve()
     if outcome == "infeasible":
         raise InfeasibleError(
             f"{low.model} with sequence_length={low.sequence_length} does not fit with batch_size={least} or more"
         )
     if outcome == "stopped":
         raise ConfigError(f"solver_time_limit={config.time_limit:g} is too short to choose a batch size")
-    best, seconds = program.batch_size, program.seconds_per_sample
+    best, seconds = per_sample.batch_size, per_sample.seconds_per_sample
     smallest = best
-    if program.prefer_small(tolerance) == "solved":
-        smallest = min(best, program.batch_size)
+    if per_sample.prefer_small(tolerance) == "solved":
+        smallest = min(best, per_sample.batch_size)
     return BestBatch(batch_size=best, seconds_per_sample=seconds, smallest=smallest)
 
 
@@ -91,12 +93,12 @@ class _Row:
 class _PerSample:
     """The program per ``unit`` samples; its ``r`` is ``unit / batch_size``."""
 
-    def __init__(self, low: Profile, high: Profile, config: OffmateConfig, *, least: int, most: int) -> None:
-        self.sizes = low.batch_size, high.batch_size
+    def __init__(self, first: Program, high: Profile, *, least: int, most: int) -> None:
+        """Derive it from the program ``first`` and the same one for the profile ``high``."""
+        self.sizes = first.profile.batch_size, high.batch_size
         self.unit = high.batch_size
-        self.config = config
-        first = Program(low, config)
-        second = Program(high, config, pace=first.pace)
+        self.config = first.config
+        second = type(first)(high, first.config, pace=first.pace)
         self.seconds_unit = first.seconds_unit
         self.problem = pulp.LpProblem("batch", pulp.LpMinimize)
         self.r = self.problem.add_variable("r", self.unit / most, self.unit / least)
@@ -119,7 +121,7 @@ class _PerSample:
 
     def solve(self) -> str:
         """Look for the highest throughput."""
-        return run(self.problem, solver=self.config.solver, time_limit=self.config.time_limit)
+        return run(self.problem, time_limit=self.config.time_limit)
 
     def prefer_small(self, tolerance: float) -> str:
         """After :meth:`solve`, look for the smallest batch of nearly the same throughput."""
@@ -135,7 +137,7 @@ class _PerSample:
 
     @property
     def seconds_per_sample(self) -> float:
-        """The bound, see ``offmate._Search.relax`` for the traffic term."""
+        """The bound; why traffic is taken off says ``_ProgramSearch.relax``."""
         whole = min(
             pulp.value(self.goal) / (1 + 2 * self.config.traffic_weight),
             float(sum(time.varValue for time in self.times)),

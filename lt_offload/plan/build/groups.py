@@ -14,7 +14,7 @@ from typing import Literal
 
 from lt_offload.plan.build.copies import DeviceCopy, device_copies, lifetime
 from lt_offload.plan.build.ops import Draft
-from lt_offload.plan.iteration.arena import Lifetime, Placement, place
+from lt_offload.plan.build.placement import Lifetime, Placement, place
 from lt_offload.plan.iteration.decisions import Decisions, Interval
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.schema.plan import InitialCopy, Op, TensorGroup

@@ -104,7 +104,7 @@ class Emitter:
         """Copies to the device in the order of need; activations before the weights that are needed with them."""
         found: dict[tuple[int, int, int, bool], list[DeviceCopy]] = defaultdict(list)
         for block, decision in enumerate(self.decisions.blocks):
-            if decision.fetch == step:
+            if decision.prefetch_at == step:
                 found[self.decisions.activations_needed(block, self.profile) - step, block, 0, False] = []
         for copy in self._fetched_at[step]:
             block, wait = self._need(copy, step)

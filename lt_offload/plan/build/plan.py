@@ -12,10 +12,10 @@ from lt_offload.plan.build.copies import DeviceCopy, device_copies
 from lt_offload.plan.build.groups import arrange, group_tensors
 from lt_offload.plan.build.link import link
 from lt_offload.plan.build.ops import Emitter
+from lt_offload.plan.build.placement import Placement
 from lt_offload.plan.build.slots import own_slots
-from lt_offload.plan.iteration.arena import Placement, aligned, state_room
 from lt_offload.plan.iteration.decisions import Decisions
-from lt_offload.plan.iteration.memory import framework_bytes
+from lt_offload.plan.iteration.memory import aligned, framework_bytes, state_room
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.schema.plan import Plan, Prediction
 from lt_offload.schema.profile import Profile

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 
 from lt_offload.plan.build.link import without
 from lt_offload.plan.build.ops import Draft
-from lt_offload.plan.iteration.arena import Lifetime, Placement, aligned, place
-from lt_offload.plan.iteration.memory import host_bytes
+from lt_offload.plan.build.placement import Lifetime, Placement, place
+from lt_offload.plan.iteration.memory import aligned, host_bytes
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import Profile

@@ -49,7 +49,7 @@ class BlockDecision:
     option: OptionName
     release_after: int | None = None
     """Step at whose end offloaded activations have left; None: none are offloaded."""
-    fetch: int | None = None
+    prefetch_at: int | None = None
     """Step in which they are fetched back."""
 
 
@@ -73,7 +73,7 @@ class Decisions:
             },
             grad_zero_copy={t for t, c in enumerate(self.tensors) if c.grad_zero_copy},
             left={i: c.release_after for i, c in enumerate(self.blocks) if c.release_after is not None},
-            fetched={i: c.fetch for i, c in enumerate(self.blocks) if c.fetch is not None},
+            fetched={i: c.prefetch_at for i, c in enumerate(self.blocks) if c.prefetch_at is not None},
             recomputations=self.recomputations,
         )
 
@@ -137,7 +137,9 @@ def block_choices(
         release_after = min(pace.later(forward, lag), backward - 1)
         found.append(
             BlockDecision(
-                option=option, release_after=release_after, fetch=max(pace.earlier(backward, lead), release_after + 1)
+                option=option,
+                release_after=release_after,
+                prefetch_at=max(pace.earlier(backward, lead), release_after + 1),
             )
         )
     return tuple(found)

@@ -15,13 +15,24 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_offload.plan.iteration.arena import aligned
 from lt_offload.plan.iteration.computations import SAVED, Computation, Recomputation, computations
 from lt_offload.plan.iteration.timeline import timeline
-from lt_offload.schema.plan import Plan, UpdatePlace
+from lt_offload.schema.plan import ALIGNMENT, Plan, UpdatePlace
 from lt_offload.schema.profile import COLLECTED_BELOW, GATHERED_BELOW, OptionName, Profile
 
 Bytes = NDArray[np.int64]
+_STATE_PADDING = 32
+"""Each state tensor of a parameter begins at a multiple of 8 bytes; room for four of them to be rounded up."""
+
+
+def aligned(nbytes: int) -> int:
+    """Return the bytes of the arena that a buffer of ``nbytes`` takes."""
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def state_room(nbytes: int) -> int:
+    """Return the bytes of the arena that ``nbytes`` of optimizer states take."""
+    return aligned(nbytes + _STATE_PADDING) if nbytes else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

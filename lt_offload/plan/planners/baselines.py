@@ -20,9 +20,22 @@ from lt_offload.plan.iteration.decisions import (
     uses,
 )
 from lt_offload.plan.iteration.memory import backward_steps, budget_for, framework_bytes
-from lt_offload.plan.planners.offmate.config import held_bytes
-from lt_offload.plan.planners.request import Allowed, self_contained
+from lt_offload.plan.planners.request import Allowed, held_bytes, self_contained
 from lt_offload.schema.profile import OptionName, OptionProfile, Profile
+
+
+def no_offload_s(profile: Profile) -> float:
+    """Return the seconds of an iteration with everything on the device.
+
+    Nothing is recomputed or copied, and the device updates.
+    """
+    compute = 0.0
+    for block in profile.blocks:
+        keep = next((option for option in block.options if option.name == "keep"), None)
+        option = keep or min(block.options, key=lambda option: option.forward_s + option.backward_s)
+        compute += option.forward_s + (option.backward_s if block.has_backward else 0.0)
+    trained = sum(tensor.bytes for tensor in profile.tensors if tensor.trainable)
+    return compute + trained / profile.optimizer.device_bytes_per_s
 
 
 def resident_choices(profile: Profile, allowed: Allowed) -> Iterator[tuple[Decisions, int]]:

@@ -6,9 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError
-from lt_offload.plan.build.fit import fit
+from lt_offload.plan.build.fit import fit, loosen
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.build.relax import relax
 from lt_offload.plan.build.slots import share_slots
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.request import Proposal, Request
@@ -58,12 +57,12 @@ class Candidates:
         if excess > 0:
             self.fail(proposal.name, f"needs {format_bytes(excess)} more RAM")
             return Missed(device=0, host=excess)
-        fitted = fit(proposal.decisions, profile, request.room)
+        fitted = fit(proposal.decisions, profile, request.capacity_bytes)
         if fitted.over > 0:
             self.fail(proposal.name, f"needs {format_bytes(fitted.over)} more device memory")
             return Missed(device=fitted.over, host=excess)
         found: Candidate | None = None
-        for decisions in self._paces(fitted.decisions, request.room - fitted.placement.extent):
+        for decisions in self._paces(fitted.decisions, request.capacity_bytes - fitted.placement.extent):
             plan = build(
                 decisions,
                 profile,
@@ -114,7 +113,7 @@ class Candidates:
         yield decisions
         seen = [decisions]
         for earlier in (False, True):
-            relaxed = relax(decisions, self.request.profile, limit, earlier=earlier)
-            if relaxed not in seen:
-                seen.append(relaxed)
-                yield relaxed
+            loosened = loosen(decisions, self.request.profile, limit, earlier=earlier)
+            if loosened not in seen:
+                seen.append(loosened)
+                yield loosened

@@ -1,34 +1,60 @@
-"""Runs a PuLP problem with HiGHS or CBC and says in one word how it ended. Knows nothing of what the problem means."""
+"""Linear programs: rows in PuLP's terms, and a run of HiGHS that says in one word how it ended."""
 
 from __future__ import annotations
 
-from typing import Literal
+from collections.abc import Iterable
+from typing import Literal, TypeAlias
 
 import highspy
 import pulp
 
 from lt_offload.errors import PlanError
 
-SolverName = Literal["highs", "cbc"]
+Term: TypeAlias = pulp.LpVariable | float
+Pair: TypeAlias = tuple[float, Term]
 Outcome = Literal["solved", "infeasible", "stopped"]
 """``stopped``: the time limit came before any usable solution."""
 
 
-def run(problem: pulp.LpProblem, *, solver: SolverName, time_limit: float, gap: float | None = None) -> Outcome:
+_SENSE = {"<=": pulp.LpConstraintLE, ">=": pulp.LpConstraintGE, "==": pulp.LpConstraintEQ}
+
+
+def add(row: pulp.LpAffineExpression, pairs: Iterable[Pair]) -> None:
+    """Add products of a number and a variable (or constant) to ``row``."""
+    for factor, term in pairs:
+        if isinstance(term, float):
+            row.constant += factor * term
+        elif factor:
+            row.addterm(term, factor)
+
+
+def require(
+    problem: pulp.LpProblem,
+    pairs: Iterable[Pair],
+    relation: Literal["<=", ">=", "=="],
+    right: float = 0.0,
+) -> None:
+    """Add the row ``sum(pairs) relation right`` to ``problem``."""
+    row = pulp.LpAffineExpression()
+    add(row, pairs)
+    problem.addConstraint(pulp.LpConstraint(row, sense=_SENSE[relation], rhs=right))
+
+
+def pairs(row: pulp.LpAffineExpression) -> list[Pair]:
+    """Return the terms of ``row``, its constant included."""
+    return [*((factor, term) for term, factor in row.items()), (row.constant, 1.0)]
+
+
+def run(problem: pulp.LpProblem, *, time_limit: float, gap: float | None = None) -> Outcome:
     """Solve ``problem`` in place.
 
     Args:
         problem: the program; its variables receive their values unless the outcome is ``infeasible`` or ``stopped``.
-        solver: which solver runs.
         time_limit: seconds.
         gap: relative gap at which branching may stop; None solves the continuous relaxation, to optimality.
     """
     if time_limit <= 0:
         return "stopped"
-    return _highs(problem, time_limit, gap) if solver == "highs" else _cbc(problem, time_limit, gap)
-
-
-def _highs(problem: pulp.LpProblem, time_limit: float, gap: float | None) -> Outcome:
     # The interior point method is several times faster than the simplex method on these staircase programs. The number
     # of threads is left to HiGHS: it has one scheduler per process and refuses to run when asked for another number.
     options = {"solver": "ipm"} if gap is None else {}
@@ -48,14 +74,3 @@ def _highs(problem: pulp.LpProblem, time_limit: float, gap: float | None) -> Out
     # solution.
     feasible = problem.solverModel.getInfo().primal_solution_status == highspy.SolutionStatus.kSolutionStatusFeasible
     return "solved" if gap is not None and feasible else "stopped"
-
-
-def _cbc(problem: pulp.LpProblem, time_limit: float, gap: float | None) -> Outcome:
-    command = pulp.COIN_CMD(
-        path=pulp.PULP_CBC_CMD.pulp_cbc_path, msg=False, mip=gap is not None, gapRel=gap, timeLimit=time_limit
-    )
-    problem.solve(command)
-    if problem.status == pulp.LpStatusInfeasible:
-        return "infeasible"
-    whole = (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible) if gap is not None else (pulp.LpSolutionOptimal,)
-    return "solved" if problem.sol_status in whole else "stopped"

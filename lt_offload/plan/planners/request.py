@@ -1,15 +1,83 @@
-"""What a planner is asked, and what it answers: decisions that may still have to be fitted into the budget."""
+"""What a planner is asked, and what it answers: decisions that may still have to be fitted into the budget.
+
+And what all planners ask about a block: which options it may use, what they hold, which one frees memory cheapest.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
+from lt_offload.errors import ConfigError
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import room_within
-from lt_offload.schema.profile import OptionProfile, Profile
+from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile
 
 Allowed = tuple[tuple[OptionProfile, ...], ...]
 """Per block, the options that may be chosen."""
+
+
+class Switches(Protocol):
+    """What decides about the options that a plan may use."""
+
+    @property
+    def activation_offload(self) -> bool:
+        """Whether activations may be copied to the host."""
+
+    @property
+    def recompute(self) -> bool:
+        """Whether activations may be computed again."""
+
+
+def allowed_options(block: BlockProfile, switches: Switches, *, discard: bool = False) -> tuple[OptionProfile, ...]:
+    """Return the options of ``block`` that the switches allow; raises ``ConfigError`` if none is left.
+
+    ``discard``: also the option whose activations other blocks' forwards, run again, have to bring back.
+    """
+    if not block.has_backward:
+        # Nothing is saved, recomputed or offloaded: its options differ in name only.
+        return block.options[:1]
+    left = tuple(
+        option
+        for option in block.options
+        if (option.name != "discard" or discard)
+        and (switches.recompute or option.name not in ("recompute", "mixed", "reload", "discard"))
+        and (switches.activation_offload or option.offload_bytes == 0)
+    )
+    if not left:
+        raise ConfigError(
+            f"recompute={switches.recompute} with activation_offload={switches.activation_offload} leaves no option "
+            f"for block {block.name}, which offers {', '.join(o.name for o in block.options)}; allow one of them"
+        )
+    return left
+
+
+def held_bytes(block: BlockProfile, option: OptionProfile) -> int:
+    """Return what ``block`` holds on the device between its forward and its backward."""
+    if not block.has_backward:
+        return 0
+    return option.saved_bytes + (block.input_bytes if option.keeps_input else 0)
+
+
+def cheapest_swap(
+    block: BlockProfile, now: OptionProfile, options: Iterable[OptionProfile], seconds: Callable[[OptionProfile], float]
+) -> tuple[float, OptionProfile] | None:
+    """Return the option that frees memory for the fewest seconds per byte, after that price; None if none frees any.
+
+    Args:
+        block: whose options they are.
+        now: what it would use otherwise.
+        options: what it may use instead.
+        seconds: what an option costs.
+    """
+    held = held_bytes(block, now)
+    swaps = [
+        ((seconds(option) - seconds(now)) / (held - held_bytes(block, option)), option)
+        for option in options
+        if held_bytes(block, option) < held
+    ]
+    return min(swaps, key=lambda swap: swap[0], default=None)
 
 
 def self_contained(allowed: Allowed) -> Allowed:
@@ -38,7 +106,7 @@ class Request:
     """Seconds."""
 
     @property
-    def room(self) -> int:
+    def capacity_bytes(self) -> int:
         """Device bytes that a plan may use for what it decides about."""
         return room_within(self.budget_bytes, self.profile)
 

@@ -9,9 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lt_offload.plan.iteration.arena import aligned, state_room
 from lt_offload.plan.iteration.computations import computations
-from lt_offload.plan.iteration.memory import backward_steps, computation_bytes, host_bytes, recomputations
+from lt_offload.plan.iteration.memory import (
+    aligned,
+    backward_steps,
+    computation_bytes,
+    host_bytes,
+    recomputations,
+    state_room,
+)
 from lt_offload.plan.verify.check_reruns import broken_reruns
 from lt_offload.plan.verify.ordering import describe, replay
 from lt_offload.schema.lanes import LANES

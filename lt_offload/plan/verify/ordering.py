@@ -11,7 +11,7 @@ import bisect
 from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
-from lt_offload.plan.iteration.arena import aligned, state_room
+from lt_offload.plan.iteration.memory import aligned, state_room
 from lt_offload.plan.verify.simulate import label
 from lt_offload.schema.lanes import LANES
 from lt_offload.schema.plan import Op, Plan

@@ -17,10 +17,9 @@ import lt_offload
 from lt_offload.errors import InfeasibleError, UnsupportedError
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
-from lt_offload.plan.planners.offmate.config import allowed_options
-from lt_offload.plan.planners.offmate.program import OffmateConfig
+from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.pofo.propose import propose_pofo
-from lt_offload.plan.planners.request import NotApplicable, Request
+from lt_offload.plan.planners.request import NotApplicable, Request, allowed_options
 from lt_offload.schema.plan import Plan, PlannerName
 from lt_offload.schema.profile import Profile
 from tests.support import models

@@ -167,7 +167,7 @@ def _block(found: Profile, index: int, option: OptionName, recomputations: Rerun
     backward = 2 * len(found.blocks) - 1 - index
     needed = min([backward, *(step for step, again in recomputations.items() if any(r.block == index for r in again))])
     release_after = min(index + 1, needed - 1)
-    return BlockDecision(option=option, release_after=release_after, fetch=max(needed - lead, release_after + 1))
+    return BlockDecision(option=option, release_after=release_after, prefetch_at=max(needed - lead, release_after + 1))
 
 
 def _tensor(found: Profile, index: int, place: Any, streamed: bool, recomputations: Reruns) -> TensorDecision:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from paper_profiles import (
+from lt_offload.schema.profile import Profile
+from scripts.papers.profiles import (
     ADAM_3060,
     GB,
-    PAPER,
     RTX_3060,
     llama7b_b4,
     llama7b_b8_3090,
@@ -15,12 +15,9 @@ from paper_profiles import (
     tensor,
 )
 
-from lt_offload.schema.profile import Profile
-
 __all__ = [
     "ADAM_3060",
     "GB",
-    "PAPER",
     "RTX_3060",
     "llama7b_b4",
     "llama7b_b8_3090",

@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import cache
 from math import inf
 
-from lt_offload.plan.planners.pofo.chain import Chain, ChainLayer
-from lt_offload.plan.planners.pofo.sequence import Operation, memory, walk
+from lt_offload.plan.planners.pofo.chain import Chain, ChainLayer, Operation, memory, walk
 
 Operations = tuple[Operation, ...]
 

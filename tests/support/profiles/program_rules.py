@@ -8,9 +8,11 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_offload.plan.planners.offmate.program import OffmateConfig
+from lt_offload.plan.planners.offmate.config import OffmateConfig
+from lt_offload.plan.planners.offmate.model import Program
 from lt_offload.plan.planners.offmate.solution import Group, GroupFlows, Solution
 from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile
+from scripts.papers.offmate import PaperProgram
 from tests.support.profiles.fixtures import ADAM_3060, GB, RTX_3060, option, tensor
 
 TOLERANCE = 2e-5
@@ -74,35 +76,37 @@ def chosen_options(profile: Profile, solution: Solution) -> list[OptionProfile]:
     return [block.option(name) for block, name in zip(profile.blocks, solution.options, strict=True)]
 
 
-def host_bytes(profile: Profile, solution: Solution, config: OffmateConfig) -> float:
+def host_bytes(profile: Profile, solution: Solution, program: type[Program] = Program) -> float:
     """All parameters, states that travel, states and gradients of the host's share, offloaded activations."""
     total = 0.0
     gradients: dict[int, float] = defaultdict(float)
     for group, flows in zip(solution.groups, solution.flows, strict=True):
         total += group.bytes + group.state_bytes * (flows.state_offload.sum() + flows.host_share)
         gradients[group.last_backward] += group.trainable_bytes * flows.host_share
-    total += max(gradients.values()) if config.shared_gradients else sum(gradients.values())
+    total += sum(gradients.values()) if program is PaperProgram else max(gradients.values())
     for block, decision in zip(profile.blocks, chosen_options(profile, solution), strict=True):
         total += decision.offload_bytes if block.has_backward else 0
     return total
 
 
-def peak_bytes(profile: Profile, config: OffmateConfig, solution: Solution) -> float:
-    arena, other = device_bytes(profile, config, solution)
+def peak_bytes(profile: Profile, config: OffmateConfig, solution: Solution, program: type[Program] = Program) -> float:
+    arena, other = device_bytes(profile, config, solution, program)
     return float(arena.max() + other.max() if config.pools == "split" else (arena + other).max())
 
 
-def violations(profile: Profile, config: OffmateConfig, solution: Solution) -> list[str]:
+def violations(
+    profile: Profile, config: OffmateConfig, solution: Solution, program: type[Program] = Program
+) -> list[str]:
     """Return the broken rules, in words."""
     found: list[str] = []
     for group, flows in zip(solution.groups, solution.flows, strict=True):
         found += [f"group {group.blocks}: {text}" for text in broken_weights(profile, group, flows)]
         found += [f"group {group.blocks}: {text}" for text in broken_updates(group, flows)]
         found += [f"group {group.blocks}: {text}" for text in broken_states(group, flows)]
-    peak = peak_bytes(profile, config, solution)
+    peak = peak_bytes(profile, config, solution, program)
     if config.budget_bytes is not None and peak > config.budget_bytes * (1 + TOLERANCE):
         found.append(f"device bytes {peak} of {config.budget_bytes}")
-    ram = host_bytes(profile, solution, config)
+    ram = host_bytes(profile, solution, program)
     if config.host_budget_bytes is not None and ram > config.host_budget_bytes * (1 + TOLERANCE):
         found.append(f"host bytes {ram} of {config.host_budget_bytes}")
     launches = sum(block.launch_s * (1 + block.has_backward) for block in profile.blocks)
@@ -110,7 +114,7 @@ def violations(profile: Profile, config: OffmateConfig, solution: Solution) -> l
         found.append(f"an iteration of {solution.iteration_s} s cannot launch for {launches} s")
     if abs(sum(solution.step_s) - solution.iteration_s) > 1e-9:
         found.append("the steps are not the iteration")
-    least = least_step_s(profile, config, solution)
+    least = least_step_s(profile, config, solution, program)
     late = np.asarray(solution.step_s) < least - 1e-4 * least.mean()
     found += [f"step {step} takes {solution.step_s[step]} and needs {least[step]}" for step in np.flatnonzero(late)]
     return found
@@ -175,7 +179,7 @@ def broken_states(group: Group, flows: GroupFlows) -> list[str]:
 
 
 def device_bytes(
-    profile: Profile, config: OffmateConfig, solution: Solution
+    profile: Profile, config: OffmateConfig, solution: Solution, program: type[Program]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Weights and states, and everything else, per step."""
     number = len(profile.blocks)
@@ -188,7 +192,7 @@ def device_bytes(
             weights + group.state_bytes * (flows.state_resident + flows.state_prefetch), group.last_backward
         )
         if group.trainable_bytes:
-            other += gradient_bytes(profile, config, group, flows)
+            other += gradient_bytes(profile, group, flows, program)
     for block, decision in enumerate(chosen_options(profile, solution)):
         cost, backward = profile.blocks[block], steps - 1 - block
         other[block] += cost.input_bytes + cost.output_bytes + decision.forward_peak_bytes
@@ -203,11 +207,11 @@ def device_bytes(
     return arena, other
 
 
-def gradient_bytes(profile: Profile, config: OffmateConfig, group: Group, flows: GroupFlows) -> NDArray[np.float64]:
+def gradient_bytes(profile: Profile, group: Group, flows: GroupFlows, program: type[Program]) -> NDArray[np.float64]:
     steps = 2 * len(profile.blocks)
     total = np.zeros(steps)
     largest = max(profile.tensors[index].bytes for index in group.tensors if profile.tensors[index].trainable)
-    peak = config.gamma * group.trainable_bytes if config.gamma is not None else largest
+    peak = group.trainable_bytes if program is PaperProgram else largest
     waiting = group.trainable_bytes - peak
     total[group.last_backward] += peak + waiting * flows.host_share
     total[group.last_backward] += peak * profile.optimizer.scratch_ratio * (1 - flows.host_share)
@@ -222,7 +226,9 @@ def gradient_bytes(profile: Profile, config: OffmateConfig, group: Group, flows:
     return total
 
 
-def least_step_s(profile: Profile, config: OffmateConfig, solution: Solution) -> NDArray[np.float64]:
+def least_step_s(
+    profile: Profile, config: OffmateConfig, solution: Solution, program: type[Program]
+) -> NDArray[np.float64]:
     """What every step needs; copies of activations that may run in several steps are left out."""
     number = len(profile.blocks)
     steps = 2 * number
@@ -231,7 +237,7 @@ def least_step_s(profile: Profile, config: OffmateConfig, solution: Solution) ->
     for block, decision in enumerate(chosen_options(profile, solution)):
         backward = steps - 1 - block
         compute[block] += decision.forward_s
-        launch = profile.blocks[block].launch_s if config.launch_interrupts else 0.0
+        launch = profile.blocks[block].launch_s if program is PaperProgram else 0.0
         host[block] += launch
         if profile.blocks[block].has_backward:
             compute[backward] += decision.backward_s

@@ -87,7 +87,7 @@ def _blocks(
             needed = min([steps - 1 - index, *again])
             release_after = min(index + int(rng.integers(3)), needed - 1)
             decision = replace(
-                decision, release_after=release_after, fetch=int(rng.integers(release_after + 1, needed + 1))
+                decision, release_after=release_after, prefetch_at=int(rng.integers(release_after + 1, needed + 1))
             )
         found.append(decision)
     return tuple(found)

@@ -7,13 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lt_offload.plan.build.fit import fit
+from lt_offload.plan.build.fit import fit, tighten_framework
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.build.squeeze import squeeze_framework
 from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision, block_choices
 from lt_offload.plan.iteration.memory import budget_for, framework_bytes, usage
 from lt_offload.plan.planners.baselines import streaming_choices
-from lt_offload.plan.planners.offmate.discretise import Slack, discretise, nearest_subset
+from lt_offload.plan.planners.offmate.rounding import Slack, discretise, nearest_subset
 from lt_offload.plan.planners.offmate.solution import GroupFlows, Solution, groups
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
@@ -74,7 +73,11 @@ def test_a_streamed_block_is_issued_in_the_order_of_the_contract() -> None:
     )
     decisions = replace(
         decisions,
-        blocks=(decisions.blocks[0], BlockDecision(option="offload", release_after=2, fetch=4), decisions.blocks[2]),
+        blocks=(
+            decisions.blocks[0],
+            BlockDecision(option="offload", release_after=2, prefetch_at=4),
+            decisions.blocks[2],
+        ),
     )
     plan = built(decisions, profile)
     assert [words(op) for op in plan.ops] == [
@@ -148,9 +151,11 @@ def test_the_activations_a_step_needs_are_fetched_before_the_weights_it_needs() 
 
 def test_last_blocks_have_less_time_to_offload() -> None:
     blocks = block_choices(small_profile(3), ("offload", "keep", "offload"), lag=2, lead=2)
-    assert blocks[0] == BlockDecision(option="offload", release_after=2, fetch=3)
+    assert blocks[0] == BlockDecision(option="offload", release_after=2, prefetch_at=3)
     assert blocks[1] == BlockDecision(option="keep")
-    assert blocks[2] == BlockDecision(option="offload", release_after=2, fetch=3), "it returns in its own backward step"
+    assert blocks[2] == BlockDecision(option="offload", release_after=2, prefetch_at=3), (
+        "it returns in its own backward step"
+    )
 
 
 def test_tied_tensors_are_updated_after_their_last_gradient() -> None:
@@ -294,7 +299,7 @@ def test_squeezing_keeps_plans_valid_and_within_the_room(seed: int) -> None:
     decisions = discretise(random_solution(rng, profile), profile, random_slack(rng))
     loose = built(decisions, profile)
     peak = simulate(loose, profile).device_peak
-    least = squeeze_framework(decisions, profile, 0)
+    least = tighten_framework(decisions, profile, 0)
     assert framework_bytes(least.usage, profile).max() <= framework_bytes(decisions.usage, profile).max()
     room = int((peak - budget_for(0, profile)) * rng.uniform(0.8, 1.0))
     fitted = fit(decisions, profile, room)

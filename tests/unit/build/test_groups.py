@@ -14,12 +14,12 @@ from lt_offload.plan.build.copies import device_copies
 from lt_offload.plan.build.fit import fit
 from lt_offload.plan.build.groups import CUTS, GOAL, group_tensors, runs
 from lt_offload.plan.build.ops import Draft
+from lt_offload.plan.build.placement import Placement
 from lt_offload.plan.build.plan import build, room_needed
-from lt_offload.plan.iteration.arena import Placement, aligned, state_room
 from lt_offload.plan.iteration.decisions import Decisions, TensorDecision
-from lt_offload.plan.iteration.memory import budget_for
+from lt_offload.plan.iteration.memory import aligned, budget_for, state_room
 from lt_offload.plan.planners.baselines import streaming_choices
-from lt_offload.plan.planners.offmate.discretise import Slack, discretise
+from lt_offload.plan.planners.offmate.rounding import Slack, discretise
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.packing import Packing, packing
 from lt_offload.schema.plan import PlannerName

@@ -7,9 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lt_offload.plan.build.fit import fit
+from lt_offload.plan.build.fit import fit, tighten_framework
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.build.squeeze import squeeze_framework
 from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Recomputation, TensorDecision
 from lt_offload.plan.iteration.memory import budget_for, computation_bytes, device_bytes, framework_bytes, usage
 from lt_offload.plan.verify.check import check
@@ -107,7 +106,11 @@ def test_blocks_without_recompute_are_described_by_keep() -> None:
     decisions = with_again(profile, ["keep", "reload", "discard", "keep"], {5: [(1, "input"), (2, "input")]})
     decisions = replace(
         decisions,
-        blocks=(decisions.blocks[0], BlockDecision(option="reload", release_after=2, fetch=5), *decisions.blocks[2:]),
+        blocks=(
+            decisions.blocks[0],
+            BlockDecision(option="reload", release_after=2, prefetch_at=5),
+            *decisions.blocks[2:],
+        ),
     )
     plan = built(decisions, profile)
     assert check(plan, profile) == []
@@ -118,7 +121,7 @@ def test_blocks_without_recompute_are_described_by_keep() -> None:
 def test_what_runs_again_waits_for_its_weights_and_for_its_input() -> None:
     decisions = with_again(PROFILE, ["keep", "reload", "discard", "keep"], {5: [(1, "input"), (2, "all")]})
     blocks = list(decisions.blocks)
-    blocks[1] = BlockDecision(option="reload", release_after=2, fetch=4)
+    blocks[1] = BlockDecision(option="reload", release_after=2, prefetch_at=4)
     decisions = replace(decisions, blocks=tuple(blocks))
     decisions = changed(
         decisions, 1, TensorDecision(place="host", intervals=intervals((0, 1), (4, 6)), grad_release_after=7)
@@ -191,7 +194,7 @@ def test_reloaded_inputs_count_from_their_return() -> None:
     for release_after, fetch in ((1, 5), (2, 4)):
         blocks = (
             chain.blocks[0],
-            BlockDecision(option="reload", release_after=release_after, fetch=fetch),
+            BlockDecision(option="reload", release_after=release_after, prefetch_at=fetch),
             *chain.blocks[2:],
         )
         plan = built(replace(chain, blocks=blocks), PROFILE)
@@ -318,7 +321,7 @@ def test_random_choices_are_squeezed_without_harm(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_model(rng)
     decisions = random_choices(rng, profile)
-    least = squeeze_framework(decisions, profile, 0)
+    least = tighten_framework(decisions, profile, 0)
     assert least.recomputations == decisions.recomputations
     assert framework_bytes(least.usage, profile).max() <= framework_bytes(decisions.usage, profile).max()
     assert check(built(least, profile), profile) == []

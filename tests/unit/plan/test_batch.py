@@ -11,10 +11,12 @@ from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan import choose_batch, solve
 from lt_offload.plan.batch.profiles import common, scaled
 from lt_offload.plan.batch.program import best_batch
-from lt_offload.plan.planners.offmate.program import OffmateConfig, lower_bound
+from lt_offload.plan.planners.offmate.config import OffmateConfig
+from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
-from tests.support.profiles.fixtures import GB, PAPER, llama7b_b4
+from scripts.papers.offmate import PAPER, PaperProgram
+from tests.support.profiles.fixtures import GB, llama7b_b4
 from tests.support.profiles.small import READ, small_profile, with_zero_copy
 
 CONFIG = OffmateConfig(budget_bytes=int(10 * GB), host_budget_bytes=int(128 * GB), window=3, **PAPER)
@@ -99,7 +101,7 @@ def test_options_that_only_one_size_has_are_left_out() -> None:
 
 
 def test_published_relaxation() -> None:
-    found = best_batch(llama7b_b4(), None, CONFIG, most=64)
+    found = best_batch(llama7b_b4(), None, CONFIG, most=64, program=PaperProgram)
     assert found.batch_size == pytest.approx(9.79, rel=1e-3)
     assert found.seconds_per_sample == pytest.approx(2.6599, rel=1e-3)
     assert 8.5 < found.smallest < found.batch_size
@@ -108,12 +110,12 @@ def test_published_relaxation() -> None:
 @pytest.mark.parametrize(("size", "seconds"), [(2, 4.28), (4, 2.902), (6, 2.763), (8, 2.695), (10, 2.670)])
 def test_published_scan(size: int, seconds: float) -> None:
     profile = llama7b_b4()
-    assert lower_bound(scaled(profile, size), CONFIG) / size == pytest.approx(seconds, rel=5e-3)
+    assert lower_bound(scaled(profile, size), CONFIG, PaperProgram) / size == pytest.approx(seconds, rel=5e-3)
 
 
 def test_the_scan_ends_where_memory_ends() -> None:
     with pytest.raises(InfeasibleError):
-        lower_bound(scaled(llama7b_b4(), 12), CONFIG)
+        lower_bound(scaled(llama7b_b4(), 12), CONFIG, PaperProgram)
 
 
 @pytest.mark.parametrize("budget", [9_000, 14_000, 40_000])

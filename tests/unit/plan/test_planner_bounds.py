@@ -9,7 +9,8 @@ import pytest
 
 from lt_offload.errors import InfeasibleError, UnsupportedError
 from lt_offload.plan import Plan, check, solve
-from lt_offload.plan.planners.offmate.program import OffmateConfig, lower_bound
+from lt_offload.plan.planners.offmate.config import OffmateConfig
+from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.schema.plan import PlannerName
 from lt_offload.schema.profile import Profile, ReadProfile, TensorProfile, ZeroCopyProfile
 from tests.support.profiles.program_rules import random_profile

@@ -14,8 +14,8 @@ import pytest
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan import Plan, check, simulate, solve
 from lt_offload.plan.planners.baselines import resident_choices, smallest
-from lt_offload.plan.planners.offmate.config import allowed_options
-from lt_offload.plan.planners.offmate.program import OffmateConfig
+from lt_offload.plan.planners.offmate.config import OffmateConfig
+from lt_offload.plan.planners.request import allowed_options
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
 from tests.support.profiles.fixtures import GB, llama7b_b4

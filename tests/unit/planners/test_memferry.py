@@ -8,10 +8,19 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
-from lt_offload.plan.planners.memferry.backward import kept_gradients, switched_weights
-from lt_offload.plan.planners.memferry.forward import best_forward, layer_ways
-from lt_offload.plan.planners.memferry.model import Decisions, MemFerryLayer, MemFerryWeight, backward, forward, uniform
-from lt_offload.plan.planners.memferry.paper import algorithm_1_as_printed, algorithm_1_corrected
+from lt_offload.plan.planners.memferry.model import (
+    Decisions,
+    MemFerryLayer,
+    MemFerryWeight,
+    backward,
+    best_forward,
+    forward,
+    kept_gradients,
+    layer_ways,
+    switched_weights,
+    uniform,
+)
+from scripts.papers.memferry_algorithm import algorithm_1_as_printed, algorithm_1_corrected
 
 
 def random_weight(rng: np.random.Generator, *, reads: bool) -> MemFerryWeight:

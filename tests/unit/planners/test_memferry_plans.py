@@ -15,9 +15,9 @@ from lt_offload.plan.iteration.decisions import Decisions, TensorDecision, uses
 from lt_offload.plan.planners.baselines import streaming_choices
 from lt_offload.plan.planners.memferry.chain import Reading, chain, to_choices
 from lt_offload.plan.planners.memferry.embeddings import direct_embeddings
+from lt_offload.plan.planners.memferry.fit import Given, relaxations, relaxed
 from lt_offload.plan.planners.memferry.propose import propose_memferry
-from lt_offload.plan.planners.memferry.relax import Given, relaxations, relaxed
-from lt_offload.plan.planners.offmate.discretise import Slack, discretise
+from lt_offload.plan.planners.offmate.rounding import Slack, discretise
 from lt_offload.plan.planners.request import NotApplicable, Request
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate

@@ -10,10 +10,9 @@ import pytest
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.decisions import Decisions, Recomputation
 from lt_offload.plan.iteration.memory import device_bytes
-from lt_offload.plan.planners.pofo.convert import MOST_LAYERS, as_chain, as_choices
-from lt_offload.plan.planners.pofo.copies import with_copies
+from lt_offload.plan.planners.pofo.chain import Operation, from_scratch, memory, sequential, walk
+from lt_offload.plan.planners.pofo.convert import MOST_LAYERS, as_chain, as_choices, with_copies
 from lt_offload.plan.planners.pofo.propose import propose_pofo
-from lt_offload.plan.planners.pofo.sequence import Operation, from_scratch, memory, sequential, walk
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
@@ -230,8 +229,8 @@ def test_a_sequence_in_steps() -> None:
     fitted = with_copies(decisions, profile, 10**9)
     assert fitted is not None
     # What layer 2 reloads is needed two steps before its backward, and nothing is fetched before the loss.
-    assert 7 <= fitted.blocks[4].fetch <= 9  # type: ignore[operator]
-    assert 7 <= fitted.blocks[1].fetch <= 10  # type: ignore[operator]
+    assert 7 <= fitted.blocks[4].prefetch_at <= 9  # type: ignore[operator]
+    assert 7 <= fitted.blocks[1].prefetch_at <= 10  # type: ignore[operator]
     assert check(planned(Proposal(name="", decisions=fitted), asked), profile) == []
     tight = with_copies(decisions, profile, 0)
     assert tight is None

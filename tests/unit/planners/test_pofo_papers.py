@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from math import inf
 
-import pofo_networks as networks
 import pytest
-from papers_pofo import memory_range, times
 
 from lt_offload.plan.planners.pofo.chain import Chain
+from scripts.papers import pofo_networks as networks
+from scripts.papers.pofo import memory_range, times
 
 
 @pytest.mark.parametrize(

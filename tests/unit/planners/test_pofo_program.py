@@ -9,9 +9,8 @@ from math import inf
 
 import pytest
 
-from lt_offload.plan.planners.pofo.chain import Chain
+from lt_offload.plan.planners.pofo.chain import Chain, from_scratch, memory, sequential, walk
 from lt_offload.plan.planners.pofo.program import ChainProgram
-from lt_offload.plan.planners.pofo.sequence import from_scratch, memory, sequential, walk
 from tests.support.profiles.pofo_brute import fluid_s, random_chain, rematerialised_s, sequences
 
 

@@ -7,11 +7,9 @@ from math import inf
 
 import pytest
 
-from lt_offload.plan.planners.pofo.chain import Chain, ChainLayer
-from lt_offload.plan.planners.pofo.heuristics import autocapper_s, opportunist_s
+from lt_offload.plan.planners.pofo.chain import Chain, ChainLayer, Operation, memory, sequential, walk
 from lt_offload.plan.planners.pofo.program import ChainProgram
-from lt_offload.plan.planners.pofo.sequence import Operation, from_scratch, memory, sequential, walk
-from lt_offload.plan.planners.pofo.timing import simulated_s
+from scripts.papers.pofo_heuristics import Rematerialisation, autocapper_s, from_scratch, opportunist_s, simulated_s
 from tests.support.profiles.pofo_brute import random_chain
 
 LOSS = ChainLayer(forward_s=0.0, backward_s=0.0, output_bytes=0, saved_bytes=0, gradient_bytes=0)
@@ -65,7 +63,7 @@ def test_a_sequence_that_lacks_something_is_refused(text: str, message: str) -> 
 def test_from_scratch_needs_the_least_memory() -> None:
     chain = uniform(5)
     least = max(memory(walk(from_scratch(chain), chain)))
-    program = ChainProgram(chain, memory_bytes=250, slots=25, offload=False)
+    program = Rematerialisation(chain, memory_bytes=250, slots=25)
     assert program.seconds(least) < inf
     assert program.seconds(least - 10) == inf
 
@@ -108,13 +106,13 @@ def test_whole_copies_take_the_time_of_the_computations_or_more(seed: int) -> No
 
 @pytest.mark.parametrize("heuristic", [opportunist_s, autocapper_s])
 def test_heuristics_stand_between_nothing_lost_and_nothing_found(
-    heuristic: Callable[[Chain, int, ChainProgram], float],
+    heuristic: Callable[[Chain, int, Rematerialisation], float],
 ) -> None:
     better = 0
     for seed in range(4):
         chain = random_chain(seed, 12)
         low, high = (max(memory(walk(made(chain), chain))) for made in (from_scratch, sequential))
-        alone = ChainProgram(chain, memory_bytes=high, slots=high, offload=False)
+        alone = Rematerialisation(chain, memory_bytes=high, slots=high)
         assert heuristic(chain, low // 3, alone) == inf
         for budget in range(low, high, 7):
             time = heuristic(chain, budget, alone)
@@ -126,12 +124,12 @@ def test_heuristics_stand_between_nothing_lost_and_nothing_found(
 def test_autocapper_keeps_everything_where_it_can() -> None:
     chain = uniform(6)
     high = max(memory(walk(sequential(chain), chain)))
-    alone = ChainProgram(chain, memory_bytes=high, slots=high // 10, offload=False)
+    alone = Rematerialisation(chain, memory_bytes=high, slots=high // 10)
     assert autocapper_s(chain, high, alone) == pytest.approx(chain.sequential_s)
 
 
 def test_opportunist_saves_whenever_the_link_is_idle() -> None:
     chain = uniform(8, rate=1000.0)
-    alone = ChainProgram(chain, memory_bytes=400, slots=40, offload=False)
+    alone = Rematerialisation(chain, memory_bytes=400, slots=40)
     # Layers 1 and 3 are offloaded; from 4 on there is room. What layer 1 saved still travels when layer 2 begins.
     assert opportunist_s(chain, 250, alone) == pytest.approx(chain.sequential_s + 1.0)

@@ -8,13 +8,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from papers_weights import LAYER, TABLE_1, gpt2
 
 from lt_offload.errors import ConfigError, InfeasibleError
-from lt_offload.plan.planners.weights.bound import weights_bound
-from lt_offload.plan.planners.weights.model import Gap, WeightChain, WeightLayer, l2l_s
-from lt_offload.plan.planners.weights.select import held_bytes, select_gaps
+from lt_offload.plan.planners.weights.model import Gap, WeightChain, held_bytes, select_gaps
 from lt_offload.plan.planners.weights.timing import Schedule, schedule
+from scripts.papers.weights import LAYER, TABLE_1, gpt2
+from scripts.papers.weights_problem import WeightLayer, l2l_s, weight_chain, weights_bound
 
 SLACK = 1e-9
 
@@ -23,7 +22,7 @@ def equal(
     count: int, *, memory: int = 10**9, weight: int = 100, activation: int = 10, bandwidth: float = 20
 ) -> WeightChain:
     layers = [WeightLayer(weight_bytes=weight, forward_s=1, backward_s=3, activation_bytes=activation)] * count
-    return WeightChain.of(layers, memory=memory, bandwidth=bandwidth)
+    return weight_chain(layers, memory=memory, bandwidth=bandwidth)
 
 
 def random_layers(rng: np.random.Generator, count: int) -> list[WeightLayer]:
@@ -43,9 +42,9 @@ def random_chain(seed: int, most: int = 5) -> WeightChain:
     rng = np.random.default_rng(seed)
     layers = random_layers(rng, int(rng.integers(1, most + 1)))
     bandwidth = float(rng.choice([50, 100, 200, 400]))
-    whole = WeightChain.of(layers, memory=10**9, bandwidth=bandwidth)
+    whole = weight_chain(layers, memory=10**9, bandwidth=bandwidth)
     least, most_bytes = held_bytes(whole, whole.gaps()).max(), held_bytes(whole, ()).max()
-    return WeightChain.of(layers, memory=int(least + rng.uniform() * (most_bytes - least)) + 1, bandwidth=bandwidth)
+    return weight_chain(layers, memory=int(least + rng.uniform() * (most_bytes - least)) + 1, bandwidth=bandwidth)
 
 
 # Published numbers.
@@ -112,23 +111,20 @@ def test_bound_program_brute_force_greedy_and_l2l_in_order() -> None:
     assert max(distances) < 1.3
 
 
-def test_both_solvers_find_the_same_bound() -> None:
+def test_the_bound_has_waits_where_memory_is_short() -> None:
     chain = random_chain(22)
-    for relaxed in (True, False):
-        highs, cbc = (weights_bound(chain, relaxed=relaxed, solver=solver) for solver in ("highs", "cbc"))
-        assert highs == pytest.approx(cbc, rel=2e-4)
     assert weights_bound(chain, relaxed=False) > chain.compute_s * 1.01
 
 
 def test_more_memory_or_bandwidth_never_raises_the_bound() -> None:
     for seed in range(5):
         layers = random_layers(np.random.default_rng(seed), 4)
-        chain = WeightChain.of(layers, memory=10**9, bandwidth=100)
+        chain = weight_chain(layers, memory=10**9, bandwidth=100)
         least, most = held_bytes(chain, chain.gaps()).max(), held_bytes(chain, ()).max()
         sizes = [int(size) for size in np.linspace(least, most, 6)]
-        by_memory = [weights_bound(WeightChain.of(layers, memory=size, bandwidth=100)) for size in sizes]
+        by_memory = [weights_bound(weight_chain(layers, memory=size, bandwidth=100)) for size in sizes]
         by_speed = [
-            weights_bound(WeightChain.of(layers, memory=sizes[1], bandwidth=speed)) for speed in (25, 50, 100, 1e6)
+            weights_bound(weight_chain(layers, memory=sizes[1], bandwidth=speed)) for speed in (25, 50, 100, 1e6)
         ]
         for bounds in (by_memory, by_speed):
             assert all(after <= before + 1e-6 for before, after in itertools.pairwise(bounds)), seed
@@ -191,9 +187,9 @@ def test_one_layer_has_nothing_to_choose() -> None:
 
 def test_layers_without_weights_are_not_chosen() -> None:
     layers = [WeightLayer(weight_bytes=size, forward_s=1, backward_s=1) for size in (100, 0, 100, 0, 100)]
-    chain = WeightChain.of(layers, memory=260, bandwidth=10)
+    chain = weight_chain(layers, memory=260, bandwidth=10)
     assert {gap.layer for gap in select_gaps(chain)} <= {0, 2, 4}
-    assert WeightChain.of(layers[1:2], memory=1, bandwidth=1).gaps() == []
+    assert weight_chain(layers[1:2], memory=1, bandwidth=1).gaps() == []
 
 
 def test_the_second_gap_of_a_layer_is_preferred() -> None:

@@ -12,8 +12,8 @@ import pytest
 from lt_offload.plan.build.fit import fit
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.decisions import Decisions, uses
-from lt_offload.plan.planners.offmate.config import OffmateConfig, allowed_options
-from lt_offload.plan.planners.request import NotApplicable, Proposal, Request
+from lt_offload.plan.planners.offmate.config import OffmateConfig
+from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
 from lt_offload.plan.planners.weights.propose import propose_greedy, propose_l2l
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate

@@ -40,7 +40,7 @@ def everything() -> Plan:
     )
     decisions = changed(decisions, 4, TensorDecision(place="none", intervals=intervals((3, 4), (6, 7))))
     blocks = list(decisions.blocks)
-    blocks[2] = BlockDecision(option="offload", release_after=3, fetch=8)
+    blocks[2] = BlockDecision(option="offload", release_after=3, prefetch_at=8)
     blocks[1] = BlockDecision(option="recompute")
     plan = build(
         replace(decisions, blocks=tuple(blocks)), PROFILE, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE

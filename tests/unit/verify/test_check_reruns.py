@@ -41,7 +41,7 @@ def everything() -> Plan:
     )
     decisions = changed(decisions, 3, TensorDecision(place="none", zero_copy=(3,), intervals=intervals((6, 6))))
     blocks = [BlockDecision(option=option) for option in ("recompute", "keep", "discard", "discard", "keep")]  # type: ignore[arg-type]
-    blocks[1] = BlockDecision(option="reload", release_after=2, fetch=5)
+    blocks[1] = BlockDecision(option="reload", release_after=2, prefetch_at=5)
     recomputations = {
         6: (
             Recomputation(block=1, save="input"),

@@ -12,7 +12,7 @@ from lt_offload.errors import PlanError
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision
 from lt_offload.plan.planners.baselines import streaming_choices
-from lt_offload.plan.planners.offmate.discretise import Slack, discretise
+from lt_offload.plan.planners.offmate.rounding import Slack, discretise
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import Profile
@@ -87,8 +87,12 @@ def test_memory_is_counted_by_step() -> None:
 def test_offloaded_activations_count_until_they_have_left_and_from_when_they_are_fetched() -> None:
     profile = small_profile(4)
     blocks = list(resident(profile).blocks)
-    early = replace(resident(profile), blocks=(BlockDecision(option="offload", release_after=0, fetch=7), *blocks[1:]))
-    late = replace(resident(profile), blocks=(BlockDecision(option="offload", release_after=2, fetch=5), *blocks[1:]))
+    early = replace(
+        resident(profile), blocks=(BlockDecision(option="offload", release_after=0, prefetch_at=7), *blocks[1:])
+    )
+    late = replace(
+        resident(profile), blocks=(BlockDecision(option="offload", release_after=2, prefetch_at=5), *blocks[1:])
+    )
     sizes = [np.array([size for _, size in simulate(built(c, profile), profile).memory]) for c in (early, late)]
     assert (sizes[1] - sizes[0]).tolist() == [0, 300, 300, 0, 0, 300, 300, 0]
 
@@ -101,7 +105,7 @@ def test_host_memory_counts_what_travels() -> None:
     paged = TensorDecision(place="paged", state_interval=Interval(start=4, end=5), state_offload_after=5)
     decisions = changed(decisions, 0, paged)
     decisions = replace(
-        decisions, blocks=(BlockDecision(option="offload", release_after=1, fetch=4), *decisions.blocks[1:])
+        decisions, blocks=(BlockDecision(option="offload", release_after=1, prefetch_at=4), *decisions.blocks[1:])
     )
     # all weights and states; the gradient of the host's share at its place; activations
     assert simulate(built(decisions, profile), profile).host_peak == 3 * (1000 + 2000) + 1024 + 300

@@ -2,14 +2,20 @@
 
 The paper's layers have one tensor; here a layer has any number, each copied or read directly. Copies use one link per
 direction, first come first served, in the order in which the computations need them. What is read directly crosses the
-link to the device as well, which the paper leaves out: with ``read_s`` of zero it is as there. Knows seconds and
-bytes; nothing of plans, steps or arenas.
+link to the device as well, which the paper leaves out: with ``read_s`` of zero it is as there.
+
+Which weights the forward reads directly is an optimum by dynamic programming; algorithm 1 of the paper decides layer by
+layer and goes back once. Which of those are copied for the backward after all the paper calls a greedy algorithm and
+prints none; which gradients stay on the device is its recursion for ``D_{i,j}``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 Decisions = tuple[tuple[bool, ...], ...]
 """Per layer, one decision per weight."""
@@ -139,3 +145,173 @@ def backward(
             out = max(out, time) + gradients
         arrivals.append(out if gradients else time)
     return BackwardReads(compute_s=time, arrivals=tuple(reversed(arrivals)))
+
+
+_Times = NDArray[np.float64]
+_Indices = NDArray[np.int64]
+
+BUCKETS = 512
+"""Link times that are told apart in chains with more; within one, the state with the earliest computation is kept."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Way:
+    """One way to provide a layer with its weights."""
+
+    compute_s: float
+    """What direct reads add to its computation."""
+    copy_s: float
+    """What it waits for on the link."""
+    read_s: float
+    """What it takes of the link besides."""
+    copied: tuple[bool, ...]
+
+
+def best_forward(layers: Sequence[MemFerryLayer], *, buckets: int | None = BUCKETS) -> Decisions:
+    """Return which weights to copy so that the forward ends first, and of those ways one with the least copying.
+
+    Args:
+        layers: the chain.
+        buckets: how many states to keep per layer; None: all that could be part of an optimum, which is exact and
+            takes seconds for chains of more than 100 different layers.
+    """
+    time, link = np.zeros(1), np.zeros(1)
+    history: list[tuple[_Indices, _Indices]] = []
+    found: list[list[Way]] = []
+    known: dict[tuple[MemFerryWeight, ...], list[Way]] = {}
+    for layer in layers:
+        ways = known.get(layer.weights) or known.setdefault(layer.weights, layer_ways(layer.weights))
+        copy = np.array([way.copy_s for way in ways])
+        taken = np.array([way.copy_s + way.read_s for way in ways])
+        compute = np.array([way.compute_s for way in ways]) + layer.forward_s
+        waits = np.array([any(way.copied) for way in ways])
+        start = np.where(waits, np.maximum(time[:, None], link[:, None] + copy), time[:, None])
+        times, links = (start + compute).ravel(), (link[:, None] + taken).ravel()
+        kept = undominated(links, times, buckets)
+        time, link = times[kept], links[kept]
+        history.append((kept // len(ways), kept % len(ways)))
+        found.append(ways)
+    state = int(np.lexsort((link, time))[0])
+    decisions = []
+    for (states, chosen), ways in zip(reversed(history), reversed(found), strict=True):
+        decisions.append(ways[chosen[state]].copied)
+        state = int(states[state])
+    return tuple(reversed(decisions))
+
+
+def layer_ways(weights: Sequence[MemFerryWeight]) -> list[Way]:
+    """Return the ways to provide one layer with ``weights`` that no other beats in every respect.
+
+    All of them read directly is kept apart: that alone waits for no copies, not even for those of earlier layers.
+    """
+    ways = [Way(compute_s=0.0, copy_s=0.0, read_s=0.0, copied=())]
+    for weight in weights:
+        longer = [
+            Way(
+                compute_s=way.compute_s + (0.0 if copied else weight.forward_s),
+                copy_s=way.copy_s + (weight.transfer_s if copied else 0.0),
+                read_s=way.read_s + (0.0 if copied else weight.forward_read_s),
+                copied=(*way.copied, copied),
+            )
+            for way in ways
+            for copied in (False, True)
+            if copied or weight.forward_s < float("inf")
+        ]
+        ways = _unbeaten(longer)
+    return ways
+
+
+def undominated(costs: _Times, values: _Times, buckets: int | None) -> _Indices:
+    """Return the indices of those (cost, value) of which no other has both less or the same, by ascending cost.
+
+    With ``buckets``, at most about so many: of each part of the range of costs the one with the least value.
+    """
+    order = np.lexsort((values, costs))
+    least = np.minimum.accumulate(values[order])
+    order = order[np.concatenate(([True], least[1:] < least[:-1]))]
+    if buckets is None or len(order) <= buckets:
+        return order
+    found = costs[order]
+    bucket = ((found - found[0]) * (buckets / (found[-1] - found[0]))).astype(np.int64)
+    # Values fall with costs: the last of a bucket is its best. The first of all keeps the least cost possible.
+    last = np.concatenate((bucket[1:] > bucket[:-1], [True]))
+    last[0] = True
+    return order[last]
+
+
+def _unbeaten(ways: Sequence[Way]) -> list[Way]:
+    kept: list[Way] = []
+    for way in sorted(ways, key=lambda way: (way.copy_s, way.copy_s + way.read_s, way.compute_s)):
+        if not any(way.copied) or not any(_beats(other, way) for other in kept):
+            kept.append(way)
+    return kept
+
+
+def _beats(one: Way, other: Way) -> bool:
+    """Return whether ``one``, which copies no more, is as good in every respect. Copying nothing waits for less."""
+    return one.compute_s <= other.compute_s and one.copy_s + one.read_s <= other.copy_s + other.read_s
+
+
+_WORTH = 1e-6
+"""Part of the time that one more copy has to save: it is not for nothing, though no time is charged for its launch."""
+SIZES = 4096
+"""Sums of gradient bytes that are told apart in :func:`kept_gradients`."""
+
+
+def switched_weights(layers: Sequence[MemFerryLayer], copied: Decisions) -> frozenset[Position]:
+    """Return the weights that are read directly in the forward and worth a copy before the backward (DFGB).
+
+    Tried in the order of seconds saved per second of copying, and kept if the backward ends earlier with them. The
+    link may be used until a layer's own backward: gradients travel in the other direction. (The paper closes the
+    window when they begin to.)
+    """
+    candidates = [
+        (at, index)
+        for at, brought in enumerate(copied)
+        for index, was_copied in enumerate(brought)
+        if not was_copied and layers[at].weights[index].backward_s > 0
+    ]
+    weight_of = {place: layers[place[0]].weights[place[1]] for place in candidates}
+    candidates.sort(key=lambda place: -_rate(weight_of[place]))
+    switched: frozenset[Position] = frozenset()
+    seconds = backward(layers, copied).compute_s
+    for place in candidates:
+        attempt = backward(layers, copied, switched | {place}).compute_s
+        if attempt < seconds * (1 - _WORTH):
+            switched, seconds = switched | {place}, attempt
+    return switched
+
+
+def kept_gradients(weights: Sequence[MemFerryWeight], capacity: int, *, buckets: int | None = SIZES) -> list[bool]:
+    """Return for which ``weights`` the gradients are kept on the device, in at most ``capacity`` bytes altogether.
+
+    The others are written to host memory by the backward. What that saves of the backward's time is the most
+    possible: a 0/1 knapsack. ``buckets`` limits the sizes that are told apart, see
+    :func:`~lt_offload.plan.planners.memferry.model.undominated`.
+    """
+    sizes, lost = np.zeros(1), np.zeros(1)
+    history: list[tuple[NDArray[np.int64], int] | None] = []
+    for weight in weights:
+        if weight.gradient_s <= 0:
+            history.append(None)
+            continue
+        grown = np.concatenate((sizes, sizes + weight.gradient_bytes))
+        gained = np.concatenate((lost, lost - weight.gradient_s))
+        fits = np.flatnonzero(grown <= capacity)
+        left = fits[undominated(grown[fits], gained[fits], buckets)]
+        history.append((left, len(sizes)))
+        sizes, lost = grown[left], gained[left]
+    state = int(lost.argmin())
+    kept = []
+    for entry in reversed(history):
+        if entry is None:
+            kept.append(False)
+            continue
+        left, half = entry
+        kept.append(bool(left[state] >= half))
+        state = int(left[state] % half)
+    return kept[::-1]
+
+
+def _rate(weight: MemFerryWeight) -> float:
+    return weight.backward_s / weight.transfer_s if weight.transfer_s > 0 else float("inf")

@@ -17,13 +17,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lt_offload.plan.iteration.memory import budget_for, least_host_bytes
-from lt_offload.plan.planners.memferry.backward import kept_gradients, switched_weights
 from lt_offload.plan.planners.memferry.chain import ProfileChain, Reading, chain
 from lt_offload.plan.planners.memferry.embeddings import embedding_steps
-from lt_offload.plan.planners.memferry.fit import Fitting
-from lt_offload.plan.planners.memferry.forward import best_forward
-from lt_offload.plan.planners.memferry.model import Decisions, uniform
-from lt_offload.plan.planners.memferry.relax import Given, seconds
+from lt_offload.plan.planners.memferry.fit import Fitting, Given, seconds
+from lt_offload.plan.planners.memferry.model import Decisions, best_forward, kept_gradients, switched_weights, uniform
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request
 from lt_offload.schema.plan import UpdatePlace
 from lt_offload.schema.profile import OptionName, TensorProfile

@@ -1,21 +1,18 @@
-"""What the OFFMATE program may use and do. Knows nothing of variables and solvers."""
+"""What the linear program of OFFMATE may use, and what it supposes about the engine."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from lt_offload.errors import ConfigError
-from lt_offload.plan.planners.lp import SolverName
-from lt_offload.schema.profile import BlockProfile, OptionProfile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OffmateConfig:
     """Budgets, switches and modelling choices.
 
-    The defaults describe how the engine executes; ``phi=1, gamma=1, lag=0, lookahead=0, pools="shared",
-    launch_interrupts=True, late_update=False, shared_gradients=False`` describe the paper's runtime.
+    The defaults describe how the engine executes.
     """
 
     budget_bytes: int | None
@@ -33,18 +30,6 @@ class OffmateConfig:
     phi: float = 0.25
     """Part of the copies out of a group's own update step that cannot overlap with that step: 1 if they start at its
     end."""
-    late_update: bool = True
-    """Whether the host may update a group whose next forward follows its last backward at once (the embedding). The
-    forward then waits for the update; the paper leaves such groups to the device."""
-    launch_interrupts: bool = False
-    """Whether the host cannot update while it launches a step's kernels, as in the paper's (23). The engine updates on
-    threads of their own."""
-    shared_gradients: bool = True
-    """Whether gradients of different steps take turns in the same host memory, each until the host has updated; in the
-    paper's runtime each has its own."""
-    gamma: float | None = None
-    """Peak of a group's gradient bytes over its trainable bytes: 1 if the update follows the whole backward of the
-    block; None: its largest tensor, as when every tensor is updated as soon as its gradient is complete."""
     lag: int = 1
     """Offloaded activations keep their device memory this many steps after their forward and leave during any of them.
     With 0 the copy is supposed to overlap with the forward that makes them."""
@@ -62,8 +47,6 @@ class OffmateConfig:
     """Weight of a second of copying in the objective; without it the solver returns pointless traffic."""
     gap: float = 0.01
     """Relative distance to the bound above which a rounded solution is not good enough."""
-    solver: SolverName = "highs"
-    """Which solver runs."""
     time_limit: float = 30.0
     """Seconds for everything."""
 
@@ -72,36 +55,3 @@ class OffmateConfig:
         for name, smallest in least.items():
             if getattr(self, name) < smallest:
                 raise ConfigError(f"{name}={getattr(self, name)} is too small; it is at least {smallest}")
-
-
-def allowed_options(block: BlockProfile, config: OffmateConfig) -> tuple[OptionProfile, ...]:
-    """Return the options of ``block`` that the switches allow; raises ``ConfigError`` if none is left."""
-    if not block.has_backward:
-        # Nothing is saved, recomputed or offloaded: its options differ in name only.
-        return block.options[:1]
-    left = tuple(
-        _run_again_once(option) if option.name == "discard" else option
-        for option in block.options
-        # The program itself runs nothing again but the block whose backward it is.
-        if (option.name != "discard" or config.optimistic)
-        and (config.recompute or option.name not in ("recompute", "mixed", "reload", "discard"))
-        and (config.activation_offload or option.offload_bytes == 0)
-    )
-    if not left:
-        raise ConfigError(
-            f"recompute={config.recompute} with activation_offload={config.activation_offload} leaves no option for "
-            f"block {block.name}, which offers {', '.join(o.name for o in block.options)}; allow one of them"
-        )
-    return left
-
-
-def _run_again_once(option: OptionProfile) -> OptionProfile:
-    """Return ``option`` with the least that running its forward again can cost."""
-    return replace(option, backward_s=option.backward_s + option.forward_s)
-
-
-def held_bytes(block: BlockProfile, option: OptionProfile) -> int:
-    """Return what ``block`` holds on the device between its forward and its backward."""
-    if not block.has_backward:
-        return 0
-    return option.saved_bytes + (block.input_bytes if option.keeps_input else 0)

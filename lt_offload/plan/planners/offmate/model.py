@@ -28,8 +28,8 @@ to the host and ``OP`` updated there, of Wg (4); ``Time`` of a step (2).
   in the printed (20) is the host's by mistake).
 - C12 and at least its copies to the device (21), C13 and to the host (22), with the activations that both equations
   forget,
-- C14 and at least the host's updates; with ``launch_interrupts`` its launches as well (23), without it all launches
-  together bound the iteration only.
+- C14 and at least the host's updates; all launches together bound the iteration only, as updates run on other threads
+  (in (23) they interrupt each other).
 
 A group whose first forward directly follows its last backward (``tau_f = 1``, the embedding) has no step between in
 which the host could update it. The paper leaves it to the device, with states that may not fit; here its forward may
@@ -43,17 +43,187 @@ as necessary as those before: without them everything that leaves would have to 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import pulp
 
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.plan.iteration.pace import Pace
-from lt_offload.plan.planners.offmate.config import OffmateConfig, allowed_options, held_bytes
-from lt_offload.plan.planners.offmate.groups import GroupBuilder, GroupTerms, Pair, Term, add, require
+from lt_offload.plan.planners.lp import Pair, Term, add, pairs, require
+from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.solution import Group, groups
+from lt_offload.plan.planners.request import allowed_options, held_bytes
 from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GroupTerms:
+    """Variables, or constants where nothing is to be decided, per tau."""
+
+    group: Group
+    uses: tuple[int, ...]
+    """Steps that need all parameters, as tau, ascending."""
+    late: bool
+    """The host updates its share while the next forward waits."""
+    host_share: Term
+    resident: list[Term]
+    prefetch: list[Term]
+    write_back: list[Term]
+    grad_offload: list[Term]
+    host_update: list[Term]
+    state_resident: list[Term]
+    state_prefetch: list[Term]
+    state_offload: list[Term]
+
+    @property
+    def first_use(self) -> int:
+        """``tau_f``, the first forward use."""
+        return 2 * self.group.blocks[0] + 1
+
+
+class GroupBuilder:
+    """Adds the variables and rows of one group to a problem."""
+
+    def __init__(
+        self,
+        problem: pulp.LpProblem,
+        name: str,
+        group: Group,
+        uses: tuple[int, ...],
+        steps: int,
+        config: OffmateConfig,
+        *,
+        late_update: bool,
+    ) -> None:
+        self.problem, self.name, self.steps, self.config = problem, name, steps, config
+        trainable, paged = group.trainable_bytes > 0, group.state_bytes > 0
+        self.share = group.trainable_bytes / group.bytes if group.bytes else 0.0
+        self.same = int(config.optimistic)
+        """1: what happens within one step may happen in its order there, because steps are no barriers."""
+        first_use = 2 * group.blocks[0] + 1
+        # The host needs a step to receive gradients, one to update and one to send the result back.
+        on_host = config.host_update and trainable and first_use >= 3
+        late = config.host_update and late_update and trainable and first_use < 3
+        release = config.window + config.gradient_window if trainable else 0
+        resident, fetched = self._residency("R", uses, release)
+        state, state_fetched = self._residency("S", (0,), release) if paged else ([0.0] * steps, [])
+        self.terms = GroupTerms(
+            group=group,
+            uses=uses,
+            late=late,
+            host_share=problem.add_variable(f"{name}_X", 0, 1) if on_host or late else 0.0,
+            resident=resident,
+            prefetch=self._flow("P", {*fetched, *((0,) * self.same if on_host else ())}),
+            write_back=self._flow("OW", self._write_backs(uses, release) if trainable else ()),
+            grad_offload=self._flow("OG", range(1 if late else self._gradient_steps(first_use) * on_host)),
+            host_update=self._flow("OP", (first_use,) if late else self._update_steps(first_use) if on_host else ()),
+            state_resident=state,
+            state_prefetch=self._flow("PS", [*state_fetched, *((0,) * self.same if paged else ())]),
+            state_offload=self._flow("OS", range(min(release, steps - 1)) if paged else ()),
+        )
+        self._require_weights()
+        if on_host:
+            self._require_host_update()
+        elif late:
+            self._require_all_on_host()
+        if paged:
+            self._require_states()
+
+    def _gradient_steps(self, first_use: int) -> int:
+        return first_use if self.config.optimistic else min(self.config.gradient_window, first_use - 2)
+
+    def _update_steps(self, first_use: int) -> range:
+        return range(first_use) if self.config.optimistic else range(1, first_use - 1)
+
+    def _flow(self, name: str, taus: Iterable[int]) -> list[Term]:
+        flow: list[Term] = [0.0] * self.steps
+        for tau in taus:
+            flow[tau] = self.problem.add_variable(f"{self.name}_{name}_{tau:03d}", 0, 1)
+        return flow
+
+    def _residency(self, name: str, uses: tuple[int, ...], release: int) -> tuple[list[Term], list[int]]:
+        """Return the residency per tau, 1 at uses (C2), and the taus of possible prefetches.
+
+        There is a variable for each of the ``release`` steps after a use and the ``window - 1`` steps before the next
+        one, and a common one for all steps between.
+        """
+        resident: list[Term] = [1.0] * self.steps
+        fetched: list[int] = []
+        for use, following in zip(uses, (*uses[1:], uses[0] + self.steps), strict=True):
+            gap = [tau % self.steps for tau in range(use + 1, following)]
+            late = gap[max(0, len(gap) - self.config.window + 1) :]
+            fetched += late
+            middle: Term | None = None
+            for position, tau in enumerate(gap):
+                explicit = position < release or position >= len(gap) - len(late)
+                if explicit or middle is None:
+                    resident[tau] = self.problem.add_variable(f"{self.name}_{name}_{tau:03d}", 0, 1)
+                    middle = middle if explicit else resident[tau]
+                else:
+                    resident[tau] = middle
+        return resident, fetched
+
+    def _write_backs(self, uses: tuple[int, ...], release: int) -> list[int]:
+        """Return the taus in which updated weights may leave: after the update, and around every further use."""
+        taus = set(range(release))
+        for use in uses[1:]:
+            taus.update(range(use - self.config.window, use + self.config.window))
+        return sorted(taus & set(range(self.steps - 1)))
+
+    def _require_weights(self) -> None:
+        v, problem = self.terms, self.problem
+        covered: set[int] = set()
+        for tau in range(self.steps):
+            following = (tau + 1) % self.steps
+            now, then = v.resident[tau], v.resident[following]
+            if tau not in v.uses and now is not then:
+                require(problem, [(1, then), (-1, now), (-1, v.prefetch[tau])], "<=")  # C3
+            if self.share and tau not in v.uses and id(now) not in covered:
+                covered.add(id(now))
+                copies = [(1.0, flow) for flow in v.write_back[:tau]]
+                require(problem, [(1, now), *copies, (self.share, v.host_share)], ">=", self.share)  # C5
+        if self.share:
+            require(problem, [(1, flow) for flow in v.write_back], "<=", self.share)  # C5
+
+    def _require_all_on_host(self) -> None:
+        v = self.terms
+        require(self.problem, [(-1, v.host_share), *((1, flow) for flow in v.grad_offload)], "==")  # C6
+        require(self.problem, [(-1, v.host_share), *((1, flow) for flow in v.host_update)], "==")  # C6
+
+    def _require_host_update(self) -> None:
+        v, problem, last = self.terms, self.problem, self.terms.first_use - 1
+        self._require_all_on_host()
+        arriving = last + 1 if self.config.optimistic else min(self.config.gradient_window, last)
+        for tau in range(1 - self.same, arriving):
+            updated = [(1.0, flow) for flow in v.host_update[: tau + 1]]
+            # C7; C6 implies it for later steps.
+            require(problem, [*updated, *((-1, flow) for flow in v.grad_offload[: tau + self.same])], "<=")
+        # C8. What the host updates has to be fetched anew, in a bound perhaps within the step of the backward.
+        at_once = [(-1.0, v.prefetch[0]), (1.0, v.prefetch[1])] if not self.same else [(-1.0, v.prefetch[0])]
+        require(problem, [(1, v.resident[1]), *at_once, (self.share, v.host_share)], "<=", 1)
+        for tau in range(2, last + 1):
+            # Without a prefetch, C3 and the row of tau = 1 imply it.
+            if not isinstance(v.prefetch[tau], float):
+                stale = [(self.share, flow) for flow in v.host_update[tau + self.same : last + 1]]
+                require(problem, [(1, v.resident[tau]), (1, v.prefetch[tau]), *stale], "<=", 1)  # C8
+
+    def _require_states(self) -> None:
+        v, problem, end = self.terms, self.problem, self.steps - 1
+        arrived = [(1.0, v.state_prefetch[end]), (1.0, v.state_prefetch[0])]
+        require(problem, [(1, v.state_resident[end]), *arrived, (1, v.host_share)], ">=", 1)  # C4
+        require(problem, [(1, v.state_resident[1]), (1, v.host_share)], "<=", 1)  # C4
+        covered: set[int] = set()
+        for tau in range(1, self.steps):
+            now = v.state_resident[tau]
+            if tau < end and now is not v.state_resident[tau + 1]:
+                require(problem, [(1, v.state_resident[tau + 1]), (-1, now), (-1, v.state_prefetch[tau])], "<=")  # C3
+            if id(now) not in covered:
+                covered.add(id(now))
+                copies = [(1.0, flow) for flow in v.state_offload[:tau]]
+                require(problem, [(1, now), *copies, (1, v.host_share)], ">=", 1)  # C5
+
 
 Objective = Literal["time", "device", "host"]
 
@@ -61,8 +231,13 @@ Objective = Literal["time", "device", "host"]
 class Program:
     """The program for one profile and configuration.
 
-    With objective ``device`` or ``host``, that budget is a variable to minimise and time does not matter.
+    With objective ``device`` or ``host``, that budget is a variable to minimise and time does not matter. The methods
+    without underscore say how the engine executes; a subclass may describe another runtime.
     """
+
+    late_update = True
+    """Whether the host may update a group whose next forward follows its last backward at once (the embedding); the
+    forward then waits for the update."""
 
     def __init__(
         self, profile: Profile, config: OffmateConfig, objective: Objective = "time", pace: Pace | None = None
@@ -70,7 +245,7 @@ class Program:
         self.profile, self.config, self.objective = profile, config, objective
         self.steps = 2 * len(profile.blocks)
         self.pace = pace or Pace(profile)
-        self.options = [allowed_options(block, config) for block in profile.blocks]
+        self.options = [_options(block, config) for block in profile.blocks]
         self.groups = groups(profile)
         # The solver sees units that make its absolute tolerances meaningful: the largest group and the mean step.
         self.bytes_unit = float(max([group.bytes for group in self.groups] + [1]))
@@ -98,7 +273,15 @@ class Program:
         if self.offloaded:
             self._pool_copies()
         for index, group in enumerate(self.groups):
-            builder = GroupBuilder(self.problem, f"w{index:03d}", group, self._uses(group), self.steps, config)
+            builder = GroupBuilder(
+                self.problem,
+                f"w{index:03d}",
+                group,
+                self._uses(group),
+                self.steps,
+                config,
+                late_update=self.late_update,
+            )
             self.terms.append(builder.terms)
             self._count_parameters(builder.terms)
             self._count_gradients(builder.terms)
@@ -138,7 +321,7 @@ class Program:
         forward, backward = index, self.steps - 1 - index
         interface = block.input_bytes + block.output_bytes
         add(self.other[forward], [(1, held), (self._size(interface), 1.0)])
-        self._count_launch(forward, block)
+        self.count_launch(forward, block)
         for option, weight in zip(options, weights, strict=True):
             saved = option.saved_bytes if block.has_backward else 0
             add(self.other[forward], [(self._size(saved + option.forward_peak_bytes), weight)])
@@ -146,7 +329,7 @@ class Program:
         if not block.has_backward:
             return
         add(self.other[backward], [(1, held), (self._size(interface + block.input_bytes), 1.0)])
-        self._count_launch(backward, block)
+        self.count_launch(backward, block)
         for option, weight in zip(options, weights, strict=True):
             add(self.other[backward], [(self._size(option.saved_bytes + option.backward_peak_bytes), weight)])
             add(self.compute[backward], [(self._duration(option.backward_s), weight)])
@@ -157,9 +340,9 @@ class Program:
         else:
             self._count_copies(index, offloaded)
 
-    def _count_launch(self, step: int, block: BlockProfile) -> None:
-        row = self.host[step] if self.config.launch_interrupts else self.launched
-        add(row, [(self._duration(block.launch_s), 1.0)])
+    def count_launch(self, step: int, block: BlockProfile) -> None:
+        """Count the launch of a step's kernels. The host updates on threads of their own, which it does not stop."""
+        add(self.launched, [(self._duration(block.launch_s), 1.0)])
 
     def _pool_copies(self) -> None:
         """Count the copies of all blocks' saved activations together.
@@ -249,9 +432,11 @@ class Program:
         ]
         return group.bytes - (sum(t.bytes for t in zero_copy) if self.config.optimistic else 0)
 
-    def _gradient_peak(self, group: Group) -> float:
-        if self.config.gamma is not None:
-            return self.config.gamma
+    def gradient_peak(self, group: Group) -> float:
+        """Return the peak of a group's gradient bytes in its update step over its trainable bytes.
+
+        It is that of the largest tensor: each is updated as soon as its gradient is complete.
+        """
         tensors = [self.profile.tensors[index] for index in group.tensors]
         return max(tensor.bytes for tensor in tensors if tensor.trainable) / group.trainable_bytes
 
@@ -265,7 +450,7 @@ class Program:
         if not v.group.trainable_bytes:
             return
         size, update = self._size(v.group.trainable_bytes), v.group.last_backward
-        peak, scratch = self._gradient_peak(v.group), self.profile.optimizer.scratch_ratio
+        peak, scratch = self.gradient_peak(v.group), self.profile.optimizer.scratch_ratio
         add(self.other[update], [(size * peak, 1.0), (size * (1 - peak), v.host_share)])
         add(self.other[update], [(size * peak * scratch, 1.0), (-size * peak * scratch, v.host_share)])
         for tau in range(1, min(self.config.gradient_window, v.first_use - 2)):
@@ -329,14 +514,12 @@ class Program:
         elif self.config.host_budget_bytes is not None:
             budget = self._size(self.config.host_budget_bytes)
         if budget is not None:
-            gradients = self._gradients_on_host()
+            gradients = self.gradients_on_host()
             require(self.problem, [*pairs(self.host_memory), *gradients, (-1, budget)], "<=")  # C10
         return budget
 
-    def _gradients_on_host(self) -> list[Pair]:
-        """Return terms for the host memory of gradients."""
-        if not self.config.shared_gradients:
-            return [pair for row in self.arriving.values() for pair in pairs(row)]
+    def gradients_on_host(self) -> list[Pair]:
+        """Return terms for the host memory of gradients: those of different steps take turns in it."""
         most = self.problem.add_variable("gradients", 0)
         for row in self.arriving.values():
             require(self.problem, [*pairs(row), (-1, most)], "<=")
@@ -365,6 +548,13 @@ class Program:
         self.problem.setObjective(goal)
 
 
-def pairs(row: pulp.LpAffineExpression) -> list[Pair]:
-    """Return the terms of ``row``, its constant included."""
-    return [*((factor, term) for term, factor in row.items()), (row.constant, 1.0)]
+def _options(block: BlockProfile, config: OffmateConfig) -> tuple[OptionProfile, ...]:
+    """Return the options that the program chooses from.
+
+    It runs nothing again but the block whose backward it is. For a bound, what is dropped and comes from other blocks'
+    forwards costs the least that it can: one forward of its own.
+    """
+    return tuple(
+        replace(option, backward_s=option.backward_s + option.forward_s) if option.name == "discard" else option
+        for option in allowed_options(block, config, discard=config.optimistic)
+    )

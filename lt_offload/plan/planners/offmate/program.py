@@ -17,54 +17,47 @@ import pulp
 
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.iteration.memory import budget_for
-from lt_offload.plan.planners.lp import Outcome, run
-from lt_offload.plan.planners.offmate.config import OffmateConfig, held_bytes
-from lt_offload.plan.planners.offmate.groups import GroupTerms, Term
-from lt_offload.plan.planners.offmate.model import Objective, Program
+from lt_offload.plan.planners.lp import Outcome, Term, run
+from lt_offload.plan.planners.offmate.config import OffmateConfig
+from lt_offload.plan.planners.offmate.model import GroupTerms, Objective, Program
 from lt_offload.plan.planners.offmate.rounding import round_options
 from lt_offload.plan.planners.offmate.solution import Flow, GroupFlows, Solution
+from lt_offload.plan.planners.request import held_bytes
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
-
-__all__ = [
-    "OffmateConfig",
-    "lower_bound",
-    "no_offload_s",
-    "smallest_budget",
-    "smallest_host_budget",
-    "solve_offmate",
-]
 
 _BRANCHING_S = 20.0
 _SNAP = 1e-6
 _HEADROOM = 1e-6
 
 
-def solve_offmate(profile: Profile, config: OffmateConfig) -> Solution:
+def solve_offmate(profile: Profile, config: OffmateConfig, program: type[Program] = Program) -> Solution:
     """Return the best solution found of the program for ``profile``, with its bound.
+
+    ``program`` is the model of the runtime, here and below.
 
     Raises:
         InfeasibleError: if the budgets are too small; says which ones would do.
         ConfigError: if the switches leave a block without options, or the time limit is too short for a first solution.
     """
-    search = _ProgramSearch(profile, config)
+    search = _ProgramSearch(profile, config, program)
     if not search.run():
-        raise _infeasible(profile, config)
+        raise _infeasible(profile, config, program)
     return search.solution()
 
 
-def lower_bound(profile: Profile, config: OffmateConfig) -> float:
+def lower_bound(profile: Profile, config: OffmateConfig, program: type[Program] = Program) -> float:
     """Return the seconds that no iteration within the budgets and the transfer windows can beat.
 
     Solves the relaxation only. Errors as :func:`solve_offmate`.
     """
-    search = _ProgramSearch(profile, config)
+    search = _ProgramSearch(profile, config, program)
     if not search.relax():
-        raise _infeasible(profile, config)
+        raise _infeasible(profile, config, program)
     return search.bound * search.program.seconds_unit
 
 
-def smallest_budget(profile: Profile, config: OffmateConfig) -> int:
+def smallest_budget(profile: Profile, config: OffmateConfig, program: type[Program] = Program) -> int:
     """Return the smallest device budget in bytes with which the program has a solution.
 
     ``config.budget_bytes`` is ignored.
@@ -72,9 +65,9 @@ def smallest_budget(profile: Profile, config: OffmateConfig) -> int:
     Raises:
         InfeasibleError: if the host budget is too small for any device budget.
     """
-    search = _ProgramSearch(profile, config, "device")
+    search = _ProgramSearch(profile, config, program, "device")
     if not search.run():
-        least = smallest_host_budget(profile, replace(config, budget_bytes=None))
+        least = smallest_host_budget(profile, replace(config, budget_bytes=None), program)
         raise InfeasibleError(
             f"host_memory={_format(config.host_budget_bytes)} is too small for {profile.model} with any device memory: "
             f"the host copy of its parameters alone takes {_at_least(least)}"
@@ -82,7 +75,7 @@ def smallest_budget(profile: Profile, config: OffmateConfig) -> int:
     return budget_for(search.budget(), profile)
 
 
-def smallest_host_budget(profile: Profile, config: OffmateConfig) -> int:
+def smallest_host_budget(profile: Profile, config: OffmateConfig, program: type[Program] = Program) -> int:
     """Return the smallest host budget in bytes with which the program has a solution.
 
     ``config.host_budget_bytes`` is ignored.
@@ -90,26 +83,12 @@ def smallest_host_budget(profile: Profile, config: OffmateConfig) -> int:
     Raises:
         InfeasibleError: if the device budget is too small for any host budget.
     """
-    search = _ProgramSearch(profile, config, "host")
+    search = _ProgramSearch(profile, config, program, "host")
     if not search.run():
         raise InfeasibleError(
             f"memory={_format(config.budget_bytes)} is too small for {profile.model} with any host memory"
         )
     return search.budget()
-
-
-def no_offload_s(profile: Profile) -> float:
-    """Return the seconds of an iteration with everything on the device.
-
-    Nothing is recomputed or copied, and the device updates.
-    """
-    compute = 0.0
-    for block in profile.blocks:
-        keep = next((option for option in block.options if option.name == "keep"), None)
-        option = keep or min(block.options, key=lambda option: option.forward_s + option.backward_s)
-        compute += option.forward_s + (option.backward_s if block.has_backward else 0.0)
-    trained = sum(tensor.bytes for tensor in profile.tensors if tensor.trainable)
-    return compute + trained / profile.optimizer.device_bytes_per_s
 
 
 class _ProgramSearch:
@@ -118,9 +97,11 @@ class _ProgramSearch:
     After a successful :meth:`run` its variables hold the best solution found.
     """
 
-    def __init__(self, profile: Profile, config: OffmateConfig, objective: Objective = "time") -> None:
+    def __init__(
+        self, profile: Profile, config: OffmateConfig, program: type[Program], objective: Objective = "time"
+    ) -> None:
         self.deadline = time.monotonic() + config.time_limit
-        self.program = Program(profile, config, objective)
+        self.program = program(profile, config, objective)
         self.config = config
         self.bound = 0.0
         self.chosen = tuple(0 for _ in self.program.comp)
@@ -183,7 +164,7 @@ class _ProgramSearch:
         remaining = self.deadline - time.monotonic()
         if gap is not None:
             remaining = min(remaining, _BRANCHING_S)
-        return run(self.program.problem, solver=self.config.solver, time_limit=remaining, gap=gap)
+        return run(self.program.problem, time_limit=remaining, gap=gap)
 
     def _solved(self, outcome: Outcome) -> bool:
         if outcome == "stopped":
@@ -258,15 +239,17 @@ def _flows(terms: GroupTerms) -> GroupFlows:
     )
 
 
-def _infeasible(profile: Profile, config: OffmateConfig) -> InfeasibleError:
+def _infeasible(profile: Profile, config: OffmateConfig, program: type[Program]) -> InfeasibleError:
     needed: int | None = None
     ways: list[str] = []
     with suppress(InfeasibleError):
-        needed = smallest_budget(profile, config)
+        needed = smallest_budget(profile, config, program)
         ways.append(f"memory={_at_least(needed)} with this host memory")
     if config.host_budget_bytes is not None:
         with suppress(InfeasibleError):
-            ways.append(f"host_memory={_at_least(smallest_host_budget(profile, config))} with this device memory")
+            ways.append(
+                f"host_memory={_at_least(smallest_host_budget(profile, config, program))} with this device memory"
+            )
     return InfeasibleError(
         f"{profile.model} with batch_size={profile.batch_size} and sequence_length={profile.sequence_length} does not "
         f"fit in memory={_format(config.budget_bytes)} with host_memory={_format(config.host_budget_bytes)}; "

@@ -1,17 +1,26 @@
-"""Turns the relaxed program's fractions of activation options into one option per block. Knows nothing of solvers.
+"""From the program's fractions to whole options and whole tensors.
 
-Independent rounding of every block often breaks the memory rows, because the bytes that early blocks hold count in all
-steps between their forward and their backward. Two rules avoid that: the error of each decision is carried to the next
-similar block, so that every stretch of blocks gets its share of each option; and the bytes held by any prefix of the
-blocks never exceed those of the relaxed solution.
+Options of blocks: independent rounding often breaks the memory rows, because the bytes that early blocks hold count in
+all steps between their forward and their backward. Two rules avoid that: the error of each decision is carried to the
+next similar block, so that every stretch of blocks gets its share of each option; and the bytes held by any prefix of
+the blocks never exceed those of the relaxed solution.
+
+Tensors: per parameter group the host's share, what stays through each gap between two uses, and the resident states
+become sets of tensors whose sizes come nearest to the fractions, with the error carried to the next group. Every other
+tensor is moved in the step in which the cumulative curve of its flow passes the middle of the tensor.
 """
 
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
+
+from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, block_choices, uses
+from lt_offload.plan.planners.offmate.solution import Group, GroupFlows, Solution
+from lt_offload.schema.profile import Profile
 
 _SLACK = 1e-9
 
@@ -46,3 +55,271 @@ def round_options(
         chosen_held += float(size[best])
         chosen.append(best)
     return tuple(chosen)
+
+
+_QUANTA = 2000
+"""Resolution of the subset sums: sizes are rounded to this part of the target's group."""
+_NOTHING = 1e-6
+_TINY = 1 / 4000
+"""Tensors below this part of their group stay on the device, states included, if together they are at most ..."""
+_ALL_TINY = 1 / 200
+"""... this part of it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slack:
+    """Freedom that the program does not see. Each costs memory for a step and lets a copy run beside a computation."""
+
+    activation_lag: int = 1
+    """Steps after its forward at whose end offloaded activations have left."""
+    activation_lead: int = 1
+    """Steps before its backward in which they are fetched."""
+    grad_lag: int = 1
+    """Steps after the update step at whose end gradients have left, at least."""
+
+
+def discretise(solution: Solution, profile: Profile, slack: Slack) -> Decisions:
+    """Return decisions as near to ``solution`` as whole tensors allow."""
+    chosen: dict[int, TensorDecision] = {}
+    carry = _Carry()
+    for group, flows in zip(solution.groups, solution.flows, strict=True):
+        chosen.update(_Rounding(group, flows, profile, carry, slack).decisions())
+    return Decisions(
+        tensors=tuple(chosen[index] for index in range(len(profile.tensors))),
+        blocks=block_choices(profile, solution.options, lag=slack.activation_lag, lead=slack.activation_lead),
+    )
+
+
+def nearest_subset(sizes: Sequence[int], target: float) -> list[int]:
+    """Return the positions of a subset of ``sizes`` whose sum is nearest to ``target``, up to a small quantum."""
+    total = sum(sizes)
+    if target >= total or not total:
+        return list(range(len(sizes))) if target > 0 else []
+    quanta = [round(size * _QUANTA / total) for size in sizes]
+    # last[q]: the item that first made the sum q reachable, -1 if none did.
+    last = np.full(sum(quanta) + 1, -1, dtype=np.int64)
+    last[0] = len(sizes)
+    for item, quantum in enumerate(quanta):
+        reachable = np.flatnonzero(last[: len(last) - quantum] >= 0)
+        reachable = reachable[last[reachable] != item] + quantum
+        last[reachable[last[reachable] < 0]] = item
+    sums = np.flatnonzero(last >= 0)
+    at = int(sums[np.abs(sums - target * _QUANTA / total).argmin()])
+    found: list[int] = []
+    while at:
+        found.append(int(last[at]))
+        at -= quanta[found[-1]]
+    return sorted(found)
+
+
+@dataclass(slots=True)
+class _Carry:
+    """Rounding errors in bytes that the next group makes up for."""
+
+    host: float = 0.0
+    states: float = 0.0
+    gaps: dict[int, float] = field(default_factory=dict)
+    """By the ordinal of the gap in the group's iteration."""
+
+
+class _Rounding:
+    """The decisions for one group. Times are ``tau``: steps since the group's last backward."""
+
+    def __init__(self, group: Group, flows: GroupFlows, profile: Profile, carry: _Carry, slack: Slack) -> None:
+        self.group, self.flows, self.profile, self.carry = group, flows, profile, carry
+        self.slack = slack
+        self.steps = 2 * len(profile.blocks)
+        self.update = group.last_backward
+        self.uses = sorted((step - self.update) % self.steps for step in uses(group.blocks, profile))
+        tiny = frozenset(t for t in group.tensors if profile.tensors[t].bytes < _TINY * group.bytes)
+        self.tiny = tiny if self._bytes(tiny) <= _ALL_TINY * group.bytes else frozenset[int]()
+        self.host = self._host_set()
+        self.resident_states = self._state_set()
+        self.intervals: dict[int, list[Interval]] = {t: [] for t in group.tensors}
+        self.first_release: dict[int, int] = {}
+        """Per tensor, the tau at whose end its updated device copy is dropped first."""
+        self._plan_stays()
+
+    def decisions(self) -> dict[int, TensorDecision]:
+        """Return one decision per tensor of the group."""
+        leaving = [t for t in self.first_release if self._trainable(t) and t not in self.host]
+        write_back = self._moments(sorted(leaving, key=self.first_release.__getitem__), self.flows.write_back)
+        order = list(self.group.tensors)
+        grads = self._moments([t for t in order if t in self.host], self.flows.grad_offload)
+        paged = [
+            t
+            for t in order
+            if self._trainable(t) and t not in self.host and t not in self.resident_states and self._states(t)
+        ]
+        leave = self._moments(paged, self.flows.state_offload)
+        arrive = self._moments(paged, self.flows.state_prefetch, default=self.steps - 1)
+        found = {}
+        for t in order:
+            if not self._trainable(t):
+                found[t] = TensorDecision(place="none", intervals=tuple(self.intervals[t]))
+            elif t in self.host:
+                release_after = max(self.update + grads[t], min(self.update + self.slack.grad_lag, self.steps - 1))
+                found[t] = TensorDecision(
+                    place="host",
+                    intervals=tuple(self.intervals[t]),
+                    grad_release_after=min(release_after, self.steps - 1),
+                )
+            else:
+                back = min(write_back[t], self.first_release[t]) if t in write_back else None
+                decision = TensorDecision(
+                    place="paged" if t in leave else "device",
+                    intervals=tuple(self.intervals[t]),
+                    write_back=None if back is None else self._issue(back),
+                )
+                found[t] = self._page(decision, leave[t], arrive[t]) if t in leave else decision
+        return found
+
+    def _page(self, decision: TensorDecision, leave: int, arrive: int) -> TensorDecision:
+        """Add the stay of the states: they arrive before the update step, or in it if the iteration is very short."""
+        end = min(leave, self.steps - 2)
+        start = max(arrive, end + 1)
+        issue = self._issue(end)
+        return TensorDecision(
+            place="paged",
+            intervals=decision.intervals,
+            write_back=decision.write_back,
+            state_interval=Interval(start=self._step(start), end=self._step(end)),
+            # Copy and release belong to one iteration.
+            state_offload_after=issue if issue <= self._step(end) else self._step(end),
+        )
+
+    # -- sets --------------------------------------------------------------------------------------------------------
+
+    def _host_set(self) -> frozenset[int]:
+        tensors = [t for t in self.group.tensors if self._trainable(t) and t not in self.tiny]
+        if self.flows.host_share <= _NOTHING or not tensors:
+            return frozenset()
+        target = self.flows.host_share * self.group.trainable_bytes + self.carry.host
+        sizes = [self.profile.tensors[t].bytes for t in tensors]
+        found = nearest_subset(sizes, target)
+        self.carry.host = target - sum(sizes[at] for at in found)
+        return frozenset(tensors[at] for at in found)
+
+    def _state_set(self) -> frozenset[int]:
+        tensors = [t for t in self.group.tensors if self._trainable(t) and t not in self.host and self._states(t)]
+        share = float(self.flows.state_resident[1:].min())
+        if share >= 1 - self.flows.host_share - _NOTHING:
+            return frozenset(tensors)
+        if share <= _NOTHING:
+            return self.tiny & frozenset(tensors)
+        sizes = [self._states(t) for t in tensors]
+        target = share * self.group.state_bytes + self.carry.states
+        found = nearest_subset(sizes, target)
+        self.carry.states = target - sum(sizes[at] for at in found)
+        return self.tiny & frozenset(tensors) | {tensors[at] for at in found}
+
+    def _plan_stays(self) -> None:
+        """Decide, gap by gap between two uses, what stays through it and when the rest leaves and returns."""
+        gaps = list(zip(self.uses, [*self.uses[1:], self.uses[0] + self.steps], strict=True))
+        staying: list[frozenset[int]] = []
+        for ordinal, (use, following) in enumerate(gaps):
+            stale = self.host if self._updated_in(use) else frozenset()
+            intervals = self._gap_set(ordinal, use, following, stale, staying[-1] if staying else frozenset())
+            staying.append(intervals)
+        moves = [self._gap_moves(gap, intervals) for gap, intervals in zip(gaps, staying, strict=True)]
+        for t in self.group.tensors:
+            own = [(release[t], fetch[t]) for release, fetch in moves if t in release]
+            # From each arrival to the release that follows it, cyclically.
+            for at, (_, fetch_tau) in enumerate(own):
+                release_tau = own[(at + 1) % len(own)][0]
+                self.intervals[t].append(Interval(start=self._step(fetch_tau), end=self._step(release_tau)))
+            if own:
+                self.first_release[t] = own[0][0]
+
+    def _updated_in(self, use: int) -> bool:
+        return use == 0
+
+    def _stale_share(self, use: int) -> float:
+        """The part of the group that the program could not keep after ``use``."""
+        return self.flows.host_share * self.group.trainable_bytes / self.group.bytes if self._updated_in(use) else 0.0
+
+    def _gap_set(
+        self, ordinal: int, use: int, following: int, stale: frozenset[int], before: frozenset[int]
+    ) -> frozenset[int]:
+        """Return the tensors that stay on the device from ``use`` to ``following``.
+
+        What stayed through the gap before is preferred: a tensor that always stays needs no copy to the host.
+        """
+        candidates = [t for t in self.group.tensors if t not in stale]
+        if following - use <= 2:
+            return frozenset(candidates)  # gone for less than a step: nothing is gained
+        inside = self.flows.resident.take(range(use + 1, following), mode="wrap")
+        share = float(inside.min())
+        if share <= _NOTHING:
+            return self.tiny
+        if share >= 1 - self._stale_share(use) - _NOTHING:
+            return frozenset(candidates)
+        target = share * self.group.bytes + self.carry.gaps.get(ordinal, 0.0)
+        preferred = [t for t in candidates if t in before]
+        others = [t for t in candidates if t not in before]
+        found = self._subset(preferred, target)
+        if len(found) == len(preferred):
+            found |= self._subset(others, target - self._bytes(preferred))
+        self.carry.gaps[ordinal] = target - self._bytes(found)
+        return found | self.tiny
+
+    def _subset(self, tensors: Sequence[int], target: float) -> frozenset[int]:
+        sizes = [self.profile.tensors[t].bytes for t in tensors]
+        return frozenset(tensors[at] for at in nearest_subset(sizes, target))
+
+    # -- times -------------------------------------------------------------------------------------------------------
+
+    def _gap_moves(self, gap: tuple[int, int], intervals: frozenset[int]) -> tuple[dict[int, int], dict[int, int]]:
+        """Return, for the tensors that do not stay through ``gap``, the taus of their release and their return."""
+        use, following = gap
+        # What the host updates is stale at once; its prefetch waits for the update and comes last.
+        moving = [t for t in self.group.tensors if t not in intervals]
+        stale = self.host if self._updated_in(use) else frozenset()
+        moving.sort(key=lambda t: t in stale)
+        inside = self.flows.resident.take(range(use + 1, following), mode="wrap")
+        gone = np.clip(-np.diff(np.concatenate([[1.0], np.minimum.accumulate(inside)])), 0, None)
+        arrives = self.flows.prefetch.take(range(use, following), mode="wrap")
+        arrives[0] = 0.0
+        release, fetch = {}, {}
+        leaves = [t for t in moving if t not in stale]
+        first = dict(zip(leaves, _midpoints(self._sizes(leaves), gone), strict=True))
+        back = dict(zip(moving, _midpoints(self._sizes(moving), arrives, default=following - use - 1), strict=True))
+        for t in moving:
+            release[t] = use if t in stale else min(use + first[t], max(following - 2, use))
+            fetch[t] = max(min(use + back[t], following - 1), release[t] + 1)
+        return release, fetch
+
+    def _moments(self, tensors: Sequence[int], flow: NDArray[np.float64], default: int = 0) -> dict[int, int]:
+        return dict(zip(tensors, _midpoints(self._sizes(tensors), flow, default), strict=True))
+
+    def _issue(self, tau: int) -> int:
+        """Return the step after whose computation a copy is queued that shall run during ``tau``."""
+        return self._step(max(tau - 1, 0))
+
+    def _step(self, tau: int) -> int:
+        return (self.update + tau) % self.steps
+
+    # -- tensors -----------------------------------------------------------------------------------------------------
+
+    def _trainable(self, tensor: int) -> bool:
+        return self.profile.tensors[tensor].trainable
+
+    def _states(self, tensor: int) -> int:
+        return self.profile.tensors[tensor].state_bytes
+
+    def _sizes(self, tensors: Sequence[int]) -> list[int]:
+        return [self.profile.tensors[t].bytes for t in tensors]
+
+    def _bytes(self, tensors: Sequence[int] | frozenset[int]) -> int:
+        return sum(self.profile.tensors[t].bytes for t in tensors)
+
+
+def _midpoints(sizes: Sequence[int], flow: NDArray[np.float64], default: int = 0) -> list[int]:
+    """Return, per size in order, the index at which the cumulative ``flow`` passes the middle of the size's share."""
+    total = float(flow.sum())
+    if total <= _NOTHING:
+        return [default] * len(sizes)
+    ends = np.cumsum(np.asarray(sizes, dtype=np.float64))
+    middles = (ends - np.asarray(sizes) / 2) / max(float(ends[-1]) if len(ends) else 1.0, 1.0)
+    curve = np.cumsum(flow) / total
+    return [int(at) for at in np.minimum(np.searchsorted(curve, middles), len(curve) - 1)]

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.planners.candidates import Candidates
-from lt_offload.plan.planners.offmate.discretise import Slack, discretise
-from lt_offload.plan.planners.offmate.program import OffmateConfig, solve_offmate
+from lt_offload.plan.planners.offmate.config import OffmateConfig
+from lt_offload.plan.planners.offmate.program import solve_offmate
+from lt_offload.plan.planners.offmate.rounding import Slack, discretise
 from lt_offload.plan.planners.request import Proposal
 from lt_offload.units import format_bytes
 

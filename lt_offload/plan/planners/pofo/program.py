@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from lt_offload.plan.planners.pofo.chain import Chain, in_slots
-from lt_offload.plan.planners.pofo.sequence import Operation
+from lt_offload.plan.planners.pofo.chain import Chain, Operation, in_slots
 
 if TYPE_CHECKING:
     from lt_offload.plan.planners.pofo.kernels import Table
@@ -77,17 +76,6 @@ class ChainProgram:
             if operations not in found:
                 found.add(operations)
                 yield operations
-
-    def part(self, first: int, last: int, memory_bytes: float) -> tuple[Operation, ...] | None:
-        """Return the fastest way to run layers backward from the input of ``first``; None if there is none.
-
-        ``memory_bytes`` excludes that input.
-        """
-        free = self._free(memory_bytes)
-        row = self._kernels.pair(first, last, len(self.chain.layers))
-        if free < 0 or self._parts[0, row, free, 0] == inf:
-            return None
-        return tuple(self._backward(first, last, free, 0))
 
     def _free(self, memory_bytes: float) -> int:
         return min(self.slots, int(memory_bytes / self.slot_bytes + 1e-9))

@@ -14,11 +14,9 @@ from lt_offload.plan.build.groups import arrange
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.decisions import Decisions, block_choices, resident_tensors
 from lt_offload.plan.iteration.memory import framework_bytes
-from lt_offload.plan.planners.pofo.chain import Chain
-from lt_offload.plan.planners.pofo.convert import ActivationLayout, as_chain, as_choices
-from lt_offload.plan.planners.pofo.copies import with_copies
+from lt_offload.plan.planners.pofo.chain import Chain, Operation, memory, sequential, walk
+from lt_offload.plan.planners.pofo.convert import ActivationLayout, as_chain, as_choices, with_copies
 from lt_offload.plan.planners.pofo.program import ChainProgram
-from lt_offload.plan.planners.pofo.sequence import Operation, memory, sequential, walk
 from lt_offload.plan.planners.request import Allowed, NotApplicable, Proposal, Request
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.units import format_bytes
@@ -51,8 +49,8 @@ def propose_pofo(request: Request) -> list[Proposal]:
     )
     arena = arrange(resident, profile).extent
     layout = as_chain(profile, request.allowed)
-    room = request.room - arena - layout.held_bytes
-    short = f"weights and optimizer states take {format_bytes(arena)} of {format_bytes(max(request.room, 0))}"
+    room = request.capacity_bytes - arena - layout.held_bytes
+    short = f"weights and optimizer states take {format_bytes(arena)} of {format_bytes(max(request.capacity_bytes, 0))}"
     if room <= 0:
         raise NotApplicable(f"{short}; this planner keeps them all on the device")
     kept = _fitted(sequential(layout.chain), layout, request, arena)
@@ -105,8 +103,8 @@ def _fitted(
     decisions = as_choices(operations, layout, profile, request.allowed)
     if decisions.least_host_bytes(profile) > request.host_budget_bytes:
         return None
-    found = with_copies(decisions, profile, request.room - arena)
-    assert found is None or int(framework_bytes(found.usage, profile).max()) <= request.room - arena
+    found = with_copies(decisions, profile, request.capacity_bytes - arena)
+    assert found is None or int(framework_bytes(found.usage, profile).max()) <= request.capacity_bytes - arena
     return found
 
 

@@ -7,9 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lt_offload.plan.iteration.arena import aligned, state_room
 from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision, block_choices
-from lt_offload.plan.iteration.memory import framework_bytes
+from lt_offload.plan.iteration.memory import aligned, framework_bytes, state_room
 from lt_offload.plan.planners.weights.model import Gap, Phase, WeightChain
 from lt_offload.plan.planners.weights.timing import Schedule
 from lt_offload.schema.plan import UpdatePlace

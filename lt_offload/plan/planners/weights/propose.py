@@ -21,10 +21,9 @@ from lt_offload.errors import InfeasibleError
 from lt_offload.plan.build.plan import room_needed
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.baselines import option_sets, streaming_choices
-from lt_offload.plan.planners.offmate.config import held_bytes
-from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, self_contained
+from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, cheapest_swap, held_bytes, self_contained
 from lt_offload.plan.planners.weights.decisions import Setting, chain_of, greedy_choices, with_host_gaps
-from lt_offload.plan.planners.weights.select import select_gaps
+from lt_offload.plan.planners.weights.model import select_gaps
 from lt_offload.plan.planners.weights.timing import schedule
 from lt_offload.schema.profile import BlockProfile, HardwareProfile, OptionName, OptionProfile
 from lt_offload.units import format_bytes
@@ -52,8 +51,8 @@ def propose_l2l(request: Request) -> list[Proposal]:
     decisions = streaming_choices(profile, options, host_update=request.host_update, lead=0, lag=1)
     least = streaming_choices(profile, options, host_update=request.host_update, lead=0, lag=0)
     needed = room_needed(least, profile)
-    if needed > request.room:
-        missing = format_bytes(needed - request.room)
+    if needed > request.capacity_bytes:
+        missing = format_bytes(needed - request.capacity_bytes)
         raise NotApplicable(f"one layer at a time with its activations recomputed needs {missing} more device memory")
     _require_ram(request, decisions)
     return [Proposal(name="l2l", decisions=decisions)]
@@ -82,7 +81,7 @@ def propose_greedy(request: Request) -> list[Proposal]:
         needed = min(error.needed_bytes or 0 for error in short)
         raise NotApplicable(
             f"with every weight absent between its uses, {format_bytes(needed)} are needed "
-            f"and there are {format_bytes(max(request.room, 0))}"
+            f"and there are {format_bytes(max(request.capacity_bytes, 0))}"
         )
     fitting = [p for p in found if p.decisions.least_host_bytes(request.profile) <= request.host_budget_bytes]
     if not fitting:
@@ -104,7 +103,7 @@ def _best(request: Request, *, host: bool, margin: int) -> Decisions:
     """
     found: list[_Found] = []
     short: list[InfeasibleError] = []
-    room = round(_UNBROKEN * request.room) if margin else request.room
+    room = round(_UNBROKEN * request.capacity_bytes) if margin else request.capacity_bytes
     for options in dict.fromkeys(_option_levels(request)):
         setting = Setting(profile=request.profile, options=options, host=host)
         chain = chain_of(setting, room)
@@ -127,11 +126,9 @@ def _option_levels(request: Request) -> Iterator[tuple[OptionName, ...]]:
     chosen = [min(options, key=price) for options in usable]
     swaps: list[tuple[float, int, OptionProfile]] = []
     for index, (block, options, now) in enumerate(zip(blocks, usable, chosen, strict=True)):
-        freed = {option: held_bytes(block, now) - held_bytes(block, option) for option in options}
-        cheaper = {o: (price(o) - price(now)) / nbytes for o, nbytes in freed.items() if nbytes > 0}
-        if cheaper:
-            best = min(cheaper, key=lambda option: cheaper[option])
-            swaps.append((cheaper[best], index, best))
+        swap = cheapest_swap(block, now, options, price)
+        if swap is not None:
+            swaps.append((swap[0], index, swap[1]))
     swaps.sort(key=lambda swap: swap[:2])
     yield tuple(option.name for option in chosen)
     for level in range(1, _LEVELS + 1):

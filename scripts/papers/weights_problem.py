@@ -1,9 +1,10 @@
-"""A lower bound for weight offloading: the mixed-integer program of the paper (2022, eqs. 2-8), and its relaxation.
+"""The problem of weight offloading (2022) in the paper's quantities, and a lower bound of its time.
 
-Per layer ``i`` and step ``j``, in units of the largest weight: ``O`` is copied to the host, ``P`` to the device and
-``D`` given back between the start of step ``j`` and the start of the next; ``m`` is on the device when step ``j``
-starts, ``c`` has been copied to the host since the layer's backward. ``g`` and ``f`` are the backward and the forward
-of the layer. What is corrected against the print:
+The bound is the mixed-integer program of the paper (eqs. 2-8), or its relaxation. Per layer ``i`` and step ``j``, in
+units of the largest weight: ``O`` is copied to the host, ``P`` to the device and ``D`` given back between the start of
+step ``j`` and the start of the next; ``m`` is on the device when step ``j`` starts, ``c`` has been copied to the host
+since the layer's backward. ``g`` and ``f`` are the backward and the forward of the layer.
+What is corrected against the print:
 
 - (4) limits ``sum_i m`` over all layers to ``M - M_k``, but ``M_k`` contains the own weight already: the sum is over
   the others. As printed, the program is not a bound of the problem that the text states.
@@ -16,22 +17,59 @@ Sums over the steps since the backward are the variables ``m`` and ``c``, so tha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import pulp
 
 from lt_offload.errors import ConfigError
-from lt_offload.plan.planners.lp import SolverName, run
-from lt_offload.plan.planners.offmate.groups import Pair, require
-from lt_offload.plan.planners.weights.model import WeightChain
-from lt_offload.plan.planners.weights.select import require_room
+from lt_offload.plan.planners.lp import Pair, require, run
+from lt_offload.plan.planners.weights.model import WeightChain, require_room
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WeightLayer:
+    """One layer as the paper has it; sizes in bytes, times in seconds."""
+
+    weight_bytes: int
+    forward_s: float
+    backward_s: float
+    activation_bytes: int = 0
+    """Size of its output, held until the backward of the layer after it."""
+
+
+def weight_chain(layers: Sequence[WeightLayer], *, memory: int, bandwidth: float) -> WeightChain:
+    """Return the problem ``OFF(L, memory, bandwidth)``.
+
+    The working bytes are those of eq. 1 less the layer's own weight: the outputs of all layers up to it, and in the
+    backward a gradient as large as the weight.
+    """
+    held = list(accumulate(layer.activation_bytes for layer in layers))
+    backward = [total + layer.weight_bytes for total, layer in zip(held, layers, strict=True)]
+    return WeightChain(
+        weights=tuple(layer.weight_bytes for layer in layers),
+        seconds=(*(layer.forward_s for layer in layers), *(layer.backward_s for layer in reversed(layers))),
+        working=(*held, *reversed(backward)),
+        memory=memory,
+        h2d=bandwidth,
+        d2h=bandwidth,
+    )
+
+
+def l2l_s(chain: WeightChain) -> float:
+    """Return the seconds of an L2L iteration in closed form.
+
+    Both fetches of every weight are exposed, and the copies to the host hide behind the next fetch and computation.
+    """
+    return chain.compute_s + 2 * sum(chain.weights) / chain.h2d
 
 
 def weights_bound(
     chain: WeightChain,
     *,
     relaxed: bool = True,
-    solver: SolverName = "highs",
     time_limit: float = 60.0,
     gap: float = 1e-4,
 ) -> float:
@@ -42,7 +80,6 @@ def weights_bound(
     Args:
         chain: the problem, without optimizer states.
         relaxed: whether a weight may also be absent in parts; else the program is branched on.
-        solver: which solver runs.
         time_limit: seconds.
         gap: relative gap of the waits at which branching stops; it is taken off, so that the value remains a bound.
 
@@ -53,7 +90,7 @@ def weights_bound(
     assert not any(chain.states), "the program knows no optimizer states"
     require_room(chain, chain.gaps())
     program = _Program(chain, whole=not relaxed)
-    outcome = run(program.problem, solver=solver, time_limit=time_limit, gap=None if relaxed else gap)
+    outcome = run(program.problem, time_limit=time_limit, gap=None if relaxed else gap)
     assert outcome != "infeasible", "every weight may be absent between its uses"
     if outcome == "stopped":
         raise ConfigError(f"time_limit={time_limit:g} is too short for the bound of {chain.layers} layers")

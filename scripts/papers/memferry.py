@@ -7,7 +7,20 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
-from memferry_networks import (
+from lt_offload.plan.planners.memferry.model import (
+    Decisions,
+    MemFerryLayer,
+    MemFerryWeight,
+    Position,
+    backward,
+    best_forward,
+    forward,
+    kept_gradients,
+    switched_weights,
+    uniform,
+)
+from scripts.papers.memferry_algorithm import algorithm_1_as_printed, algorithm_1_corrected
+from scripts.papers.memferry_networks import (
     A100,
     BERT_BASE,
     DIRECT,
@@ -22,20 +35,7 @@ from memferry_networks import (
     chain,
     parameter_bytes,
 )
-from paper_tables import Row, Section
-
-from lt_offload.plan.planners.memferry.backward import kept_gradients, switched_weights
-from lt_offload.plan.planners.memferry.forward import best_forward
-from lt_offload.plan.planners.memferry.model import (
-    Decisions,
-    MemFerryLayer,
-    MemFerryWeight,
-    Position,
-    backward,
-    forward,
-    uniform,
-)
-from lt_offload.plan.planners.memferry.paper import algorithm_1_as_printed, algorithm_1_corrected
+from scripts.papers.rows import Row, Section
 
 PAPER = (
     "MemFerry: A Fast and Memory Efficient Offload Training Framework with Hybrid GPU Computation (Yao et al., 2024)"

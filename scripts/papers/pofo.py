@@ -6,14 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from math import inf
 
-import pofo_networks as networks
-from paper_tables import Row, Section
-
-from lt_offload.plan.planners.pofo.chain import Chain
-from lt_offload.plan.planners.pofo.heuristics import autocapper_s, opportunist_s
+from lt_offload.plan.planners.pofo.chain import Chain, memory, sequential, walk
 from lt_offload.plan.planners.pofo.program import ChainProgram
-from lt_offload.plan.planners.pofo.sequence import from_scratch, memory, sequential, walk
-from lt_offload.plan.planners.pofo.timing import simulated_s
+from scripts.papers import pofo_networks as networks
+from scripts.papers.pofo_heuristics import Rematerialisation, autocapper_s, from_scratch, opportunist_s, simulated_s
+from scripts.papers.rows import Row, Section
 
 PAPER = "Efficient Combination of Rematerialization and Offloading for Training DNNs (Beaumont et al., NeurIPS 2021)"
 ALPHAS = (0.05, 0.1, 0.2, 0.35, 0.5, 0.75)
@@ -66,7 +63,7 @@ def times(chain: Chain, alpha: float) -> dict[str, float]:
     """Return the time of each algorithm over that of all computations; infinity where it finds nothing."""
     low, high = memory_range(chain)
     room = int((1 - alpha) * low + alpha * high)
-    alone = ChainProgram(chain, memory_bytes=high, slots=FINE_SLOTS, offload=False)
+    alone = Rematerialisation(chain, memory_bytes=high, slots=FINE_SLOTS)
     found = {
         "pofo": _fastest_s(chain, room, recompute=True),
         "rematerialisation": alone.seconds(room),

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from paper_tables import Row, Section
-
 from lt_offload.errors import InfeasibleError
-from lt_offload.plan.planners.weights.bound import weights_bound
-from lt_offload.plan.planners.weights.model import WeightChain, WeightLayer, l2l_s
-from lt_offload.plan.planners.weights.select import select_gaps
+from lt_offload.plan.planners.weights.model import WeightChain, select_gaps
 from lt_offload.plan.planners.weights.timing import schedule
+from scripts.papers.rows import Row, Section
+from scripts.papers.weights_problem import WeightLayer, l2l_s, weight_chain, weights_bound
 
 PAPER = "Weight offloading strategies for training large DNN models (Beaumont et al., 2022)"
 MIB, GIB = 1 << 20, 1 << 30
@@ -68,7 +66,7 @@ def gpt2(depth: int, batch_size: int, milliseconds: float, gib: float, gb_per_s:
         )
         for nbytes in weights
     ]
-    return WeightChain.of(layers, memory=int(gib * GIB), bandwidth=gb_per_s * 1000 * MIB)
+    return weight_chain(layers, memory=int(gib * GIB), bandwidth=gb_per_s * 1000 * MIB)
 
 
 def _greedy_s(chain: WeightChain, *, margin: int = 1, discount: bool = True) -> float | None:

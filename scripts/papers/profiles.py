@@ -18,17 +18,6 @@ from lt_offload.schema.profile import (
 )
 
 GB = 1e9
-PAPER: dict[str, Any] = {
-    "phi": 1.0,
-    "gamma": 1.0,
-    "late_update": False,
-    "launch_interrupts": True,
-    "shared_gradients": False,
-    "lag": 0,
-    "lookahead": 0,
-    "pools": "shared",
-}
-"""The modelling choices of the paper, as arguments of OffmateConfig."""
 
 HIDDEN, INNER, VOCABULARY, TOKENS = 4096, 11008, 32000, 4 * 512
 FLOPS = 8.08e12

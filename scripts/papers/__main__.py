@@ -1,7 +1,7 @@
 """The tables and figures of the papers, beside what this package's planners and simulator say.
 
-    python scripts/papers.py                    all: results/papers.json and results/papers.md
-    python scripts/papers.py offmate-table-2    only the sections whose key begins so, printed and not stored
+    python -m scripts.papers                    all: results/papers.json and results/papers.md
+    python -m scripts.papers offmate-table-2    only the sections whose key begins so, printed and not stored
 
 Nothing here was measured on a GPU: "ours" is always simulated, from the inputs that each section lists.
 """
@@ -14,14 +14,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from typing import Any
 
-import papers_memferry
-import papers_offmate
-import papers_pofo
-import papers_weights
-from common import arguments, machine, save
-from paper_tables import Row, Section
+from scripts.common import arguments, machine, save
+from scripts.papers import memferry, offmate, pofo, weights
+from scripts.papers.rows import Row, Section
 
-MODULES = (papers_offmate, papers_weights, papers_pofo, papers_memferry)
+MODULES = (offmate, weights, pofo, memferry)
 
 
 def main() -> int:
@@ -32,13 +29,13 @@ def main() -> int:
     found: list[Section] = []
     seconds: dict[str, float] = {}
     for module in MODULES:
-        began = time.perf_counter()
+        began, name = time.perf_counter(), module.__name__.rpartition(".")[2]
         for section in module.sections():
             if not options.keys or section.key.startswith(tuple(options.keys)):
                 found.append(section)
                 print(markdown(section), flush=True)
-        seconds[module.__name__] = time.perf_counter() - began
-        print(f"{module.__name__}: {seconds[module.__name__]:.0f} s", file=sys.stderr, flush=True)
+        seconds[name] = time.perf_counter() - began
+        print(f"{name}: {seconds[name]:.0f} s", file=sys.stderr, flush=True)
     if options.keys:
         if not found:
             parser.error(f"no section's key begins with {' or '.join(options.keys)}")

@@ -1,0 +1,1 @@
+"""Programs that measure and check; run each from the repository as ``python -m scripts.NAME``."""
