@@ -27,7 +27,7 @@ from lt_offload.model.compiled import is_compiled
 from lt_offload.model.snapshot import version as _version
 
 _INTERNAL = frozenset({"_parameters", "_buffers", "_modules", "forward", "_compiled_call_impl"})
-"""Attributes of ``nn.Module`` that a run of its forward does not count with, or that have a place of their own."""
+"""Attributes of ``nn.Module`` that a forward does not change, or that are looked at as a part of their own."""
 _CONTAINERS = (list, dict, set)
 _HOLDERS = (*_CONTAINERS, tuple)
 _MISSING = object()
@@ -154,7 +154,7 @@ class _Part(ABC):
 
     @abstractmethod
     def differs(self, before: Any, closely: bool) -> bool:
-        """Return whether the state is another than ``before``; ``closely``: even if it takes time to see that."""
+        """Return whether the state differs from ``before``; ``closely``: compare contents as well, which takes time."""
 
     @abstractmethod
     def restore(self, before: Any) -> None:

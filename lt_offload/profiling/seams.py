@@ -101,7 +101,7 @@ class Seams:
         return out
 
     def _run_only_once(self, index: int, call: Call, forward: Callable[[], Any], why: str) -> Any:
-        out = self._run_kept(index, call, forward)  # raises what is not a matter of gradients
+        out = self._run_kept(index, call, forward)  # an error that has nothing to do with gradients is raised here
         _log.info("block %s runs once per iteration, with a graph: %s", self._blocks[index].name, why)
         self.once.add(index)
         return out

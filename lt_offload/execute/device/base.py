@@ -270,7 +270,7 @@ class Device(ABC):
         """Return and clear ``(op, lane, label, start, end)`` of finished tasks and computations."""
 
     def end_iteration(self) -> None:  # noqa: B027
-        """Note that an iteration has been issued: what the device needs by itself may have grown. Waits for nothing."""
+        """Note that an iteration has been issued: the device's own need (CUDA's context) may have grown."""
 
     def allocator_events(self) -> AllocatorEvents:
         """Return how often the framework's allocator has run short so far; never where it knows no limit."""
