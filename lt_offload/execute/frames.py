@@ -111,7 +111,7 @@ class Frames:
         return None if ref is None else ref()
 
     def recompute(self, op: Op, anchor: Tensor, outputs: list[Tensor] | None) -> list[Tensor]:
-        """Recompute a block and return its outputs; ``outputs``, of the previous block just now, is emptied.
+        """Recompute a block and return its outputs; those of the previous block, ``outputs``, are emptied.
 
         Raises:
             PlanError: if its input is gone.

@@ -47,7 +47,7 @@ class Streaming:
             weight.param.data = weight.view
         try:
             return forward(*args, **kwargs)
-        finally:
+        finally:  # whoever looks at parameters between blocks, or after an error, sees the host copies
             for weight in weights:
                 weight.param.data = weight.host
 

@@ -228,6 +228,7 @@ class Updates:
             proxy = weight.proxy(place, data, grad)
             index = self._group_of[weight.param]
             if index not in groups:
+                # Cloned: a learning rate may be a tensor that a scheduler changes in place before this update runs.
                 live = self._live(index)
                 groups[index] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in live.items()} | {"params": []}
             groups[index]["params"].append(proxy)
@@ -343,6 +344,8 @@ class _StateAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
             end = offset + like.numel() * dtype.itemsize
             if like.numel() > 1 and end <= memory.numel():
                 self._free[like.data_ptr()] = (memory, round_up(end, STATE_ALIGNMENT))
+                # Through ``data``, so that the optimizer holds a tensor whose memory can be exchanged: states are on
+                # the device for the update only, and the same tensor objects are on the host afterwards.
                 born = torch.empty(0, dtype=dtype, device=like.device)
                 born.data = memory[offset:end].view(dtype).view(like.shape)
                 value = _FACTORIES[func]

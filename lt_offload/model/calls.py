@@ -34,8 +34,10 @@ class Call:
     contexts: Ambient
     """In which it was called."""
     reached: set[int]
-    """Which of its outputs of numbers a loss has given gradients, as far as that is known; the first one goes on to the
-    next block."""
+    """Positions of the floating-point outputs that a loss has given gradients, as far as that is known.
+
+    The first of them goes on to the next block.
+    """
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -49,7 +51,7 @@ class Call:
 
     @property
     def passing_bytes(self) -> int:
-        """Bytes of gradients that whoever adds up a backward adds to what is measured here."""
+        """Bytes of gradients that plans add to a measured peak themselves, so that it must not contain them."""
         sizes = [parameter.nbytes for parameter in self.module.parameters() if parameter.requires_grad]
         large = [size for size in sizes if size >= COLLECTED_BELOW]
         return sum(sizes) - sum(large) + max(large, default=0)

@@ -27,7 +27,7 @@ from lt_offload.model.compiled import is_compiled
 from lt_offload.model.snapshot import version as _version
 
 _INTERNAL = frozenset({"_parameters", "_buffers", "_modules", "forward", "_compiled_call_impl"})
-"""Attributes of ``nn.Module`` that a run of its forward does not count with, or that have a place of their own."""
+"""Attributes of ``nn.Module`` that a forward does not change, or that are looked at as a part of their own."""
 _CONTAINERS = (list, dict, set)
 _HOLDERS = (*_CONTAINERS, tuple)
 _MISSING = object()
@@ -40,7 +40,7 @@ Owner = tuple[int, str]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Location:
     """Where a run has put a tensor of numbers, or a tuple with some."""
 
     owner: Owner
@@ -114,9 +114,9 @@ class Snapshot:
         """Whether the tensors that were found in an attribute, or in containers there, after the last run with a graph
         required grad."""
 
-    def places(self) -> list[Place]:
+    def locations(self) -> list[Location]:
         """Return where the last run has put tensors of numbers that were not there."""
-        return [place for part, before in self.items for place in part.places(before)]
+        return [location for part, before in self.items for location in part.locations(before)]
 
     @contextmanager
     def restored(self, *, graph: bool = False) -> Iterator[None]:
@@ -128,8 +128,8 @@ class Snapshot:
             yield
             if graph:
                 graded: dict[Owner, bool] = {}
-                for place in self.places():
-                    graded[place.owner] = graded.get(place.owner, False) or _requires_grad(place.value)
+                for location in self.locations():
+                    graded[location.owner] = graded.get(location.owner, False) or _requires_grad(location.value)
                 self.graded.update(graded)
         finally:
             for part, now in present:
@@ -154,7 +154,7 @@ class _Part(ABC):
 
     @abstractmethod
     def differs(self, before: Any, closely: bool) -> bool:
-        """Return whether the state is another than ``before``; ``closely``: even if it takes time to see that."""
+        """Return whether the state differs from ``before``; ``closely``: compare contents as well, which takes time."""
 
     @abstractmethod
     def restore(self, before: Any) -> None:
@@ -164,7 +164,7 @@ class _Part(ABC):
         """Make the state what it was, in its own place."""
         self.restore(before)
 
-    def places(self, before: Any) -> Iterator[Place]:
+    def locations(self, before: Any) -> Iterator[Location]:
         """Yield where tensors of numbers are that were not there before."""
         yield from ()
 
@@ -224,7 +224,7 @@ class _Attributes(_Part):
                 _refill(*pair)
 
     @override
-    def places(self, before: dict[str, tuple[Any, _Contents]]) -> Iterator[Place]:
+    def locations(self, before: dict[str, tuple[Any, _Contents]]) -> Iterator[Location]:
         known = {id(value) for value, _ in before.values()}
         known |= {id(item) for _, held in before.values() for _, copied in held for item in _items(copied)}
         own = vars(self._module)
@@ -233,12 +233,12 @@ class _Attributes(_Part):
                 continue
             if not isinstance(value, _CONTAINERS):
                 if id(value) not in known and _has_numbers(value):
-                    yield Place((id(own), name), own, name)
+                    yield Location((id(own), name), own, name)
                 continue
             for holder in _below([value]):
                 for key, item in _entries(holder):
                     if id(item) not in known and _has_numbers(item):
-                        yield Place((id(own), name), holder, key)
+                        yield Location((id(own), name), holder, key)
 
 
 class _BufferPart(_Part):
@@ -274,10 +274,10 @@ class _BufferPart(_Part):
         self._holder[self._name] = buffer if content is None else content.clone()
 
     @override
-    def places(self, before: tuple[Tensor | None, int, Tensor | None]) -> Iterator[Place]:
+    def locations(self, before: tuple[Tensor | None, int, Tensor | None]) -> Iterator[Location]:
         value = self._holder.get(self._name)
         if value is not before[0] and _has_numbers(value):
-            yield Place((id(self._holder), self._name), self._holder, self._name)
+            yield Location((id(self._holder), self._name), self._holder, self._name)
 
     @override
     def undo(self, before: tuple[Tensor | None, int, Tensor | None]) -> None:

@@ -196,14 +196,14 @@ class ObjectSnapshot:
         elif isinstance(thing, types.MappingProxyType):
             self._push(thing.values(), path)
 
-    def _dictionary(self, found: dict[Any, Any], path: str, skip: tuple[str, ...] = ()) -> None:
-        before = dict(found)
-        base = OrderedDict if isinstance(found, OrderedDict) else dict
+    def _dictionary(self, held: dict[Any, Any], path: str, skip: tuple[str, ...] = ()) -> None:
+        before = dict(held)
+        base = OrderedDict if isinstance(held, OrderedDict) else dict
 
         def restore() -> bool:
-            if not same(found, before) or not same(found.values(), before.values()):
-                base.clear(found)
-                base.update(found, before)
+            if not same(held, before) or not same(held.values(), before.values()):
+                base.clear(held)
+                base.update(held, before)
             return True
 
         self._keep(path, restore)
@@ -465,5 +465,5 @@ def is_library(module: str | None) -> bool:
     if top in sys.stdlib_module_names or top == "lt_offload":
         return True
     file = getattr(sys.modules.get(top), "__file__", None)
-    places = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
-    return file is not None and any(Path(file).is_relative_to(place) for place in places)
+    folders = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
+    return file is not None and any(Path(file).is_relative_to(folder) for folder in folders)

@@ -83,7 +83,8 @@ def converted(entry: Entry, convert: Callable[[Tensor], Tensor]) -> Entry:
 
 _HOST_PIECE = 1 << 18
 _DEVICE_PIECE = 1 << 22
-"""Elements; multiples of every vector length, so that pieces are rounded as a whole tensor is."""
+"""Elements of a piece. The fused kernel rounds what is left over behind the last full vector in another way, so pieces
+are multiples of every vector length: then they give the bits of a whole tensor."""
 
 
 def update(entries: Sequence[Entry], options: Options) -> None:

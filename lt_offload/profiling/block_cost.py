@@ -304,7 +304,7 @@ class _Trial:
             storage = tensor.untyped_storage()
             moves = travels(tensor) or self._saved.get(storage._cdata, (0, False))[1]
             self._saved[storage._cdata] = storage.nbytes(), moves
-            return tensor.detach()
+            return tensor.detach()  # a saved output would hold the node that holds it, a cycle through C++
         return tensor
 
 

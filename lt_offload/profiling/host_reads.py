@@ -77,9 +77,9 @@ class Readers:
     def __init__(self, structure: Structure) -> None:
         self._tensors = structure.tensors
         blocks = list(enumerate(structure.blocks))
-        self._uses = [[at for at, block in blocks if i in block.tensors] for i in range(len(self._tensors))]
+        self._uses = [[index for index, block in blocks if i in block.tensors] for i in range(len(self._tensors))]
         self._index = {parameter: index for index, (_, parameter) in enumerate(self._tensors)}
-        self._blocks = {module: at for at, block in blocks for module in block.module.modules()}
+        self._blocks = {module: index for index, block in blocks for module in block.module.modules()}
         self._reads: dict[tuple[int, int], list[Read]] = {}
         """By tensor and block."""
         self._seconds: dict[object, tuple[float, float]] = {}

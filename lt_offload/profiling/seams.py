@@ -84,6 +84,7 @@ class Seams:
         hook = InnerHooks(block.name, block.module).find()
         if hook is not None:
             return self._run_only_once(index, call, forward, hook)
+        # Both runs draw the same numbers: otherwise dropout alone would make their outputs differ.
         before_draws = _generators(call)
         with Effects(block.module).first_run() as before, self._aside(), torch.no_grad():
             try:
@@ -100,7 +101,7 @@ class Seams:
         return out
 
     def _run_only_once(self, index: int, call: Call, forward: Callable[[], Any], why: str) -> Any:
-        out = self._run_kept(index, call, forward)  # raises what is not a matter of gradients
+        out = self._run_kept(index, call, forward)  # an error that has nothing to do with gradients is raised here
         _log.info("block %s runs once per iteration, with a graph: %s", self._blocks[index].name, why)
         self.once.add(index)
         return out

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from lt_offload.errors import ConfigError
-from lt_offload.units import format_bytes, format_seconds, parse_bytes
+from lt_offload.units import format_bytes, format_seconds, parse_bytes, round_up
 
 
 @pytest.mark.parametrize(
@@ -91,3 +91,8 @@ def test_format_seconds(seconds: float, expected: str) -> None:
 @pytest.mark.parametrize("count", [1, 517, 12_345, 10**9, 3 * 2**30, 123_456_789_012])
 def test_format_then_parse_is_close(count: int) -> None:
     assert parse_bytes(format_bytes(count)) == pytest.approx(count, rel=0.006)
+
+
+@pytest.mark.parametrize(("count", "rounded"), [(0, 0), (1, 8), (8, 8), (9, 16), (2**40 + 1, 2**40 + 8)])
+def test_rounding_up(count: int, rounded: int) -> None:
+    assert round_up(count, 8) == rounded

@@ -73,6 +73,7 @@ class Buffer(Cell):
     def bytes(self) -> torch.Tensor:
         """The range as a uint8 tensor."""
         if self._bytes is None:
+            # Views are kept, and used again in training: one that was made in inference mode could not be.
             with torch.inference_mode(False):
                 self._bytes = self.slab[self.offset : self.offset + self.nbytes]
         return self._bytes
@@ -269,7 +270,7 @@ class Device(ABC):
         """Return and clear ``(op, lane, label, start, end)`` of finished tasks and computations."""
 
     def end_iteration(self) -> None:  # noqa: B027
-        """Note that an iteration has been issued: what the device needs by itself may have grown. Waits for nothing."""
+        """Note that an iteration has been issued: the device's own need (CUDA's context) may have grown."""
 
     def allocator_events(self) -> AllocatorEvents:
         """Return how often the framework's allocator has run short so far; never where it knows no limit."""

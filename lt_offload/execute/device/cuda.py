@@ -349,6 +349,7 @@ class CudaDevice(Device):
     @override
     def empty(self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> torch.Tensor:
         if torch.is_inference_mode_enabled():
+            # A tensor made in inference mode could never be part of a graph, however long it lives.
             with torch.inference_mode(False):
                 return self.empty(shape, stride, dtype)
         if stride is None:

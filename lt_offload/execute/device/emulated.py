@@ -228,6 +228,8 @@ class EmulatedDevice(Device):
 
     @override
     def free(self, buffer: Buffer, after: Sequence[Event] = ()) -> None:
+        # Ranges change hands in the order of issue. Whoever takes this one next is ordered after its last users and
+        # after the poison, so that memory is reused without waiting for either.
         releases = self._kept("free ", after, buffer)
         pending = [task for task in releases if not task.finished]
         if self._poison and buffer.nbytes:
@@ -370,6 +372,7 @@ class EmulatedDevice(Device):
     @override
     def empty(self, shape: Sequence[int], stride: Sequence[int] | None, dtype: torch.dtype) -> torch.Tensor:
         if torch.is_inference_mode_enabled():
+            # A tensor made in inference mode could never be part of a graph, however long it lives.
             with torch.inference_mode(False):
                 return self.empty(shape, stride, dtype)
         if stride is None:

@@ -1,4 +1,4 @@
-"""Records iterations as they happen, to be compared with what was simulated. Knows spans, not what they mean."""
+"""Records iterations as they happen, to be compared with what was simulated.."""
 
 from __future__ import annotations
 

@@ -92,7 +92,7 @@ class Guard:
         """The storages of ``_of_states``: while they live, nobody else has their addresses."""
         self._generation = -1
         self._views: dict[Owned, list[weakref.ref[Any]]] = {}
-        """Views of memory that are no tensors."""
+        """Views of host copies that are no tensors (NumPy's), through which they may be read and written unseen."""
         self._unseen = [Owned(weight) for weight in unseen]
         self._addresses = [weight.host.data_ptr() for weight in weights]
         self._tensors: dict[Weight, list[weakref.ref[Tensor]]] = {}
@@ -121,7 +121,8 @@ class Guard:
     # -- what users do -----------------------------------------------------------------------------------------------
 
     def find(self, tensor: Tensor) -> Owned | None:
-        """Return what of the engine ``tensor`` is, or is a view of."""
+        """Return the weight or optimizer state whose memory ``tensor`` is, or is a view of."""
+        # Subclasses may have a __torch_function__ of their own, which must not be called for a question of ours.
         if type(tensor) in _ORDINARY:
             key = tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
         else:
@@ -202,7 +203,7 @@ class Guard:
             if weight.param.data_ptr() != address:
                 assigned, weight.param.data = weight.param.data, weight.host
                 self.replace(weight, assigned)
-        # A view that is gone by now may have been written to.
+        # A view that is gone by now may have been written to: it counts once more, and is then forgotten.
         stale = dict.fromkeys(parcel for owned in (*self._views, *self._unseen) for parcel in owned.parcels)
         stale |= dict.fromkeys(self._replaced_states())
         self._forget_views()

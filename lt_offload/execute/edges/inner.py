@@ -2,7 +2,7 @@
 
 In plain PyTorch they are part of the graph. Here the block runs without one: they would be constants, and a loss that
 uses one would lose its gradient without a word. So those that would require grad do, through a node that refuses to be
-reached. Whether they would is seen when the block is recomputed with a graph; until then a tensor in a new place is
+reached. Whether they would is seen when the block is recomputed with a graph; until then a tensor in a new location is
 taken to require grad, and the plain tensor is put back if it does not.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lt_offload import limits
-from lt_offload.model.effects import Place, Snapshot
+from lt_offload.model.effects import Location, Snapshot
 
 
 class _Sentinel(torch.autograd.Function):
@@ -38,9 +38,9 @@ class _Sentinel(torch.autograd.Function):
 
 @dataclass(slots=True)
 class _Marked:
-    """One place whose tensors have sentinels."""
+    """One location whose tensors have sentinels."""
 
-    place: Place
+    location: Location
     plain: Any
     """What was there."""
     made: Any
@@ -62,18 +62,18 @@ class InnerTensors:
         self._known = dict(run.graded)
         self._marked: list[_Marked] = []
         made: dict[int, Tensor] = {}
-        for place in run.places():
+        for location in run.locations():
             # Before anything is known of the block, the profile's first pass has just seen it, with gradients.
-            if self._known.get(place.owner, bool(self._known)):
-                self._mark(place, anchor, made)
+            if self._known.get(location.owner, bool(self._known)):
+                self._mark(location, anchor, made)
 
-    def _mark(self, place: Place, anchor: Tensor, made: dict[int, Tensor]) -> None:
-        plain = place.value
-        marked = _Marked(place, plain, plain)
+    def _mark(self, location: Location, anchor: Tensor, made: dict[int, Tensor]) -> None:
+        plain = location.value
+        marked = _Marked(location, plain, plain)
 
         def reached() -> None:
             marked.reached = True
-            if self._graded.get(place.owner):
+            if self._graded.get(location.owner):
                 raise self._refusal()
 
         def one(tensor: Any) -> Any:
@@ -85,7 +85,7 @@ class InnerTensors:
             return made[id(tensor)]
 
         marked.made = tuple(map(one, plain)) if isinstance(plain, tuple) else one(plain)
-        place.put(marked.made)
+        location.put(marked.made)
         self._marked.append(marked)
 
     def recomputed(self) -> None:
@@ -96,11 +96,11 @@ class InnerTensors:
         """
         graded = self._graded
         for marked in self._marked:
-            if graded.get(marked.place.owner):
+            if graded.get(marked.location.owner):
                 if marked.reached:
                     raise self._refusal()
-            elif marked.place.holds(marked.made):
-                marked.place.put(marked.plain)
+            elif marked.location.holds(marked.made):
+                marked.location.put(marked.plain)
         if any(graded.get(owner) for owner, before in self._known.items() if not before):
             raise self._refusal()
         self._marked = []
