@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lt_offload
+from lt_offload import Profile
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.engine import Engine
 from lt_offload.model.blocks import find_blocks
@@ -140,15 +142,23 @@ def ours(make: Callable[[], nn.Module], options: tuple[str, ...], loop: Loop = o
     return Result(losses, model, optimizer)
 
 
+@cache
+def measured(make: Callable[[], nn.Module]) -> tuple[Profile, int]:
+    """The profile of a net and the smallest budget that training it needs; once for all tests of ``make``."""
+    model = make()
+    profile = lt_offload.profile(model, rows()[0], optimizer=adamw(model))
+    with pytest.raises(lt_offload.InfeasibleError) as caught:
+        lt_offload.solve(profile, memory=1000)
+    assert caught.value.needed_bytes is not None
+    return profile, caught.value.needed_bytes
+
+
 def by_budget(make: Callable[[], nn.Module], budget: str, loop: Loop = ordinary) -> Result:
     """The public way: measured, planned for a share of what training takes, and carried out."""
     model = make()
     optimizer = adamw(model)
-    profile = lt_offload.profile(model, rows()[0], optimizer=optimizer)
-    with pytest.raises(lt_offload.InfeasibleError) as caught:
-        lt_offload.solve(profile, memory=1000)
-    assert caught.value.needed_bytes is not None
-    memory = int(caught.value.needed_bytes * {"tight": 1.02, "middle": 1.6, "resident": 20.0}[budget])
+    profile, needed_bytes = measured(make)
+    memory = int(needed_bytes * {"tight": 1.02, "middle": 1.6, "resident": 20.0}[budget])
     planner = "resident" if budget == "resident" else "auto"
     plan = lt_offload.solve(profile, memory=memory, planner=planner)
     with lt_offload.offloaded(model, optimizer, rows()[0], plan=plan, accelerator="cpu"):

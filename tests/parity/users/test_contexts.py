@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,12 +54,12 @@ def test_contexts_inside_the_step(name: str, options: tuple[str, ...]) -> None:
     assert differences(plain(make), ours(make, options)) == []
 
 
+in_autocast = partial(Net, Attending, context=CONTEXTS["autocast"])
+
+
 @with_every_budget
 def test_autocast_is_planned_for(budget: str) -> None:
-    def make() -> Net:
-        return Net(Attending, context=CONTEXTS["autocast"])
-
-    assert differences(plain(make), by_budget(make, budget)) == []
+    assert differences(plain(in_autocast), by_budget(in_autocast, budget)) == []
 
 
 @in_every_run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -157,12 +158,12 @@ def test_a_loss_of_a_block_input_that_is_kept_is_refused(options: tuple[str, ...
     assert "from inside block layers.1" in fault(options, ordinary, make)
 
 
+returning_pairs = partial(NetOfPairs, Returning)
+
+
 @with_every_budget
 def test_what_a_block_returns_may_be_part_of_the_loss(budget: str) -> None:
-    def make() -> Net:
-        return NetOfPairs(Returning)
-
-    assert differences(plain(make), by_budget(make, budget)) == []
+    assert differences(plain(returning_pairs), by_budget(returning_pairs, budget)) == []
 
 
 def test_router_logits_and_collected_outputs_are_refused() -> None:

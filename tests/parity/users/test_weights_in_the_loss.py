@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -67,12 +68,12 @@ def log_norms(net: nn.Module, loss: Tensor, hidden: list[Tensor]) -> Tensor:
     return loss
 
 
+logging_norms = partial(Net, after=log_norms)
+
+
 @with_every_budget
 def test_norms_in_the_step(budget: str) -> None:
-    def make() -> Net:
-        return Net(after=log_norms)
-
-    expected, found = plain(make), by_budget(make, budget)
+    expected, found = plain(logging_norms), by_budget(logging_norms, budget)
     assert expected.model.norms == found.model.norms[-len(expected.model.norms) :]  # type: ignore[union-attr, operator]
     assert differences(expected, found) == []
 
