@@ -11,7 +11,7 @@ from lt_offload.plan.build.plan import room_needed
 from lt_offload.plan.infeasible import explain_infeasible, smallest_ram
 from lt_offload.plan.planners.baselines import no_offload_s, option_sets, resident_choices, smallest, streaming_choices
 from lt_offload.plan.planners.candidates import Candidates
-from lt_offload.plan.planners.memferry.embeddings import direct_embeddings
+from lt_offload.plan.planners.memferry.embeddings import zero_copy_embeddings
 from lt_offload.plan.planners.memferry.propose import propose_memferry
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.program import lower_bound
@@ -227,14 +227,14 @@ class _Selection:
     def _add_programs(self) -> None:
         for lag in (1, 0):
             search_budgets(self.candidates, self.config, lag=lag, patience=self.patience, done=self._good_enough)
-            self._add_direct_embeddings()
+            self._add_zero_copy_embeddings()
             if self.candidates.fastest_s <= self.bound * (1 + _FAIR_GAP):
                 return
 
-    def _add_direct_embeddings(self) -> None:
+    def _add_zero_copy_embeddings(self) -> None:
         """Let the best plan so far read its embeddings in host memory instead of copying them."""
         for best in self.candidates.ranked()[:1]:
-            decisions = direct_embeddings(best.proposal.decisions, self.request)
+            decisions = zero_copy_embeddings(best.proposal.decisions, self.request)
             if decisions is not None:
                 self.candidates.add(
                     Proposal(name=f"{best.proposal.name}, embeddings read directly", decisions=decisions)

@@ -1,4 +1,4 @@
-"""Plans for a row of memory sizes or machines, side by side: which card do I need? Knows plans; finds none itself."""
+"""Plans for a row of memory sizes or machines, side by side: which card do I need?"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What a little more of each resource would buy: plans solved again for a machine that has it, not derivatives guessed.
-
-Knows profiles and plans; how a plan is found is the caller's.
-"""
+"""What a little more of each resource would buy: found by planning again for a machine that has it."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from lt_offload.plan.planners.memferry.model import (
-    Decisions,
+    CopiedWeights,
     MemFerryLayer,
     MemFerryWeight,
     Position,
@@ -90,7 +90,7 @@ def with_reads(layers: Sequence[MemFerryLayer]) -> list[MemFerryLayer]:
 
 def iteration_s(
     layers: Sequence[MemFerryLayer],
-    copied: Decisions,
+    copied: CopiedWeights,
     machine: Machine,
     *,
     overlapped: bool,
@@ -114,7 +114,7 @@ def zero_offload_s(layers: Sequence[MemFerryLayer], machine: Machine) -> float:
 def memferry_s(
     layers: Sequence[MemFerryLayer],
     machine: Machine,
-    choose: Callable[[Sequence[MemFerryLayer]], Decisions],
+    choose: Callable[[Sequence[MemFerryLayer]], CopiedWeights],
     reserve: float = 1.0,
 ) -> float:
     """Return MemFerry's iteration, or GO-MemFerry's with ``reserve`` of the gradients kept on the device."""

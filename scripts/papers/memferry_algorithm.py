@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lt_offload.plan.planners.memferry.model import Decisions, MemFerryLayer, MemFerryWeight
+from lt_offload.plan.planners.memferry.model import CopiedWeights, MemFerryLayer, MemFerryWeight
 
 
-def algorithm_1_as_printed(layers: Sequence[MemFerryLayer]) -> Decisions:
+def algorithm_1_as_printed(layers: Sequence[MemFerryLayer]) -> CopiedWeights:
     """Return which weights algorithm 1 of MemFerry (2024) copies, if its lines are followed to the letter.
 
     Line 3 compares with ``T_FP + max(T_trans, 0)``, as if every copy were waited for in full; the text's criterion
@@ -51,7 +51,7 @@ def algorithm_1_as_printed(layers: Sequence[MemFerryLayer]) -> Decisions:
     return _decisions(layers, copied)
 
 
-def algorithm_1_corrected(layers: Sequence[MemFerryLayer]) -> Decisions:
+def algorithm_1_corrected(layers: Sequence[MemFerryLayer]) -> CopiedWeights:
     """Return which weights the algorithm copies without the errors named in :func:`algorithm_1_as_printed`."""
     total = reserve = 0.0
     tag: int | None = None
@@ -96,5 +96,5 @@ def _gain(layer: MemFerryLayer) -> float:
     return layer.weights[0].transfer_s + layer.weights[0].forward_s
 
 
-def _decisions(layers: Sequence[MemFerryLayer], copied: Sequence[bool]) -> Decisions:
+def _decisions(layers: Sequence[MemFerryLayer], copied: Sequence[bool]) -> CopiedWeights:
     return tuple(tuple(one for _ in layer.weights) for layer, one in zip(layers, copied, strict=True))

@@ -1,4 +1,4 @@
-"""Chooses the batch size with the highest throughput, by planning for several. Knows profiles and the planners' entry.
+"""Chooses the batch size with the highest throughput, by planning for several.
 
 The relaxed program with the batch size as a variable says around which size to look. There, every size has a relaxed
 program of its own, which is solved quickly; plans are made for the sizes that promise most, and promises are corrected

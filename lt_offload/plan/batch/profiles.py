@@ -1,4 +1,4 @@
-"""A profile at a batch size that was not profiled, from one or two that were. Knows arithmetic, not planning.
+"""A profile at a batch size that was not profiled, from one or two that were.
 
 Bytes and seconds are taken as ``c0 + c1 * batch_size``. Of bytes that is nearly exact. Of seconds it is not: kernels of
 small batches do not fill a device, so seconds found here are good between two sizes that are near each other.

@@ -1,4 +1,4 @@
-"""The OFFMATE program with the batch size as one more variable. Knows rows and columns, not what they mean.
+"""The OFFMATE program with the batch size as one more variable.
 
 After "OFFMATE" (2024), appendix A: everything is counted per sample. With ``r = 1 / batch_size``, every flow of weights
 (a fraction of them per iteration) becomes that fraction times ``r``, what an iteration costs once becomes a constant

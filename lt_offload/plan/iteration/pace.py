@@ -1,4 +1,4 @@
-"""Which steps of an iteration last long enough for copies to hide behind. Knows times, no copies.
+"""Which steps of an iteration last long enough for copies to hide behind.
 
 Copies are started or awaited some steps before or after a use. A step without work of its own, such as that of a final
 norm, would hide nothing and does not count.

@@ -1,4 +1,4 @@
-"""Plans that need no program: everything on the device, and everything streamed. Knows no copy times.
+"""Plans that need no program: everything on the device, and everything streamed.
 
 The first is the best there is where it fits. The second needs the least memory there is: it says from which budget on
 a model can be trained at all.
@@ -83,7 +83,7 @@ def streaming_choices(
         lag: 1 lets activations and gradients leave beside the next computation.
     """
     tensors = tuple(
-        TensorDecision(place="none", intervals=_short_stays(tensor.blocks, profile, lead, stale=False))
+        TensorDecision(place="none", intervals=_short_intervals(tensor.blocks, profile, lead, stale=False))
         if not tensor.trainable
         else _streamed(profile, index, host_update, lead, lag)
         for index, tensor in enumerate(profile.tensors)
@@ -94,7 +94,7 @@ def streaming_choices(
 def _streamed(profile: Profile, index: int, host_update: bool, lead: int, lag: int) -> TensorDecision:
     tensor, last = profile.tensors[index], 2 * len(profile.blocks) - 1
     update = backward_steps(tensor.blocks, profile)[-1]
-    intervals = _short_stays(tensor.blocks, profile, lead, stale=host_update)
+    intervals = _short_intervals(tensor.blocks, profile, lead, stale=host_update)
     if host_update:
         return TensorDecision(place="host", intervals=intervals, grad_release_after=min(update + lag, last))
     decision = TensorDecision(place="device", intervals=intervals, write_back=update if intervals else None)
@@ -105,8 +105,8 @@ def _streamed(profile: Profile, index: int, host_update: bool, lead: int, lag: i
     )
 
 
-def _short_stays(blocks: tuple[int, ...], profile: Profile, lead: int, *, stale: bool) -> tuple[Interval, ...]:
-    """Return the shortest stays around the uses; ``stale``: what the last backward leaves must go in any case."""
+def _short_intervals(blocks: tuple[int, ...], profile: Profile, lead: int, *, stale: bool) -> tuple[Interval, ...]:
+    """Return the shortest intervals around the uses; ``stale``: what the last backward leaves must go in any case."""
     steps = 2 * len(profile.blocks)
     needed = uses(blocks, profile)
     update = (backward_steps(blocks, profile) or [-1])[-1]

@@ -1,4 +1,4 @@
-"""Turns proposals into plans that fit, checks and simulates them, and ranks them. Knows no planner."""
+"""Turns proposals into plans that fit, checks and simulates them, and ranks them."""
 
 from __future__ import annotations
 

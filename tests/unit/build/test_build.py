@@ -12,7 +12,7 @@ from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision, block_choices
 from lt_offload.plan.iteration.memory import budget_for, framework_bytes, usage
 from lt_offload.plan.planners.baselines import streaming_choices
-from lt_offload.plan.planners.offmate.rounding import Slack, discretise, nearest_subset
+from lt_offload.plan.planners.offmate.rounding import Slack, nearest_subset, round_tensors
 from lt_offload.plan.planners.offmate.solution import GroupFlows, Solution, groups
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
@@ -252,7 +252,7 @@ def four_tensors(share: float) -> tuple[Profile, Solution]:
 @pytest.mark.parametrize(("share", "counts"), [(0.0, [0, 0, 0]), (1.0, [4, 4, 4]), (0.5, [2, 2, 2]), (0.4, [2, 1, 2])])
 def test_the_error_of_a_share_is_carried_to_the_next_block(share: float, counts: list[int]) -> None:
     profile, solution = four_tensors(share)
-    decisions = discretise(solution, profile, Slack())
+    decisions = round_tensors(solution, profile, Slack())
     places = [decision.place for decision in decisions.tensors]
     assert [places[4 * block : 4 * block + 4].count("host") for block in (1, 2, 3)] == counts
     assert "host" not in places[:4], "the first block has no time for a host update"
@@ -269,7 +269,7 @@ def test_tensors_leave_and_return_when_the_flow_passes_their_middle() -> None:
         write_back=np.array([0, 0, 0.5, 0.5, 0, 0, 0, 0]),
     )
     solution = replace(solution, flows=(solution.flows[0], flows, *solution.flows[2:]))
-    found = discretise(solution, profile, Slack()).tensors[4:8]
+    found = round_tensors(solution, profile, Slack()).tensors[4:8]
     step = [(6 + at) % 8 for at in range(8)]
     assert [decision.intervals[0].end for decision in found] == [step[3], step[3], step[4], step[4]]
     assert [decision.intervals[0].start for decision in found] == [step[6], step[7], step[7], step[7]]
@@ -284,7 +284,7 @@ def test_tensors_leave_and_return_when_the_flow_passes_their_middle() -> None:
 def test_any_solution_becomes_a_plan_without_violations(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_profile(rng, KINDS[seed % len(KINDS)])
-    decisions = discretise(random_solution(rng, profile), profile, random_slack(rng))
+    decisions = round_tensors(random_solution(rng, profile), profile, random_slack(rng))
     plan = built(decisions, profile)
     assert check(plan, profile) == []
     peak = simulate(plan, profile).device_peak
@@ -296,7 +296,7 @@ def test_any_solution_becomes_a_plan_without_violations(seed: int) -> None:
 def test_squeezing_keeps_plans_valid_and_within_the_room(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_profile(rng, KINDS[seed % len(KINDS)])
-    decisions = discretise(random_solution(rng, profile), profile, random_slack(rng))
+    decisions = round_tensors(random_solution(rng, profile), profile, random_slack(rng))
     loose = built(decisions, profile)
     peak = simulate(loose, profile).device_peak
     least = tighten_framework(decisions, profile, 0)
@@ -322,7 +322,9 @@ def test_squeezing_keeps_plans_valid_and_within_the_room(seed: int) -> None:
 def test_very_short_models(blocks: int, tied: bool, states: int, seed: int) -> None:
     profile = small_profile(blocks, tied=tied and blocks > 1, states=states)
     rng = np.random.default_rng(seed)
-    assert check(built(discretise(random_solution(rng, profile), profile, random_slack(rng)), profile), profile) == []
+    assert (
+        check(built(round_tensors(random_solution(rng, profile), profile, random_slack(rng)), profile), profile) == []
+    )
 
 
 @pytest.mark.parametrize("host_update", [False, True])
@@ -351,7 +353,7 @@ def test_notes_say_what_every_plan_takes() -> None:
 def test_prefetches_of_a_step_are_queued_in_the_order_of_need(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_profile(rng, KINDS[seed % len(KINDS)])
-    plan = built(discretise(random_solution(rng, profile), profile, random_slack(rng)), profile)
+    plan = built(round_tensors(random_solution(rng, profile), profile, random_slack(rng)), profile)
     needs: dict[int, list[int]] = {}
     for op in plan.ops:
         if op.kind in ("forward", "backward", "update"):

@@ -19,7 +19,7 @@ from lt_offload.plan.build.plan import build, room_needed
 from lt_offload.plan.iteration.decisions import Decisions, TensorDecision
 from lt_offload.plan.iteration.memory import aligned, budget_for, state_room
 from lt_offload.plan.planners.baselines import streaming_choices
-from lt_offload.plan.planners.offmate.rounding import Slack, discretise
+from lt_offload.plan.planners.offmate.rounding import Slack, round_tensors
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.packing import Packing, packing
 from lt_offload.schema.plan import PlannerName
@@ -92,7 +92,7 @@ def ranges(plan: Plan, profile: Profile) -> dict[tuple[str, int, tuple[int, ...]
 def random_plan(seed: int) -> tuple[Profile, Decisions]:
     rng = np.random.default_rng(seed)
     profile = with_small_tensors(random_profile(rng, KINDS[seed % len(KINDS)]))
-    return profile, discretise(random_solution(rng, profile), profile, Slack())
+    return profile, round_tensors(random_solution(rng, profile), profile, Slack())
 
 
 @pytest.mark.parametrize("seed", range(20))

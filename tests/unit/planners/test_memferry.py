@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lt_offload.plan.planners.memferry.model import (
-    Decisions,
+    CopiedWeights,
     MemFerryLayer,
     MemFerryWeight,
     backward,
@@ -53,7 +53,7 @@ def random_layers(
     ]
 
 
-def all_decisions(layers: list[MemFerryLayer]) -> list[Decisions]:
+def all_decisions(layers: list[MemFerryLayer]) -> list[CopiedWeights]:
     decisions = [
         list(product(*[(True,) if w.forward_s == float("inf") else (False, True) for w in layer.weights]))
         for layer in layers
@@ -61,7 +61,7 @@ def all_decisions(layers: list[MemFerryLayer]) -> list[Decisions]:
     return list(product(*decisions))
 
 
-def seconds(layers: list[MemFerryLayer], copied: Decisions) -> float:
+def seconds(layers: list[MemFerryLayer], copied: CopiedWeights) -> float:
     """Event by event, not by :func:`forward`: when the computations of all layers have ended."""
     queue = [
         (at, weight.transfer_s if is_copied else weight.forward_read_s, is_copied)
@@ -171,7 +171,7 @@ def test_edges_of_the_forward() -> None:
     assert uniform([free, copied_only], False) == ((False,), (True,))
 
 
-def letters(copied: Decisions) -> str:
+def letters(copied: CopiedWeights) -> str:
     return "".join("G" if one else "D" for (one,) in copied)
 
 
@@ -221,7 +221,7 @@ def test_switched_weights_are_near_the_best_choice_and_never_harm() -> None:
 def test_copies_for_the_backward_wait_for_the_forward_and_go_deepest_first() -> None:
     weight = MemFerryWeight(transfer_s=4.0, forward_s=0.0, backward_s=3.0)
     layers = [MemFerryLayer(forward_s=1.0, backward_s=2.0, weights=(weight,))] * 2
-    zero_copy: Decisions = ((False,), (False,))
+    zero_copy: CopiedWeights = ((False,), (False,))
     assert backward(layers, zero_copy).compute_s == 2 + (2 + 3) * 2
     # The copy for layer 1 begins when its forward has ended, at 2, and that for layer 0 when the link is free, at 6.
     assert backward(layers, zero_copy, {(0, 0), (1, 0)}).compute_s == max(2 + 4 + 2, 2 + 4 + 4) + 2
@@ -232,7 +232,7 @@ def test_copies_for_the_backward_wait_for_the_forward_and_go_deepest_first() -> 
 def test_gradients_leave_one_after_the_other_or_are_written_by_the_backward() -> None:
     weight = MemFerryWeight(transfer_s=0.0, forward_s=0.0, gradient_transfer_s=5.0, gradient_s=1.0)
     layers = [MemFerryLayer(forward_s=1.0, backward_s=2.0, weights=(weight,))] * 2
-    copied: Decisions = ((True,), (True,))
+    copied: CopiedWeights = ((True,), (True,))
     kept, mixed = backward(layers, copied), backward(layers, copied, written={(0, 0)})
     assert (kept.compute_s, kept.arrivals) == (6, (2 + 2 + 5 + 5, 2 + 2 + 5))
     assert (mixed.compute_s, mixed.arrivals) == (7, (7, 2 + 2 + 5))

@@ -12,11 +12,11 @@ from lt_offload.plan.build.fit import fit
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.decisions import Decisions, TensorDecision, uses
 from lt_offload.plan.planners.baselines import streaming_choices
-from lt_offload.plan.planners.memferry.chain import Reading, chain, to_choices
-from lt_offload.plan.planners.memferry.embeddings import direct_embeddings
-from lt_offload.plan.planners.memferry.fit import Given, relaxations, relaxed
+from lt_offload.plan.planners.memferry.chain import Reading, chain, to_decisions
+from lt_offload.plan.planners.memferry.embeddings import zero_copy_embeddings
+from lt_offload.plan.planners.memferry.fit import Given, savings, with_savings
 from lt_offload.plan.planners.memferry.propose import propose_memferry
-from lt_offload.plan.planners.offmate.rounding import Slack, discretise
+from lt_offload.plan.planners.offmate.rounding import Slack, round_tensors
 from lt_offload.plan.planners.request import NotApplicable, Request
 from lt_offload.plan.planners.slots import share_slots
 from lt_offload.plan.verify.check import check
@@ -273,7 +273,7 @@ def test_the_chain_has_what_the_profile_says() -> None:
 def test_copies_begin_as_late_as_the_link_allows() -> None:
     profile = with_zero_copy(small_profile(4))  # 10 s to copy a weight, 10 s per forward
     options = ("keep",) * 4
-    late = to_choices(profile, options, [Reading()] * 4, written=(), early=False)
+    late = to_decisions(profile, options, [Reading()] * 4, written=(), early=False)
     assert [c.intervals for c in late.tensors] == [
         intervals((0, 7)),
         intervals((0, 6)),
@@ -281,7 +281,7 @@ def test_copies_begin_as_late_as_the_link_allows() -> None:
         intervals((1, 4)),
     ]
     slow = replace(profile, hardware=replace(profile.hardware, h2d_bytes_per_s=30.0))
-    early = to_choices(slow, options, [Reading()] * 4, written=(), early=True)
+    early = to_decisions(slow, options, [Reading()] * 4, written=(), early=True)
     starts = [c.intervals[0].start for c in early.tensors]
     assert starts[0] == 0
     # The link is behind: the others come in the iteration before, as soon as the host has updated them.
@@ -296,12 +296,12 @@ def test_relaxations_are_sorted_and_shrink_what_they_change() -> None:
         readings=tuple(Reading() for _ in profile.tensors),
     )
     allowed = tuple(block.options for block in profile.blocks)
-    steps = relaxations(profile, given, allowed, link_price=1.0, copying=True)
+    steps = savings(profile, given, allowed, link_price=1.0, copying=True)
     assert [step.price for step in steps] == sorted(step.price for step in steps)
-    after = relaxed(given, steps)
+    after = with_savings(given, steps)
     assert all(reading.leaves or reading.zero_copy for reading in after.readings)
     assert all(option != "keep" for option in after.options[1:-1])
-    copied = relaxations(profile, given, allowed, link_price=1.0, copying=False)
+    copied = savings(profile, given, allowed, link_price=1.0, copying=False)
     assert {step.option for step in copied} == {None, "recompute"}
 
 
@@ -314,7 +314,7 @@ def test_streaming_plans_may_read_their_embedding_directly(tied: bool, lead: int
     profile = fast_host(with_zero_copy(llama7b_b4(4, tied=tied)))
     asked = request(profile, 40e9)
     before = streaming_choices(profile, ("keep",) * 6, host_update=True, lead=lead, lag=1)
-    after = direct_embeddings(before, asked)
+    after = zero_copy_embeddings(before, asked)
     assert after is not None
     assert after.tensors[0].zero_copy == (0, 11)
     assert after.tensors[1:] == before.tensors[1:]
@@ -323,7 +323,7 @@ def test_streaming_plans_may_read_their_embedding_directly(tied: bool, lead: int
     (_, old), (plan, new) = planned(before, asked), planned(after, asked)
     assert new.iteration_time < old.iteration_time
     assert [op.zero_copy for op in plan.ops if op.kind == "forward" and op.block == 0] == [(0,)]
-    assert direct_embeddings(after, asked) is None
+    assert zero_copy_embeddings(after, asked) is None
 
 
 def test_a_table_that_stays_between_two_uses_is_shortened_only_where_nothing_needs_it() -> None:
@@ -331,7 +331,7 @@ def test_a_table_that_stays_between_two_uses_is_shortened_only_where_nothing_nee
     asked = request(profile, 40e9)
     before = streaming_choices(profile, ("keep",) * 6, host_update=True, lead=1, lag=1)
     whole = changed(before, 0, replace(before.tensors[0], intervals=intervals((0, 11))))
-    after = direct_embeddings(whole, asked)
+    after = zero_copy_embeddings(whole, asked)
     assert after is not None
     assert after.tensors[0].intervals == intervals((5, 6))
     assert uses(profile.tensors[0].blocks, profile) == [0, 5, 6, 11]
@@ -344,10 +344,10 @@ def test_embeddings_updated_on_the_device_are_left_alone() -> None:
         tensors=tuple(TensorDecision(place="device") for _ in profile.tensors),
         blocks=streaming_choices(profile, ("keep",) * 4, host_update=True, lead=1, lag=1).blocks,
     )
-    assert direct_embeddings(resident, request(profile, 40e9)) is None
+    assert zero_copy_embeddings(resident, request(profile, 40e9)) is None
     without = llama7b_b4(2)
     streaming = streaming_choices(without, ("keep",) * 4, host_update=True, lead=1, lag=1)
-    assert direct_embeddings(streaming, request(without, 40e9)) is None
+    assert zero_copy_embeddings(streaming, request(without, 40e9)) is None
 
 
 def test_embeddings_of_arbitrary_plans() -> None:
@@ -356,8 +356,8 @@ def test_embeddings_of_arbitrary_plans() -> None:
     for case in range(40):
         profile = with_zero_copy(llama7b_b4(int(rng.integers(1, 4)), tied=bool(rng.integers(2))))
         asked = request(profile, 10**12)
-        before = discretise(random_solution(rng, profile), profile, Slack())
-        after = direct_embeddings(before, asked)
+        before = round_tensors(random_solution(rng, profile), profile, Slack())
+        after = zero_copy_embeddings(before, asked)
         on_host = before.tensors[0].place == "host"
         assert (after is not None) == on_host, case
         if after is not None:

@@ -11,7 +11,7 @@ from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.decisions import Decisions, Recomputation
 from lt_offload.plan.iteration.memory import device_bytes
 from lt_offload.plan.planners.pofo.chain import Operation, from_scratch, memory, sequential, walk
-from lt_offload.plan.planners.pofo.convert import MOST_LAYERS, as_chain, as_choices, with_copies
+from lt_offload.plan.planners.pofo.convert import MOST_LAYERS, as_chain, as_decisions, with_copies
 from lt_offload.plan.planners.pofo.propose import propose_pofo
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request
 from lt_offload.plan.verify.check import check
@@ -188,7 +188,7 @@ def test_many_blocks_share_layers_and_the_plans_stay_valid() -> None:
     asked = request(profile, 9000, time_limit=2.0)
     layout = as_chain(profile, asked.allowed)
     assert {len(blocks) for blocks in layout.layers} == {2}
-    decisions = as_choices(from_scratch(layout.chain), layout, profile, asked.allowed)
+    decisions = as_decisions(from_scratch(layout.chain), layout, profile, asked.allowed)
     assert options(decisions)[:3] == ["recompute", "discard", "discard"]
     assert seconds(asked) > 0
 
@@ -199,7 +199,7 @@ def test_the_chain_counts_what_the_plan_will() -> None:
     layout = as_chain(profile, asked.allowed)
     for operations in (sequential(layout.chain), from_scratch(layout.chain)):
         needed = max(memory(walk(operations, layout.chain)))
-        decisions = as_choices(operations, layout, profile, asked.allowed)
+        decisions = as_decisions(operations, layout, profile, asked.allowed)
         plan = planned(Proposal(name="", decisions=decisions), asked)
         exact = int(device_bytes(plan, profile).max()) - plan.arena_bytes - FIXED
         assert exact <= needed <= exact + 40
@@ -216,7 +216,7 @@ def test_a_sequence_in_steps() -> None:
         "backward 2, backward 1"
     )
     operations = [Operation(kind, int(layer)) for kind, layer in (part.split() for part in text.split(", "))]  # type: ignore[arg-type]
-    decisions = as_choices(operations, layout, profile, asked.allowed)
+    decisions = as_decisions(operations, layout, profile, asked.allowed)
     assert options(decisions) == ["offload", "reload", "discard", "discard", "reload", "keep", "keep"]
     assert decisions.recomputations == {
         10: (

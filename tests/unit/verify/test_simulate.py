@@ -12,7 +12,7 @@ from lt_offload.errors import PlanError
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision
 from lt_offload.plan.planners.baselines import streaming_choices
-from lt_offload.plan.planners.offmate.rounding import Slack, discretise
+from lt_offload.plan.planners.offmate.rounding import Slack, round_tensors
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import Profile
@@ -139,7 +139,7 @@ def test_infinite_links_leave_the_computations(seed: int) -> None:
         optimizer=replace(profile.optimizer, host_bytes_per_s=1e30),
     )
     solution = random_solution(rng, profile)
-    plan = built(discretise(solution, profile, Slack()), profile)
+    plan = built(round_tensors(solution, profile, Slack()), profile)
     trace = simulate(plan, profile)
     options = [block.option(name) for block, name in zip(profile.blocks, solution.options, strict=True)]
     seconds = sum(
@@ -156,7 +156,7 @@ def test_infinite_links_leave_the_computations(seed: int) -> None:
 def test_no_lane_works_longer_than_the_iteration(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_profile(rng, ("plain", "tied", "half", "lora", "frozen start")[seed % 5])
-    plan = built(discretise(random_solution(rng, profile), profile, Slack()), profile)
+    plan = built(round_tensors(random_solution(rng, profile), profile, Slack()), profile)
     trace = simulate(plan, profile)
     for lane in ("compute", "h2d", "d2h", "host"):
         work = sum(op.seconds for op in plan.ops if op.resource == lane)

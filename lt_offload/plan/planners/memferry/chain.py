@@ -1,6 +1,6 @@
-"""From a profile to MemFerry's chain of layers, and back from decisions about its weights to whole plans' choices.
+"""From a profile to MemFerry's chain of layers, and from what is chosen there to the decisions of a plan.
 
-Knows when copies should begin, as if no computation ever waited; how much memory they take is not its business.
+Copies begin as if no computation ever waited, whatever memory they take: fitting them into it comes afterwards.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _seconds(
     return found
 
 
-def to_choices(
+def to_decisions(
     profile: Profile,
     options: tuple[OptionName, ...],
     readings: Sequence[Reading],
@@ -109,7 +109,7 @@ def to_choices(
     written: Collection[int],
     early: bool,
 ) -> Decisions:
-    """Return the choices with these options, readings and gradients ``written`` to host memory by the backward.
+    """Return the decisions with these options, readings and gradients ``written`` to host memory by the backward.
 
     Args:
         profile: the model.
@@ -237,7 +237,7 @@ class _ChainSchedule:
                 yield _ChainCopy(need=need, seconds=nbytes / rate, earliest=0)
 
     def _just_in_time(self, copies: Sequence[_ChainCopy]) -> list[tuple[Interval, ...]]:
-        """Return, by tensor, the stays that begin as late as the link allows, and a little earlier."""
+        """Return, by tensor, the intervals that begin as late as the link allows, and a little earlier."""
         intervals: list[list[Interval]] = [[] for _ in self.profile.tensors]
         free = float("inf")
         for copy in sorted(copies, key=lambda copy: -copy.need):

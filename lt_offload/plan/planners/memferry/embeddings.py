@@ -18,7 +18,7 @@ def embedding_steps(profile: Profile, tensor: TensorProfile) -> tuple[int, ...]:
     return tuple(uses(blocks, profile))
 
 
-def direct_embeddings(decisions: Decisions, request: Request) -> Decisions | None:
+def zero_copy_embeddings(decisions: Decisions, request: Request) -> Decisions | None:
     """Return ``decisions`` with the embeddings that the host updates read in host memory; None if there are none.
 
     Of a table that is the output projection as well, the other uses keep their device copies, which come later.

@@ -19,11 +19,18 @@ from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.computations import computations
 from lt_offload.plan.iteration.decisions import Decisions, uses
 from lt_offload.plan.iteration.memory import framework_bytes
-from lt_offload.plan.planners.memferry.chain import Reading, to_choices
+from lt_offload.plan.planners.memferry.chain import Reading, to_decisions
 from lt_offload.plan.planners.memferry.embeddings import embedding_steps
 from lt_offload.plan.planners.request import Allowed, Request, cheapest_swap
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.profile import HardwareProfile, OptionName, OptionProfile, Profile
+
+_LINK_PRICES = (1.0, 0.1)
+"""What a second of copying may cost: all of it if the computations wait for the link, little if they do not."""
+_MOST_FITTED = 2
+"""How many of the attempts that seem to fit are tried."""
+Written = frozenset[int]
+"""The tensors whose gradients the backward writes to host memory."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +44,7 @@ class Given:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Relaxation:
+class Saving:
     """Something that frees memory for time."""
 
     price: float
@@ -49,7 +56,7 @@ class Relaxation:
     reading: Reading = Reading()
 
 
-def relaxed(given: Given, steps: Sequence[Relaxation]) -> Given:
+def with_savings(given: Given, steps: Sequence[Saving]) -> Given:
     """Return ``given`` after ``steps``."""
     options, readings = list(given.options), list(given.readings)
     for step in steps:
@@ -60,9 +67,7 @@ def relaxed(given: Given, steps: Sequence[Relaxation]) -> Given:
     return replace(given, options=tuple(options), readings=tuple(readings))
 
 
-def relaxations(
-    profile: Profile, given: Given, allowed: Allowed, *, link_price: float, copying: bool
-) -> list[Relaxation]:
+def savings(profile: Profile, given: Given, allowed: Allowed, *, link_price: float, copying: bool) -> list[Saving]:
     """Return what can be given up, the cheapest first.
 
     Args:
@@ -83,7 +88,7 @@ def seconds(option: OptionProfile, hardware: HardwareProfile) -> float:
     return option.forward_s + option.backward_s + max(out, 0.0) + max(back, 0.0)
 
 
-def _of_blocks(profile: Profile, given: Given, allowed: Allowed, copying: bool) -> Iterator[Relaxation]:
+def _of_blocks(profile: Profile, given: Given, allowed: Allowed, copying: bool) -> Iterator[Saving]:
     """Yield, for each block, ever smaller options at ever higher prices."""
     hardware = profile.hardware
     for at, (block, options) in enumerate(zip(profile.blocks, allowed, strict=True)):
@@ -93,10 +98,10 @@ def _of_blocks(profile: Profile, given: Given, allowed: Allowed, copying: bool) 
             cheapest, now = swap
             # Later ones may be cheaper per byte, but come after those before them.
             price = max(price, cheapest)
-            yield Relaxation(price=price, block=at, option=now.name)
+            yield Saving(price=price, block=at, option=now.name)
 
 
-def _of_tensors(profile: Profile, given: Given, link_price: float) -> Iterator[Relaxation]:
+def _of_tensors(profile: Profile, given: Given, link_price: float) -> Iterator[Saving]:
     rate, computed = profile.hardware.h2d_bytes_per_s, computations(given.options, {}, profile)
     for index, (tensor, reading) in enumerate(zip(profile.tensors, given.readings, strict=True)):
         if reading.leaves or (reading.zero_copy and len(tensor.blocks) == 1) or tensor.bytes == 0:
@@ -115,16 +120,7 @@ def _of_tensors(profile: Profile, given: Given, link_price: float) -> Iterator[R
             elif steps and not reading.zero_copy:  # the other uses share a copy
                 ways.append((sum(prices) + (copies - 1) * copy_price, Reading(zero_copy=steps)))
         cost, cheapest = min(ways, key=lambda way: way[0])
-        yield Relaxation(price=cost / tensor.bytes, block=tensor.blocks[0], tensor=index, reading=cheapest)
-
-
-_LINK_PRICES = (1.0, 0.1)
-"""What a second of copying may cost: all of it if the computations wait for the link, little if they do not."""
-_MOST_FITTED = 2
-"""How many of the attempts that seem to fit are tried."""
-
-Written = frozenset[int]
-"""The tensors whose gradients the backward writes to host memory."""
+        yield Saving(price=cost / tensor.bytes, block=tensor.blocks[0], tensor=index, reading=cheapest)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,16 +145,16 @@ class _Attempt:
 
 
 class Fitting:
-    """Makes choices for one request."""
+    """Makes decisions for one request."""
 
     def __init__(self, request: Request, *, copying: bool) -> None:
         self.request, self.profile, self.copying = request, request.profile, copying
         self.least = sys.maxsize
-        """Bytes of room that the smallest plan found needs, as long as none fits."""
+        """Bytes that the smallest plan found needs, as long as none fits."""
         self._manner: _Manner | None = None
 
     def fastest(self, given: Given, written: Sequence[Written]) -> Decisions | None:
-        """Return the fastest choices found that begin with ``given`` and fit; None if there are none.
+        """Return the fastest decisions found that begin with ``given`` and fit; None if there are none.
 
         The later ``written`` are tried only if with the first one something has to be given up. The manner that is
         found best is kept for the next call.
@@ -169,7 +165,7 @@ class Fitting:
             manners = [replace(self._manner, early=early) for early in (True, False)]
             attempts = sorted((self._attempt(given, manner) for manner in manners), key=_rank)
         fitting = [a for a in attempts if a.seconds < float("inf")][:_MOST_FITTED]
-        # What is too large even so may still be squeezed, which is sometimes better than to give up more.
+        # What is too large even so may still be tightened, which is sometimes better than to give up more.
         tight = {a.manner.written: a for a in reversed(attempts) if a.seconds == float("inf")}
         smallest = min(attempts, key=lambda attempt: attempt.least_bytes)
         found = [
@@ -206,19 +202,19 @@ class Fitting:
 
     def _attempt(self, given: Given, manner: _Manner) -> _Attempt:
         """Give up what has to be, the cheapest first."""
-        profile, room = self.profile, self.request.capacity_bytes
-        ladder = relaxations(profile, given, self.request.allowed, link_price=manner.link_price, copying=self.copying)
-        least = self._choices(given, ladder, manner)
+        profile, capacity_bytes = self.profile, self.request.capacity_bytes
+        ladder = savings(profile, given, self.request.allowed, link_price=manner.link_price, copying=self.copying)
+        least = self._decisions(given, ladder, manner)
         least_bytes = _needed_bytes(least, profile)
         low, high = 0, len(ladder)
         while low < high:
             middle = (low + high) // 2
-            if _needed_bytes(self._choices(given, ladder[:middle], manner), profile) <= room:
+            if _needed_bytes(self._decisions(given, ladder[:middle], manner), profile) <= capacity_bytes:
                 high = middle
             else:
                 low = middle + 1
-        decisions = self._choices(given, ladder[:low], manner)
-        fits = low < len(ladder) or least_bytes <= room
+        decisions = self._decisions(given, ladder[:low], manner)
+        fits = low < len(ladder) or least_bytes <= capacity_bytes
         return _Attempt(
             manner=manner,
             decisions=decisions,
@@ -228,9 +224,9 @@ class Fitting:
             least_bytes=least_bytes,
         )
 
-    def _choices(self, given: Given, steps: Sequence[Relaxation], manner: _Manner) -> Decisions:
-        now = relaxed(given, steps)
-        return to_choices(self.profile, now.options, now.readings, written=manner.written, early=manner.early)
+    def _decisions(self, given: Given, steps: Sequence[Saving], manner: _Manner) -> Decisions:
+        now = with_savings(given, steps)
+        return to_decisions(self.profile, now.options, now.readings, written=manner.written, early=manner.early)
 
     def _seconds(self, decisions: Decisions, placement: Placement | None = None) -> float:
         request = self.request
@@ -250,7 +246,7 @@ def _rank(attempt: _Attempt) -> tuple[float, int]:
 
 
 def _needed_bytes(decisions: Decisions, profile: Profile) -> int:
-    """Return the room that ``decisions`` take, but for what the arena may lose to fragmentation."""
+    """Return the bytes that ``decisions`` take, but for what the arena may lose to fragmentation."""
     steps = 2 * len(profile.blocks)
     arena = live_bytes([copy.lifetime(steps) for copy in device_copies(decisions, profile)], steps)
     return int(arena.max(initial=0)) + int(framework_bytes(decisions.usage, profile).max())

@@ -17,10 +17,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-Decisions = tuple[tuple[bool, ...], ...]
+CopiedWeights = tuple[tuple[bool, ...], ...]
 """Per layer, one decision per weight."""
 Position = tuple[int, int]
 """Layer, weight."""
+_Times = NDArray[np.float64]
+_Indices = NDArray[np.int64]
+BUCKETS = 512
+"""Link times that are told apart in chains with more; within one, the state with the earliest computation is kept."""
+_WORTH = 1e-6
+"""Part of the time that one more copy has to save: it is not for nothing, though no time is charged for its launch."""
+SIZES = 4096
+"""Sums of gradient bytes that are told apart in :func:`kept_gradients`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,12 +88,12 @@ class BackwardReads:
     """Per layer: when its gradients are on the host."""
 
 
-def uniform(layers: Sequence[MemFerryLayer], decision: bool) -> Decisions:
+def uniform(layers: Sequence[MemFerryLayer], decision: bool) -> CopiedWeights:
     """Return the same decision for every weight that leaves a choice; what has to be copied is copied."""
     return tuple(tuple(decision or w.forward_s == float("inf") for w in layer.weights) for layer in layers)
 
 
-def forward(layers: Sequence[MemFerryLayer], copied: Decisions) -> Forward:
+def forward(layers: Sequence[MemFerryLayer], copied: CopiedWeights) -> Forward:
     """Run the forward: a layer starts when the one before has ended and its ``copied`` weights have arrived.
 
     Direct reads take their time on the link before any copy for a later layer.
@@ -110,7 +118,7 @@ def forward(layers: Sequence[MemFerryLayer], copied: Decisions) -> Forward:
 
 def backward(
     layers: Sequence[MemFerryLayer],
-    copied: Decisions,
+    copied: CopiedWeights,
     switched: Collection[Position] = (),
     written: Collection[Position] = (),
 ) -> BackwardReads:
@@ -147,13 +155,6 @@ def backward(
     return BackwardReads(compute_s=time, arrivals=tuple(reversed(arrivals)))
 
 
-_Times = NDArray[np.float64]
-_Indices = NDArray[np.int64]
-
-BUCKETS = 512
-"""Link times that are told apart in chains with more; within one, the state with the earliest computation is kept."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
     """One way to provide a layer with its weights."""
@@ -167,7 +168,7 @@ class Way:
     copied: tuple[bool, ...]
 
 
-def best_forward(layers: Sequence[MemFerryLayer], *, buckets: int | None = BUCKETS) -> Decisions:
+def best_forward(layers: Sequence[MemFerryLayer], *, buckets: int | None = BUCKETS) -> CopiedWeights:
     """Return which weights to copy so that the forward ends first, and of those ways one with the least copying.
 
     Args:
@@ -252,13 +253,7 @@ def _beats(one: Way, other: Way) -> bool:
     return one.compute_s <= other.compute_s and one.copy_s + one.read_s <= other.copy_s + other.read_s
 
 
-_WORTH = 1e-6
-"""Part of the time that one more copy has to save: it is not for nothing, though no time is charged for its launch."""
-SIZES = 4096
-"""Sums of gradient bytes that are told apart in :func:`kept_gradients`."""
-
-
-def switched_weights(layers: Sequence[MemFerryLayer], copied: Decisions) -> frozenset[Position]:
+def switched_weights(layers: Sequence[MemFerryLayer], copied: CopiedWeights) -> frozenset[Position]:
     """Return the weights that are read directly in the forward and worth a copy before the backward (DFGB).
 
     Tried in the order of seconds saved per second of copying, and kept if the backward ends earlier with them. The

@@ -20,7 +20,13 @@ from lt_offload.plan.iteration.memory import budget_for, least_host_bytes
 from lt_offload.plan.planners.memferry.chain import ProfileChain, Reading, chain
 from lt_offload.plan.planners.memferry.embeddings import embedding_steps
 from lt_offload.plan.planners.memferry.fit import Fitting, Given, seconds
-from lt_offload.plan.planners.memferry.model import Decisions, best_forward, kept_gradients, switched_weights, uniform
+from lt_offload.plan.planners.memferry.model import (
+    CopiedWeights,
+    best_forward,
+    kept_gradients,
+    switched_weights,
+    uniform,
+)
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request
 from lt_offload.schema.plan import UpdatePlace
 from lt_offload.schema.profile import OptionName, TensorProfile
@@ -114,7 +120,7 @@ class _Planner:
                 if len(tensor.blocks) > 1 and tensor.trainable and self._reads_table(tensor):
                     readings[index] = Reading(zero_copy=embedding_steps(profile, tensor))
         found = chain(profile, self.options, readings)
-        choose: Callable[[ProfileChain], Decisions] = {"best": _best, "small": self._small, "none": _all}[
+        choose: Callable[[ProfileChain], CopiedWeights] = {"best": _best, "small": self._small, "none": _all}[
             variant.zero_copy
         ]
         copied = choose(found)
@@ -133,7 +139,7 @@ class _Planner:
         transfer_s = tensor.bytes / self.profile.hardware.h2d_bytes_per_s
         return bool(reads) and sum(read.forward_s + read.backward_s for read in reads) < transfer_s
 
-    def _small(self, found: ProfileChain) -> Decisions:
+    def _small(self, found: ProfileChain) -> CopiedWeights:
         """Copy everything but embeddings, and vectors such as the weights of norms."""
         blocks, tensors = self.profile.blocks, self.profile.tensors
         return tuple(
@@ -172,11 +178,11 @@ class _Planner:
         return frozenset(index for index, keep in zip(free, kept, strict=True) if not keep)
 
 
-def _best(found: ProfileChain) -> Decisions:
+def _best(found: ProfileChain) -> CopiedWeights:
     return best_forward(found.layers)
 
 
-def _all(found: ProfileChain) -> Decisions:
+def _all(found: ProfileChain) -> CopiedWeights:
     return uniform(found.layers, True)
 
 

@@ -57,6 +57,8 @@ from lt_offload.plan.planners.offmate.solution import Group, groups
 from lt_offload.plan.planners.request import allowed_options, held_bytes
 from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile
 
+Objective = Literal["time", "device", "host"]
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupTerms:
@@ -223,9 +225,6 @@ class GroupBuilder:
                 covered.add(id(now))
                 copies = [(1.0, flow) for flow in v.state_offload[:tau]]
                 require(problem, [(1, now), *copies, (1, v.host_share)], ">=", 1)  # C5
-
-
-Objective = Literal["time", "device", "host"]
 
 
 class Program:

@@ -1,7 +1,7 @@
 """Solves the OFFMATE program: relaxation, rounding of the options, flows for the rounded options, branching if needed.
 
-The result has whole options and fractional flows; turning the flows into whole tensors happens elsewhere. Knows no
-tensors' names and no events.
+The result has whole options and fractional flows, which :mod:`lt_offload.plan.planners.offmate.rounding` turns into
+whole tensors.
 """
 
 from __future__ import annotations
@@ -144,15 +144,15 @@ class _ProgramSearch:
         )
 
     def budget(self) -> int:
-        """Return the minimised budget (of device memory: the room in it), with headroom for a later solution."""
+        """Return the minimised budget (of device memory: what it leaves a plan), with headroom for a later solution."""
         return math.ceil(self._objective() * self.program.bytes_unit * (1 + _HEADROOM))
 
     def _device_bytes(self) -> int:
         """Return the peak of the counted device bytes."""
         program = self.program
         arena, other = ([row.value() or 0.0 for row in rows] for rows in (program.arena, program.other))
-        room = math.ceil(max(a + o for a, o in zip(arena, other, strict=True)) * program.bytes_unit)
-        return budget_for(room, program.profile)
+        capacity_bytes = math.ceil(max(a + o for a, o in zip(arena, other, strict=True)) * program.bytes_unit)
+        return budget_for(capacity_bytes, program.profile)
 
     def _objective(self) -> float:
         program = self.program

@@ -23,6 +23,13 @@ from lt_offload.plan.planners.offmate.solution import Group, GroupFlows, Solutio
 from lt_offload.schema.profile import Profile
 
 _SLACK = 1e-9
+_QUANTA = 2000
+"""Resolution of the subset sums: sizes are rounded to this part of the target's group."""
+_NOTHING = 1e-6
+_TINY = 1 / 4000
+"""Tensors below this part of their group stay on the device, states included, if together they are at most ..."""
+_ALL_TINY = 1 / 200
+"""... this part of it."""
 
 
 def round_options(
@@ -57,15 +64,6 @@ def round_options(
     return tuple(chosen)
 
 
-_QUANTA = 2000
-"""Resolution of the subset sums: sizes are rounded to this part of the target's group."""
-_NOTHING = 1e-6
-_TINY = 1 / 4000
-"""Tensors below this part of their group stay on the device, states included, if together they are at most ..."""
-_ALL_TINY = 1 / 200
-"""... this part of it."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Slack:
     """Freedom that the program does not see. Each costs memory for a step and lets a copy run beside a computation."""
@@ -78,7 +76,7 @@ class Slack:
     """Steps after the update step at whose end gradients have left, at least."""
 
 
-def discretise(solution: Solution, profile: Profile, slack: Slack) -> Decisions:
+def round_tensors(solution: Solution, profile: Profile, slack: Slack) -> Decisions:
     """Return decisions as near to ``solution`` as whole tensors allow."""
     chosen: dict[int, TensorDecision] = {}
     carry = _Carry()
@@ -104,12 +102,13 @@ def nearest_subset(sizes: Sequence[int], target: float) -> list[int]:
         reachable = reachable[last[reachable] != item] + quantum
         last[reachable[last[reachable] < 0]] = item
     sums = np.flatnonzero(last >= 0)
-    at = int(sums[np.abs(sums - target * _QUANTA / total).argmin()])
-    found: list[int] = []
-    while at:
-        found.append(int(last[at]))
-        at -= quanta[found[-1]]
-    return sorted(found)
+    # Walk back from the reachable sum nearest to the target, item by item.
+    left = int(sums[np.abs(sums - target * _QUANTA / total).argmin()])
+    chosen: list[int] = []
+    while left:
+        chosen.append(int(last[left]))
+        left -= quanta[chosen[-1]]
+    return sorted(chosen)
 
 
 @dataclass(slots=True)
@@ -138,7 +137,7 @@ class _Rounding:
         self.intervals: dict[int, list[Interval]] = {t: [] for t in group.tensors}
         self.first_release: dict[int, int] = {}
         """Per tensor, the tau at whose end its updated device copy is dropped first."""
-        self._plan_stays()
+        self._plan_gaps()
 
     def decisions(self) -> dict[int, TensorDecision]:
         """Return one decision per tensor of the group."""
@@ -151,15 +150,15 @@ class _Rounding:
             for t in order
             if self._trainable(t) and t not in self.host and t not in self.resident_states and self._states(t)
         ]
-        leave = self._moments(paged, self.flows.state_offload)
-        arrive = self._moments(paged, self.flows.state_prefetch, default=self.steps - 1)
-        found = {}
+        states_out = self._moments(paged, self.flows.state_offload)
+        states_in = self._moments(paged, self.flows.state_prefetch, default=self.steps - 1)
+        decided = {}
         for t in order:
             if not self._trainable(t):
-                found[t] = TensorDecision(place="none", intervals=tuple(self.intervals[t]))
+                decided[t] = TensorDecision(place="none", intervals=tuple(self.intervals[t]))
             elif t in self.host:
                 release_after = max(self.update + grads[t], min(self.update + self.slack.grad_lag, self.steps - 1))
-                found[t] = TensorDecision(
+                decided[t] = TensorDecision(
                     place="host",
                     intervals=tuple(self.intervals[t]),
                     grad_release_after=min(release_after, self.steps - 1),
@@ -167,17 +166,17 @@ class _Rounding:
             else:
                 back = min(write_back[t], self.first_release[t]) if t in write_back else None
                 decision = TensorDecision(
-                    place="paged" if t in leave else "device",
+                    place="paged" if t in states_out else "device",
                     intervals=tuple(self.intervals[t]),
                     write_back=None if back is None else self._issue(back),
                 )
-                found[t] = self._page(decision, leave[t], arrive[t]) if t in leave else decision
-        return found
+                decided[t] = self._page(decision, states_out[t], states_in[t]) if t in states_out else decision
+        return decided
 
-    def _page(self, decision: TensorDecision, leave: int, arrive: int) -> TensorDecision:
-        """Add the stay of the states: they arrive before the update step, or in it if the iteration is very short."""
-        end = min(leave, self.steps - 2)
-        start = max(arrive, end + 1)
+    def _page(self, decision: TensorDecision, out: int, back: int) -> TensorDecision:
+        """Add the states' interval: they arrive before the update step, or in it if the iteration is very short."""
+        end = min(out, self.steps - 2)
+        start = max(back, end + 1)
         issue = self._issue(end)
         return TensorDecision(
             place="paged",
@@ -196,9 +195,9 @@ class _Rounding:
             return frozenset()
         target = self.flows.host_share * self.group.trainable_bytes + self.carry.host
         sizes = [self.profile.tensors[t].bytes for t in tensors]
-        found = nearest_subset(sizes, target)
-        self.carry.host = target - sum(sizes[at] for at in found)
-        return frozenset(tensors[at] for at in found)
+        chosen = nearest_subset(sizes, target)
+        self.carry.host = target - sum(sizes[i] for i in chosen)
+        return frozenset(tensors[i] for i in chosen)
 
     def _state_set(self) -> frozenset[int]:
         tensors = [t for t in self.group.tensors if self._trainable(t) and t not in self.host and self._states(t)]
@@ -209,24 +208,24 @@ class _Rounding:
             return self.tiny & frozenset(tensors)
         sizes = [self._states(t) for t in tensors]
         target = share * self.group.state_bytes + self.carry.states
-        found = nearest_subset(sizes, target)
-        self.carry.states = target - sum(sizes[at] for at in found)
-        return self.tiny & frozenset(tensors) | {tensors[at] for at in found}
+        chosen = nearest_subset(sizes, target)
+        self.carry.states = target - sum(sizes[i] for i in chosen)
+        return self.tiny & frozenset(tensors) | {tensors[i] for i in chosen}
 
-    def _plan_stays(self) -> None:
+    def _plan_gaps(self) -> None:
         """Decide, gap by gap between two uses, what stays through it and when the rest leaves and returns."""
         gaps = list(zip(self.uses, [*self.uses[1:], self.uses[0] + self.steps], strict=True))
         staying: list[frozenset[int]] = []
         for ordinal, (use, following) in enumerate(gaps):
             stale = self.host if self._updated_in(use) else frozenset()
-            intervals = self._gap_set(ordinal, use, following, stale, staying[-1] if staying else frozenset())
-            staying.append(intervals)
-        moves = [self._gap_moves(gap, intervals) for gap, intervals in zip(gaps, staying, strict=True)]
+            before = staying[-1] if staying else frozenset[int]()
+            staying.append(self._gap_set(ordinal, use, following, stale, before))
+        moves = [self._gap_moves(gap, stay) for gap, stay in zip(gaps, staying, strict=True)]
         for t in self.group.tensors:
             own = [(release[t], fetch[t]) for release, fetch in moves if t in release]
             # From each arrival to the release that follows it, cyclically.
-            for at, (_, fetch_tau) in enumerate(own):
-                release_tau = own[(at + 1) % len(own)][0]
+            for i, (_, fetch_tau) in enumerate(own):
+                release_tau = own[(i + 1) % len(own)][0]
                 self.intervals[t].append(Interval(start=self._step(fetch_tau), end=self._step(release_tau)))
             if own:
                 self.first_release[t] = own[0][0]
@@ -257,23 +256,23 @@ class _Rounding:
         target = share * self.group.bytes + self.carry.gaps.get(ordinal, 0.0)
         preferred = [t for t in candidates if t in before]
         others = [t for t in candidates if t not in before]
-        found = self._subset(preferred, target)
-        if len(found) == len(preferred):
-            found |= self._subset(others, target - self._bytes(preferred))
-        self.carry.gaps[ordinal] = target - self._bytes(found)
-        return found | self.tiny
+        staying = self._subset(preferred, target)
+        if len(staying) == len(preferred):
+            staying |= self._subset(others, target - self._bytes(preferred))
+        self.carry.gaps[ordinal] = target - self._bytes(staying)
+        return staying | self.tiny
 
     def _subset(self, tensors: Sequence[int], target: float) -> frozenset[int]:
         sizes = [self.profile.tensors[t].bytes for t in tensors]
-        return frozenset(tensors[at] for at in nearest_subset(sizes, target))
+        return frozenset(tensors[i] for i in nearest_subset(sizes, target))
 
     # -- times -------------------------------------------------------------------------------------------------------
 
-    def _gap_moves(self, gap: tuple[int, int], intervals: frozenset[int]) -> tuple[dict[int, int], dict[int, int]]:
+    def _gap_moves(self, gap: tuple[int, int], staying: frozenset[int]) -> tuple[dict[int, int], dict[int, int]]:
         """Return, for the tensors that do not stay through ``gap``, the taus of their release and their return."""
         use, following = gap
         # What the host updates is stale at once; its prefetch waits for the update and comes last.
-        moving = [t for t in self.group.tensors if t not in intervals]
+        moving = [t for t in self.group.tensors if t not in staying]
         stale = self.host if self._updated_in(use) else frozenset()
         moving.sort(key=lambda t: t in stale)
         inside = self.flows.resident.take(range(use + 1, following), mode="wrap")
@@ -322,4 +321,4 @@ def _midpoints(sizes: Sequence[int], flow: NDArray[np.float64], default: int = 0
     ends = np.cumsum(np.asarray(sizes, dtype=np.float64))
     middles = (ends - np.asarray(sizes) / 2) / max(float(ends[-1]) if len(ends) else 1.0, 1.0)
     curve = np.cumsum(flow) / total
-    return [int(at) for at in np.minimum(np.searchsorted(curve, middles), len(curve) - 1)]
+    return [int(tau) for tau in np.minimum(np.searchsorted(curve, middles), len(curve) - 1)]

@@ -10,7 +10,7 @@ from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.planners.candidates import Candidates
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.program import solve_offmate
-from lt_offload.plan.planners.offmate.rounding import Slack, discretise
+from lt_offload.plan.planners.offmate.rounding import Slack, round_tensors
 from lt_offload.plan.planners.request import Proposal
 from lt_offload.units import format_bytes
 
@@ -63,7 +63,7 @@ def search_budgets(
             candidates.out_of_time = error
             candidates.fail(name, f"the program was not solved within time_limit={request.time_limit:g} s")
             return
-        missed = candidates.add(Proposal(name=name, decisions=discretise(solution, request.profile, Slack())))
+        missed = candidates.add(Proposal(name=name, decisions=round_tensors(solution, request.profile, Slack())))
         ram -= max(missed.host, 0)
         if done() or not (missed.host > 0 or search.advance(missed.device)):
             return

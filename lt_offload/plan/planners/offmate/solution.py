@@ -1,4 +1,4 @@
-"""What the linear program decides, in fractions, before it becomes whole tensors. Internal to ``plan/``."""
+"""What the linear program decides, in fractions, before it becomes whole tensors."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def groups(profile: Profile) -> tuple[Group, ...]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupFlows:
-    """Fractions in [0, 1] for one group, per tau; bases as in the issue of each field."""
+    """Fractions in [0, 1] for one group, per tau. Each field says of which bytes they are fractions."""
 
     host_share: float
     """X: fraction of the trainable bytes updated on the host."""

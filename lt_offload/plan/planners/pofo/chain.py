@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 _ROUNDING = 1e-9
 """Part of a slot that a size may pass a whole number by without taking one more."""
+OperationKind = Literal["all", "checkpoint", "none", "loss", "backward", "offload", "prefetch"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -171,9 +172,6 @@ def _last(chain: Chain, recompute: bool) -> list[int]:
         if not layer.discards:
             reach = at - 1
     return found[::-1]
-
-
-OperationKind = Literal["all", "checkpoint", "none", "loss", "backward", "offload", "prefetch"]
 
 
 class Operation(NamedTuple):

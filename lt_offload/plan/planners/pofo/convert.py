@@ -77,7 +77,7 @@ def as_chain(profile: Profile, allowed: Allowed) -> ActivationLayout:
     return ActivationLayout(chain=chain, layers=layers, held_bytes=held)
 
 
-def as_choices(
+def as_decisions(
     operations: Sequence[Operation], layout: ActivationLayout, profile: Profile, allowed: Allowed
 ) -> Decisions:
     """Return the decisions of a sequence; what travels has no steps yet.
@@ -227,11 +227,11 @@ class Travel:
     """The moment at whose beginning it takes memory again."""
 
 
-def with_copies(decisions: Decisions, profile: Profile, room: int) -> Decisions | None:
-    """Return ``decisions`` with steps for all that travels; None if the framework needs more than ``room`` bytes."""
+def with_copies(decisions: Decisions, profile: Profile, limit: int) -> Decisions | None:
+    """Return ``decisions`` with steps for all that travels; None if the framework needs more than ``limit`` bytes."""
     travels = _tight(decisions, profile)
     found = _apply(decisions, travels)
-    free = room - framework_bytes(found.usage, profile)
+    free = limit - framework_bytes(found.usage, profile)
     if free.min() < 0:
         return None
     if not travels:
@@ -305,7 +305,7 @@ def fetch_earlier(travels: Sequence[Travel], free: NDArray[np.int64], begin: Seq
 def _release_later(
     travels: list[Travel], free: NDArray[np.int64], starts: NDArray[np.float64], profile: Profile, slack: int
 ) -> None:
-    """Keep the memory of each offload until its copy has ended, as far as there is room."""
+    """Keep the memory of each offload until its copy has ended, as far as there is memory."""
     done = 0.0
     for travel in travels:
         done = max(done, float(starts[travel.index + 1])) + travel.bytes / profile.hardware.d2h_bytes_per_s

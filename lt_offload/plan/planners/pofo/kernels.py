@@ -1,4 +1,4 @@
-"""The dynamic program of POFO (NeurIPS 2021), appendix B, compiled. Knows slots; importing it imports numba.
+"""The dynamic program of POFO (NeurIPS 2021), appendix B, compiled; importing it imports numba.
 
 Corrected where the printed equations are wrong (the checks against enumeration fail otherwise):
 

@@ -1,6 +1,7 @@
-"""Solves the dynamic program of POFO (NeurIPS 2021) and reads its sequences. The equations are in ``pofo_kernels``.
+"""Solves the dynamic program of POFO (NeurIPS 2021) and reads sequences off its tables.
 
-Knows chains and slots; nothing of profiles or plans. Imports numba when a program is solved.
+The equations are in :mod:`lt_offload.plan.planners.pofo.kernels`, which is imported when a program is solved: it brings
+numba.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """POFO (NeurIPS 2021): the fastest mix of running forwards again and offloading activations, weights on the device.
 
 Solves the dynamic program once, turns the sequences for many memories into decisions about blocks and counts their
-bytes exactly. Knows no ops.
+bytes exactly.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.decisions import Decisions, block_choices, resident_tensors
 from lt_offload.plan.iteration.memory import framework_bytes
 from lt_offload.plan.planners.pofo.chain import Chain, Operation, memory, sequential, walk
-from lt_offload.plan.planners.pofo.convert import ActivationLayout, as_chain, as_choices, with_copies
+from lt_offload.plan.planners.pofo.convert import ActivationLayout, as_chain, as_decisions, with_copies
 from lt_offload.plan.planners.pofo.program import ChainProgram
 from lt_offload.plan.planners.request import Allowed, NotApplicable, Proposal, Request
 from lt_offload.plan.verify.simulate import simulate
@@ -49,15 +49,15 @@ def propose_pofo(request: Request) -> list[Proposal]:
     )
     arena = arrange(resident, profile).extent
     layout = as_chain(profile, request.allowed)
-    room = request.capacity_bytes - arena - layout.held_bytes
+    capacity_bytes = request.capacity_bytes - arena - layout.held_bytes
     short = f"weights and optimizer states take {format_bytes(arena)} of {format_bytes(max(request.capacity_bytes, 0))}"
-    if room <= 0:
+    if capacity_bytes <= 0:
         raise NotApplicable(f"{short}; this planner keeps them all on the device")
     kept = _fitted(sequential(layout.chain), layout, request, arena)
     if kept is not None:
         return [Proposal(name="pofo, everything kept", decisions=kept)]
     found: list[tuple[float, Decisions]] = []
-    for sequences in _sequences(layout.chain, room, request):
+    for sequences in _sequences(layout.chain, capacity_bytes, request):
         fitting = (decisions for o in sequences if (decisions := _fitted(o, layout, request, arena)) is not None)
         for decisions in islice(fitting, _TRIED):
             if all(decisions != other for _, other in found):
@@ -79,7 +79,7 @@ def _allowed(request: Request) -> Allowed:
     )
 
 
-def _sequences(chain: Chain, room: int, request: Request) -> Iterator[Iterator[tuple[Operation, ...]]]:
+def _sequences(chain: Chain, capacity_bytes: int, request: Request) -> Iterator[Iterator[tuple[Operation, ...]]]:
     """Yield sequences for one mix after the other; within a mix, those for more memory, which are faster, first."""
     high = max(memory(walk(sequential(chain), chain)))
     most = (min(_SOLVE_SECONDS, request.time_limit / 2) / (_SLOT_SECONDS * len(chain.layers) ** 2)) ** (1 / 3)
@@ -87,7 +87,7 @@ def _sequences(chain: Chain, room: int, request: Request) -> Iterator[Iterator[t
         if (request.activation_offload or not offload) and (request.recompute or not recompute):
             yield ChainProgram(
                 chain,
-                memory_bytes=min(int(_SURPLUS * room), high),
+                memory_bytes=min(int(_SURPLUS * capacity_bytes), high),
                 slots=min(max(int(most), _FEWEST_SLOTS), _MOST_SLOTS),
                 offload=offload,
                 recompute=recompute,
@@ -100,7 +100,7 @@ def _fitted(
 ) -> Decisions | None:
     """Return the decisions of a sequence, or None if they do not fit."""
     profile = request.profile
-    decisions = as_choices(operations, layout, profile, request.allowed)
+    decisions = as_decisions(operations, layout, profile, request.allowed)
     if decisions.least_host_bytes(profile) > request.host_budget_bytes:
         return None
     found = with_copies(decisions, profile, request.capacity_bytes - arena)

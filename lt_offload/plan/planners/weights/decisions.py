@@ -41,7 +41,7 @@ class Setting:
 
     @cached_property
     def blocks(self) -> tuple[BlockDecision, ...]:
-        """The blocks' choices: copies of activations run beside the computations next to theirs."""
+        """The blocks' decisions: copies of activations run beside the computations next to theirs."""
         return block_choices(self.profile, self.options, lag=1, lead=1)
 
     def place(self, tensor: int, *, leaves: bool) -> UpdatePlace:
@@ -57,8 +57,8 @@ class Setting:
         return "paged" if leaves and found.state_bytes else "device"
 
 
-def chain_of(setting: Setting, room: int) -> WeightChain:
-    """Return the abstract problem: each block is a layer, and ``room`` bytes are for everything that is decided."""
+def chain_of(setting: Setting, capacity_bytes: int) -> WeightChain:
+    """Return the abstract problem: each block is a layer, and ``capacity_bytes`` are for everything that is decided."""
     profile = setting.profile
     tensors = profile.tensors
     places = tuple(setting.place(index, leaves=len(tensor.blocks) == 1) for index, tensor in enumerate(tensors))
@@ -76,9 +76,9 @@ def chain_of(setting: Setting, room: int) -> WeightChain:
     return WeightChain(
         weights=tuple(sum(aligned(tensors[index].bytes) for index in owned) for owned in setting.tensors),
         seconds=(*forward, *reversed(backward)),
-        # What the framework frees in one step is no room for weights in that step: the arena has one extent.
+        # What the framework frees in one step is not there for weights in that step: the arena has one extent.
         working=(int(framework_bytes(decisions.usage, profile).max()) + fixed,) * setting.steps,
-        memory=max(room, 1),
+        memory=max(capacity_bytes, 1),
         h2d=profile.hardware.h2d_bytes_per_s,
         d2h=profile.hardware.d2h_bytes_per_s,
         changed=tuple(trained),
@@ -96,7 +96,7 @@ def with_host_gaps(setting: Setting, gaps: Iterable[Gap]) -> tuple[Gap, ...]:
     return tuple(chosen)
 
 
-def greedy_choices(setting: Setting, gaps: Iterable[Gap], planned: Schedule) -> Decisions:
+def greedy_decisions(setting: Setting, gaps: Iterable[Gap], planned: Schedule) -> Decisions:
     """Return the decisions that carry out ``planned``; copies begin in the step in which they begin there."""
     phases: dict[int, set[Phase]] = {}
     for gap in gaps:
@@ -105,7 +105,7 @@ def greedy_choices(setting: Setting, gaps: Iterable[Gap], planned: Schedule) -> 
     times = _Times(setting.steps, planned)
     for layer, gone in phases.items():
         for t in setting.tensors[layer]:
-            decisions[t] = times.choice(setting, t, gone)
+            decisions[t] = times.decision(setting, t, gone)
     return Decisions(tensors=tuple(decisions), blocks=setting.blocks)
 
 
@@ -121,7 +121,7 @@ class _Times:
         self.uploaded = {c.at: planned.step_at(c.start) - 1 for c in planned.copies if c.to == "host"}
         self.released = {r.at: bisect_left(starts, r.time) - 1 for r in planned.releases}
 
-    def choice(self, setting: Setting, tensor: int, gone: set[Phase]) -> TensorDecision:
+    def decision(self, setting: Setting, tensor: int, gone: set[Phase]) -> TensorDecision:
         """Return the decisions about a tensor whose layer's weight is absent after the phases ``gone``."""
         layer = setting.profile.tensors[tensor].blocks[0]
         place = setting.place(tensor, leaves=True)
@@ -133,7 +133,9 @@ class _Times:
         if "backward" in gone:
             end = backward if place == "host" else self.released[backward]
             moves["backward"] = self._move(following, end)
-        decision = TensorDecision(place=place, intervals=self._stays(moves, setting.profile.blocks[layer].has_backward))
+        decision = TensorDecision(
+            place=place, intervals=self._intervals(moves, setting.profile.blocks[layer].has_backward)
+        )
         last = self.first + self.steps - 1
         if place == "host":
             return replace(decision, grad_release_after=self._step(min(self.released[backward], last)))
@@ -153,7 +155,7 @@ class _Times:
         end = min(released, following - 1)
         return end, max(min(self.fetched[following], following), end + 1)
 
-    def _stays(self, moves: dict[Phase, tuple[int, int]], has_backward: bool) -> tuple[Interval, ...]:
+    def _intervals(self, moves: dict[Phase, tuple[int, int]], has_backward: bool) -> tuple[Interval, ...]:
         if len(moves) == 1:
             ((end, fetch),) = moves.values()
             return (Interval(start=self._step(fetch), end=self._step(end)),)

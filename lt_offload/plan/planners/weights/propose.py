@@ -22,7 +22,7 @@ from lt_offload.plan.build.plan import room_needed
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.baselines import option_sets, streaming_choices
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, cheapest_swap, held_bytes, self_contained
-from lt_offload.plan.planners.weights.decisions import Setting, chain_of, greedy_choices, with_host_gaps
+from lt_offload.plan.planners.weights.decisions import Setting, chain_of, greedy_decisions, with_host_gaps
 from lt_offload.plan.planners.weights.model import select_gaps
 from lt_offload.plan.planners.weights.timing import schedule
 from lt_offload.schema.profile import BlockProfile, HardwareProfile, OptionName, OptionProfile
@@ -32,7 +32,7 @@ _MARGINS = {"device": (0, 1, 2, 3, 4), "host": (0, 2)}
 """Numbers of layers, by the place of updates. The paper's own excess amounts to one; whole steps need more memory than
 moments do. Where the host updates, it mostly sets the pace, and margins matter little."""
 _UNBROKEN = 0.95
-"""Part of the room that is planned for if there is a margin; the rest is for gaps between buffers."""
+"""Part of the memory that is planned for if there is a margin; the rest is for gaps between buffers."""
 _LEVELS = 4
 """In how many steps activations are given up."""
 
@@ -96,24 +96,24 @@ class _Found:
 
 
 def _best(request: Request, *, host: bool, margin: int) -> Decisions:
-    """Return the choices of the fastest schedule over all ways to treat activations.
+    """Return the decisions of the fastest schedule over all ways to treat activations.
 
     Raises:
         InfeasibleError: the one that is missing the least, if none fits.
     """
     found: list[_Found] = []
     short: list[InfeasibleError] = []
-    room = round(_UNBROKEN * request.capacity_bytes) if margin else request.capacity_bytes
+    capacity_bytes = round(_UNBROKEN * request.capacity_bytes) if margin else request.capacity_bytes
     for options in dict.fromkeys(_option_levels(request)):
         setting = Setting(profile=request.profile, options=options, host=host)
-        chain = chain_of(setting, room)
+        chain = chain_of(setting, capacity_bytes)
         try:
             gaps = with_host_gaps(setting, select_gaps(chain, margin=margin * chain.largest))
         except InfeasibleError as error:
             short.append(error)
             continue
         planned = schedule(chain, gaps)
-        found.append(_Found(period_s=planned.period_s, decisions=greedy_choices(setting, gaps, planned)))
+        found.append(_Found(period_s=planned.period_s, decisions=greedy_decisions(setting, gaps, planned)))
     if not found:
         raise min(short, key=lambda error: error.needed_bytes or 0)
     return min(found, key=lambda item: item.period_s).decisions
