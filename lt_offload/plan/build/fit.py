@@ -20,6 +20,7 @@ from lt_offload.plan.build.groups import CUTS, GOAL, CopyGroup, arrange, runs
 from lt_offload.plan.build.placement import Flexible, Placement, live_bytes, pack, place
 from lt_offload.plan.iteration.decisions import Decisions, Interval, copy_uses
 from lt_offload.plan.iteration.memory import Bytes, backward_steps, framework_bytes
+from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.schema.profile import Profile
 
 _ROUNDS = 1500
@@ -154,7 +155,7 @@ def _pack(
     """Place what is large by packing, the rest below it by first fit."""
     copies = device_copies(decisions, profile)
     groups = runs(copies, decisions, profile, cut=cut)
-    steps = 2 * len(profile.blocks)
+    steps = len(timeline(profile))
     large = [group for group in groups if group.interval is not None and group.room >= _SMALL * arena_bytes]
     small = [group for group in groups if group.interval is None or group.room < _SMALL * arena_bytes]
     below = place([group.lifetime(steps) for group in small], steps)
@@ -183,7 +184,7 @@ def _pack(
 
 def tighten_arena(decisions: Decisions, profile: Profile, limit: int) -> Decisions:
     """Return ``decisions`` with the peak of live arena bytes at ``limit``, or as near above it as possible."""
-    steps = 2 * len(profile.blocks)
+    steps = len(timeline(profile))
     copies = device_copies(decisions, profile)
     live = live_bytes([copy.lifetime(steps) for copy in copies], steps)
     groups = runs(copies, decisions, profile, cut=CUTS[-1])
@@ -209,7 +210,7 @@ class FlexibleInterval:
 
     def __init__(self, group: CopyGroup, decisions: Decisions, profile: Profile) -> None:
         assert group.interval is not None
-        self.group, self.steps, copy = group, 2 * len(profile.blocks), group.copies[0]
+        self.group, self.steps, copy = group, len(timeline(profile)), group.copies[0]
         self.origin = group.interval.start
         self.start, self.end = 0, self._since(group.interval.end)
         tensor, decision = profile.tensors[copy.tensor], decisions.tensors[copy.tensor]
@@ -412,6 +413,6 @@ def _gradients(decisions: Decisions, profile: Profile) -> Iterator[_Hold]:
     for index, (tensor, decision) in enumerate(zip(profile.tensors, decisions.tensors, strict=True)):
         if decision.grad_release_after is not None:
             groups[backward_steps(tensor.blocks, profile)[-1], decision.grad_release_after].append(index)
-    last = 2 * len(profile.blocks) - 1
+    last = len(timeline(profile)) - 1
     for (_, release_after), tensors in groups.items():
         yield _Hold(sum(profile.tensors[t].bytes for t in tensors), release_after, last, tensors=tuple(tensors))

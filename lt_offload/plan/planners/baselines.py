@@ -20,6 +20,7 @@ from lt_offload.plan.iteration.decisions import (
     uses,
 )
 from lt_offload.plan.iteration.memory import backward_steps, budget_for, framework_bytes
+from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.planners.request import Allowed, held_bytes, self_contained
 from lt_offload.schema.profile import OptionName, OptionProfile, Profile
 
@@ -92,7 +93,7 @@ def streaming_choices(
 
 
 def _streamed(profile: Profile, index: int, host_update: bool, lead: int, lag: int) -> TensorDecision:
-    tensor, last = profile.tensors[index], 2 * len(profile.blocks) - 1
+    tensor, last = profile.tensors[index], len(timeline(profile)) - 1
     update = backward_steps(tensor.blocks, profile)[-1]
     intervals = _short_intervals(tensor.blocks, profile, lead, stale=host_update)
     if host_update:
@@ -107,7 +108,7 @@ def _streamed(profile: Profile, index: int, host_update: bool, lead: int, lag: i
 
 def _short_intervals(blocks: tuple[int, ...], profile: Profile, lead: int, *, stale: bool) -> tuple[Interval, ...]:
     """Return the shortest intervals around the uses; ``stale``: what the last backward leaves must go in any case."""
-    steps = 2 * len(profile.blocks)
+    steps = len(timeline(profile))
     needed = uses(blocks, profile)
     update = (backward_steps(blocks, profile) or [-1])[-1]
     moves: list[tuple[int, int]] = []

@@ -13,6 +13,7 @@ from itertools import accumulate
 from lt_offload.plan.iteration.computations import Computation, computations
 from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, block_choices, uses
 from lt_offload.plan.iteration.memory import backward_steps
+from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.planners.memferry.model import MemFerryLayer, MemFerryWeight
 from lt_offload.schema.profile import OptionName, Profile, TensorProfile
 
@@ -163,7 +164,7 @@ class _ChainSchedule:
         early: bool,
     ) -> None:
         self.profile, self.options, self.readings = profile, options, readings
-        self.steps = 2 * len(profile.blocks)
+        self.steps = len(timeline(profile))
         self.computed = computations(options, {}, profile)
         self.ends = list(accumulate(2 * _seconds(profile, self.computed, readings, written)))
         self.left: dict[int, int] = {}

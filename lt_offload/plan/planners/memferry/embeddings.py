@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, uses
+from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.planners.request import Request
 from lt_offload.schema.profile import Profile, TensorProfile
 
@@ -25,7 +26,7 @@ def zero_copy_embeddings(decisions: Decisions, request: Request) -> Decisions | 
     Frozen tables that travel are read directly too.
     """
     profile = request.profile
-    total = 2 * len(profile.blocks)
+    total = len(timeline(profile))
     tensors = list(decisions.tensors)
     for index, (tensor, decision) in enumerate(zip(profile.tensors, decisions.tensors, strict=True)):
         travels = decision.place == "host" or (decision.place == "none" and decision.intervals)

@@ -19,6 +19,7 @@ from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.computations import computations
 from lt_offload.plan.iteration.decisions import Decisions, uses
 from lt_offload.plan.iteration.memory import framework_bytes
+from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.planners.memferry.chain import Reading, to_decisions
 from lt_offload.plan.planners.memferry.embeddings import embedding_steps
 from lt_offload.plan.planners.request import Allowed, Request, cheapest_swap
@@ -247,6 +248,6 @@ def _rank(attempt: _Attempt) -> tuple[float, int]:
 
 def _needed_bytes(decisions: Decisions, profile: Profile) -> int:
     """Return the bytes that ``decisions`` take, but for what the arena may lose to fragmentation."""
-    steps = 2 * len(profile.blocks)
+    steps = len(timeline(profile))
     arena = live_bytes([copy.lifetime(steps) for copy in device_copies(decisions, profile)], steps)
     return int(arena.max(initial=0)) + int(framework_bytes(decisions.usage, profile).max())

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from lt_offload.plan.iteration.memory import budget_for, least_host_bytes
+from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.planners.memferry.chain import ProfileChain, Reading, chain
 from lt_offload.plan.planners.memferry.embeddings import embedding_steps
 from lt_offload.plan.planners.memferry.fit import Fitting, Given, seconds
@@ -113,7 +114,7 @@ class _Planner:
 
     def given(self, variant: _Variant) -> Given:
         """Return what ``variant`` would do in enough memory."""
-        profile, last = self.profile, 2 * len(self.profile.blocks) - 1
+        profile, steps = self.profile, timeline(self.profile)
         readings = [Reading(always=not tensor.trainable) for tensor in profile.tensors]
         if variant.zero_copy != "none":
             for index, tensor in enumerate(profile.tensors):
@@ -128,7 +129,8 @@ class _Planner:
         for block, tensors in enumerate(found.tensors):
             for at, index in enumerate(tensors):
                 if not copied[block][at]:
-                    readings[index] = Reading(zero_copy=(block,) if (block, at) in switched else (block, last - block))
+                    backward = () if (block, at) in switched else (steps.backward(block),)
+                    readings[index] = Reading(zero_copy=(steps.forward(block), *backward))
         return Given(options=self.options, readings=tuple(readings), zero_copy=variant.zero_copy != "none")
 
     def _reads_table(self, tensor: TensorProfile) -> bool:

@@ -51,6 +51,7 @@ import pulp
 
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.plan.iteration.pace import Pace
+from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.planners.lp import Pair, Term, add, pairs, require
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.solution import Group, groups
@@ -242,7 +243,8 @@ class Program:
         self, profile: Profile, config: OffmateConfig, objective: Objective = "time", pace: Pace | None = None
     ) -> None:
         self.profile, self.config, self.objective = profile, config, objective
-        self.steps = 2 * len(profile.blocks)
+        self.timeline = timeline(profile)
+        self.steps = len(self.timeline)
         self.pace = pace or Pace(profile)
         self.options = [_options(block, config) for block in profile.blocks]
         self.groups = groups(profile)
@@ -317,7 +319,7 @@ class Program:
         self, index: int, block: BlockProfile, options: Sequence[OptionProfile], weights: list[Term], held: Term
     ) -> None:
         """Count a block's activations, computations and copies, given what the blocks before it hold."""
-        forward, backward = index, self.steps - 1 - index
+        forward, backward = self.timeline.forward(index), self.timeline.backward(index)
         interface = block.input_bytes + block.output_bytes
         add(self.other[forward], [(1, held), (self._size(interface), 1.0)])
         self.count_launch(forward, block)
@@ -362,7 +364,8 @@ class Program:
         there: list[Pair] = []
         needed: list[Pair] = []
         for step in range(self.steps):
-            needed += self.offloaded.get(self.steps - 1 - step, [])
+            if self.timeline.is_backward(step):
+                needed += self.offloaded.get(self.timeline.forward(self.timeline.block(step)), [])
             needed = self._total(f"needed_{step:03d}", needed)
             require(self.problem, [*there, *((-f, v) for f, v in needed)], ">=")
             there = self._total(f"there_{step:03d}", [*there, (1, arrived[step])])
@@ -380,7 +383,7 @@ class Program:
         """Count copies of saved activations, and the memory they take in other steps than the block's own two."""
         if not any(size for size, _ in offloaded):
             return
-        forward, backward = index, self.steps - 1 - index
+        forward, backward = self.timeline.forward(index), self.timeline.backward(index)
         latest = min(self.pace.later(forward, self.config.lag), backward - 1)
         earliest = max(self.pace.earlier(backward, self.config.lookahead), latest + 1)
         for step in (*range(forward + 1, latest + 1), *range(earliest, backward)):
@@ -398,7 +401,7 @@ class Program:
 
     def _uses(self, group: Group) -> tuple[int, ...]:
         forward = set(group.blocks)
-        backward = {self.steps - 1 - block for block in group.blocks if self.profile.blocks[block].has_backward}
+        backward = {self.timeline.backward(block) for block in group.blocks if self.profile.blocks[block].has_backward}
         return tuple(sorted((step - group.last_backward) % self.steps for step in forward | backward))
 
     def _count_parameters(self, v: GroupTerms) -> None:
@@ -455,7 +458,7 @@ class Program:
         for tau in range(1, min(self.config.gradient_window, v.first_use - 2)):
             left = [(-size, flow) for flow in v.grad_offload[:tau]]
             add(self.other[(update + tau) % self.steps], [(size, v.host_share), *left])
-        backwards = [self.steps - 1 - block for block in reversed(v.group.blocks)]
+        backwards = [self.timeline.backward(block) for block in reversed(v.group.blocks)]
         for step in range(backwards[0], update):
             add(self.other[step], [(size, 1.0)])
         if len(backwards) > 1:

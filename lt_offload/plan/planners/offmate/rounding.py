@@ -19,6 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, block_choices, uses
+from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.planners.offmate.solution import Group, GroupFlows, Solution
 from lt_offload.schema.profile import Profile
 
@@ -127,7 +128,7 @@ class _Rounding:
     def __init__(self, group: Group, flows: GroupFlows, profile: Profile, carry: _Carry, slack: Slack) -> None:
         self.group, self.flows, self.profile, self.carry = group, flows, profile, carry
         self.slack = slack
-        self.steps = 2 * len(profile.blocks)
+        self.steps = len(timeline(profile))
         self.update = group.last_backward
         self.uses = sorted((step - self.update) % self.steps for step in uses(group.blocks, profile))
         tiny = frozenset(t for t in group.tensors if profile.tensors[t].bytes < _TINY * group.bytes)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.schema.profile import OptionName, Profile
 
 Flow = NDArray[np.float64]
@@ -30,7 +31,7 @@ class Group:
 
 def groups(profile: Profile) -> tuple[Group, ...]:
     """Return the parameter groups of ``profile``, in order of first use."""
-    last = 2 * len(profile.blocks) - 1
+    steps = timeline(profile)
     members: dict[tuple[int, ...], list[int]] = {}
     for index, tensor in enumerate(profile.tensors):
         members.setdefault(tensor.blocks, []).append(index)
@@ -41,8 +42,8 @@ def groups(profile: Profile) -> tuple[Group, ...]:
             bytes=sum(profile.tensors[i].bytes for i in indices),
             trainable_bytes=sum(profile.tensors[i].bytes for i in indices if profile.tensors[i].trainable),
             state_bytes=sum(profile.tensors[i].state_bytes for i in indices),
-            first_forward=blocks[0],
-            last_backward=last - blocks[0],
+            first_forward=steps.forward(blocks[0]),
+            last_backward=steps.backward(blocks[0]),
         )
         for blocks, indices in sorted(members.items())
         if blocks

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from lt_offload.plan.iteration.computations import computations, rerun_option
 from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Recomputation, resident_tensors
 from lt_offload.plan.iteration.memory import framework_bytes
+from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.planners.pofo.chain import Chain, ChainLayer, Operation
 from lt_offload.plan.planners.request import Allowed, NotApplicable
 from lt_offload.schema.plan import Save
@@ -97,7 +98,7 @@ def as_decisions(
             continue
         blocks = layout.layers[operation.layer - 1]
         if run and not (len(run) == len(blocks) == 1):
-            recomputations[2 * len(profile.blocks) - 1 - blocks[-1]] = tuple(_reruns(run, layout))
+            recomputations[timeline(profile).backward(blocks[-1])] = tuple(_reruns(run, layout))
         run = []
     return Decisions(
         tensors=resident_tensors(profile),
@@ -266,7 +267,7 @@ def _apply(decisions: Decisions, travels: list[Travel]) -> Decisions:
 
 def _starts(decisions: Decisions, profile: Profile) -> NDArray[np.float64]:
     """Return when each step begins if no copy delays it, and when the last one ends."""
-    seconds = np.zeros(2 * len(profile.blocks))
+    seconds = np.zeros(len(timeline(profile)))
     for computation in computations([block.option for block in decisions.blocks], decisions.recomputations, profile):
         seconds[computation.step] += computation.seconds
     for tensor in profile.tensors:
