@@ -78,7 +78,7 @@ def request(profile: Profile, budget: float, **kwargs: Any) -> Request:
 
 def planned(decisions: Decisions, asked: Request) -> tuple[Plan, Trace]:
     """The plan of ``decisions`` as select makes it, checked, and its simulation."""
-    fitted = fit(decisions, asked.profile, asked.room)
+    fitted = fit(decisions, asked.profile, asked.capacity_bytes)
     assert fitted.over <= 0
     plan = build(
         fitted.decisions,
@@ -289,7 +289,7 @@ def test_copies_begin_as_late_as_the_link_allows() -> None:
     assert all(planned(decisions, request(profile, 10**6)) for decisions in (late, early))
 
 
-def test_relaxations_are_sorted_and_shrink_what_they_change() -> None:
+def test_savings_are_sorted_and_shrink_what_they_change() -> None:
     profile = with_zero_copy(llama7b_b4(5))
     given = Given(
         options=tuple(block.options[0].name for block in profile.blocks),

@@ -37,7 +37,7 @@ def request(profile: Profile, budget: float, *, host_budget: float = 1e15, **swi
 
 def fitted(proposal: Proposal, asked: Request) -> Plan | None:
     """Return the checked plan, or None if it cannot be brought into the budget."""
-    found = fit(proposal.decisions, asked.profile, asked.room)
+    found = fit(proposal.decisions, asked.profile, asked.capacity_bytes)
     if found.over > 0:
         return None
     plan = build(
