@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from lt_offload.errors import PlanError
 from lt_offload.execute.device.base import Cell, Device, Event
-from lt_offload.execute.groups import Parcel
+from lt_offload.execute.groups import LiveGroup
 from lt_offload.execute.tensors import Weight
 from lt_offload.schema.plan import Op, Plan
 
@@ -40,8 +40,8 @@ class BoundWeights:
         in_host_memory = set(plan.zero_copy(op))
         self._on_device = tuple(weight for weight in weights if weight.index not in in_host_memory)
         self._in_host_memory = tuple(weight for weight in weights if weight.index in in_host_memory)
-        self._device_groups = _parcels(self._on_device)
-        self._host_groups = _parcels(self._in_host_memory)
+        self._device_groups = _groups(self._on_device)
+        self._host_groups = _groups(self._in_host_memory)
 
     def __enter__(self) -> None:
         self._await()
@@ -68,24 +68,24 @@ class BoundWeights:
         """Order the compute lane after what brings the weights."""
         events: dict[Event, None] = {}
         reads: list[Cell] = []
-        for parcel in self._device_groups:
-            if parcel.buffer is None:
-                raise PlanError(f"the plan does not bring {parcel.label} to the device for step {self._op.step}")
-            reads.append(parcel.buffer)
-            if parcel.ready is not None:
-                events[parcel.ready] = None
-        for parcel in self._host_groups:
-            if parcel.dirty:
+        for group in self._device_groups:
+            if group.buffer is None:
+                raise PlanError(f"the plan does not bring {group.label} to the device for step {self._op.step}")
+            reads.append(group.buffer)
+            if group.ready is not None:
+                events[group.ready] = None
+        for group in self._host_groups:
+            if group.dirty:
                 raise PlanError(
-                    f"op {self._op.id} reads {parcel.label} in host memory, which is older than the device copy"
+                    f"op {self._op.id} reads {group.label} in host memory, which is older than the device copy"
                 )
-            reads.append(parcel.host_cell)
-            if parcel.current is not None:
-                events[parcel.current] = None
+            reads.append(group.host_cell)
+            if group.current is not None:
+                events[group.current] = None
         self._device.wait(*events, reads=reads)
-        for parcel in self._device_groups:
-            parcel.ready = None  # the compute lane is ordered after it for good
+        for group in self._device_groups:
+            group.ready = None  # the compute lane is ordered after it for good
 
 
-def _parcels(weights: Sequence[Weight]) -> tuple[Parcel, ...]:
-    return tuple(dict.fromkeys(weight.parcel for weight in weights))
+def _groups(weights: Sequence[Weight]) -> tuple[LiveGroup, ...]:
+    return tuple(dict.fromkeys(weight.group for weight in weights))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lt_offload.execute.activations import ActivationOffloader
 from lt_offload.execute.device.base import Device, Event
-from lt_offload.execute.groups import Layout, Parcel
+from lt_offload.execute.groups import Layout, LiveGroup
 from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.tensors import distinct
 from lt_offload.schema.plan import Op, Plan
@@ -23,25 +23,25 @@ Pair = tuple[Tensor, Tensor]
 
 
 class Transfer:
-    """Parcels that are copied by one task, again and again; remembers the ranges that were copied last.
+    """Groups that are copied by one task, again and again; remembers the ranges that were copied last.
 
     Args:
         device: what copies.
-        parcels: all of them, whether or not there is something to copy.
+        groups: all of them, whether or not there is something to copy.
         label: of the tasks.
         op: the plan's op that the tasks belong to, if any.
     """
 
-    def __init__(self, device: Device, parcels: Sequence[Parcel], *, label: str, op: int = -1) -> None:
-        self.parcels = tuple(parcels)
+    def __init__(self, device: Device, groups: Sequence[LiveGroup], *, label: str, op: int = -1) -> None:
+        self.groups = tuple(groups)
         self._device, self._label, self._op = device, label, op
-        self._copied: tuple[tuple[Parcel, int], ...] = ()
+        self._copied: tuple[tuple[LiveGroup, int], ...] = ()
         self._pairs: list[Pair] = []
         self._nbytes = 0
 
     def fetch(self) -> Event | None:
-        """Queue the copies that fill the attached parcels; return their event, None if there is nothing to copy."""
-        items = [item for item in self.parcels if item.buffer is not None and item.filled]
+        """Queue the copies that fill the attached groups; return their event, None if there is nothing to copy."""
+        items = [item for item in self.groups if item.buffer is not None and item.filled]
         if not items:
             return None
         event = self._device.submit(
@@ -60,7 +60,7 @@ class Transfer:
 
     def write_back(self) -> Event | None:
         """Queue the copies of newer device copies to the host; return their event, None if there are none."""
-        items = [item for item in self.parcels if item.dirty]
+        items = [item for item in self.groups if item.dirty]
         if not items:
             return None
         event = self._device.submit(
@@ -82,7 +82,7 @@ class Transfer:
         """Let go of the arena."""
         self._copied, self._pairs = (), []
 
-    def _find(self, items: Sequence[Parcel]) -> list[Pair]:
+    def _find(self, items: Sequence[LiveGroup]) -> list[Pair]:
         """Return what to copy: as a plan's offsets are fixed, mostly what was copied the last time."""
         wanted = tuple((item, item.buffer.offset) for item in items if item.buffer is not None)
         if wanted != self._copied:
@@ -91,30 +91,30 @@ class Transfer:
         return self._pairs
 
 
-def coalesced(parcels: Sequence[Parcel]) -> list[Pair]:
-    """Return the ranges of attached ``parcels``, where what lies side by side on both sides is one."""
-    found: list[tuple[Parcel, Parcel]] = []
-    for parcel in sorted(parcels, key=_offset):
-        if found and _follows(found[-1][1], parcel):
-            found[-1] = (found[-1][0], parcel)
+def coalesced(groups: Sequence[LiveGroup]) -> list[Pair]:
+    """Return the ranges of attached ``groups``, where what lies side by side on both sides is one."""
+    found: list[tuple[LiveGroup, LiveGroup]] = []
+    for group in sorted(groups, key=_offset):
+        if found and _follows(found[-1][1], group):
+            found[-1] = (found[-1][0], group)
         else:
-            found.append((parcel, parcel))
+            found.append((group, group))
     return [_range(first, last) for first, last in found]
 
 
-def _offset(parcel: Parcel) -> int:
-    assert parcel.buffer is not None
-    return parcel.buffer.offset
+def _offset(group: LiveGroup) -> int:
+    assert group.buffer is not None
+    return group.buffer.offset
 
 
-def _follows(one: Parcel, other: Parcel) -> bool:
+def _follows(one: LiveGroup, other: LiveGroup) -> bool:
     """Return whether ``other`` begins where ``one`` ends, in the arena and in the same mapping of host memory."""
     if one.span is not other.span or _offset(other) != _offset(one) + one.room:
         return False
     return other.host.data_ptr() == one.host.data_ptr() + one.room
 
 
-def _range(first: Parcel, last: Parcel) -> Pair:
+def _range(first: LiveGroup, last: LiveGroup) -> Pair:
     """Return the bytes from the beginning of ``first`` to the end of ``last``."""
     assert first.buffer is not None
     nbytes = _offset(last) - _offset(first) + last.nbytes
@@ -136,7 +136,7 @@ def _copies(copy: Callable[[Tensor, Tensor], None], pairs: Sequence[Pair], *, to
 class _Move:
     """An op on weights or states, made ready."""
 
-    parcels: tuple[Parcel, ...]
+    groups: tuple[LiveGroup, ...]
     offsets: tuple[int, ...]
     """Where each goes, for prefetches."""
     transfer: Transfer
@@ -154,9 +154,9 @@ class Residency:
         self.updates = updates
         self.settled = False
         """What is on the device is what the plan wants at the start of step 0."""
-        self.all: list[Parcel] = layout.all
+        self.all: list[LiveGroup] = layout.all
         self._releases: dict[int, list[Callable[[], None]]] = {}
-        self._initial: dict[Parcel, int] = {}
+        self._initial: dict[LiveGroup, int] = {}
         self._moves: dict[int, _Move] = {}
         if plan is not None:
             self._initial = _placed([(copy.group, copy.offset) for copy in plan.initial], layout)
@@ -166,18 +166,18 @@ class Residency:
         """Carry out a prefetch, offload or drop of weights or states."""
         move = self._moves[op.id]
         if op.kind == "prefetch":
-            for parcel, offset in zip(move.parcels, move.offsets, strict=True):
-                self._attach(parcel, offset)
+            for group, offset in zip(move.groups, move.offsets, strict=True):
+                self._attach(group, offset)
             move.transfer.fetch()
         elif op.kind == "offload":
             move.transfer.write_back()
             if op.release_after is not None:
-                for parcel in move.parcels:
-                    self.release_at(op.release_after, parcel.detach)
+                for group in move.groups:
+                    self.release_at(op.release_after, group.detach)
         else:
-            for parcel in move.parcels:
-                assert not parcel.dirty, f"{parcel.label} would be lost"
-                parcel.detach()
+            for group in move.groups:
+                assert not group.dirty, f"{group.label} would be lost"
+                group.detach()
 
     def leave(self, op: Op, offloader: ActivationOffloader) -> None:
         """Carry out the offload of a block's activations."""
@@ -204,54 +204,54 @@ class Residency:
         assert self.plan is not None
         self.run_releases()
         self.evict(keep=self._initial)
-        missing = [parcel for parcel in self._initial if parcel.buffer is None]
-        for parcel in missing:
-            self._attach(parcel, self._initial[parcel])
+        missing = [group for group in self._initial if group.buffer is None]
+        for group in missing:
+            self._attach(group, self._initial[group])
         Transfer(self.device, missing, label="settle").fetch()
         self.settled = True
 
-    def evict(self, keep: Mapping[Parcel, int] | None = None) -> None:
+    def evict(self, keep: Mapping[LiveGroup, int] | None = None) -> None:
         """Bring every device copy to the host and forget it, except those in ``keep`` at the offset given there."""
         out = [p for p in self.all if p.buffer is not None and (keep or {}).get(p) != p.buffer.offset]
         Transfer(self.device, out, label="evict").write_back()
-        for parcel in out:
-            parcel.detach()
+        for group in out:
+            group.detach()
         self.settled = False
 
     def complete_host(self) -> None:
         """Write newer device copies back, keeping them, and wait until every host copy is complete."""
         Transfer(self.device, self.all, label="write back").write_back()
         self.device.drain()
-        for parcel in self.all:
-            parcel.current = None
+        for group in self.all:
+            group.current = None
 
-    def bring_home(self, parcels: Iterable[Parcel]) -> None:
-        """Make the host copies of ``parcels`` complete, wait until they are, and keep the device copies."""
-        incomplete = [parcel for parcel in parcels if parcel.dirty or parcel.current is not None]
+    def bring_home(self, groups: Iterable[LiveGroup]) -> None:
+        """Make the host copies of ``groups`` complete, wait until they are, and keep the device copies."""
+        incomplete = [group for group in groups if group.dirty or group.current is not None]
         if not incomplete:
             return
         Transfer(self.device, incomplete, label="read").write_back()
-        self.device.synchronize(*distinct(parcel.current for parcel in incomplete))
-        for parcel in incomplete:
-            parcel.current = None
+        self.device.synchronize(*distinct(group.current for group in incomplete))
+        for group in incomplete:
+            group.current = None
 
-    def forget(self, parcels: Iterable[Parcel] | None = None) -> None:
-        """Forget the device copies of ``parcels``, or all, without writing them back.
+    def forget(self, groups: Iterable[LiveGroup] | None = None) -> None:
+        """Forget the device copies of ``groups``, or all, without writing them back.
 
         Nothing that the device has been given reads or writes their host copies any more afterwards.
         """
         self.run_releases()
         self.device.drain()
         self.device.synchronize(self.device.mark())
-        for parcel in self.all if parcels is None else parcels:
-            if parcel.buffer is not None:
-                parcel.detach()
+        for group in self.all if groups is None else groups:
+            if group.buffer is not None:
+                group.detach()
         self.settled = False
 
     def close(self) -> None:
         """Let go of the arena."""
-        for parcel in self.all:
-            for member in parcel.members:
+        for group in self.all:
+            for member in group.members:
                 member.forget_views()
         for move in self._moves.values():
             move.transfer.forget_views()
@@ -259,16 +259,16 @@ class Residency:
     def _move(self, op: Op, layout: Layout) -> _Move:
         assert op.payload is not None
         offsets = _placed(list(zip(op.groups, op.offsets or (0,) * len(op.groups), strict=True)), layout)
-        parcels = tuple(offsets)
-        transfer = Transfer(self.device, parcels, label=f"{op.kind} {op.payload} {op.block}", op=op.id)
-        return _Move(parcels, tuple(offsets.values()), transfer)
+        groups = tuple(offsets)
+        transfer = Transfer(self.device, groups, label=f"{op.kind} {op.payload} {op.block}", op=op.id)
+        return _Move(groups, tuple(offsets.values()), transfer)
 
-    def _attach(self, parcel: Parcel, offset: int) -> None:
+    def _attach(self, group: LiveGroup, offset: int) -> None:
         assert self.updates is not None
-        parcel.refresh(self.updates)
-        parcel.attach(self.device.place(offset, parcel.room, parcel.label))
+        group.refresh(self.updates)
+        group.attach(self.device.place(offset, group.room, group.label))
 
 
-def _placed(groups: Sequence[tuple[int, int]], layout: Layout) -> dict[Parcel, int]:
-    """Return where each parcel begins, given where groups of the plan do."""
-    return {parcel: offset + start for group, offset in groups for parcel, start in layout.parts[group]}
+def _placed(planned: Sequence[tuple[int, int]], layout: Layout) -> dict[LiveGroup, int]:
+    """Return where each group begins, given where the groups of the plan do."""
+    return {group: offset + start for number, offset in planned for group, start in layout.parts[number]}

@@ -146,7 +146,7 @@ class GradientOffloads:
             # the last update wrote the weights
             after=[
                 self._device.mark(writes=[memory]),
-                *distinct([*freed, *(weight.parcel.current for weight, _ in items)]),
+                *distinct([*freed, *(weight.group.current for weight, _ in items)]),
             ],
             reads=[memory],
             writes=self.cells,
@@ -293,16 +293,16 @@ class Gradients:
         if not items:
             return
         weights = [weight for weight, _ in items]
-        parcels = list(dict.fromkeys(p for w in weights for p in (w.parcel, w.states.parcel) if p is not None))
+        groups = list(dict.fromkeys(p for w in weights for p in (w.group, w.states.group) if p is not None))
         self.device.wait(
-            *distinct(parcel.ready for parcel in parcels),
-            writes=[parcel.buffer for parcel in parcels if parcel.buffer is not None],
+            *distinct(group.ready for group in groups),
+            writes=[group.buffer for group in groups if group.buffer is not None],
         )
-        for parcel in parcels:
-            parcel.ready = None
+        for group in groups:
+            group.ready = None
         self.updates.update_on_device(weights, [grad for _, grad in items])
-        for parcel in parcels:
-            parcel.dirty = parcel.buffer is not None
+        for group in groups:
+            group.dirty = group.buffer is not None
         self.updated += len(items)
 
     def _write_out(self, weight: Weight, grad: Tensor) -> None:
@@ -335,21 +335,21 @@ class Gradients:
             self._slots.skipped(op, weights)
             return None
         run = self.updates.prepare(ready, "host", [self._host_grads[w.index] for w in ready])
-        parcels = list(dict.fromkeys(w.parcel for w in ready))
+        groups = list(dict.fromkeys(w.group for w in ready))
         event = self.device.submit(
             "host",
             run,
             # Gradients arrive after the last computation that may have read the weights in host memory.
-            after=distinct([*(self._arrived.pop(w.index) for w in ready), *(p.current for p in parcels)]),
+            after=distinct([*(self._arrived.pop(w.index) for w in ready), *(p.current for p in groups)]),
             reads=list(dict.fromkeys(w.grad_cell for w in ready)),
-            writes=[parcel.host_cell for parcel in parcels],
+            writes=[group.host_cell for group in groups],
             label=label,
             op=op,
             urgency=urgency,
         )
         self._slots.updated(op, event)
-        for parcel in parcels:
-            parcel.current = event
+        for group in groups:
+            group.current = event
         self.updated += len(ready)
         return event
 

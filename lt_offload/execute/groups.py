@@ -1,7 +1,7 @@
 """A plan's tensor groups as they are on this machine: where they stand in host memory, and what is on its way.
 
-A *parcel* is a tensor group, with one buffer, one set of events and one copy for all its tensors. Where a user holds
-the memory of a weight (a state dict that was kept), that weight is a parcel of its own.
+A live group has one buffer, one set of events and one copy for all its tensors. Where a user holds the memory of a
+weight (a state dict that was kept), that weight is a live group of its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lt_offload.units import round_up
 Member = Weight | States
 
 
-class Parcel:
+class LiveGroup:
     """A host copy, an optional device copy, and the events that say when each is complete."""
 
     __slots__ = (
@@ -47,7 +47,7 @@ class Parcel:
         self.host: Tensor
         """The bytes of all host copies."""
         self.span: Tensor
-        """The host memory of all parcels that are fetched together; ``host`` is part of it."""
+        """The host memory of all groups that are fetched together; ``host`` is part of it."""
         self.host_cell = Cell(f"host {self.label}")
         self.buffer: Buffer | None = None
         self.ready: Event | None = None
@@ -60,7 +60,7 @@ class Parcel:
         """The device copy is newer than the host copy."""
         start = 0
         for member in self.members:
-            member.parcel, member.start = self, start
+            member.group, member.start = self, start
             start += round_up(member.room, ALIGNMENT)
         self.room = start
         """Bytes that it takes of the arena."""
@@ -96,14 +96,14 @@ class Parcel:
 
 
 class Layout:
-    """The parcels of a model: the tensor groups of a plan, as they are on this machine.
+    """The groups of a model: the tensor groups of a plan, as they are on this machine.
 
     Args:
         device: whose host memory holds them.
         weights: all of the model; their host copies move here.
         blocks: the weights of each block.
-        plan: without one, what a block uses first is one parcel.
-        staying: weights whose host copies stay where they are, as far as the device allows it. Each is a parcel of its
+        plan: without one, what a block uses first is one group.
+        staying: weights whose host copies stay where they are, as far as the device allows it. Each is a group of its
             own: the rest of its group stands elsewhere in host memory.
     """
 
@@ -116,65 +116,65 @@ class Layout:
         staying: Collection[int] = (),
     ) -> None:
         self._device, self._staying = device, staying
-        self.parts: dict[int, tuple[tuple[Parcel, int], ...]] = {}
-        """Of each group of the plan: its parcels, and where in the group they begin."""
-        self.all: list[Parcel] = []
+        self.parts: dict[int, tuple[tuple[LiveGroup, int], ...]] = {}
+        """Of each group of the plan: its groups, and where in the group they begin."""
+        self.all: list[LiveGroup] = []
         if plan is None:
             owner = {weight.index: index for index in reversed(range(len(blocks))) for weight in blocks[index]}
             owned: defaultdict[int | None, list[Weight]] = defaultdict(list)
             for weight in weights:
                 owned[owner.get(weight.index)].append(weight)
             for members in owned.values():
-                self._house([parcel for parcel, _ in self._split(members, [0] * len(members))])
+                self._house([group for group, _ in self._split(members, [0] * len(members))])
             return
         spans: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
-        for number, group in enumerate(plan.groups):
-            if group.payload != "grad":
-                spans[group.payload, group.span].append(number)
+        for number, planned in enumerate(plan.groups):
+            if planned.payload != "grad":
+                spans[planned.payload, planned.span].append(number)
         for numbers in spans.values():
             for number in numbers:
-                group = plan.groups[number]
-                grouped: list[Member] = [weights[tensor] for tensor in group.tensors]
-                if group.payload == "state":
-                    grouped = [weights[tensor].states for tensor in group.tensors]
-                    for tensor, size in zip(group.tensors, group.sizes, strict=True):
+                planned = plan.groups[number]
+                grouped: list[Member] = [weights[tensor] for tensor in planned.tensors]
+                if planned.payload == "state":
+                    grouped = [weights[tensor].states for tensor in planned.tensors]
+                    for tensor, size in zip(planned.tensors, planned.sizes, strict=True):
                         weights[tensor].states.room = size
-                self.parts[number] = tuple(self._split(grouped, group.sizes))
-            self._house([parcel for number in numbers for parcel, _ in self.parts[number]])
+                self.parts[number] = tuple(self._split(grouped, planned.sizes))
+            self._house([group for number in numbers for group, _ in self.parts[number]])
 
-    def _split(self, members: Sequence[Member], sizes: Sequence[int]) -> Iterator[tuple[Parcel, int]]:
-        """Yield the parcels that ``members`` make up, and where each begins."""
+    def _split(self, members: Sequence[Member], sizes: Sequence[int]) -> Iterator[tuple[LiveGroup, int]]:
+        """Yield the groups that ``members`` make up, and where each begins."""
         part: list[Member] = []
         begin = end = 0
         for member, size in zip(members, sizes, strict=True):
             if part and (self._alone(part[-1]) or self._alone(member)):
-                yield Parcel(part, self._device), begin
+                yield LiveGroup(part, self._device), begin
                 part, begin = [], end
             part.append(member)
             end += size
-        yield Parcel(part, self._device), begin
+        yield LiveGroup(part, self._device), begin
 
     def _alone(self, member: Member) -> bool:
         return isinstance(member, Weight) and member.index in self._staying
 
-    def _house(self, parcels: Sequence[Parcel]) -> None:
-        """Make host memory for parcels of one span: side by side, but for those whose memory stays."""
-        self.all += parcels
-        together = [parcel for parcel in parcels if not self._alone(parcel.members[0])]
+    def _house(self, groups: Sequence[LiveGroup]) -> None:
+        """Make host memory for groups of one span: side by side, but for those whose memory stays."""
+        self.all += groups
+        together = [group for group in groups if not self._alone(group.members[0])]
         if together:
             _house(together, self._device)
-        for parcel in parcels:
-            if self._alone(parcel.members[0]):
-                _house([parcel], self._device)
+        for group in groups:
+            if self._alone(group.members[0]):
+                _house([group], self._device)
 
 
-def _house(parcels: Sequence[Parcel], device: Device) -> None:
-    """Let the host copies of ``parcels`` stand side by side, in this order."""
-    members = [member for parcel in parcels for member in parcel.members]
+def _house(groups: Sequence[LiveGroup], device: Device) -> None:
+    """Let the host copies of ``groups`` stand side by side, in this order."""
+    members = [member for group in groups for member in group.members]
     first = members[0]
     if len(members) == 1 and isinstance(first, Weight) and first.host.is_contiguous():
         first.rehost(device.host_adopt(first.host))
-        parcels[0].host = parcels[0].span = first.host.view(-1).view(torch.uint8)
+        groups[0].host = groups[0].span = first.host.view(-1).view(torch.uint8)
         return
     parts = [
         (tuple(m.host.shape), m.host.dtype) if isinstance(m, Weight) else ((m.room,), torch.uint8) for m in members
@@ -187,6 +187,6 @@ def _house(parcels: Sequence[Parcel], device: Device) -> None:
         else:
             member.slot = tensor
     at = 0
-    for parcel in parcels:
-        parcel.host, parcel.span = span[at : at + parcel.nbytes], span
-        at += parcel.room
+    for group in groups:
+        group.host, group.span = span[at : at + group.nbytes], span
+        at += group.room

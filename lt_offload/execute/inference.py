@@ -11,7 +11,7 @@ from typing import Any
 from lt_offload.errors import OverBudget
 from lt_offload.execute.copies import Transfer
 from lt_offload.execute.device.base import Device
-from lt_offload.execute.groups import Layout, Parcel
+from lt_offload.execute.groups import Layout, LiveGroup
 from lt_offload.execute.tensors import States, Weight, distinct
 from lt_offload.schema.plan import ALIGNMENT
 from lt_offload.units import format_bytes, round_up
@@ -23,25 +23,25 @@ class Streaming:
     def __init__(self, device: Device, blocks: Sequence[Sequence[Weight]], layout: Layout) -> None:
         self.device = device
         self.blocks = blocks
-        self._parcels = [list(dict.fromkeys(weight.parcel for weight in block)) for block in blocks]
+        self._groups = [list(dict.fromkeys(weight.group for weight in block)) for block in blocks]
         """Of each block, the groups of its weights."""
-        self._states = [parcel for parcel in layout.all if isinstance(parcel.members[0], States)]
-        self._transfers: dict[tuple[Parcel, ...], Transfer] = {}
+        self._states = [group for group in layout.all if isinstance(group.members[0], States)]
+        self._transfers: dict[tuple[LiveGroup, ...], Transfer] = {}
 
     def forward(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one block's forward."""
-        weights, parcels = self.blocks[index], self._parcels[index]
-        following = self._parcels[(index + 1) % len(self.blocks)]
-        if not self._bring(parcels, index, needed=parcels):
+        weights, groups = self.blocks[index], self._groups[index]
+        following = self._groups[(index + 1) % len(self.blocks)]
+        if not self._bring(groups, index, needed=groups):
             self._clear()  # the ranges in use may have left gaps that are too small
-            if not self._bring(parcels, index, needed=parcels):
+            if not self._bring(groups, index, needed=groups):
                 nbytes = sum(weight.nbytes for weight in weights)
                 raise OverBudget(f"block {index} needs {format_bytes(nbytes)} of weights, more than the arena holds")
-        self._bring(following, index, needed=[*parcels, *following])
-        arrivals = distinct(parcel.ready for parcel in parcels)
-        self.device.wait(*arrivals, reads=[p.buffer for p in parcels if p.buffer is not None])
-        for parcel in parcels:
-            parcel.ready = None
+        self._bring(following, index, needed=[*groups, *following])
+        arrivals = distinct(group.ready for group in groups)
+        self.device.wait(*arrivals, reads=[p.buffer for p in groups if p.buffer is not None])
+        for group in groups:
+            group.ready = None
         for weight in weights:
             assert weight.view is not None
             weight.param.data = weight.view
@@ -55,12 +55,12 @@ class Streaming:
         """Forget the prepared copies; what is in the arena stays for whoever plans next."""
         self._transfers.clear()
 
-    def _bring(self, parcels: Sequence[Parcel], index: int, needed: Sequence[Parcel]) -> bool:
-        """Start to fetch ``parcels``; return False, having fetched nothing, if they do not fit beside ``needed``."""
-        missing = tuple(parcel for parcel in parcels if parcel.buffer is None)
-        for count, parcel in enumerate(missing):
+    def _bring(self, groups: Sequence[LiveGroup], index: int, needed: Sequence[LiveGroup]) -> bool:
+        """Start to fetch ``groups``; return False, having fetched nothing, if they do not fit beside ``needed``."""
+        missing = tuple(group for group in groups if group.buffer is None)
+        for count, group in enumerate(missing):
             try:
-                self._take(parcel, index, needed)
+                self._take(group, index, needed)
             except OverBudget:
                 for taken in missing[:count]:
                     taken.detach()
@@ -72,15 +72,15 @@ class Streaming:
         return True
 
     def _clear(self) -> None:
-        for parcel in [*self._states, *{parcel for block in self._parcels for parcel in block}]:
-            if parcel.buffer is not None:
-                self._evict(parcel)
+        for group in [*self._states, *{group for block in self._groups for group in block}]:
+            if group.buffer is not None:
+                self._evict(group)
 
-    def _take(self, parcel: Parcel, index: int, needed: Sequence[Parcel]) -> None:
-        victims: list[Parcel] | None = None
+    def _take(self, group: LiveGroup, index: int, needed: Sequence[LiveGroup]) -> None:
+        victims: list[LiveGroup] | None = None
         while True:
             try:
-                parcel.attach(self.device.allocate(parcel.room, parcel.label))
+                group.attach(self.device.allocate(group.room, group.label))
                 return
             except OverBudget:
                 if victims is None:
@@ -89,20 +89,20 @@ class Streaming:
                     raise
                 self._evict(victims.pop(0))
 
-    def _victims(self, index: int, needed: Sequence[Parcel]) -> list[Parcel]:
+    def _victims(self, index: int, needed: Sequence[LiveGroup]) -> list[LiveGroup]:
         """Return what may leave: first optimizer states, which no forward reads, then the weights needed last."""
-        distance: dict[Parcel, int] = {}
-        for position, block in enumerate(self._parcels):
-            for parcel in block:
+        distance: dict[LiveGroup, int] = {}
+        for position, block in enumerate(self._groups):
+            for group in block:
                 ahead = (position - index) % len(self.blocks)
-                distance[parcel] = min(ahead, distance.get(parcel, ahead))
+                distance[group] = min(ahead, distance.get(group, ahead))
         kept = set(needed)
         weights = sorted((p for p in distance if p.buffer is not None and p not in kept), key=lambda p: -distance[p])
         return [*(p for p in self._states if p.buffer is not None), *weights]
 
-    def _evict(self, parcel: Parcel) -> None:
-        Transfer(self.device, [parcel], label=f"evict {parcel.label}").write_back()
-        parcel.detach()
+    def _evict(self, group: LiveGroup) -> None:
+        Transfer(self.device, [group], label=f"evict {group.label}").write_back()
+        group.detach()
 
 
 def room(blocks: Sequence[Sequence[Weight]], budget: int) -> int:

@@ -258,7 +258,7 @@ class Updates:
     def update_on_device(self, weights: Sequence[Weight], grads: Sequence[Tensor]) -> None:
         """Update ``weights`` in their device copies now, states included; the caller has waited for all of them."""
         for weight in weights:
-            if weight.states.parcel is not None:
+            if weight.states.group is not None:
                 self.generation += weight.states.refresh(self.state(weight))
         update = self._by_function(weights, "device", grads)
         if update is None:
@@ -270,7 +270,7 @@ class Updates:
     def _step_on_device(self, weights: Sequence[Weight], grads: Sequence[Tensor]) -> None:
         self._move_scalars(weights)
         run = self._by_step(weights, "device", grads)
-        paged = [w.states for w in weights if w.states.parcel is not None and w.states.parcel.buffer is not None]
+        paged = [w.states for w in weights if w.states.group is not None and w.states.group.buffer is not None]
         newborn = [states for states in paged if not states.known]
         resident = [states for states in paged if states.known]
         for states in resident:

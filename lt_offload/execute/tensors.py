@@ -22,7 +22,7 @@ from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.units import round_up
 
 if TYPE_CHECKING:
-    from lt_offload.execute.groups import Parcel
+    from lt_offload.execute.groups import LiveGroup
 
 STATE_ALIGNMENT = 8
 """State tensors of one weight stand side by side, each at a multiple of this many bytes: the largest element size."""
@@ -44,7 +44,7 @@ class Weight:
         "label",
         "nbytes",
         "param",
-        "parcel",
+        "group",
         "present",
         "seen",
         "shadows",
@@ -60,9 +60,9 @@ class Weight:
         self.param = param
         self.host: Tensor = param.data
         self.nbytes: int = self.host.nbytes
-        self.parcel: Parcel
+        self.group: LiveGroup
         self.start = 0
-        """Offset in the parcel."""
+        """Offset in the group."""
         self.view: Tensor | None = None
         """The device copy."""
         self.zero_copy: Tensor | None = None
@@ -82,7 +82,7 @@ class Weight:
 
     @property
     def room(self) -> int:
-        """Bytes of the parcel, without what alignment adds."""
+        """Bytes of the group, without what alignment adds."""
         return self.nbytes
 
     def rehost(self, host: Tensor) -> None:
@@ -131,17 +131,17 @@ class States:
     live state dictionary whenever it has changed.
     """
 
-    __slots__ = ("_views", "hosts", "known", "label", "names", "on_device", "parcel", "room", "slot", "start", "weight")
+    __slots__ = ("_views", "hosts", "known", "label", "names", "on_device", "group", "room", "slot", "start", "weight")
 
     def __init__(self, weight: Weight) -> None:
         self.label = weight.label.replace("weight", "state", 1)
         self.weight = weight
-        self.parcel: Parcel | None = None
+        self.group: LiveGroup | None = None
         """None: they never leave the host, or there are none."""
         self.start = 0
-        """Offset in the parcel."""
+        """Offset in the group."""
         self.room = 0
-        """Bytes of the parcel that the plan has kept for them."""
+        """Bytes of the group that the plan has kept for them."""
         self.slot: Tensor | None = None
         """Host memory for them, as large as ``room``."""
         self.names: tuple[str, ...] = ()
@@ -167,8 +167,8 @@ class States:
         found = _movable(state)
         if len(found) == len(self.known) and self.unchanged(state):
             return False
-        assert self.parcel is not None
-        assert self.parcel.buffer is None or not self.known, f"{self.label} was replaced while on the device"
+        assert self.group is not None
+        assert self.group.buffer is None or not self.known, f"{self.label} was replaced while on the device"
         # What stays the same of the state may lie where something else of it is to go.
         contents = [tensor.clone() if self.known else tensor for tensor in found.values()]
         self._adopt(found)
@@ -205,8 +205,8 @@ class States:
 
     def memory(self) -> Tensor:
         """Return the bytes of the arena that are kept for them."""
-        assert self.parcel is not None and self.parcel.buffer is not None
-        return self.parcel.buffer.bytes[self.start : self.start + self.room]
+        assert self.group is not None and self.group.buffer is not None
+        return self.group.buffer.bytes[self.start : self.start + self.room]
 
     def enter(self) -> None:
         """Let the optimizer see the device copies."""
@@ -220,9 +220,9 @@ class States:
 
     def born(self, state: dict[str, Any]) -> None:
         """Take over what the first update on the device has put into ``state``: its home is the arena buffer."""
-        assert self.parcel is not None and self.parcel.buffer is not None and not self.known
+        assert self.group is not None and self.group.buffer is not None and not self.known
         self._adopt(_movable(state))
-        self.attach(self.parcel.buffer)
+        self.attach(self.group.buffer)
         for tensor, view in zip(self.known, self.on_device.values(), strict=True):
             if tensor.data_ptr() != view.data_ptr():
                 view.copy_(tensor)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from html import escape
 
 from lt_offload.report.perfetto import LANES
-from lt_offload.schema.lanes import Resource
+from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Span, Trace
 from lt_offload.units import format_bytes, format_seconds
@@ -55,7 +55,7 @@ KINDS = {
 class Bar:
     """Ops of one kind that follow each other on a lane, usually of one block."""
 
-    lane: Resource
+    lane: LaneName
     kind: str
     block: int | None
     start: float
@@ -112,7 +112,7 @@ def _bar(span: Span, plan: Plan) -> Bar:
 
 
 def _mark_nested(single: Iterable[Bar]) -> list[Bar]:
-    outer: dict[Resource, Bar] = {}
+    outer: dict[LaneName, Bar] = {}
     marked = []
     for bar in sorted(single, key=lambda bar: (bar.start, -bar.end)):
         around = outer.get(bar.lane)
@@ -127,7 +127,7 @@ def _mark_nested(single: Iterable[Bar]) -> list[Bar]:
 def _merge(single: Sequence[Bar], gap: float, *, per_block: bool) -> list[Bar]:
     """Join bars of one kind (and block) that are at most ``gap`` seconds apart."""
     merged: list[Bar] = []
-    last: dict[tuple[Resource, bool], Bar] = {}
+    last: dict[tuple[LaneName, bool], Bar] = {}
     for bar in single:
         key = bar.lane, bar.nested
         before = last.get(key)
@@ -164,7 +164,7 @@ def iteration(trace: Trace, plan: Plan, blocks: Sequence[str], axis_s: float) ->
     )
 
 
-def _lane(lane: Resource, drawn: Sequence[Bar], trace: Trace, blocks: Sequence[str], axis_s: float) -> str:
+def _lane(lane: LaneName, drawn: Sequence[Bar], trace: Trace, blocks: Sequence[str], axis_s: float) -> str:
     seconds = sum(bar.busy for bar in drawn if not bar.nested)
     busy = f"{min(1.0, seconds / trace.iteration_time):.0%} busy" if trace.iteration_time else ""
     rects = "".join(_rect(bar, blocks, axis_s) for bar in drawn)

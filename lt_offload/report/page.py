@@ -56,7 +56,7 @@ def write_report(
         summary: ``loss_before``, ``loss_after`` and ``sample`` (generated text) have their own places; ``step_s``,
             ``device_peak_bytes`` and ``host_peak_bytes`` are figures of the whole run, where ``measured`` has those of
             one iteration. Everything else is listed under the settings, in the given order.
-        gains: what more of each resource would buy.
+        gains: what more of each lane would buy.
     """
     return _write(Path(run_dir) / "report.html", _plan_page(plan, profile, predicted, measured, summary, gains))
 

@@ -10,10 +10,10 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lt_offload.schema.lanes import Resource
+from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.trace import Trace
 
-LANES: dict[Resource, str] = {
+LANES: dict[LaneName, str] = {
     "compute": "compute",
     "h2d": "host to device",
     "d2h": "device to host",
@@ -28,7 +28,7 @@ def to_perfetto(trace: Trace) -> dict[str, Any]:
     """Return ``trace`` in the Trace Event format, ready for ``json.dump``."""
     # A simulated prefetch may begin before its iteration does; the viewers want times that are not negative.
     origin = min([0.0, *(span.start for span in trace.spans)])
-    threads: dict[Resource, int] = {lane: number for number, lane in enumerate(LANES, start=1)}
+    threads: dict[LaneName, int] = {lane: number for number, lane in enumerate(LANES, start=1)}
     events = [_metadata("process_name", 0, name=f"lt_offload, one iteration ({trace.source})")]
     for lane, thread in threads.items():
         events.append(_metadata("thread_name", thread, name=LANES[lane]))

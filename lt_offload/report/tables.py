@@ -10,7 +10,7 @@ from itertools import groupby
 
 from lt_offload.plan.what_if import Gain
 from lt_offload.report.perfetto import LANES
-from lt_offload.schema.lanes import Resource
+from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.plan import Payload, Plan, UpdatePlace
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
@@ -214,7 +214,7 @@ def traffic(plan: Plan, profile: Profile, predicted: Trace, measured: Trace | No
     rows = []
     reads = sum(op.bytes for op in plan.ops if op.zero_copy)
     for lane in LANES:
-        on_lane = [op for op in plan.ops if op.resource == lane]
+        on_lane = [op for op in plan.ops if op.lane == lane]
         sizes = [sum(op.bytes for op in on_lane if op.payload == payload) for payload in _PAYLOADS]
         updated = [t for op in on_lane for t in plan.tensors(op)] if lane == "host" else []
         if reads:
@@ -233,7 +233,7 @@ def traffic(plan: Plan, profile: Profile, predicted: Trace, measured: Trace | No
     )
 
 
-def _busy(trace: Trace, lane: Resource) -> str:
+def _busy(trace: Trace, lane: LaneName) -> str:
     seconds = trace.busy(lane)
     share = f" <small>{seconds / trace.iteration_time:.0%}</small>" if trace.iteration_time > 0 else ""
     return format_seconds(seconds) + share
@@ -259,7 +259,7 @@ def alternatives(plan: Plan, chosen_s: float) -> str:
 
 
 def gains(plan: Plan, bought: Sequence[Gain]) -> str:
-    """Return what more of each resource would buy."""
+    """Return what more of each lane would buy."""
     if not bought:
         return ""
     now = plan.predicted
@@ -269,7 +269,7 @@ def gains(plan: Plan, bought: Sequence[Gain]) -> str:
         change = bought[best].change
         answer = f"{escape(change[0].upper() + change[1:])} would buy the most: {saved:.1%} less time."
     else:
-        computing = sum(op.seconds for op in plan.ops if op.resource == "compute") / now.iteration_s
+        computing = sum(op.seconds for op in plan.ops if op.lane == "compute") / now.iteration_s
         why = f": the device computes during {computing:.0%} of the time" if computing > 0.9 else ""
         answer = f"None of these would make a noticeable difference{why}."
     rows = [["as planned", format_seconds(now.iteration_s), NONE, format_seconds(now.lower_bound_s), ""]]

@@ -143,8 +143,8 @@ def _traffic(plan: Plan) -> Iterator[tuple[str, str]]:
     moved: dict[str, int] = defaultdict(int)
     busy: dict[str, float] = defaultdict(float)
     for op in plan.ops:
-        moved["written" if op.writes_gradients else op.resource] += op.bytes
-        busy[op.resource] += op.seconds
+        moved["written" if op.writes_gradients else op.lane] += op.bytes
+        busy[op.lane] += op.seconds
     to_device, to_host = format_bytes(moved["h2d"]), format_bytes(moved["d2h"])
     copies = f"{to_device} to the device, {to_host} to the host per iteration"
     if moved["compute"]:
@@ -283,7 +283,7 @@ def _legend(plan: Plan) -> list[tuple[str, str]]:
     used = {*plan.options, *plan.update_places, "in, out"}
     if any(op.save is not None for op in plan.ops):
         used.add("again")
-    if any(op.bytes and op.resource == "compute" for op in plan.ops):
+    if any(op.bytes and op.lane == "compute" for op in plan.ops):
         used.add("direct")
     return [(word, meaning) for word, meaning in _MEANINGS.items() if word in used]
 

@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from typing import Literal
 
 OpKind = Literal["forward", "backward", "prefetch", "offload", "drop", "update"]
-Resource = Literal["compute", "h2d", "d2h", "host", "none"]
+LaneName = Literal["compute", "h2d", "d2h", "host", "none"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lane:
     """What ops occupy one after the other."""
 
-    name: Resource
+    name: LaneName
     title: str
     """What people call it."""
     kinds: tuple[OpKind, ...]

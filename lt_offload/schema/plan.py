@@ -50,7 +50,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal
 from pydantic import ConfigDict
 
 from lt_offload.schema.files import load_json, save_json
-from lt_offload.schema.lanes import OpKind, Resource
+from lt_offload.schema.lanes import LaneName, OpKind
 from lt_offload.schema.profile import OptionName
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class Op:
     """The position in ``Plan.timeline`` of the step during which it is issued."""
     block: int
     """The block it serves."""
-    resource: Resource
+    lane: LaneName
     """The lane it occupies; ``none`` for drops. An offload of gradients on ``compute`` is written by the backward
     itself."""
     payload: Payload | None = None
@@ -178,12 +178,12 @@ class Op:
     @property
     def writes_gradients(self) -> bool:
         """Whether this is gradients that the backward itself writes to host memory."""
-        return self.payload == "grad" and self.resource == "compute"
+        return self.payload == "grad" and self.lane == "compute"
 
     @property
     def updates_on_host(self) -> bool:
         """Whether this is an update by the host."""
-        return self.kind == "update" and self.resource == "host"
+        return self.kind == "update" and self.lane == "host"
 
 
 def deadlines(ops: Sequence[Op]) -> dict[int, int]:

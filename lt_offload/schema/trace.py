@@ -9,7 +9,7 @@ from typing import ClassVar, Literal
 from pydantic import ConfigDict
 
 from lt_offload.schema.files import load_json, save_json
-from lt_offload.schema.lanes import Resource
+from lt_offload.schema.lanes import LaneName
 
 TRACE_SCHEMA = 1
 
@@ -21,7 +21,7 @@ class Span:
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     op: int
-    lane: Resource
+    lane: LaneName
     label: str
     """e.g. ``"forward 3"``, ``"prefetch weight 4"``."""
     start: float
@@ -51,7 +51,7 @@ class Trace:
     """Allocations that did not work."""
     schema: int = TRACE_SCHEMA
 
-    def busy(self, lane: Resource) -> float:
+    def busy(self, lane: LaneName) -> float:
         """Seconds during which ``lane`` works."""
         return sum(span.end - span.start for span in self.spans if span.lane == lane)
 

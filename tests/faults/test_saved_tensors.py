@@ -168,10 +168,10 @@ def test_states_that_begin_as_something_else_than_a_constant(place: str) -> None
 @pytest.mark.parametrize("place", ["device", "paged"])
 def test_new_states_not_copied_to_their_place(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def born(self: States, state: dict[str, Any]) -> None:
-        assert self.parcel is not None
-        assert self.parcel.buffer is not None
+        assert self.group is not None
+        assert self.group.buffer is not None
         self._adopt({name: t for name, t in state.items() if isinstance(t, Tensor) and t.numel() > 1})
-        self.attach(self.parcel.buffer)
+        self.attach(self.group.buffer)
         self.leave()
 
     monkeypatch.setattr(States, "born", born)

@@ -85,11 +85,11 @@ def test_the_allocator_does_not_run_short(run: Run, found: Found) -> None:
 
 
 def test_everything_planned_is_recorded(run: Run, target: Target, found: Found) -> None:
-    planned = {op.id for op in run.plan.ops if op.resource == "compute" and op.kind in ("forward", "backward")}
+    planned = {op.id for op in run.plan.ops if op.lane == "compute" and op.kind in ("forward", "backward")}
     found(both_ways_s=run.seen["both_ways_s"], busy_s=run.seen["busy_s"], recorded_s=run.seen["recorded_s"])
     assert planned <= set(run.seen["ops"])
     for lane in ("h2d", "d2h", "host"):
-        assert (run.seen["busy_s"][lane] > 0) == any(op.resource == lane for op in run.plan.ops)
+        assert (run.seen["busy_s"][lane] > 0) == any(op.lane == lane for op in run.plan.ops)
     if target.real and min(run.seen["busy_s"][lane] for lane in ("h2d", "d2h")) > 0:
         assert run.seen["both_ways_s"] > 0, "copies to and from the device wait for each other"
 

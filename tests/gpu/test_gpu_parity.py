@@ -131,7 +131,7 @@ def test_plain_loop(target: Target) -> None:
     context = profile.hardware.context_bytes
     half = context + (resident.predicted.device_peak_bytes - context) * 7 // 10
     plan = lt_offload.solve(profile, memory=half, host_update=False)
-    assert [op for op in plan.ops if op.resource in ("h2d", "d2h")], "nothing travels"
+    assert [op for op in plan.ops if op.lane in ("h2d", "d2h")], "nothing travels"
     # So little memory is less than what PyTorch's allocator takes at a time.
     roomy = replace(plan, budget_bytes=max(plan.budget_bytes, ROOM if target.real else 0))
     with lt_offload.offloaded(model, optimizer, batch, plan=roomy, accelerator=target.accelerator) as engine:

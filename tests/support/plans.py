@@ -58,8 +58,8 @@ class _Ops:
     def __init__(self) -> None:
         self.ops: list[Draft] = []
 
-    def add(self, kind: Any, step: int, block: int, resource: Any, **fields: Any) -> None:
-        self.ops.append(Draft(id=len(self.ops), kind=kind, step=step, block=block, resource=resource, **fields))
+    def add(self, kind: Any, step: int, block: int, lane: Any, **fields: Any) -> None:
+        self.ops.append(Draft(id=len(self.ops), kind=kind, step=step, block=block, lane=lane, **fields))
 
 
 def _up(nbytes: int) -> int:
@@ -93,7 +93,7 @@ def _in_one_slot(ops: Sequence[Draft], sizes: Sequence[int]) -> tuple[list[Draft
     """Return ``ops`` with all gradients at one place on the host, and how large that is."""
     found = list(ops)
     copies = [op for op in ops if op.payload == "grad"]
-    updates = [op.id for op in ops if op.kind == "update" and op.resource == "host"]
+    updates = [op.id for op in ops if op.kind == "update" and op.lane == "host"]
     for at, op in enumerate(copies):
         found[op.id] = replace(op, host_offset=0, after=(updates[at - 1],) if len(copies) > 1 else ())
     return found, max((sum(_up(sizes[t]) for t in op.tensors) for op in copies), default=0)

@@ -116,8 +116,8 @@ def make_plan(profile: Profile) -> Plan:
     streamed = [i for i in range(1, len(profile.tensors)) if profile.tensors[i].blocks[0] > count // 3]
     ops: list[Draft] = []
 
-    def add(kind: str, step: int, block: int, resource: str, seconds: float, **rest: object) -> int:
-        ops.append(Draft(id=len(ops), kind=kind, step=step, block=block, resource=resource, seconds=seconds, **rest))  # type: ignore[arg-type]
+    def add(kind: str, step: int, block: int, lane: str, seconds: float, **rest: object) -> int:
+        ops.append(Draft(id=len(ops), kind=kind, step=step, block=block, lane=lane, seconds=seconds, **rest))  # type: ignore[arg-type]
         return len(ops) - 1
 
     def tensors_of(block: int) -> list[int]:
@@ -240,19 +240,19 @@ def make_trace(plan: Plan, *, source: str = "simulated", noise: float = 0.0, see
     end: dict[int, float] = {}
     spans: list[Span] = []
     for op in plan.ops:
-        start = max([free[op.resource], *(end[i] for i in op.after)])
+        start = max([free[op.lane], *(end[i] for i in op.after)])
         if op.kind in ("forward", "backward"):
             start = max(start, ready.get(op.step, 0.0))
         elif op.kind == "prefetch":
             start = max(start, computed.get(op.step - 2, 0.0))
         stop = start + op.seconds * (1 + noise * rng.random())
-        free[op.resource] = end[op.id] = stop
+        free[op.lane] = end[op.id] = stop
         if op.kind == "prefetch":
             ready[op.step] = stop
         elif op.kind in ("forward", "backward"):
             computed[op.step] = stop
         label = " ".join(part for part in (op.kind, op.payload, str(op.block)) if part)
-        spans.append(Span(op=op.id, lane=op.resource, label=label, start=start, end=stop))
+        spans.append(Span(op=op.id, lane=op.lane, label=label, start=start, end=stop))
     total = max(free.values())
     curve = sorted({span.start for span in spans})
     memory = [

@@ -6,7 +6,7 @@ from operator import sub
 from typing import cast
 
 from lt_offload.execute.device.base import AllocatorEvents, Device
-from lt_offload.schema.lanes import Resource
+from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Span, Trace
 
@@ -62,7 +62,7 @@ class Recorder:
         spans = [
             Span(
                 op=op,
-                lane=cast(Resource, lane),
+                lane=cast(LaneName, lane),
                 label=label,
                 start=max(start, began) - began,
                 end=min(end, ended) - began,

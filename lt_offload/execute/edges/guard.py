@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_offload import limits
 from lt_offload.execute.copies import Residency
-from lt_offload.execute.groups import Parcel
+from lt_offload.execute.groups import LiveGroup
 from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.tensors import Weight
 from lt_offload.machine.dispatch import unseen_by_dynamo
@@ -52,10 +52,10 @@ class Owned:
         return name if self.state is None else f"optimizer state {self.state!r} of {name}"
 
     @property
-    def parcels(self) -> tuple[Parcel, ...]:
+    def groups(self) -> tuple[LiveGroup, ...]:
         """What has to be complete for its host copy to be; the weight's event stands for its update on the host."""
-        states = self.weight.states.parcel
-        return (self.weight.parcel,) if self.state is None or states is None else (self.weight.parcel, states)
+        states = self.weight.states.group
+        return (self.weight.group,) if self.state is None or states is None else (self.weight.group, states)
 
 
 class Guard:
@@ -144,7 +144,7 @@ class Guard:
         for one in owned:
             if self.halfway:
                 raise limits.HALFWAY.error(f"{one.label} was accessed")
-            self._residency.bring_home(one.parcels)
+            self._residency.bring_home(one.groups)
 
     def write(self, owned: Iterable[Owned]) -> None:
         """Make host copies complete and the only ones, before they are written.
@@ -157,7 +157,7 @@ class Guard:
         for one in written:
             if self._open_forward():
                 raise limits.DURING_FORWARD.error(f"{one.label} was written to")
-        self._residency.forget(dict.fromkeys(parcel for one in written for parcel in one.parcels))
+        self._residency.forget(dict.fromkeys(group for one in written for group in one.groups))
 
     def replace(self, weight: Weight, data: Tensor) -> None:
         """Give ``weight`` the values of ``data``, which was assigned to its parameter.
@@ -204,7 +204,7 @@ class Guard:
                 assigned, weight.param.data = weight.param.data, weight.host
                 self.replace(weight, assigned)
         # A view that is gone by now may have been written to: it counts once more, and is then forgotten.
-        stale = dict.fromkeys(parcel for owned in (*self._views, *self._unseen) for parcel in owned.parcels)
+        stale = dict.fromkeys(group for owned in (*self._views, *self._unseen) for group in owned.groups)
         stale |= dict.fromkeys(self._replaced_states())
         self._forget_views()
         if stale:
@@ -216,7 +216,7 @@ class Guard:
         self.halfway = False
         self._forget_views()
         for owned in (*self._views, *self._unseen):
-            self._residency.bring_home(owned.parcels)
+            self._residency.bring_home(owned.groups)
 
     def _forget_views(self) -> None:
         """Forget the views and tensors that are gone."""
@@ -227,14 +227,14 @@ class Guard:
             alive = {owned: [view for view in views if view() is not None] for owned, views in self._views.items()}
             self._views = {owned: views for owned, views in alive.items() if views}
 
-    def _replaced_states(self) -> Iterator[Parcel]:
+    def _replaced_states(self) -> Iterator[LiveGroup]:
         """Yield what is on the device of states that the optimizer does not hold any more."""
         for weight in self._weights if self._updates is not None else ():
             states = weight.states
-            if states.known and states.parcel is not None and states.parcel.buffer is not None:
+            if states.known and states.group is not None and states.group.buffer is not None:
                 assert self._updates is not None
                 if not states.unchanged(self._updates.state(weight)):
-                    yield states.parcel
+                    yield states.group
 
     def _learn_states(self) -> None:
         """Find the tensors that the optimizer holds now."""

@@ -195,7 +195,7 @@ def _over_groups(draft: Draft, groups: Sequence[TensorGroup], of: Mapping[tuple[
         kind=draft.kind,
         step=draft.step,
         block=draft.block,
-        resource=draft.resource,
+        lane=draft.lane,
         payload=draft.payload,
         groups=numbers,
         offsets=tuple(offset[groups[number].tensors[0]] for number in numbers) if offset else (),
@@ -257,7 +257,7 @@ def own_slots(drafts: Sequence[Draft], profile: Profile) -> tuple[tuple[Draft, .
     """
     placed, extent = [], 0
     for draft in drafts:
-        if draft.payload == "grad" and draft.resource == "d2h":
+        if draft.payload == "grad" and draft.lane == "d2h":
             placed.append(replace(draft, host_offset=extent))
             extent += sum(aligned(profile.tensors[t].bytes) for t in draft.tensors)
         else:

@@ -40,14 +40,14 @@ class _Linker:
             return self._prefetch(op)
         e = self.emitted
         if op.kind == "update":
-            if op.resource == "host":
+            if op.lane == "host":
                 return {e.grads_out[t] for t in op.tensors}
             fetched = {copy.fetch for t in op.tensors for copy in e.copies_of["state", t] if copy.fetch is not None}
             return fetched | {e.computations[op.step]}
         if op.kind == "drop":
             written = {e.current[t] for t in op.tensors if e.decisions.tensors[t].write_back is not None}
             return written | {e.computed[op.step]}
-        if op.resource == "compute":
+        if op.lane == "compute":
             return {e.computations[op.step]}
         updated = {e.updated[t] for t in op.tensors} if op.payload in ("weight", "state") else set()
         return updated | {e.computed[op.step]}

@@ -14,7 +14,7 @@ from lt_offload.plan.iteration.computations import Computation, computations
 from lt_offload.plan.iteration.decisions import Decisions, copy_uses
 from lt_offload.plan.iteration.memory import backward_steps
 from lt_offload.plan.iteration.timeline import timeline
-from lt_offload.schema.lanes import OpKind, Resource
+from lt_offload.schema.lanes import LaneName, OpKind
 from lt_offload.schema.plan import Payload, Save
 from lt_offload.schema.profile import Profile
 
@@ -27,7 +27,7 @@ class Draft:
     kind: OpKind
     step: int
     block: int
-    resource: Resource
+    lane: LaneName
     payload: Payload | None = None
     tensors: tuple[int, ...] = ()
     offsets: tuple[int, ...] = ()
@@ -195,16 +195,14 @@ class Emitter:
             self.grads_out.update(dict.fromkeys(tensors, out))
             self.computed[step] = out
 
-    def _update(self, step: int, tensors: list[int], resource: Resource) -> None:
+    def _update(self, step: int, tensors: list[int], lane: LaneName) -> None:
         if tensors:
             optimizer = self.profile.optimizer
-            rate = optimizer.host_bytes_per_s if resource == "host" else optimizer.device_bytes_per_s
+            rate = optimizer.host_bytes_per_s if lane == "host" else optimizer.device_bytes_per_s
             nbytes = self._bytes(tensors)
-            update = self._add(
-                "update", step, self.timeline.block(step), resource, tensors=tensors, seconds=nbytes / rate
-            )
+            update = self._add("update", step, self.timeline.block(step), lane, tensors=tensors, seconds=nbytes / rate)
             self.updated.update(dict.fromkeys(tensors, update))
-            if resource == "compute":
+            if lane == "compute":
                 self.computed[step] = update
 
     def _activation_offload(self, step: int) -> None:
@@ -287,7 +285,7 @@ class Emitter:
         kind: OpKind,
         step: int,
         block: int,
-        resource: Resource,
+        lane: LaneName,
         payload: Payload | None = None,
         *,
         tensors: Iterable[int] = (),
@@ -303,7 +301,7 @@ class Emitter:
             kind=kind,
             step=step,
             block=block,
-            resource=resource,
+            lane=lane,
             payload=payload,
             tensors=tuple(tensors),
             offsets=tuple(offsets),

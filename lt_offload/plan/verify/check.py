@@ -108,8 +108,8 @@ def _structure(plan: Plan, profile: Profile) -> Iterator[str]:
             yield f"{name}: zero_copy: only weights are read in host memory"
             continue
         lanes = [lane.name for lane in LANES if op.kind in lane.kinds] or ["none"]
-        if op.resource not in lanes or (op.kind == "offload" and op.resource == "compute" and op.payload != "grad"):
-            yield f"{name}: resource: it occupies {op.resource}, it should be {' or '.join(lanes)}"
+        if op.lane not in lanes or (op.kind == "offload" and op.lane == "compute" and op.payload != "grad"):
+            yield f"{name}: lane: it occupies {op.lane}, it should be {' or '.join(lanes)}"
         if op.release_after is not None and not op.step <= op.release_after < len(plan.timeline):
             yield f"{name}: release_after: step {op.release_after} is not one of the rest of the iteration"
         if op.writes_gradients and op.release_after is not None and op.release_after != op.step:
@@ -233,7 +233,7 @@ def _updates(plan: Plan, profile: Profile) -> Iterator[str]:
             if t in seen:
                 yield f"{describe(op)}: update: {profile.tensors[t].name} is updated by op {seen[t].id} already"
             seen[t] = op
-            if (op.resource == "host") != (plan.update_places[t] == "host"):
+            if (op.lane == "host") != (plan.update_places[t] == "host"):
                 yield f"{describe(op)}: update: {profile.tensors[t].name} is to be updated at {plan.update_places[t]}"
     for t, (tensor, place) in enumerate(zip(profile.tensors, plan.update_places, strict=True)):
         if tensor.trainable != (place != "none"):

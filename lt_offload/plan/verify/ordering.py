@@ -148,7 +148,7 @@ class _Ordering:
         clock = _START
         for other in op.after:
             clock = _merge(clock, (self.ended if other < op.id else before)[other])
-        lane = _LANES.get(op.resource)
+        lane = _LANES.get(op.lane)
         if lane is None:
             self.ended[op.id] = clock
             for t in self.plan.tensors(op):
@@ -208,7 +208,7 @@ class _Ordering:
         op = access.op
         for t in self.plan.tensors(op):
             weight = ("weight", t)
-            if op.resource == "host":
+            if op.lane == "host":
                 self._read(access, clock, self.cells["host", "grad", t], ("grad", t))
                 self._write(access, clock, self.cells["host", "weight", t], weight)
                 if weight in self.live:

@@ -50,7 +50,7 @@ def simulate(plan: Plan, profile: Profile) -> Trace:
                     host.run(other)
                 ready = max(ready, (end if other < op.id else before)[other])
             thread += cost
-            if op.resource == "host":
+            if op.lane == "host":
                 host.give(op, ready, iteration, start, end)
                 continue
             # The last kernel of a computation cannot run before it has been launched.
@@ -77,12 +77,12 @@ class _SimulatedLanes:
 
     def run(self, op: Op, ready: float, launched: float, start: list[float], end: list[float]) -> None:
         """Note when ``op`` starts and ends."""
-        if op.resource == "h2d":
+        if op.lane == "h2d":
             self.to_device.copy(op.id, ready, op.seconds, start, end)
-        elif op.resource == "d2h":
+        elif op.lane == "d2h":
             start[op.id] = max(ready, self.sent)
             self.sent = end[op.id] = start[op.id] + op.seconds
-        elif op.resource == "compute":
+        elif op.lane == "compute":
             start[op.id] = begin = max(ready, self.computed)
             self.computed = end[op.id] = max(begin + op.seconds, launched, self._direct(op, begin))
         else:
@@ -165,9 +165,9 @@ def _trace(plan: Plan, profile: Profile, start: list[float], end: list[float], f
         host_peak=host_bytes(plan, profile),
         budget_bytes=plan.budget_bytes,
         spans=tuple(
-            Span(op=op.id, lane=op.resource, label=label(op), start=start[op.id] - origin, end=end[op.id] - origin)
+            Span(op=op.id, lane=op.lane, label=label(op), start=start[op.id] - origin, end=end[op.id] - origin)
             for op in plan.ops
-            if op.resource != "none"
+            if op.lane != "none"
         ),
         memory=tuple(
             (max(0.0, start[op.id] - origin), int(size)) for op, size in zip(computations, memory, strict=True)

@@ -172,7 +172,7 @@ def test_what_is_read_in_host_memory_takes_none_on_the_device() -> None:
     plan, budget = planned(case, everything, grad_zero_copy=True)
     held = planned(case, everything)[1]
     assert trained(case, plan, budget)[1] < held
-    assert not [op for op in plan.ops if op.resource in ("h2d", "d2h")]
+    assert not [op for op in plan.ops if op.lane in ("h2d", "d2h")]
 
 
 def test_a_tied_table_is_read_by_the_embedding_and_copied_for_the_projection() -> None:

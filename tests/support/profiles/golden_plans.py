@@ -38,7 +38,7 @@ def clock_stopped() -> Iterator[None]:
 def normal_form(plan: Plan) -> list[Any]:
     """Return what the plan tells the engine, free of how it is written down."""
     ops = [
-        (op.kind, op.step, op.block, op.resource, op.payload, _tensors(plan, op), _slot(plan, op))
+        (op.kind, op.step, op.block, op.lane, op.payload, _tensors(plan, op), _slot(plan, op))
         + (op.bytes, f"{op.seconds:.9e}", op.after, op.release_after, op.save, plan.zero_copy(op))
         for op in plan.ops
     ]

@@ -132,7 +132,7 @@ def test_a_host_update_stands_between_gradient_and_next_fetch() -> None:
     plan = built(changed(resident(profile), 1, decision), profile)
     assert waits_for(plan, "4 offload grad 1") == {"4 backward 1"}
     assert waits_for(plan, "4 update 1") == {"4 offload grad 1"}
-    assert named(plan, "4 update 1").resource == "host"
+    assert named(plan, "4 update 1").lane == "host"
     assert named(plan, "4 update 1").seconds == 1000 / profile.optimizer.host_bytes_per_s
     assert "-4 update 1" in waits_for(plan, "0 prefetch weight 1")
     assert "-4 offload grad 1" in waits_for(plan, "0 forward 0"), "the gradient's memory is free at the end of step 5"

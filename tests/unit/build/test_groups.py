@@ -216,7 +216,7 @@ def test_groups_apart_in_the_arena_are_several_transfers() -> None:
 
 def draft(id: int, kind: Any, tensors: tuple[int, ...], offsets: tuple[int, ...] = ()) -> Draft:
     lane: Any = "h2d" if kind == "prefetch" else "none"
-    return Draft(id=id, kind=kind, step=0, block=0, resource=lane, payload="weight", tensors=tensors, offsets=offsets)
+    return Draft(id=id, kind=kind, step=0, block=0, lane=lane, payload="weight", tensors=tensors, offsets=offsets)
 
 
 def grouped(*drafts: Draft) -> list[tuple[int, ...]]:

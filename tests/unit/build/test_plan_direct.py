@@ -77,7 +77,7 @@ def test_a_weight_that_is_read_directly_has_no_device_copy() -> None:
     assert (forward.zero_copy, forward.bytes, forward.seconds) == ((0,), 100, 12)
     assert (backward.zero_copy, backward.bytes, backward.seconds) == ((0,), 200, 23)
     out = named(plan, "7 offload grad 0")
-    assert (out.resource, out.release_after, out.bytes, out.seconds) == ("compute", 7, 1000, 1)
+    assert (out.lane, out.release_after, out.bytes, out.seconds) == ("compute", 7, 1000, 1)
     assert waits_for(plan, "7 update 0") == {"7 offload grad 0"}
     assert waits_for(plan, "7 offload grad 0") == {"7 backward 0"}
     assert "-7 update 0" in waits_for(plan, "0 forward 0")
@@ -94,7 +94,7 @@ def test_only_some_steps_may_read_directly() -> None:
     again = {5: (Recomputation(block=1, save="input"),)}
     blocks = (*resident(PROFILE).blocks[:1], BlockDecision(option="recompute"), *resident(PROFILE).blocks[2:])
     plan = built(replace(changed(resident(PROFILE), 1, decision), recomputations=again, blocks=blocks))
-    assert [op.zero_copy for op in plan.ops if op.block == 1 and op.resource == "compute"] == [(1,), (), ()]
+    assert [op.zero_copy for op in plan.ops if op.block == 1 and op.lane == "compute"] == [(1,), (), ()]
     assert waits_for(plan, "5 forward 1") == {"4 prefetch weight 1"}
     zero_copy = replace(decision, zero_copy=(1, 5), intervals=intervals((5, 6)))
     plan = built(replace(changed(resident(PROFILE), 1, zero_copy), recomputations=again, blocks=blocks))

@@ -68,7 +68,7 @@ CHAINS = with_again(
 
 def test_what_runs_again_stands_before_the_backward() -> None:
     plan = built(CHAINS, PROFILE)
-    assert [words(op) for op in plan.ops if op.resource == "compute"] == [
+    assert [words(op) for op in plan.ops if op.lane == "compute"] == [
         "0 forward 0",
         "1 forward 1",
         "2 forward 2",
@@ -221,7 +221,7 @@ def reference(plan: Plan, profile: Profile) -> list[int]:
         if op.kind == "offload" and op.payload == "activation":
             held["leaving", op.block] = option.offload_bytes
             leaves.setdefault(op.release_after or 0, []).append(("leaving", op.block))
-        if op.kind == "offload" and op.payload == "grad" and op.resource == "d2h":
+        if op.kind == "offload" and op.payload == "grad" and op.lane == "d2h":
             for t in plan.tensors(op):
                 held["grad", t] = profile.tensors[t].bytes
                 leaves.setdefault(op.release_after or 0, []).append(("grad", t))
@@ -262,7 +262,7 @@ def in_backward(
     """Return what comes with a backward; sums of tied tensors are held from their first one to their last."""
     staying = passing = 0
     gathered: list[int] = []
-    copied = {t for op in plan.ops if op.payload == "grad" and op.resource == "d2h" for t in plan.tensors(op)}
+    copied = {t for op in plan.ops if op.payload == "grad" and op.lane == "d2h" for t in plan.tensors(op)}
     for t, tensor in enumerate(profile.tensors):
         steps = sorted(
             Timeline(plan.timeline).backward(block) for block in tensor.blocks if profile.blocks[block].has_backward
@@ -313,7 +313,7 @@ def test_random_choices_are_valid_and_counted_to_the_byte(seed: int) -> None:
     (violation,) = check(replace(plan, budget_bytes=trace.device_peak - 1), profile)
     assert "1 bytes too many" in violation
     for lane in ("compute", "h2d", "d2h", "host"):
-        assert trace.iteration_time >= sum(op.seconds for op in plan.ops if op.resource == lane) * (1 - 1e-9)
+        assert trace.iteration_time >= sum(op.seconds for op in plan.ops if op.lane == lane) * (1 - 1e-9)
 
 
 @pytest.mark.parametrize("seed", range(60, 90))

@@ -86,7 +86,7 @@ class Twins:
                     self.updates.prepare(self.weights[part], "host", grads[part])()
             else:
                 for weight in self.weights[part]:
-                    weight.view = weight.host  # what belongs to no parcel is updated where it is
+                    weight.view = weight.host  # what belongs to no group is updated where it is
                 self.updates.update_on_device(self.weights[part], grads[part])
 
     def equal(self) -> bool:

@@ -1,4 +1,4 @@
-"""What more of each resource would buy: solved again, never worse, and told apart from what is not short."""
+"""What more of each lane would buy: solved again, never worse, and told apart from what is not short."""
 
 from __future__ import annotations
 

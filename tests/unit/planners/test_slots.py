@@ -59,7 +59,7 @@ def shared(plan: Plan, profile: Profile, room: int = HUGE) -> Plan:
 
 
 def arrivals(plan: Plan) -> list[Op]:
-    return [op for op in plan.ops if op.payload == "grad" and op.resource == "d2h"]
+    return [op for op in plan.ops if op.payload == "grad" and op.lane == "d2h"]
 
 
 def place(plan: Plan, op: Op) -> tuple[int, int]:
@@ -177,7 +177,7 @@ def short() -> tuple[Plan, Profile]:
 
 
 SHORT, PROFILE = short()
-RING = [(op, other) for op in arrivals(SHORT) for other in op.after if SHORT.ops[other].resource == "host"]
+RING = [(op, other) for op in arrivals(SHORT) for other in op.after if SHORT.ops[other].lane == "host"]
 
 
 def with_op(op: Op, **fields: object) -> Plan:

@@ -301,9 +301,9 @@ def test_names_lose_the_prefix_that_all_share(tmp_path: Path) -> None:
 
 def test_totals_of_bytes_are_those_of_the_plan(tmp_path: Path) -> None:
     traffic = plain(report(tmp_path)).split("Traffic and load")[1].split("Runners-up")[0]
-    down = sum(op.bytes for op in PLAN.ops if op.resource == "d2h") / MB
+    down = sum(op.bytes for op in PLAN.ops if op.lane == "d2h") / MB
     assert re.search(r"device to host 113 MB 112 MB 226 MB 54 MB (\d+) MB", traffic)[1] == f"{down:.0f}"
-    updated = sum(PROFILE.tensors[t].bytes for op in PLAN.ops if op.resource == "host" for t in PLAN.tensors(op)) / MB
+    updated = sum(PROFILE.tensors[t].bytes for op in PLAN.ops if op.lane == "host" for t in PLAN.tensors(op)) / MB
     assert f"host update – – – – {updated:.0f} MB" in traffic
 
 

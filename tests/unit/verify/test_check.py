@@ -78,7 +78,7 @@ def without(gone: int) -> Plan:
 
 def test_the_plan_itself_is_good() -> None:
     assert check(PLAN, PROFILE) == []
-    kinds = {(op.kind, op.payload, op.resource) for op in PLAN.ops}
+    kinds = {(op.kind, op.payload, op.lane) for op in PLAN.ops}
     assert len(kinds) == 12, "every kind of op there is"
 
 
@@ -100,7 +100,7 @@ def streamed_plans() -> Iterator[tuple[Plan, Profile]]:
 
 
 def kind_of(op: Op) -> str:
-    return " ".join(part for part in (op.kind, op.payload, op.resource) if part)
+    return " ".join(part for part in (op.kind, op.payload, op.lane) if part)
 
 
 def test_every_kind_of_dependency_is_missed() -> None:
@@ -218,7 +218,7 @@ CASES: dict[str, tuple[Callable[[], Plan], str]] = {
     "unknown dependency": (lambda: with_op(PLAN.ops[0], after=(10**6,)), "does not exist"),
     "unknown tensor": (lambda: with_op(PLAN.ops[0], groups=(99,)), "groups: the plan has"),
     "unknown step": (lambda: with_op(PLAN.ops[-1], step=12), "there are 12 steps"),
-    "wrong lane": (lambda: with_op(named(PLAN, "0 prefetch weight 1"), resource="d2h"), "resource"),
+    "wrong lane": (lambda: with_op(named(PLAN, "0 prefetch weight 1"), lane="d2h"), "lane"),
     "no payload": (lambda: with_op(named(PLAN, "0 prefetch weight 1"), payload=None), "payload: missing"),
     "payload too many": (lambda: with_op(named(PLAN, "0 forward 0"), payload="weight"), "payload: only copies"),
     "gradient fetched": (lambda: fetched_gradient(), "offloaded only"),

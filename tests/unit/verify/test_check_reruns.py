@@ -297,7 +297,7 @@ CASES: dict[str, tuple[Callable[[], Plan], str, str]] = {
         "bytes: 100 are given, it reads 200 directly",
     ),
     "a gradient that is held though written": (
-        lambda: with_op(named(PLAN, "8 offload grad 1"), resource="compute"),
+        lambda: with_op(named(PLAN, "8 offload grad 1"), lane="compute"),
         "8 offload grad 1",
         "release_after: a gradient that the backward writes",
     ),
@@ -307,14 +307,14 @@ CASES: dict[str, tuple[Callable[[], Plan], str, str]] = {
         "order",
     ),
     "a gradient written on the host's lane": (
-        lambda: with_op(named(PLAN, "9 offload grad 0"), resource="host"),
+        lambda: with_op(named(PLAN, "9 offload grad 0"), lane="host"),
         "9 offload grad 0",
-        "resource: it occupies host",
+        "lane: it occupies host",
     ),
     "a weight fetched by a computation": (
-        lambda: with_op(named(PLAN, "5 prefetch weight 2"), resource="compute"),
+        lambda: with_op(named(PLAN, "5 prefetch weight 2"), lane="compute"),
         "5 prefetch weight 2",
-        "resource: it occupies compute, it should be h2d",
+        "lane: it occupies compute, it should be h2d",
     ),
     "a place that sends no gradients": (
         lambda: replace(PLAN, update_places=("device", *PLAN.update_places[1:])),

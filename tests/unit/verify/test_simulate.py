@@ -159,7 +159,7 @@ def test_no_lane_works_longer_than_the_iteration(seed: int) -> None:
     plan = built(round_tensors(random_solution(rng, profile), profile, Slack()), profile)
     trace = simulate(plan, profile)
     for lane in ("compute", "h2d", "d2h", "host"):
-        work = sum(op.seconds for op in plan.ops if op.resource == lane)
+        work = sum(op.seconds for op in plan.ops if op.lane == lane)
         assert trace.iteration_time >= work * (1 - 1e-9)
     launches = sum(b.launch_s * (1 + b.has_backward) for b in profile.blocks)
     assert trace.iteration_time >= launches * (1 - 1e-9)
@@ -176,7 +176,7 @@ def test_ops_wait_for_what_they_name_and_for_their_lane() -> None:
             if op.id in spans and other in spans and other < op.id:
                 assert spans[other].end <= spans[op.id].start + 1e-9
     for lane in ("compute", "h2d", "d2h", "host"):
-        queue = [spans[op.id] for op in plan.ops if op.resource == lane]
+        queue = [spans[op.id] for op in plan.ops if op.lane == lane]
         assert all(a.end <= b.start + 1e-9 for a, b in zip(queue, queue[1:], strict=False))
 
 

@@ -14,7 +14,7 @@ from lt_offload.execute.copies import Transfer, coalesced
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.gradients import SMALL_GRADIENT, Slots
-from lt_offload.execute.groups import Layout, Parcel
+from lt_offload.execute.groups import Layout, LiveGroup
 from lt_offload.execute.tensors import States, Weight, carve
 from lt_offload.model.blocks import find_blocks
 from lt_offload.plan.build.groups import group_tensors
@@ -37,14 +37,14 @@ def weights_of(shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[Weight]:
 
 
 def op(id: int, kind: Any, tensors: tuple[int, ...], *, offsets: tuple[int, ...] = (), **fields: Any) -> Draft:
-    resource = "h2d" if kind == "prefetch" else "none" if kind == "drop" else "d2h"
+    lane = "h2d" if kind == "prefetch" else "none" if kind == "drop" else "d2h"
     return Draft(
         **{"payload": "weight"} | fields,
         id=id,
         kind=kind,
         step=0,
         block=0,
-        resource=resource,
+        lane=lane,
         tensors=tensors,
         offsets=offsets,
     )
@@ -97,11 +97,11 @@ def offsets_of(weights: list[Weight], start: int = 0, gaps: tuple[int, ...] = ()
     return tuple(found)
 
 
-def members(parcels: list[Parcel]) -> list[list[int]]:
-    return [[member.index for member in parcel.members] for parcel in parcels]
+def members(groups: list[LiveGroup]) -> list[list[int]]:
+    return [[member.index for member in group.members] for group in groups]
 
 
-def test_what_lies_side_by_side_and_travels_together_is_one_parcel(device: EmulatedDevice) -> None:
+def test_what_lies_side_by_side_and_travels_together_is_one_group(device: EmulatedDevice) -> None:
     weights = weights_of()
     everything = tuple(range(len(weights)))
     first, second = offsets_of(weights), offsets_of(weights, start=8 * ALIGNMENT)
@@ -131,25 +131,25 @@ def test_the_order_in_the_arena_counts(device: EmulatedDevice) -> None:
 
 @pytest.mark.parametrize("gaps", [(), (1,), (1, 3)])
 def test_copies_are_as_few_as_the_ranges(device: EmulatedDevice, gaps: tuple[int, ...]) -> None:
-    """Dropped apart, so that there is a parcel for each, but fetched together."""
+    """Dropped apart, so that there is a group for each, but fetched together."""
     weights = weights_of()
     before = [weight.host.clone() for weight in weights]
     fetch = op(0, "prefetch", (0, 1, 2, 3, 4), offsets=offsets_of(weights, gaps=gaps))
     layout = Layout(device, weights, [weights], plan_of(weights, fetch, *(op(1 + i, "drop", (i,)) for i in range(5))))
     assert members(layout.all) == [[0], [1], [2], [3], [4]]
-    for parcel, offset in zip(layout.all, fetch.offsets, strict=True):
-        parcel.attach(device.place(offset, parcel.room))
+    for group, offset in zip(layout.all, fetch.offsets, strict=True):
+        group.attach(device.place(offset, group.room))
     assert len(coalesced(layout.all)) == 1 + len(gaps)
     transfer = Transfer(device, layout.all, label="fetch")
     event = transfer.fetch()
     assert event is not None
-    device.wait(event, reads=[parcel.buffer for parcel in layout.all if parcel.buffer is not None])
+    device.wait(event, reads=[group.buffer for group in layout.all if group.buffer is not None])
     assert all(torch.equal(w.view, x) for w, x in zip(weights, before, strict=True) if w.view is not None)
 
     for weight in weights[1:3]:
         assert weight.view is not None
         weight.view.add_(1)
-        weight.parcel.dirty = True
+        weight.group.dirty = True
     event = Transfer(device, layout.all, label="back").write_back()
     assert event is not None
     device.synchronize(event)
@@ -161,7 +161,7 @@ def test_copies_are_as_few_as_the_ranges(device: EmulatedDevice, gaps: tuple[int
 def test_saving_one_tensor_writes_its_bytes_only(device: EmulatedDevice) -> None:
     weights = weights_of(((4, 4), (4096,), (4, 4)))
     Layout(device, weights, [weights], None)
-    assert len({w.parcel for w in weights}) == 1
+    assert len({w.group for w in weights}) == 1
     for tensor in (weights[0].host, carve(torch.zeros(1 << 16, dtype=torch.uint8), 512, weights[0].host)):
         file = io.BytesIO()
         torch.save(tensor, file)
@@ -174,22 +174,22 @@ def test_states_share_the_layout_of_the_arena(device: EmulatedDevice) -> None:
     offsets = tuple(sum(rooms[:i]) for i in range(len(rooms)))
     fetch = op(0, "prefetch", (0, 1, 2, 3, 4), offsets=offsets, payload="state")
     layout = Layout(device, weights, [weights], plan_of(weights, fetch, state_bytes=rooms))
-    (parcel,) = [p for p in layout.all if isinstance(p.members[0], States)]
-    assert not parcel.filled
+    (group,) = [p for p in layout.all if isinstance(p.members[0], States)]
+    assert not group.filled
     made = [{"step": torch.tensor(1.0), "m": torch.randn_like(w.host), "v": torch.randn_like(w.host)} for w in weights]
     before = [{name: tensor.clone() for name, tensor in state.items()} for state in made]
     for weight, state in zip(weights, made, strict=True):
         weight.states.refresh(state)
-    parcel.attach(device.place(0, parcel.room))
-    event = Transfer(device, [parcel], label="fetch").fetch()
+    group.attach(device.place(0, group.room))
+    event = Transfer(device, [group], label="fetch").fetch()
     assert event is not None
-    assert len(coalesced([parcel])) == 1
+    assert len(coalesced([group])) == 1
     device.wait(event)
     for weight, state in zip(weights, before, strict=True):
         assert all(torch.equal(view, state[name]) for name, view in weight.states.on_device.items())
         assert len(weight.states.on_device) == 2
 
-    parcel.detach()
+    group.detach()
     swapped = {"v": made[0]["v"], "m": made[0]["m"]}  # the same tensors, each in the other's place
     weights[0].states.refresh(swapped)
     assert all(torch.equal(swapped[name], before[0][name]) for name in swapped)
@@ -239,7 +239,7 @@ def test_copies_per_iteration_do_not_depend_on_the_number_of_tensors() -> None:
             with engine.iteration():
                 model(**models.batch(model)).loss.backward()
         engine.drain()
-        moves = [o for o in plan.ops if o.resource in ("h2d", "d2h")]
+        moves = [o for o in plan.ops if o.lane in ("h2d", "d2h")]
         assert len(copies) == len(moves)
     finally:
         engine.remove()
