@@ -10,7 +10,7 @@ import pytest
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.decisions import Decisions, Recomputation
 from lt_offload.plan.iteration.memory import device_bytes
-from lt_offload.plan.planners.pofo.chain import Operation, from_scratch, memory, sequential, walk
+from lt_offload.plan.planners.pofo.chain import Operation, memory, sequential, walk
 from lt_offload.plan.planners.pofo.convert import MOST_LAYERS, as_chain, as_decisions, with_copies
 from lt_offload.plan.planners.pofo.propose import propose_pofo
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request
@@ -18,6 +18,7 @@ from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import OptionProfile, Profile
+from scripts.papers.pofo_heuristics import from_scratch
 from tests.support.profiles.small import HUGE, chained, small_profile
 
 FIXED = 70

@@ -9,8 +9,9 @@ from math import inf
 
 import pytest
 
-from lt_offload.plan.planners.pofo.chain import Chain, from_scratch, memory, sequential, walk
+from lt_offload.plan.planners.pofo.chain import Chain, memory, sequential, walk
 from lt_offload.plan.planners.pofo.program import ChainProgram
+from scripts.papers.pofo_heuristics import from_scratch
 from tests.support.profiles.pofo_brute import fluid_s, random_chain, rematerialised_s, sequences
 
 
