@@ -8,7 +8,7 @@ from typing import Any
 from lt_offload import InfeasibleError, Plan, Profile, simulate, solve
 from lt_offload.plan import check
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.planners.baselines import streaming_choices
+from lt_offload.plan.planners.baselines import streaming_decisions
 
 
 def model_bytes(profile: Profile) -> int:
@@ -30,7 +30,7 @@ def floor_bytes(profile: Profile) -> int:
 def stream_all(profile: Profile) -> Plan:
     """Return the plan in which every weight travels and the host updates all, one step ahead; activations are kept."""
     options = ("keep",) * len(profile.blocks)
-    choices = streaming_choices(profile, options, host_update=True, lead=1, lag=1)
+    choices = streaming_decisions(profile, options, host_update=True, lead=1, lag=1)
     ram = profile.hardware.host_bytes
     plan = build(
         choices, profile, planner="stream all", budget_bytes=profile.hardware.device_bytes, host_budget_bytes=ram

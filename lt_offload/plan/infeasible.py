@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from lt_offload.errors import InfeasibleError
 from lt_offload.plan.iteration.memory import lasting_host_bytes
-from lt_offload.plan.planners.baselines import resident_choices, smallest
+from lt_offload.plan.planners.baselines import resident_decisions, smallest
 from lt_offload.plan.planners.request import Allowed, Request, allowed_options
 from lt_offload.schema.plan import PlannerName
 from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile
@@ -27,7 +27,7 @@ def explain_infeasible(request: Request, planner: PlannerName) -> InfeasibleErro
             f"least host_memory={as_setting(smallest_ram(profile, allowed))}"
         )
     if planner == "resident":
-        needed = min((nbytes for _, nbytes in resident_choices(profile, allowed)), default=None)
+        needed = min((nbytes for _, nbytes in resident_decisions(profile, allowed)), default=None)
         way = f"needs memory={as_setting(needed)}" if needed else "is impossible if activations may only be offloaded"
         return InfeasibleError(
             f"memory={memory} is too small for {asked}: planner='resident' keeps everything on the device, "

@@ -9,7 +9,13 @@ from dataclasses import replace
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan.build.plan import room_needed
 from lt_offload.plan.infeasible import explain_infeasible, smallest_ram
-from lt_offload.plan.planners.baselines import no_offload_s, option_sets, resident_choices, smallest, streaming_choices
+from lt_offload.plan.planners.baselines import (
+    no_offload_s,
+    option_sets,
+    resident_decisions,
+    smallest,
+    streaming_decisions,
+)
 from lt_offload.plan.planners.candidates import Candidates
 from lt_offload.plan.planners.memferry.embeddings import zero_copy_embeddings
 from lt_offload.plan.planners.memferry.propose import propose_memferry
@@ -194,7 +200,7 @@ class _Selection:
         )
 
     def _add_resident(self) -> None:
-        for decisions, needed in resident_choices(self.profile, self.request.allowed):
+        for decisions, needed in resident_decisions(self.profile, self.request.allowed):
             if needed <= self.request.budget_bytes:
                 self.candidates.add(Proposal(name="resident", decisions=decisions))
                 return
@@ -204,7 +210,7 @@ class _Selection:
         """Stream everything, as other runtimes do: to compare with, and for budgets below the program's smallest."""
         for host_update in (True, False) if self.config.host_update else (False,):
             options = option_sets(self.profile, self.request.allowed)[0]
-            decisions = streaming_choices(self.profile, options, host_update=host_update, lead=1, lag=1)
+            decisions = streaming_decisions(self.profile, options, host_update=host_update, lead=1, lag=1)
             name = f"stream all, update on the {'host' if host_update else 'device'}"
             peak = room_needed(decisions, self.profile)
             if self.candidates.fitting and peak > self.request.capacity_bytes:

@@ -1,4 +1,4 @@
-"""JSON for the three data structures that travel: profiles, plans and traces. Knows only dataclasses and files.
+"""JSON for the three data structures that travel: profiles, plans and traces.
 
 Validation is pydantic's: unknown keys, missing keys and wrong types are named with their path in the file.
 """

@@ -219,7 +219,7 @@ def make_plans(layers: int, device: str, folder: str) -> dict[str, Any]:
 
     import lt_offload
     from lt_offload.plan.build.plan import build
-    from lt_offload.plan.iteration.decisions import Decisions, TensorDecision, block_choices
+    from lt_offload.plan.iteration.decisions import Decisions, TensorDecision, block_decisions
     from scripts.planning import stream_all
 
     model = tiny_llama(layers)
@@ -233,7 +233,7 @@ def make_plans(layers: int, device: str, folder: str) -> dict[str, Any]:
         else:
             offered = [{option.name for option in block.options} for block in profile.blocks]
             chosen: Any = tuple(name if name in names else "keep" for names in offered)
-            blocks = block_choices(profile, chosen, lag=1, lead=1)
+            blocks = block_decisions(profile, chosen, lag=1, lead=1)
             room = profile.hardware.device_bytes
             choices = Decisions(tensors=everything, blocks=blocks)
             plan = build(choices, profile, planner=name, budget_bytes=room, host_budget_bytes=room)

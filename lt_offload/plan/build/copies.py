@@ -1,4 +1,4 @@
-"""The device copies of one iteration: which weight or state is in the arena, when and where. Knows no ops."""
+"""The device copies of one iteration: which weight or state is in the arena, when and where."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The computations of an iteration in the order of issue, and which costs apply to each. Knows no memory and no copies.
+"""The computations of an iteration in the order of issue, and which costs apply to each.
 
 Between the first forward of a block and its backward the plan may run the forward again. What the last run has saved
 decides what the next run, or the backward, finds: nothing, the input, or all that the backward needs.

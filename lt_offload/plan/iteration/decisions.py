@@ -119,7 +119,7 @@ def resident_tensors(profile: Profile) -> tuple[TensorDecision, ...]:
     return tuple(TensorDecision(place="device" if tensor.trainable else "none") for tensor in profile.tensors)
 
 
-def block_choices(
+def block_decisions(
     profile: Profile, options: tuple[OptionName, ...], *, lag: int, lead: int
 ) -> tuple[BlockDecision, ...]:
     """Return the blocks' choices: offloaded activations leave ``lag`` steps late and return ``lead`` steps early.

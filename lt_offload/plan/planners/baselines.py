@@ -15,7 +15,7 @@ from lt_offload.plan.iteration.decisions import (
     Decisions,
     Interval,
     TensorDecision,
-    block_choices,
+    block_decisions,
     resident_tensors,
     uses,
 )
@@ -39,7 +39,7 @@ def no_offload_s(profile: Profile) -> float:
     return compute + trained / profile.optimizer.device_bytes_per_s
 
 
-def resident_choices(profile: Profile, allowed: Allowed) -> Iterator[tuple[Decisions, int]]:
+def resident_decisions(profile: Profile, allowed: Allowed) -> Iterator[tuple[Decisions, int]]:
     """Yield choices that keep weights and states on the device and copy nothing, with their device bytes.
 
     The fastest come first. Block by block, activations are recomputed that free the most bytes per second of
@@ -53,7 +53,7 @@ def resident_choices(profile: Profile, allowed: Allowed) -> Iterator[tuple[Decis
     arena: int | None = None
     for _, block, option in [(0.0, 0, chosen[0]), *sorted(_swaps(profile, offers, chosen), key=lambda swap: swap[:2])]:
         chosen[block] = option
-        blocks = block_choices(profile, tuple(o.name for o in chosen), lag=0, lead=0)
+        blocks = block_decisions(profile, tuple(o.name for o in chosen), lag=0, lead=0)
         decisions = Decisions(tensors=tensors, blocks=blocks)
         if arena is None:
             arena = arrange(decisions, profile).extent
@@ -71,7 +71,7 @@ def _swaps(
             yield (_seconds(least) - _seconds(now)) / freed, index, least
 
 
-def streaming_choices(
+def streaming_decisions(
     profile: Profile, options: tuple[OptionName, ...], *, host_update: bool, lead: int, lag: int
 ) -> Decisions:
     """Return choices that drop every weight after each use and fetch it ``lead`` steps before the next.
@@ -89,7 +89,7 @@ def streaming_choices(
         else _streamed(profile, index, host_update, lead, lag)
         for index, tensor in enumerate(profile.tensors)
     )
-    return Decisions(tensors=tensors, blocks=block_choices(profile, options, lag=lag, lead=lead))
+    return Decisions(tensors=tensors, blocks=block_decisions(profile, options, lag=lag, lead=lead))
 
 
 def _streamed(profile: Profile, index: int, host_update: bool, lead: int, lag: int) -> TensorDecision:
@@ -136,7 +136,7 @@ def smallest(profile: Profile, allowed: Allowed, *, host_update: bool, host_budg
     found: list[Smallest] = []
     for options in option_sets(profile, allowed):
         for on_host in (True, False) if host_update else (False,):
-            decisions = streaming_choices(profile, options, host_update=on_host, lead=0, lag=0)
+            decisions = streaming_decisions(profile, options, host_update=on_host, lead=0, lag=0)
             ram = decisions.least_host_bytes(profile)
             if host_budget is None or ram <= host_budget:
                 needed = budget_for(room_needed(decisions, profile), profile)

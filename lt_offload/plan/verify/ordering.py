@@ -30,7 +30,7 @@ def describe(op: Op) -> str:
     return f"op {op.id} ({label(op)}, step {op.step})"
 
 
-def replay(plan: Plan, profile: Profile) -> list[str]:
+def misordered(plan: Plan, profile: Profile) -> list[str]:
     """Return the violations of residency and order that a walk through ``plan`` meets."""
     walk = _Ordering(plan, profile)
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""The link to the device in time: copies in their order, and what computations read directly in between. Knows no plan.
+"""The link to the device in time: copies in their order, and what computations read directly in between.
 
 Both share the bandwidth. A computation that reads directly gets all of it until it has what it reads, from its begin
 on; copies pause meanwhile and go on afterwards. So at no time more crosses the link than it carries.

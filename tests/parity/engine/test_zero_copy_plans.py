@@ -16,9 +16,9 @@ from lt_offload.execute.device.cuda import CudaDevice
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.plan import check
 from lt_offload.plan.build.plan import build as build_plan
-from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, block_choices, uses
+from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, block_decisions, uses
 from lt_offload.plan.iteration.memory import device_bytes
-from lt_offload.plan.planners.baselines import streaming_choices
+from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import OptionName, Profile
 from tests.support.engines import Case, Result, batches, build, changed, differences, make_optimizer, plain, trained_on
@@ -71,7 +71,7 @@ def options(profile: Profile, case: Case) -> tuple[OptionName, ...]:
 
 def decisions(profile: Profile, case: Case, how: How, *, grad_zero_copy: bool) -> Decisions:
     host = case.places == ("host",)
-    base = streaming_choices(profile, options(profile, case), host_update=host, lead=1, lag=1)
+    base = streaming_decisions(profile, options(profile, case), host_update=host, lead=1, lag=1)
     tensors = []
     for index, (tensor, decision) in enumerate(zip(profile.tensors, base.tensors, strict=True)):
         steps = uses(tensor.blocks, profile)
@@ -242,7 +242,7 @@ def test_a_plan_that_would_read_an_outdated_copy_is_refused() -> None:
     case = Case(places=("device",))
     profile = profiled(case)
     tensors = tuple(TensorDecision(place="device") for _ in profile.tensors)
-    blocks = block_choices(profile, tuple("keep" for _ in profile.blocks), lag=0, lead=0)
+    blocks = block_decisions(profile, tuple("keep" for _ in profile.blocks), lag=0, lead=0)
     made = Decisions(tensors=tensors, blocks=blocks)
     plan = build_plan(made, profile, planner="test", budget_bytes=1 << 40, host_budget_bytes=1 << 40)
     nbytes = profile.tensors[0].read(0).forward_bytes

@@ -9,9 +9,9 @@ import pytest
 
 from lt_offload.plan.build.fit import fit, tighten_framework
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision, block_choices
+from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision, block_decisions
 from lt_offload.plan.iteration.memory import budget_for, framework_bytes, usage
-from lt_offload.plan.planners.baselines import streaming_choices
+from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.planners.offmate.rounding import Slack, nearest_subset, round_tensors
 from lt_offload.plan.planners.offmate.solution import GroupFlows, Solution, groups
 from lt_offload.plan.verify.check import check
@@ -142,7 +142,7 @@ def test_a_host_update_stands_between_gradient_and_next_fetch() -> None:
 def test_the_activations_a_step_needs_are_fetched_before_the_weights_it_needs() -> None:
     profile = small_profile(4)
     options = ("offload",) * 4
-    plan = built(streaming_choices(profile, options, host_update=True, lead=1, lag=1), profile)
+    plan = built(streaming_decisions(profile, options, host_update=True, lead=1, lag=1), profile)
     for step in range(4, 7):
         payloads = [op.payload for op in plan.ops if op.step == step and op.kind == "prefetch"]
         assert payloads == sorted(payloads, key=str)
@@ -150,7 +150,7 @@ def test_the_activations_a_step_needs_are_fetched_before_the_weights_it_needs() 
 
 
 def test_last_blocks_have_less_time_to_offload() -> None:
-    blocks = block_choices(small_profile(3), ("offload", "keep", "offload"), lag=2, lead=2)
+    blocks = block_decisions(small_profile(3), ("offload", "keep", "offload"), lag=2, lead=2)
     assert blocks[0] == BlockDecision(option="offload", release_after=2, prefetch_at=3)
     assert blocks[1] == BlockDecision(option="keep")
     assert blocks[2] == BlockDecision(option="offload", release_after=2, prefetch_at=3), (
@@ -160,7 +160,7 @@ def test_last_blocks_have_less_time_to_offload() -> None:
 
 def test_tied_tensors_are_updated_after_their_last_gradient() -> None:
     profile = small_profile(3, tied=True)
-    plan = built(streaming_choices(profile, ("keep",) * 3, host_update=False, lead=1, lag=0), profile)
+    plan = built(streaming_decisions(profile, ("keep",) * 3, host_update=False, lead=1, lag=0), profile)
     assert plan.tensors(named(plan, "5 update 0")) == (0,)
     assert check(plan, profile) == []
     gradient = framework_bytes(usage(plan), profile)
@@ -172,7 +172,7 @@ def test_tied_tensors_are_updated_after_their_last_gradient() -> None:
 
 def test_without_states_nothing_is_paged() -> None:
     profile = small_profile(3, states=0)
-    plan = built(streaming_choices(profile, ("keep",) * 3, host_update=False, lead=0, lag=0), profile)
+    plan = built(streaming_decisions(profile, ("keep",) * 3, host_update=False, lead=0, lag=0), profile)
     assert set(plan.update_places) == {"device"}
     assert not [op for op in plan.ops if op.payload == "state"]
     assert check(plan, profile) == []
@@ -180,7 +180,7 @@ def test_without_states_nothing_is_paged() -> None:
 
 def test_frozen_weights_are_never_written_back() -> None:
     profile = small_profile(4, frozen=(0, 1, 2), no_backward=2)
-    plan = built(streaming_choices(profile, ("keep",) * 4, host_update=True, lead=0, lag=0), profile)
+    plan = built(streaming_decisions(profile, ("keep",) * 4, host_update=True, lead=0, lag=0), profile)
     assert {
         t for op in plan.ops if op.payload in ("weight", "grad") and op.kind == "offload" for t in plan.tensors(op)
     } == {3}
@@ -334,7 +334,7 @@ def test_streaming_everything(host_update: bool, lead: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_profile(rng, KINDS[seed % len(KINDS)])
     options = random_solution(rng, profile).options
-    plan = built(streaming_choices(profile, options, host_update=host_update, lead=lead, lag=lead), profile)
+    plan = built(streaming_decisions(profile, options, host_update=host_update, lead=lead, lag=lead), profile)
     assert check(plan, profile) == []
     if lead == 0 and host_update:
         largest = max(sum(t.bytes for t in profile.tensors if b in t.blocks) for b in range(len(profile.blocks)))

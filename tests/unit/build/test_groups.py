@@ -18,7 +18,7 @@ from lt_offload.plan.build.placement import Placement
 from lt_offload.plan.build.plan import build, room_needed
 from lt_offload.plan.iteration.decisions import Decisions, TensorDecision
 from lt_offload.plan.iteration.memory import aligned, budget_for, state_room
-from lt_offload.plan.planners.baselines import streaming_choices
+from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.planners.offmate.rounding import Slack, round_tensors
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.packing import Packing, packing
@@ -26,7 +26,7 @@ from lt_offload.schema.plan import PlannerName
 from lt_offload.schema.profile import Profile
 from tests.support.profiles.fixtures import llama7b_b4
 from tests.support.profiles.program_rules import random_profile
-from tests.support.profiles.random_choices import random_choices
+from tests.support.profiles.random_decisions import random_decisions
 from tests.support.profiles.random_solutions import random_solution
 from tests.support.profiles.small import HUGE, chained, changed, intervals, resident, small_profile, with_zero_copy
 
@@ -134,7 +134,7 @@ def test_so_they_do_in_a_budget_that_is_short(seed: int) -> None:
 def test_runs_are_in_the_same_ops_all_the_time(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = with_zero_copy(chained(small_profile(int(rng.integers(2, 6)))))
-    decisions = random_choices(rng, profile)
+    decisions = random_decisions(rng, profile)
     copies = device_copies(decisions, profile)
     for cut in CUTS:
         parts = runs(copies, decisions, profile, cut=cut)
@@ -193,7 +193,7 @@ def test_tensors_side_by_side_are_one_transfer() -> None:
     profile = small_profile(1)
     (one,) = profile.tensors
     profile = replace(profile, tensors=(one, replace(one, name="b"), replace(one, name="c")))
-    decisions = streaming_choices(profile, ("keep",), host_update=True, lead=0, lag=0)
+    decisions = streaming_decisions(profile, ("keep",), host_update=True, lead=0, lag=0)
     plan = built(decisions, profile)
     assert travelling(plan, "weight") == [(0, 1, 2)]
     assert travelling(plan, "state") == [(0, 1, 2)]
@@ -205,7 +205,7 @@ def test_groups_apart_in_the_arena_are_several_transfers() -> None:
     profile = small_profile(1)
     (one,) = profile.tensors
     profile = replace(profile, tensors=(one, replace(one, name="b"), replace(one, name="c")))
-    decisions = streaming_choices(profile, ("keep",), host_update=True, lead=0, lag=0)
+    decisions = streaming_decisions(profile, ("keep",), host_update=True, lead=0, lag=0)
     copies = device_copies(decisions, profile)
     offsets = {0: 0, 1: 2048, 2: 3072}
     placement = Placement(tuple(offsets[copy.tensor] for copy in copies), extent=4096, live_peak=3072)

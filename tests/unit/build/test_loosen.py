@@ -11,7 +11,7 @@ from lt_offload.plan.build.fit import loosen
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.memory import framework_bytes
 from lt_offload.plan.iteration.pace import Pace
-from lt_offload.plan.planners.baselines import streaming_choices
+from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from tests.support.profiles.program_rules import random_profile
@@ -26,7 +26,7 @@ def test_time_is_taken_from_spare_memory_only(seed: int, earlier: bool) -> None:
     profile = random_profile(np.random.default_rng(seed), KINDS[seed % len(KINDS)])
     names = [[o.name for o in block.options] for block in profile.blocks]
     options = tuple("offload" if "offload" in found else found[0] for found in names)
-    decisions = streaming_choices(profile, options, host_update=True, lead=0, lag=0)
+    decisions = streaming_decisions(profile, options, host_update=True, lead=0, lag=0)
     peak = int(framework_bytes(decisions.usage, profile).max())
     for limit in (peak, int(1.3 * peak), HUGE):
         loosened = loosen(decisions, profile, limit, earlier=earlier)

@@ -9,7 +9,7 @@ import pytest
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Recomputation, TensorDecision
 from lt_offload.plan.iteration.memory import computation_bytes, device_bytes
-from lt_offload.plan.planners.baselines import option_sets, resident_choices, streaming_choices
+from lt_offload.plan.planners.baselines import option_sets, resident_decisions, streaming_decisions
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.plan.verify.traffic import Traffic
@@ -229,7 +229,7 @@ def test_more_bandwidth_never_hurts_direct_access() -> None:
     times = []
     for speed in (0.1, 1.0, 10.0):
         profile = with_zero_copy(small_profile(6, speed=speed))
-        decisions = streaming_choices(profile, ("offload",) * 6, host_update=True, lead=1, lag=1)
+        decisions = streaming_decisions(profile, ("offload",) * 6, host_update=True, lead=1, lag=1)
         decisions = changed(decisions, 2, TensorDecision(place="host", zero_copy=(2, 9), grad_zero_copy=True))
         times.append(simulate(built(decisions, profile), profile).iteration_time)
     assert times == sorted(times, reverse=True)
@@ -266,7 +266,7 @@ def test_a_wide_table_still_fits() -> None:
     profile = with_zero_copy(
         chained(llama7b_b4(12)), replace(READ, forward_bytes=123_000_000, backward_bytes=123_000_000)
     )
-    decisions = streaming_choices(profile, ("keep",) * 14, host_update=True, lead=1, lag=1)
+    decisions = streaming_decisions(profile, ("keep",) * 14, host_update=True, lead=1, lag=1)
     tensors = list(decisions.tensors)
     for index, tensor in enumerate(profile.tensors):
         (block,) = tensor.blocks
@@ -280,5 +280,5 @@ def test_a_wide_table_still_fits() -> None:
 def test_planners_that_run_nothing_again_do_not_discard() -> None:
     allowed = tuple(block.options for block in PROFILE.blocks)
     assert all("discard" not in options for options in option_sets(PROFILE, allowed))
-    for decisions, _ in resident_choices(PROFILE, allowed):
+    for decisions, _ in resident_decisions(PROFILE, allowed):
         assert all(block.option != "discard" for block in decisions.blocks)

@@ -15,7 +15,7 @@ from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan, Timeline
 from lt_offload.schema.profile import OptionProfile, Profile
-from tests.support.profiles.random_choices import random_choices
+from tests.support.profiles.random_decisions import random_decisions
 from tests.support.profiles.small import (
     HUGE,
     chained,
@@ -302,7 +302,7 @@ def test_random_choices_are_valid_and_counted_to_the_byte(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_model(rng)
     profile = with_held_peaks(profile, rng) if seed % 2 else profile
-    decisions = random_choices(rng, profile)
+    decisions = random_decisions(rng, profile)
     plan = built(decisions, profile)
     assert check(plan, profile) == []
     assert (framework_bytes(decisions.usage, profile) == framework_bytes(usage(plan), profile)).all()
@@ -320,7 +320,7 @@ def test_random_choices_are_valid_and_counted_to_the_byte(seed: int) -> None:
 def test_random_choices_are_squeezed_without_harm(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_model(rng)
-    decisions = random_choices(rng, profile)
+    decisions = random_decisions(rng, profile)
     least = tighten_framework(decisions, profile, 0)
     assert least.recomputations == decisions.recomputations
     assert framework_bytes(least.usage, profile).max() <= framework_bytes(decisions.usage, profile).max()

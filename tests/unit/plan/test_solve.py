@@ -13,7 +13,7 @@ import pytest
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan import Plan, check, simulate, solve
-from lt_offload.plan.planners.baselines import resident_choices, smallest
+from lt_offload.plan.planners.baselines import resident_decisions, smallest
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.request import allowed_options
 from lt_offload.schema.profile import Profile
@@ -177,7 +177,7 @@ def test_resident_keeps_everything_or_says_what_it_needs() -> None:
 
 def test_resident_recomputes_only_as_much_as_it_must() -> None:
     allowed = tuple(allowed_options(block, OffmateConfig(budget_bytes=None)) for block in LLAMA.blocks)
-    ladder = list(resident_choices(LLAMA, allowed))
+    ladder = list(resident_decisions(LLAMA, allowed))
     counts = [sum(block.option == "recompute" for block in decisions.blocks) for decisions, _ in ladder]
     assert counts == [0, 1, 2, 3, 4]
     sizes = [nbytes for _, nbytes in ladder]

@@ -11,7 +11,7 @@ import pytest
 from lt_offload.plan.build.fit import fit
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.decisions import Decisions, TensorDecision, uses
-from lt_offload.plan.planners.baselines import streaming_choices
+from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.planners.memferry.chain import Reading, chain, to_decisions
 from lt_offload.plan.planners.memferry.embeddings import zero_copy_embeddings
 from lt_offload.plan.planners.memferry.fit import Given, savings, with_savings
@@ -313,7 +313,7 @@ def test_savings_are_sorted_and_shrink_what_they_change() -> None:
 def test_streaming_plans_may_read_their_embedding_directly(tied: bool, lead: int) -> None:
     profile = fast_host(with_zero_copy(llama7b_b4(4, tied=tied)))
     asked = request(profile, 40e9)
-    before = streaming_choices(profile, ("keep",) * 6, host_update=True, lead=lead, lag=1)
+    before = streaming_decisions(profile, ("keep",) * 6, host_update=True, lead=lead, lag=1)
     after = zero_copy_embeddings(before, asked)
     assert after is not None
     assert after.tensors[0].zero_copy == (0, 11)
@@ -329,7 +329,7 @@ def test_streaming_plans_may_read_their_embedding_directly(tied: bool, lead: int
 def test_a_table_that_stays_between_two_uses_is_shortened_only_where_nothing_needs_it() -> None:
     profile = with_zero_copy(llama7b_b4(4, tied=True))
     asked = request(profile, 40e9)
-    before = streaming_choices(profile, ("keep",) * 6, host_update=True, lead=1, lag=1)
+    before = streaming_decisions(profile, ("keep",) * 6, host_update=True, lead=1, lag=1)
     whole = changed(before, 0, replace(before.tensors[0], intervals=intervals((0, 11))))
     after = zero_copy_embeddings(whole, asked)
     assert after is not None
@@ -342,11 +342,11 @@ def test_embeddings_updated_on_the_device_are_left_alone() -> None:
     profile = with_zero_copy(llama7b_b4(2))
     resident = Decisions(
         tensors=tuple(TensorDecision(place="device") for _ in profile.tensors),
-        blocks=streaming_choices(profile, ("keep",) * 4, host_update=True, lead=1, lag=1).blocks,
+        blocks=streaming_decisions(profile, ("keep",) * 4, host_update=True, lead=1, lag=1).blocks,
     )
     assert zero_copy_embeddings(resident, request(profile, 40e9)) is None
     without = llama7b_b4(2)
-    streaming = streaming_choices(without, ("keep",) * 4, host_update=True, lead=1, lag=1)
+    streaming = streaming_decisions(without, ("keep",) * 4, host_update=True, lead=1, lag=1)
     assert zero_copy_embeddings(streaming, request(without, 40e9)) is None
 
 

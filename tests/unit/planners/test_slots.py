@@ -10,7 +10,7 @@ import pytest
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.decisions import Decisions, TensorDecision
 from lt_offload.plan.iteration.memory import host_bytes, lasting_host_bytes
-from lt_offload.plan.planners.baselines import streaming_choices
+from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.planners.slots import share_slots
 from lt_offload.plan.solve import solve
 from lt_offload.plan.verify.check import check
@@ -18,7 +18,7 @@ from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.explain import explain
 from lt_offload.schema.plan import Op, Plan, problems
 from lt_offload.schema.profile import Profile
-from tests.support.profiles.random_choices import random_choices
+from tests.support.profiles.random_decisions import random_decisions
 from tests.support.profiles.small import (
     HUGE,
     chained,
@@ -110,7 +110,7 @@ def test_no_gradient_is_overwritten_however_long_things_take(seed: int) -> None:
     profile = with_zero_copy(profile) if seed % 3 == 0 else profile
     optimizer = replace(profile.optimizer, host_bytes_per_s=float(rng.choice([20.0, 60.0, 500.0])))
     profile = replace(profile, optimizer=optimizer)
-    decisions = random_choices(rng, profile)
+    decisions = random_decisions(rng, profile)
     plan = built(decisions, profile)
     assert check(plan, profile) == []
     lasting = lasting_host_bytes(plan.options, decisions.usage.grad_zero_copy, profile)
@@ -127,7 +127,7 @@ def test_no_gradient_is_overwritten_however_long_things_take(seed: int) -> None:
 
 def test_gradients_of_one_step_never_share() -> None:
     profile = twice(small_profile(3))
-    decisions = streaming_choices(profile, ("keep",) * 3, host_update=True, lead=0, lag=1)
+    decisions = streaming_decisions(profile, ("keep",) * 3, host_update=True, lead=0, lag=1)
     tensors = [
         replace(t, grad_release_after=min(5, (t.grad_release_after or 0) + at % 2))
         for at, t in enumerate(decisions.tensors)
@@ -215,7 +215,7 @@ def test_single_slots_are_checked() -> None:
 
 def test_a_gradient_that_nobody_has_read_is_not_overwritten() -> None:
     profile = twice(small_profile(3))
-    decisions = streaming_choices(profile, ("keep",) * 3, host_update=True, lead=0, lag=0)
+    decisions = streaming_decisions(profile, ("keep",) * 3, host_update=True, lead=0, lag=0)
     tensors = [
         replace(t, grad_release_after=min(5, (t.grad_release_after or 0) + at % 2))
         for at, t in enumerate(decisions.tensors)

@@ -12,7 +12,7 @@ import pytest
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision
 from lt_offload.plan.iteration.memory import device_bytes, host_bytes
-from lt_offload.plan.planners.baselines import streaming_choices
+from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import InitialCopy, Op, Plan
 from lt_offload.schema.profile import Profile
@@ -95,7 +95,7 @@ def test_no_op_can_be_left_out(gone: int) -> None:
 def streamed_plans() -> Iterator[tuple[Plan, Profile]]:
     for states, host_update, lead, option in itertools.product((0, 2), (False, True), (0, 1), ("keep", "offload")):
         profile = small_profile(5, states=states, frozen=(2,), tied=True)
-        decisions = streaming_choices(profile, (option,) * 5, host_update=host_update, lead=lead, lag=lead)  # type: ignore[arg-type]
+        decisions = streaming_decisions(profile, (option,) * 5, host_update=host_update, lead=lead, lag=lead)  # type: ignore[arg-type]
         yield build(decisions, profile, planner="test", budget_bytes=HUGE, host_budget_bytes=HUGE), profile
 
 

@@ -11,7 +11,7 @@ import pytest
 from lt_offload.errors import PlanError
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision
-from lt_offload.plan.planners.baselines import streaming_choices
+from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.planners.offmate.rounding import Slack, round_tensors
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Op, Plan
@@ -169,7 +169,7 @@ def test_no_lane_works_longer_than_the_iteration(seed: int) -> None:
 
 def test_ops_wait_for_what_they_name_and_for_their_lane() -> None:
     profile = small_profile(5)
-    plan = built(streaming_choices(profile, ("offload",) * 5, host_update=True, lead=1, lag=1), profile)
+    plan = built(streaming_decisions(profile, ("offload",) * 5, host_update=True, lead=1, lag=1), profile)
     spans = {span.op: span for span in simulate(plan, profile).spans}
     for op in plan.ops:
         for other in op.after:
@@ -189,7 +189,7 @@ def test_more_bandwidth_never_hurts() -> None:
     times = []
     for speed in (0.1, 1.0, 10.0):
         profile = small_profile(6, speed=speed)
-        decisions = streaming_choices(profile, ("offload",) * 6, host_update=True, lead=1, lag=1)
+        decisions = streaming_decisions(profile, ("offload",) * 6, host_update=True, lead=1, lag=1)
         times.append(simulate(built(decisions, profile), profile).iteration_time)
     assert times == sorted(times, reverse=True)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from lt_offload.plan.iteration.computations import Computation, computations
-from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, block_choices, uses
+from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, block_decisions, uses
 from lt_offload.plan.iteration.memory import backward_steps
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.planners.memferry.model import MemFerryLayer, MemFerryWeight
@@ -135,7 +135,7 @@ def to_decisions(
             grad_zero_copy=index in written,
         )
         tensors.append(decision)
-    return Decisions(tensors=tuple(tensors), blocks=block_choices(profile, options, lag=_LAG, lead=_LEAD))
+    return Decisions(tensors=tuple(tensors), blocks=block_decisions(profile, options, lag=_LAG, lead=_LEAD))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

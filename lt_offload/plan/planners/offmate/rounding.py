@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, block_choices, uses
+from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, block_decisions, uses
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.plan.planners.offmate.solution import Group, GroupFlows, Solution
 from lt_offload.schema.profile import Profile
@@ -85,7 +85,7 @@ def round_tensors(solution: Solution, profile: Profile, slack: Slack) -> Decisio
         chosen.update(_Rounding(group, flows, profile, carry, slack).decisions())
     return Decisions(
         tensors=tuple(chosen[index] for index in range(len(profile.tensors))),
-        blocks=block_choices(profile, solution.options, lag=slack.activation_lag, lead=slack.activation_lead),
+        blocks=block_decisions(profile, solution.options, lag=slack.activation_lag, lead=slack.activation_lead),
     )
 
 

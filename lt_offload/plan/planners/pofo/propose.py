@@ -12,7 +12,7 @@ from itertools import islice
 
 from lt_offload.plan.build.groups import arrange
 from lt_offload.plan.build.plan import build
-from lt_offload.plan.iteration.decisions import Decisions, block_choices, resident_tensors
+from lt_offload.plan.iteration.decisions import Decisions, block_decisions, resident_tensors
 from lt_offload.plan.iteration.memory import framework_bytes
 from lt_offload.plan.planners.pofo.chain import Chain, Operation, memory, sequential, walk
 from lt_offload.plan.planners.pofo.convert import ActivationLayout, as_chain, as_decisions, with_copies
@@ -45,7 +45,7 @@ def propose_pofo(request: Request) -> list[Proposal]:
     profile = request.profile
     resident = Decisions(
         tensors=resident_tensors(profile),
-        blocks=block_choices(profile, tuple(options[0].name for options in request.allowed), lag=0, lead=0),
+        blocks=block_decisions(profile, tuple(options[0].name for options in request.allowed), lag=0, lead=0),
     )
     arena = arrange(resident, profile).extent
     layout = as_chain(profile, request.allowed)

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cached_property
 
-from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision, block_choices
+from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision, block_decisions
 from lt_offload.plan.iteration.memory import aligned, framework_bytes, state_room
 from lt_offload.plan.planners.weights.model import Gap, Phase, WeightChain
 from lt_offload.plan.planners.weights.timing import Schedule
@@ -42,7 +42,7 @@ class Setting:
     @cached_property
     def blocks(self) -> tuple[BlockDecision, ...]:
         """The blocks' decisions: copies of activations run beside the computations next to theirs."""
-        return block_choices(self.profile, self.options, lag=1, lead=1)
+        return block_decisions(self.profile, self.options, lag=1, lead=1)
 
     def place(self, tensor: int, *, leaves: bool) -> UpdatePlace:
         """Return where a tensor is updated whose layer's weight ``leaves`` in some gap, or never does.

@@ -20,7 +20,7 @@ from functools import partial
 from lt_offload.errors import InfeasibleError
 from lt_offload.plan.build.plan import room_needed
 from lt_offload.plan.iteration.decisions import Decisions
-from lt_offload.plan.planners.baselines import option_sets, streaming_choices
+from lt_offload.plan.planners.baselines import option_sets, streaming_decisions
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, cheapest_swap, held_bytes, self_contained
 from lt_offload.plan.planners.weights.decisions import Setting, chain_of, greedy_decisions, with_host_gaps
 from lt_offload.plan.planners.weights.model import select_gaps
@@ -48,8 +48,8 @@ def propose_l2l(request: Request) -> list[Proposal]:
     profile = request.profile
     usable = zip(profile.blocks, self_contained(request.allowed), strict=True)
     options = tuple(_recomputing(block, options).name for block, options in usable)
-    decisions = streaming_choices(profile, options, host_update=request.host_update, lead=0, lag=1)
-    least = streaming_choices(profile, options, host_update=request.host_update, lead=0, lag=0)
+    decisions = streaming_decisions(profile, options, host_update=request.host_update, lead=0, lag=1)
+    least = streaming_decisions(profile, options, host_update=request.host_update, lead=0, lag=0)
     needed = room_needed(least, profile)
     if needed > request.capacity_bytes:
         missing = format_bytes(needed - request.capacity_bytes)

@@ -10,7 +10,7 @@ from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interv
 from lt_offload.schema.profile import Profile
 
 
-def random_choices(rng: np.random.Generator, profile: Profile) -> Decisions:
+def random_decisions(rng: np.random.Generator, profile: Profile) -> Decisions:
     """Return valid decisions for a profile whose blocks but the first are chained."""
     options = _options(rng, profile)
     recomputations = _reruns(rng, profile, options)
