@@ -10,8 +10,7 @@ from collections.abc import Iterator, Sequence
 
 from lt_offload.plan.build.copies import DeviceCopy, device_copies
 from lt_offload.plan.build.groups import arrange, group_tensors, own_slots
-from lt_offload.plan.build.link import link
-from lt_offload.plan.build.ops import Emitter
+from lt_offload.plan.build.ops import Emitter, link
 from lt_offload.plan.build.placement import Placement
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import aligned, framework_bytes, state_room

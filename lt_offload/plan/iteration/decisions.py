@@ -7,8 +7,7 @@ from dataclasses import dataclass, field
 
 from lt_offload.plan.iteration.computations import Recomputation as Recomputation
 from lt_offload.plan.iteration.memory import Usage, backward_steps, least_host_bytes
-from lt_offload.plan.iteration.pace import Pace
-from lt_offload.plan.iteration.timeline import timeline
+from lt_offload.plan.iteration.timeline import Pace, timeline
 from lt_offload.schema.plan import UpdatePlace
 from lt_offload.schema.profile import OptionName, Profile
 

@@ -1,4 +1,4 @@
-"""The timeline of an iteration while it is planned."""
+"""The timeline of an iteration while it is planned: where each block runs, and how long its steps take."""
 
 from __future__ import annotations
 
@@ -16,3 +16,35 @@ def _of(blocks: int) -> Timeline:
 def timeline(profile: Profile) -> Timeline:
     """Return the timeline of an iteration of the model of ``profile``: one batch, every block once each way."""
     return _of(len(profile.blocks))
+
+
+_NEGLIGIBLE = 0.05
+"""Part of the mean duration of a step below which one does not count."""
+
+
+class Pace:
+    """Counts the steps of an iteration of ``profile`` that last."""
+
+    def __init__(self, profile: Profile) -> None:
+        forward = [min(option.forward_s for option in block.options) for block in profile.blocks]
+        backward = [
+            min(option.backward_s for option in block.options) if block.has_backward else 0.0
+            for block in profile.blocks
+        ]
+        seconds = [*forward, *reversed(backward)]
+        least = _NEGLIGIBLE * sum(seconds) / max(len(seconds), 1)
+        self._lasts = [duration >= least for duration in seconds]
+
+    def later(self, step: int, count: int) -> int:
+        """Return the first step by whose end ``count`` steps that last have passed since ``step``."""
+        while count > 0 and step < len(self._lasts) - 1:
+            step += 1
+            count -= self._lasts[step]
+        return step
+
+    def earlier(self, step: int, count: int) -> int:
+        """Return the last step from whose beginning ``count`` steps that last have passed until ``step``."""
+        while count > 0 and step > 0:
+            step -= 1
+            count -= self._lasts[step]
+        return step

@@ -10,7 +10,7 @@ import pytest
 from lt_offload.plan.build.fit import loosen
 from lt_offload.plan.build.plan import build
 from lt_offload.plan.iteration.memory import framework_bytes
-from lt_offload.plan.iteration.pace import Pace
+from lt_offload.plan.iteration.timeline import Pace
 from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate

@@ -50,8 +50,7 @@ from typing import Literal
 import pulp
 
 from lt_offload.plan.iteration.memory import room_within
-from lt_offload.plan.iteration.pace import Pace
-from lt_offload.plan.iteration.timeline import timeline
+from lt_offload.plan.iteration.timeline import Pace, timeline
 from lt_offload.plan.planners.lp import Pair, Term, add, pairs, require
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.solution import Group, groups
