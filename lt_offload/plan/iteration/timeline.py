@@ -23,7 +23,11 @@ _NEGLIGIBLE = 0.05
 
 
 class Pace:
-    """Counts the steps of an iteration of ``profile`` that last."""
+    """Counts the steps of an iteration of ``profile`` that last long enough for copies to hide behind.
+
+    Copies are started or awaited some steps before or after a use. A step without work of its own, such as that of a
+    final norm, would hide nothing and does not count.
+    """
 
     def __init__(self, profile: Profile) -> None:
         forward = [min(option.forward_s for option in block.options) for block in profile.blocks]
