@@ -66,7 +66,7 @@ class Engine:
 
     Raises:
         PlanError: if the plan belongs to another model.
-        ConfigError: if the optimizer cannot update tensor by tensor.
+        UnsupportedError: if the optimizer cannot update tensor by tensor, or lacks a trainable parameter.
     """
 
     def __init__(
@@ -81,6 +81,8 @@ class Engine:
         self.structure = structure or find_blocks(model)
         self.model, self.plan, self.device = model, plan, device
         check_match(self.structure, optimizer, plan)
+        if plan is not None and optimizer is not None:
+            limits.check("optimizer", limits.Setup(model=model, optimizers=[optimizer]))
         self.pool = HostPool(device)
         self.recorder = Recorder(device)
         self.weights: list[Weight] = []

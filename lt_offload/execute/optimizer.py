@@ -27,7 +27,6 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lt_offload.errors import ConfigError
 from lt_offload.execute.tensors import STATE_ALIGNMENT, States, Weight
 from lt_offload.machine.dispatch import unseen_by_dynamo
 from lt_offload.units import round_up
@@ -351,12 +350,3 @@ class _StateAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 value = _FACTORIES[func]
                 return born if value is None else born.fill_(value)
         return func(*args, **(kwargs or {}))
-
-
-def check_optimizer(optimizer: Optimizer) -> None:
-    """Raise ``ConfigError`` for optimizers that cannot be stepped tensor by tensor."""
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise ConfigError(
-            "optimizer=LBFGS needs all gradients at once and a closure; lt_offload updates each tensor as soon as its "
-            "gradient is complete. Use AdamW(fused=True), Adam, SGD or Adafactor"
-        )

@@ -12,7 +12,6 @@ from lt_offload.execute.copies import Residency
 from lt_offload.execute.device.record import Recorder
 from lt_offload.execute.frames import Frames
 from lt_offload.execute.gradients import Gradients
-from lt_offload.execute.optimizer import check_optimizer
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure
 from lt_offload.model.compiled import is_compiled
@@ -164,7 +163,7 @@ def check_match(structure: Structure, optimizer: Optimizer | None, plan: Plan | 
 
     Raises:
         PlanError: if the plan belongs to another model, or takes a compiled block apart.
-        ConfigError: if the optimizer cannot update tensor by tensor, or does not have every trainable parameter.
+        UnsupportedError: if there is a plan and no optimizer.
     """
     if plan is None:
         return
@@ -187,11 +186,3 @@ def check_match(structure: Structure, optimizer: Optimizer | None, plan: Plan | 
                 f"the plan handles block {block.name} with option 'mixed', which takes its operations apart, but the "
                 "block is compiled. Plan again with the blocks compiled, or leave compile() out"
             )
-    check_optimizer(optimizer)
-    managed = {p for group in optimizer.param_groups for p in group["params"]}
-    lost = [name for name, p in structure.tensors if p.requires_grad and p not in managed]
-    if lost:
-        raise UnsupportedError(
-            f"{len(lost)} trainable parameters are not in the optimizer (first: {lost[0]}); give them to it or set "
-            "requires_grad=False before the plan is made"
-        )
