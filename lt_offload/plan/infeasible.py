@@ -20,7 +20,7 @@ def explain_infeasible(request: Request, planner: PlannerName) -> InfeasibleErro
     profile, allowed = request.profile, request.allowed
     asked = f"{profile.model} with batch_size={profile.batch_size} and sequence_length={profile.sequence_length}"
     memory, ram = format_bytes(request.budget_bytes), format_bytes(request.host_budget_bytes)
-    least = smallest(profile, allowed, host_update=request.host_update, host_budget=request.host_budget_bytes)
+    least = smallest(profile, allowed, host_update=request.settings.host_update, host_budget=request.host_budget_bytes)
     if least is None:
         return InfeasibleError(
             f"host_memory={ram} is too small for {asked}: the host copies of the parameters, and what travels, need at "
@@ -73,8 +73,8 @@ def _smaller_inputs(profile: Profile, request: Request) -> Iterator[str]:
 
 
 def _fits(profile: Profile, request: Request) -> bool:
-    allowed = tuple(allowed_options(block, request) for block in profile.blocks)
-    least = smallest(profile, allowed, host_update=request.host_update, host_budget=request.host_budget_bytes)
+    allowed = tuple(allowed_options(block, request.settings) for block in profile.blocks)
+    least = smallest(profile, allowed, host_update=request.settings.host_update, host_budget=request.host_budget_bytes)
     return least is not None and least.device_bytes <= request.budget_bytes
 
 

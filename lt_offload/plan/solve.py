@@ -102,11 +102,7 @@ def make_plan(profile: Profile, settings: Settings) -> Plan:
         budget_bytes=settings.device_budget(profile.hardware),
         host_budget_bytes=settings.host_budget(profile.hardware),
         allowed=tuple(allowed_options(block, config) for block in profile.blocks),
-        host_update=settings.host_update,
-        activation_offload=settings.activation_offload,
-        recompute=settings.recompute,
-        gradient_reserve=settings.gradient_reserve,
-        time_limit=settings.time_limit,
+        settings=settings,
     )
     return _Selection(request, config, settings.planner).run()
 

@@ -12,6 +12,7 @@ from typing import Protocol
 from lt_offload.errors import ConfigError
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import room_within
+from lt_offload.plan.settings import Settings
 from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile
 
 Allowed = tuple[tuple[OptionProfile, ...], ...]
@@ -85,6 +86,9 @@ def self_contained(allowed: Allowed) -> Allowed:
     return tuple(tuple(option for option in options if option.name != "discard") for options in allowed)
 
 
+DEFAULTS = Settings()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
     """One question to a planner; sizes in bytes."""
@@ -94,16 +98,9 @@ class Request:
     """Device budget, context and shared bytes included."""
     host_budget_bytes: int
     allowed: Allowed
-    host_update: bool = True
-    """Whether the host may update parameters."""
-    activation_offload: bool = True
-    """Whether activations may be copied to the host."""
-    recompute: bool = True
-    """Whether activations may be computed again."""
-    gradient_reserve: float | None = None
-    """MemFerry: the part of the gradient bytes that may be held on the device at a time; None: the planner decides."""
-    time_limit: float = 30.0
-    """Seconds."""
+    """Per block: the activation options that the settings leave."""
+    settings: Settings = DEFAULTS
+    """The switches; budgets are above, in bytes."""
 
     @property
     def capacity_bytes(self) -> int:

@@ -20,6 +20,7 @@ from lt_offload.execute.engine import Engine
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.pofo.propose import propose_pofo
 from lt_offload.plan.planners.request import NotApplicable, Request, allowed_options
+from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan, PlannerName
 from lt_offload.schema.profile import Profile
 from tests.support import models
@@ -131,7 +132,7 @@ def smallest_without_copies(profile: Profile) -> int:
                     budget_bytes=middle,
                     host_budget_bytes=profile.hardware.host_bytes,
                     allowed=allowed,
-                    activation_offload=False,
+                    settings=Settings(activation_offload=False),
                 )
             )
             high = middle

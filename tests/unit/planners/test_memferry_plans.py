@@ -19,6 +19,7 @@ from lt_offload.plan.planners.memferry.propose import propose_memferry
 from lt_offload.plan.planners.offmate.rounding import Slack, round_tensors
 from lt_offload.plan.planners.request import NotApplicable, Request
 from lt_offload.plan.planners.slots import share_slots
+from lt_offload.plan.settings import Settings
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan
@@ -73,7 +74,8 @@ def request(profile: Profile, budget: float, **kwargs: Any) -> Request:
         "host_budget_bytes": 10**12,
         "allowed": tuple(block.options for block in profile.blocks),
     }
-    return Request(profile=profile, budget_bytes=int(budget), **(defaults | kwargs))
+    defaults |= {name: kwargs.pop(name) for name in ("host_budget_bytes", "allowed") if name in kwargs}
+    return Request(profile=profile, budget_bytes=int(budget), settings=Settings(**kwargs), **defaults)
 
 
 def planned(decisions: Decisions, asked: Request) -> tuple[Plan, Trace]:

@@ -14,6 +14,7 @@ from lt_offload.plan.planners.pofo.chain import Operation, memory, sequential, w
 from lt_offload.plan.planners.pofo.convert import MOST_LAYERS, as_chain, as_decisions, with_copies
 from lt_offload.plan.planners.pofo.propose import propose_pofo
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request
+from lt_offload.plan.settings import Settings
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan
@@ -48,7 +49,7 @@ def request(profile: Profile, activations: int, **kwargs: Any) -> Request:
         budget_bytes=FIXED + arena + activations,
         host_budget_bytes=kwargs.pop("host_budget_bytes", HUGE),
         allowed=allowed,
-        **kwargs,
+        settings=Settings(**kwargs),
     )
 
 

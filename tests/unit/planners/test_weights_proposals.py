@@ -15,6 +15,7 @@ from lt_offload.plan.iteration.decisions import Decisions, uses
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
 from lt_offload.plan.planners.weights.propose import propose_greedy, propose_l2l
+from lt_offload.plan.settings import Settings
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan
@@ -31,7 +32,7 @@ def request(profile: Profile, budget: float, *, host_budget: float = 1e15, **swi
         budget_bytes=int(budget),
         host_budget_bytes=int(host_budget),
         allowed=tuple(allowed_options(block, config) for block in profile.blocks),
-        **switches,
+        settings=Settings(**switches),
     )
 
 

@@ -61,14 +61,14 @@ def propose_memferry(request: Request) -> list[Proposal]:
         NotApplicable: if the host may not update, there are no figures for direct host access, or nothing fits.
     """
     profile = request.profile
-    if not request.host_update:
+    if not request.settings.host_update:
         raise NotApplicable("host_update=False, and it updates all parameters on the host")
     if all(tensor.zero_copy is None for tensor in profile.tensors):
         raise NotApplicable("the profile has no figures for direct host access")
     planner = _Planner(request)
     proposals: list[Proposal] = []
     seen: list[Given] = []
-    deadline = time.monotonic() + request.time_limit
+    deadline = time.monotonic() + request.settings.time_limit
     for variant in _VARIANTS:
         given = planner.given(variant)
         if given in seen or (proposals and time.monotonic() > deadline):
@@ -91,7 +91,7 @@ class _Planner:
         offers = [[o for o in options if o.name != "discard"] for options in request.allowed]
         self.options = tuple(min(options, key=lambda o: seconds(o, hardware)).name for options in offers)
         places = tuple(_place(tensor) for tensor in self.profile.tensors)
-        reserve = request.gradient_reserve
+        reserve = request.settings.gradient_reserve
         # If the user does not say, all that can be is kept while that fits without giving anything else up.
         written = [self._written(part) for part in (_RESERVES if reserve is None else (reserve,))]
         ram = min(least_host_bytes(self.options, places, some, self.profile) for some in written)
@@ -170,7 +170,7 @@ class _Planner:
         total = sum(profile.tensors[index].bytes for index in trainable)
         forced = total - sum(profile.tensors[index].bytes for index in free)
         left = int(reserve * total) - forced
-        if left < 0 and self.request.gradient_reserve is not None:
+        if left < 0 and self.request.settings.gradient_reserve is not None:
             least = math.ceil(1000 * forced / total) / 1000
             raise NotApplicable(
                 f"gradient_reserve={reserve:g}, and the backward cannot write {format_bytes(forced)} of "

@@ -61,7 +61,7 @@ def search_budgets(
             continue
         except ConfigError as error:
             candidates.out_of_time = error
-            candidates.fail(name, f"the program was not solved within time_limit={request.time_limit:g} s")
+            candidates.fail(name, f"the program was not solved within time_limit={request.settings.time_limit:g} s")
             return
         missed = candidates.add(Proposal(name=name, decisions=round_tensors(solution, request.profile, Slack())))
         ram -= max(missed.host, 0)

@@ -74,7 +74,10 @@ def propose_pofo(request: Request) -> list[Proposal]:
 def _allowed(request: Request) -> Allowed:
     """Return the allowed options, and ``discard`` where forwards may run again: other planners cannot use it."""
     return tuple(
-        (*options, *(o for o in block.options if request.recompute and o.name == "discard" and o not in options))
+        (
+            *options,
+            *(o for o in block.options if request.settings.recompute and o.name == "discard" and o not in options),
+        )
         for block, options in zip(request.profile.blocks, request.allowed, strict=True)
     )
 
@@ -82,9 +85,9 @@ def _allowed(request: Request) -> Allowed:
 def _sequences(chain: Chain, capacity_bytes: int, request: Request) -> Iterator[Iterator[tuple[Operation, ...]]]:
     """Yield sequences for one mix after the other; within a mix, those for more memory, which are faster, first."""
     high = max(memory(walk(sequential(chain), chain)))
-    most = (min(_SOLVE_SECONDS, request.time_limit / 2) / (_SLOT_SECONDS * len(chain.layers) ** 2)) ** (1 / 3)
+    most = (min(_SOLVE_SECONDS, request.settings.time_limit / 2) / (_SLOT_SECONDS * len(chain.layers) ** 2)) ** (1 / 3)
     for offload, recompute in _MIXES:
-        if (request.activation_offload or not offload) and (request.recompute or not recompute):
+        if (request.settings.activation_offload or not offload) and (request.settings.recompute or not recompute):
             yield ChainProgram(
                 chain,
                 memory_bytes=min(int(_SURPLUS * capacity_bytes), high),

@@ -48,8 +48,8 @@ def propose_l2l(request: Request) -> list[Proposal]:
     profile = request.profile
     usable = zip(profile.blocks, self_contained(request.allowed), strict=True)
     options = tuple(_recomputing(block, options).name for block, options in usable)
-    decisions = streaming_decisions(profile, options, host_update=request.host_update, lead=0, lag=1)
-    least = streaming_decisions(profile, options, host_update=request.host_update, lead=0, lag=0)
+    decisions = streaming_decisions(profile, options, host_update=request.settings.host_update, lead=0, lag=1)
+    least = streaming_decisions(profile, options, host_update=request.settings.host_update, lead=0, lag=0)
     needed = room_needed(least, profile)
     if needed > request.capacity_bytes:
         missing = format_bytes(needed - request.capacity_bytes)
@@ -66,7 +66,7 @@ def propose_greedy(request: Request) -> list[Proposal]:
     """
     found: list[Proposal] = []
     short: list[InfeasibleError] = []
-    for where in ("device", "host") if request.host_update else ("device",):
+    for where in ("device", "host") if request.settings.host_update else ("device",):
         for margin in _MARGINS[where]:
             try:
                 decisions = _best(request, host=where == "host", margin=margin)
