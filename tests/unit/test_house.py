@@ -245,3 +245,36 @@ def test_every_name_that_users_write_resolves(name: str) -> None:
 
 def test_documents_and_recipes_name_the_package_at_all() -> None:
     assert {f"{PACKAGE}.OffmateStrategy", f"{PACKAGE}.cli.main.main"} <= set(written())
+
+
+# -- the map ----------------------------------------------------------------------------------------------------------
+
+
+MAP = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+NAMED = sorted(set(re.findall(r"`([a-z_]+(?:/[a-z_]+)*(?:\.py|/))`", MAP)))
+
+
+@pytest.mark.parametrize("path", NAMED)
+def test_what_the_map_names_is_there(path: str) -> None:
+    """Files and folders, from the repository's root, from the package, or from the room that is described."""
+    roots = (ROOT, ROOT / PACKAGE, ROOT / PACKAGE / "plan", ROOT / PACKAGE / "execute")
+    assert any((root / path).exists() for root in roots)
+
+
+@pytest.mark.parametrize(
+    ("module", "names"),
+    [
+        ("execute.copies", ("Residency.issue", "Transfer.fetch")),
+        ("plan.verify.check", ("_budgets",)),
+        ("machine.accounting", ("Account",)),
+        ("execute.gradients", ("Gradients._completed",)),
+    ],
+)
+def test_the_answers_of_the_map_are_right(module: str, names: tuple[str, ...]) -> None:
+    """Where a weight's copy is issued, where the budget is enforced, where clipping would go."""
+    assert f"lt_offload/{module.replace('.', '/')}.py" in MAP
+    for name in names:
+        thing: object = importlib.import_module(f"{PACKAGE}.{module}")
+        for part in name.split("."):
+            thing = getattr(thing, part)
+        assert f"`{name}`" in MAP

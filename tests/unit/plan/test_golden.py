@@ -17,6 +17,6 @@ def test_every_case_is_written() -> None:
     assert sum("digest" in row for row in ROWS.values()) > 90
 
 
-@pytest.mark.parametrize(("seed", "planner"), CASES[::4])
+@pytest.mark.parametrize(("seed", "planner"), CASES[::9])
 def test_plan_is_as_it_was(seed: int, planner: str) -> None:
     assert row(seed, planner) == ROWS[f"{seed} {planner}"]
