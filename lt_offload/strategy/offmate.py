@@ -305,8 +305,7 @@ class OffmateStrategy(_Base):
         return make_plan(profile, replace(self.settings, memory=budget))
 
     def _install(self, optimizer: Optimizer | None, plan: Plan | None, budget: int) -> None:
-        threads = self.profile.optimizer.host_threads if self.profile is not None else 0
-        context = plan.context_bytes if plan is not None else 0
+        threads, context = (plan.host_threads, plan.context_bytes) if plan is not None else (0, 0)
         self._device = open_device(budget, str(self.root_device), host_threads=threads or None, context=context)
         self.engine = Engine(self._module, optimizer, plan, self._device)
         self.engine.install()

@@ -67,10 +67,11 @@ def test_blocks_run_on_the_gpu_that_the_trainer_has_chosen(monkeypatch: pytest.M
     strategy = OffmateStrategy(memory="1GB")
     strategy.parallel_devices = [torch.device("cuda", 1)]
     assert strategy.root_device == torch.device("cuda", 1)
-    for plan, context in ((None, 0), (replace(PLAN, context_bytes=77), 77)):
+    replayed = replace(PLAN, context_bytes=77, host_threads=3)
+    for plan, threads, context in ((None, None, 0), (replayed, 3, 77)):
         with pytest.raises(Stop):
             strategy._install(None, plan, 5)
-        assert opened.pop() == ((5, "cuda:1"), {"host_threads": None, "context": context})
+        assert opened.pop() == ((5, "cuda:1"), {"host_threads": threads, "context": context})
 
 
 OPTIONS = {
