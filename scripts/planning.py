@@ -7,7 +7,7 @@ from typing import Any
 
 from lt_offload import InfeasibleError, Plan, Profile, simulate, solve
 from lt_offload.plan import check
-from lt_offload.plan.build.plan import build
+from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.planners.baselines import streaming_decisions
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
-from lt_offload.plan.build.plan import room_needed
+from lt_offload.plan.assembly.plan import room_needed
 from lt_offload.plan.infeasible import explain_infeasible, smallest_ram
 from lt_offload.plan.planners.baselines import (
     no_offload_s,

@@ -218,7 +218,7 @@ def make_plans(layers: int, device: str, folder: str) -> dict[str, Any]:
     import torch
 
     import lt_offload
-    from lt_offload.plan.build.plan import build
+    from lt_offload.plan.assembly.plan import build
     from lt_offload.plan.iteration.decisions import Decisions, TensorDecision, block_decisions
     from scripts.planning import stream_all
 

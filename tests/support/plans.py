@@ -17,8 +17,8 @@ import torch
 
 from lt_offload.execute.program import owners
 from lt_offload.model.blocks import Structure
-from lt_offload.plan.build.groups import group_tensors
-from lt_offload.plan.build.ops import Draft
+from lt_offload.plan.assembly.groups import group_tensors
+from lt_offload.plan.assembly.ops import Draft
 from lt_offload.schema.plan import ALIGNMENT, Plan, Prediction, one_batch
 from lt_offload.schema.profile import fingerprint
 

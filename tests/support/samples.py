@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
-from lt_offload.plan.build.groups import group_tensors
-from lt_offload.plan.build.ops import Draft
+from lt_offload.plan.assembly.groups import group_tensors
+from lt_offload.plan.assembly.ops import Draft
 from lt_offload.schema.plan import Alternative, Plan, Prediction, one_batch
 from lt_offload.schema.profile import (
     BlockProfile,

@@ -39,7 +39,7 @@ LAYERS = (
 ROOMS_OF_PLAN = (
     ("settings",),
     ("iteration",),
-    ("build",),
+    ("assembly",),
     ("verify",),
     ("planners",),
     ("infeasible",),

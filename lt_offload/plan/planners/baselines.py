@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lt_offload.plan.build.groups import arrange
-from lt_offload.plan.build.plan import room_needed
+from lt_offload.plan.assembly.groups import arrange
+from lt_offload.plan.assembly.plan import room_needed
 from lt_offload.plan.iteration.decisions import (
     Decisions,
     Interval,

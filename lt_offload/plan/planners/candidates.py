@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError
-from lt_offload.plan.build.fit import fit, loosen
-from lt_offload.plan.build.plan import build
+from lt_offload.plan.assembly.fit import fit, loosen
+from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.request import Proposal, Request
 from lt_offload.plan.planners.slots import share_slots

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lt_offload.plan.build.ops import without
-from lt_offload.plan.build.placement import Lifetime, Placement, place
+from lt_offload.plan.assembly.ops import without
+from lt_offload.plan.assembly.placement import Lifetime, Placement, place
 from lt_offload.plan.iteration.memory import host_bytes
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Op, Plan

@@ -18,7 +18,7 @@ from lt_offload.execute.block_graph import Frame
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.model.blocks import find_blocks
-from lt_offload.plan.build.plan import build
+from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, Recomputation, TensorDecision, uses
 from lt_offload.plan.iteration.memory import backward_steps, device_bytes
 from lt_offload.plan.verify.check import check

@@ -15,7 +15,7 @@ from lt_offload.execute.activations import WeightAlias
 from lt_offload.execute.device.cuda import CudaDevice
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.plan import check
-from lt_offload.plan.build.plan import build as build_plan
+from lt_offload.plan.assembly.plan import build as build_plan
 from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, block_decisions, uses
 from lt_offload.plan.iteration.memory import device_bytes
 from lt_offload.plan.planners.baselines import streaming_decisions

@@ -17,8 +17,8 @@ from lt_offload.execute.gradients import SMALL_GRADIENT, Slots
 from lt_offload.execute.groups import Layout, LiveGroup
 from lt_offload.execute.tensors import States, Weight, carve
 from lt_offload.model.blocks import find_blocks
-from lt_offload.plan.build.groups import group_tensors
-from lt_offload.plan.build.ops import Draft
+from lt_offload.plan.assembly.groups import group_tensors
+from lt_offload.plan.assembly.ops import Draft
 from lt_offload.schema.plan import ALIGNMENT, Plan, Prediction, one_batch
 from tests.support import models, plans
 

@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_offload.plan.build.fit import fit
-from lt_offload.plan.build.plan import build
+from lt_offload.plan.assembly.fit import fit
+from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.iteration.decisions import Decisions, TensorDecision, uses
 from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.planners.memferry.chain import Reading, chain, to_decisions

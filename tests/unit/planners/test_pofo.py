@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from lt_offload.plan.build.plan import build
+from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.iteration.decisions import Decisions, Recomputation
 from lt_offload.plan.iteration.memory import device_bytes
 from lt_offload.plan.planners.pofo.chain import Operation, memory, sequential, walk

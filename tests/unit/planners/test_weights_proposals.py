@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from lt_offload.plan.build.fit import fit
-from lt_offload.plan.build.plan import build
+from lt_offload.plan.assembly.fit import fit
+from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.iteration.decisions import Decisions, uses
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from lt_offload.plan import explain, solve
-from lt_offload.plan.build.plan import build
+from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.iteration.decisions import BlockDecision, TensorDecision
 from lt_offload.schema.explain import brief
 from lt_offload.schema.plan import Alternative, Plan, Prediction, TensorGroup

@@ -10,7 +10,7 @@ import pytest
 
 from lt_offload.errors import PlanError
 from lt_offload.plan import check, solve
-from lt_offload.plan.build.plan import build
+from lt_offload.plan.assembly.plan import build
 from lt_offload.schema.files import to_json
 from lt_offload.schema.plan import Plan, problems
 from tests.support.profiles.small import HUGE, resident, small_profile

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from lt_offload.plan.build.plan import build
+from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision
 from lt_offload.plan.iteration.memory import device_bytes, host_bytes
 from lt_offload.plan.planners.baselines import streaming_decisions

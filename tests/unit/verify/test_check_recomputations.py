@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from lt_offload.plan.build.plan import build
+from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.iteration.decisions import BlockDecision, Recomputation, TensorDecision
 from lt_offload.plan.iteration.memory import device_bytes
 from lt_offload.plan.verify.check import check

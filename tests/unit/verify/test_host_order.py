@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from lt_offload.plan.build.plan import build
+from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.iteration.decisions import TensorDecision
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate

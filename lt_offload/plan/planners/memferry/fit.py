@@ -12,10 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
-from lt_offload.plan.build.copies import device_copies
-from lt_offload.plan.build.fit import fit
-from lt_offload.plan.build.placement import Placement, live_bytes
-from lt_offload.plan.build.plan import build
+from lt_offload.plan.assembly.copies import device_copies
+from lt_offload.plan.assembly.fit import fit
+from lt_offload.plan.assembly.placement import Placement, live_bytes
+from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.iteration.computations import computations
 from lt_offload.plan.iteration.decisions import Decisions, uses
 from lt_offload.plan.iteration.memory import framework_bytes

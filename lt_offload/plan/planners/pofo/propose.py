@@ -10,8 +10,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 
-from lt_offload.plan.build.groups import arrange
-from lt_offload.plan.build.plan import build
+from lt_offload.plan.assembly.groups import arrange
+from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.iteration.decisions import Decisions, block_decisions, resident_tensors
 from lt_offload.plan.iteration.memory import framework_bytes
 from lt_offload.plan.planners.pofo.chain import Chain, Operation, memory, sequential, walk

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from lt_offload.errors import InfeasibleError
-from lt_offload.plan.build.plan import room_needed
+from lt_offload.plan.assembly.plan import room_needed
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.baselines import option_sets, streaming_decisions
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, cheapest_swap, held_bytes, self_contained

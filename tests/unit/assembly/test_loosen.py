@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lt_offload.plan.build.fit import loosen
-from lt_offload.plan.build.plan import build
+from lt_offload.plan.assembly.fit import loosen
+from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.iteration.memory import framework_bytes
 from lt_offload.plan.iteration.timeline import Pace
 from lt_offload.plan.planners.baselines import streaming_decisions

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lt_offload.plan.build.fit import fit, tighten_framework
-from lt_offload.plan.build.plan import build
+from lt_offload.plan.assembly.fit import fit, tighten_framework
+from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision, block_decisions
 from lt_offload.plan.iteration.memory import budget_for, framework_bytes, usage
 from lt_offload.plan.planners.baselines import streaming_decisions

@@ -15,9 +15,9 @@ from typing import Literal
 
 import numpy as np
 
-from lt_offload.plan.build.copies import DeviceCopy, device_copies
-from lt_offload.plan.build.groups import CUTS, GOAL, CopyGroup, arrange, runs
-from lt_offload.plan.build.placement import Flexible, Placement, live_bytes, pack, place
+from lt_offload.plan.assembly.copies import DeviceCopy, device_copies
+from lt_offload.plan.assembly.groups import CUTS, GOAL, CopyGroup, arrange, runs
+from lt_offload.plan.assembly.placement import Flexible, Placement, live_bytes, pack, place
 from lt_offload.plan.iteration.decisions import Decisions, Interval, copy_uses
 from lt_offload.plan.iteration.memory import Bytes, backward_steps, framework_bytes
 from lt_offload.plan.iteration.timeline import timeline

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from lt_offload.plan.build.plan import build
+from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Recomputation, TensorDecision
 from lt_offload.plan.iteration.memory import computation_bytes, device_bytes
 from lt_offload.plan.planners.baselines import option_sets, resident_decisions, streaming_decisions

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lt_offload.plan.build.copies import DeviceCopy, device_copies
-from lt_offload.plan.build.groups import arrange, group_tensors, own_slots
-from lt_offload.plan.build.ops import Emitter, link
-from lt_offload.plan.build.placement import Placement
+from lt_offload.plan.assembly.copies import DeviceCopy, device_copies
+from lt_offload.plan.assembly.groups import arrange, group_tensors, own_slots
+from lt_offload.plan.assembly.ops import Emitter, link
+from lt_offload.plan.assembly.placement import Placement
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import aligned, framework_bytes, state_room
 from lt_offload.plan.iteration.timeline import timeline

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from lt_offload.plan.build.placement import Flexible, Lifetime, live_bytes, pack, place
+from lt_offload.plan.assembly.placement import Flexible, Lifetime, live_bytes, pack, place
 
 
 def overlaps(ranges: list[tuple[int, int, set[int]]]) -> list[tuple[int, int]]:

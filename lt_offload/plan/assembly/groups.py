@@ -12,9 +12,9 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lt_offload.plan.build.copies import DeviceCopy, device_copies, lifetime
-from lt_offload.plan.build.ops import Draft
-from lt_offload.plan.build.placement import Lifetime, Placement, place
+from lt_offload.plan.assembly.copies import DeviceCopy, device_copies, lifetime
+from lt_offload.plan.assembly.ops import Draft
+from lt_offload.plan.assembly.placement import Lifetime, Placement, place
 from lt_offload.plan.iteration.decisions import Decisions, Interval
 from lt_offload.plan.iteration.memory import aligned
 from lt_offload.plan.iteration.timeline import timeline

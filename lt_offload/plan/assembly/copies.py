@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from lt_offload.plan.build.placement import Lifetime
+from lt_offload.plan.assembly.placement import Lifetime
 from lt_offload.plan.iteration.decisions import Decisions, Interval
 from lt_offload.plan.iteration.memory import aligned, state_room
 from lt_offload.schema.profile import Profile

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from lt_offload import Plan, solve
-from lt_offload.plan.build.copies import device_copies
-from lt_offload.plan.build.fit import fit
-from lt_offload.plan.build.groups import CUTS, GOAL, group_tensors, runs
-from lt_offload.plan.build.ops import Draft
-from lt_offload.plan.build.placement import Placement
-from lt_offload.plan.build.plan import build, room_needed
+from lt_offload.plan.assembly.copies import device_copies
+from lt_offload.plan.assembly.fit import fit
+from lt_offload.plan.assembly.groups import CUTS, GOAL, group_tensors, runs
+from lt_offload.plan.assembly.ops import Draft
+from lt_offload.plan.assembly.placement import Placement
+from lt_offload.plan.assembly.plan import build, room_needed
 from lt_offload.plan.iteration.decisions import Decisions, TensorDecision
 from lt_offload.plan.iteration.memory import aligned, budget_for, state_room
 from lt_offload.plan.planners.baselines import streaming_decisions
