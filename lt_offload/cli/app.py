@@ -16,7 +16,6 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
@@ -24,7 +23,6 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
-from lt_offload.cli import recipes, verbs
 from lt_offload.cli.compose import compose
 from lt_offload.cli.progress import quiet
 from lt_offload.errors import ConfigError
@@ -35,16 +33,6 @@ from lt_offload.strategy.checkpoint import files as checkpoint
 
 _STAMP = "%Y%m%d-%H%M%S"
 _SEED = "lightning.fabric.utilities.seed"
-
-
-def run(verb: str, files: Sequence[Path], args: Sequence[str]) -> int:
-    """Carry out ``verb`` with the settings of ``files``, later ones first, and of ``args``; return the exit code."""
-    _quieten()
-    on_gpu = torch.cuda.is_available() or any(arg.startswith("--hardware") for arg in args)
-    args = _with_values(args)
-    app = App(getattr(verbs, verb), files[-1], [*files, *(recipes.for_gpu(files) if on_gpu else [])], args)
-    result: int = app.verb(app, **app.options)
-    return result
 
 
 class Parser(LightningArgumentParser):
@@ -189,7 +177,7 @@ def _keep_metrics(folder: Path) -> None:
         written.rename(folder / f"metrics-{number}.csv")
 
 
-def _with_values(args: Sequence[str]) -> list[str]:
+def with_values(args: Sequence[str]) -> list[str]:
     """Return ``args`` with a value for the flag that needs none."""
     words = [*args, ""]
     return [
@@ -262,7 +250,7 @@ def _unknown(key: str, flags: Sequence[str]) -> str:
     return f"unknown setting {key!r}{hint}"
 
 
-def _quieten() -> None:
+def quieten() -> None:
     """Silence what Lightning advises and recipes decide otherwise."""
     for message in (
         r".*does not have many workers.*",  # batches are cut from memory; workers would only cost

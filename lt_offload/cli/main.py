@@ -91,9 +91,9 @@ def _dispatch(args: list[str]) -> int:
         return 0
     files = recipes.chain(recipes.find(args[0]))
     say(f"lt-finetune {verb} {files[-1].stem}: starting PyTorch and Lightning ...")
-    from lt_offload.cli import app
+    from lt_offload.cli import verbs
 
-    return app.run(verb, files, args[1:])
+    return verbs.run(verb, files, args[1:])
 
 
 def _list(args: list[str]) -> int:

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import signal
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
+from lt_offload.cli import recipes
+from lt_offload.cli.app import App, quieten, with_values
 from lt_offload.cli.early import check_early
 from lt_offload.cli.outputs import make_folder
 from lt_offload.cli.planning import plan
@@ -18,10 +23,24 @@ from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.checkpoint.foreign import check_weights
 from lt_offload.strategy.checkpoint.resume import EXIT_CODES
 
-if TYPE_CHECKING:
-    from lt_offload.cli.app import App
+__all__ = ["check", "export", "fit", "generate", "plan", "run", "validate"]
 
-__all__ = ["check", "export", "fit", "generate", "plan", "validate"]
+
+def run(verb: str, files: Sequence[Path], args: Sequence[str]) -> int:
+    """Carry out ``verb`` with the settings of ``files``, later ones first, and of ``args``; return the exit code."""
+    quieten()
+    on_gpu = torch.cuda.is_available() or any(arg.startswith("--hardware") for arg in args)
+    verbs: dict[str, Callable[..., int]] = {
+        "fit": fit,
+        "plan": plan,
+        "validate": validate,
+        "generate": generate,
+        "export": export,
+        "check": check,
+    }
+    app = App(verbs[verb], files[-1], [*files, *(recipes.for_gpu(files) if on_gpu else [])], with_values(args))
+    result: int = app.verb(app, **app.options)
+    return result
 
 
 def fit(app: App, *, ckpt_path: str | None = None, resume: bool = False, explain: bool = False) -> int:

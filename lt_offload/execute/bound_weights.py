@@ -9,8 +9,7 @@ from collections.abc import Sequence
 
 from lt_offload.errors import PlanError
 from lt_offload.execute.device.base import Cell, Device, Event
-from lt_offload.execute.groups import LiveGroup
-from lt_offload.execute.tensors import Weight
+from lt_offload.execute.tensors import LiveGroup, Weight
 from lt_offload.schema.plan import Op, Plan
 
 

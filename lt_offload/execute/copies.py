@@ -13,9 +13,9 @@ from torch import Tensor
 
 from lt_offload.execute.activations import ActivationOffloader
 from lt_offload.execute.device.base import Device, Event
-from lt_offload.execute.groups import Layout, LiveGroup
+from lt_offload.execute.groups import Layout
 from lt_offload.execute.optimizer import Updates
-from lt_offload.execute.tensors import distinct
+from lt_offload.execute.tensors import LiveGroup, distinct
 from lt_offload.schema.plan import Op, Plan
 
 Pair = tuple[Tensor, Tensor]
@@ -265,7 +265,7 @@ class Residency:
 
     def _attach(self, group: LiveGroup, offset: int) -> None:
         assert self.updates is not None
-        group.refresh(self.updates)
+        self.updates.generation += group.refresh(self.updates.state)
         group.attach(self.device.place(offset, group.room, group.label))
 
 

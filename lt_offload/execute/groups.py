@@ -1,8 +1,4 @@
-"""A plan's tensor groups as they are on this machine: where they stand in host memory, and what is on its way.
-
-A live group has one buffer, one set of events and one copy for all its tensors. Where a user holds the memory of a
-weight (a state dict that was kept), that weight is a live group of its own.
-"""
+"""A plan's tensor groups as they are on this machine: how they stand in host memory, span by span."""
 
 from __future__ import annotations
 
@@ -10,89 +6,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
-from torch import Tensor
 
-from lt_offload.execute.device.base import Buffer, Cell, Device, Event
-from lt_offload.execute.optimizer import Updates
-from lt_offload.execute.tensors import States, Weight, distinct
-from lt_offload.schema.plan import ALIGNMENT, Plan
-from lt_offload.units import round_up
-
-Member = Weight | States
-
-
-class LiveGroup:
-    """A host copy, an optional device copy, and the events that say when each is complete."""
-
-    __slots__ = (
-        "buffer",
-        "current",
-        "device",
-        "dirty",
-        "host",
-        "host_cell",
-        "label",
-        "leaving",
-        "members",
-        "nbytes",
-        "ready",
-        "room",
-        "span",
-    )
-
-    def __init__(self, members: Sequence[Member], device: Device) -> None:
-        self.members: tuple[Member, ...] = tuple(members)
-        self.device = device
-        self.label = members[0].label + (f" and {len(members) - 1} more" if len(members) > 1 else "")
-        self.host: Tensor
-        """The bytes of all host copies."""
-        self.span: Tensor
-        """The host memory of all groups that are fetched together; ``host`` is part of it."""
-        self.host_cell = Cell(f"host {self.label}")
-        self.buffer: Buffer | None = None
-        self.ready: Event | None = None
-        """The device copy is complete; None: the compute lane is ordered after that, or there is none."""
-        self.leaving: Event | None = None
-        """The last copy from the device copy to the host."""
-        self.current: Event | None = None
-        """The host copy is complete; None: it is."""
-        self.dirty = False
-        """The device copy is newer than the host copy."""
-        start = 0
-        for member in self.members:
-            member.group, member.start = self, start
-            start += round_up(member.room, ALIGNMENT)
-        self.room = start
-        """Bytes that it takes of the arena."""
-        self.nbytes = self.members[-1].start + self.members[-1].room
-        """Bytes that are copied."""
-
-    @property
-    def filled(self) -> bool:
-        """Whether there is anything to copy; states appear with the first update."""
-        return any(isinstance(member, Weight) or member.known for member in self.members)
-
-    def attach(self, buffer: Buffer) -> None:
-        """Use ``buffer`` for the device copy."""
-        assert self.buffer is None, f"{self.label} is on the device already"
-        self.buffer = buffer
-        for member in self.members:
-            member.attach(buffer)
-
-    def detach(self) -> None:
-        """Forget the device copy and give its range back; its next writer waits for the copies in and out."""
-        assert self.buffer is not None
-        self.device.free(self.buffer, distinct((self.ready, self.leaving)))
-        self.buffer = self.ready = self.leaving = None
-        self.dirty = False
-        for member in self.members:
-            member.detach()
-
-    def refresh(self, updates: Updates) -> None:
-        """Adopt the states that the optimizer has now, if these are states."""
-        for member in self.members:
-            if isinstance(member, States):
-                updates.generation += member.refresh(updates.state(member.weight))
+from lt_offload.execute.device.base import Device
+from lt_offload.execute.tensors import LiveGroup, Member, Weight
+from lt_offload.schema.plan import Plan
 
 
 class Layout:

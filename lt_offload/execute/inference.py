@@ -11,8 +11,8 @@ from typing import Any
 from lt_offload.errors import OverBudget
 from lt_offload.execute.copies import Transfer
 from lt_offload.execute.device.base import Device
-from lt_offload.execute.groups import Layout, LiveGroup
-from lt_offload.execute.tensors import States, Weight, distinct
+from lt_offload.execute.groups import Layout
+from lt_offload.execute.tensors import LiveGroup, States, Weight, distinct
 from lt_offload.schema.plan import ALIGNMENT
 from lt_offload.units import format_bytes, round_up
 

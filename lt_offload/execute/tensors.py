@@ -3,15 +3,15 @@
 A weight has one *host copy* of full size and at most one *device copy*, a view of an arena buffer. ``Parameter.data``
 is the device copy only while its block runs; at rest it is the host copy, so that ``state_dict``, summaries and user
 code see real shapes and values. Optimizer state tensors follow the same rule with respect to an update on the device.
-Copies and the events that order them belong to the group that they travel in: see ``groups.py``.
+Copies and the events that order them belong to the group that they travel in.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from lt_offload.errors import OverBudget
 from lt_offload.execute.device.base import Buffer, Cell, Device, Event
 from lt_offload.execute.device.lanes import plain_torch
+from lt_offload.schema.plan import ALIGNMENT
 from lt_offload.units import round_up
-
-if TYPE_CHECKING:
-    from lt_offload.execute.groups import LiveGroup
 
 STATE_ALIGNMENT = 8
 """State tensors of one weight stand side by side, each at a multiple of this many bytes: the largest element size."""
@@ -238,6 +236,88 @@ class States:
         with plain_torch():
             self.hosts = [carve(self.slot, at, t) for t, at in zip(self.known, _starts(self.known), strict=True)]
         self._views.clear()
+
+
+Member = Weight | States
+
+
+class LiveGroup:
+    """A tensor group as it is: a host copy, an optional device copy, and the events that say when each is complete.
+
+    Where a user holds the memory of a weight (a state dict that was kept), that weight is a live group of its own.
+    """
+
+    __slots__ = (
+        "buffer",
+        "current",
+        "device",
+        "dirty",
+        "host",
+        "host_cell",
+        "label",
+        "leaving",
+        "members",
+        "nbytes",
+        "ready",
+        "room",
+        "span",
+    )
+
+    def __init__(self, members: Sequence[Member], device: Device) -> None:
+        self.members: tuple[Member, ...] = tuple(members)
+        self.device = device
+        self.label = members[0].label + (f" and {len(members) - 1} more" if len(members) > 1 else "")
+        self.host: Tensor
+        """The bytes of all host copies."""
+        self.span: Tensor
+        """The host memory of all groups that are fetched together; ``host`` is part of it."""
+        self.host_cell = Cell(f"host {self.label}")
+        self.buffer: Buffer | None = None
+        self.ready: Event | None = None
+        """The device copy is complete; None: the compute lane is ordered after that, or there is none."""
+        self.leaving: Event | None = None
+        """The last copy from the device copy to the host."""
+        self.current: Event | None = None
+        """The host copy is complete; None: it is."""
+        self.dirty = False
+        """The device copy is newer than the host copy."""
+        start = 0
+        for member in self.members:
+            member.group, member.start = self, start
+            start += round_up(member.room, ALIGNMENT)
+        self.room = start
+        """Bytes that it takes of the arena."""
+        self.nbytes = self.members[-1].start + self.members[-1].room
+        """Bytes that are copied."""
+
+    @property
+    def filled(self) -> bool:
+        """Whether there is anything to copy; states appear with the first update."""
+        return any(isinstance(member, Weight) or member.known for member in self.members)
+
+    def attach(self, buffer: Buffer) -> None:
+        """Use ``buffer`` for the device copy."""
+        assert self.buffer is None, f"{self.label} is on the device already"
+        self.buffer = buffer
+        for member in self.members:
+            member.attach(buffer)
+
+    def detach(self) -> None:
+        """Forget the device copy and give its range back; its next writer waits for the copies in and out."""
+        assert self.buffer is not None
+        self.device.free(self.buffer, distinct((self.ready, self.leaving)))
+        self.buffer = self.ready = self.leaving = None
+        self.dirty = False
+        for member in self.members:
+            member.detach()
+
+    def refresh(self, state: Callable[[Weight], dict[str, Any]]) -> int:
+        """Adopt the states that the optimizer has now, as ``state`` says, if these are states.
+
+        Returns:
+            How many of its members now lie in other memory.
+        """
+        return sum(member.refresh(state(member.weight)) for member in self.members if isinstance(member, States))
 
 
 def carve(memory: Tensor, at: int, like: Tensor) -> Tensor:

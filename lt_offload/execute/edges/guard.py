@@ -32,9 +32,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_offload import limits
 from lt_offload.execute.copies import Residency
-from lt_offload.execute.groups import LiveGroup
 from lt_offload.execute.optimizer import Updates
-from lt_offload.execute.tensors import Weight
+from lt_offload.execute.tensors import LiveGroup, Weight
 from lt_offload.machine.dispatch import unseen_by_dynamo
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from lt_offload.cli.app import _with_values, last_run
+from lt_offload.cli.app import last_run, with_values
 from lt_offload.cli.main import main
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.module import FineTune
@@ -117,7 +117,7 @@ def test_which_run_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_resume_needs_no_value() -> None:
-    assert _with_values([]) == []
-    assert _with_values(["--resume"]) == ["--resume=true"]
-    assert _with_values(["--resume", "--x", "1"]) == ["--resume=true", "--x", "1"]
-    assert _with_values(["--resume", "false"]) == ["--resume", "false"]
+    assert with_values([]) == []
+    assert with_values(["--resume"]) == ["--resume=true"]
+    assert with_values(["--resume", "--x", "1"]) == ["--resume=true", "--x", "1"]
+    assert with_values(["--resume", "false"]) == ["--resume", "false"]

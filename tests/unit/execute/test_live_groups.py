@@ -14,8 +14,8 @@ from lt_offload.execute.copies import Transfer, coalesced
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.gradients import SMALL_GRADIENT, Slots
-from lt_offload.execute.groups import Layout, LiveGroup
-from lt_offload.execute.tensors import States, Weight, carve
+from lt_offload.execute.groups import Layout
+from lt_offload.execute.tensors import LiveGroup, States, Weight, carve
 from lt_offload.model.blocks import find_blocks
 from lt_offload.plan.assembly.groups import group_tensors
 from lt_offload.plan.assembly.ops import Draft
