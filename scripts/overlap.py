@@ -26,7 +26,7 @@ def overlap(trace: Trace, plan: Plan, profile: Profile) -> dict[str, dict[str, f
     for lane, busy in lanes.items():
         seconds = _length(busy)
         moved = sum(
-            sum(profile.tensors[t].bytes for t in plan.ops[span.op].tensors)
+            sum(profile.tensors[t].bytes for t in plan.tensors(plan.ops[span.op]))
             if lane == "host"
             else plan.ops[span.op].bytes
             for span in trace.spans
