@@ -391,7 +391,7 @@ def test_overlap_is_what_ran_beside_computations() -> None:
     }
     assert found["d2h"]["beside_compute"] == 0.0
     assert found["host"]["beside_compute"] == 1.0
-    assert found["host"]["bytes_per_s"] == 2 * sum(profile.tensors[t].bytes for t in update.tensors)
+    assert found["host"]["bytes_per_s"] == 2 * sum(profile.tensors[t].bytes for t in plan.tensors(update))
 
 
 def test_the_bench_on_the_emulated_device_measures_every_case(
