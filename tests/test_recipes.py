@@ -116,6 +116,11 @@ def test_the_command_in_the_header_plans_the_recipe(
     card = hardware[1]
     # The figures in the header are of plans that were searched for 30 s: a short search on a busy machine finds others.
     args = ["plan", name, "--hardware", card, "--save", "plan.json", "--trainer.strategy.solver_time_limit", "2"]
+    # Where there is more RAM a short search may take it: a machine with the RAM of the header must be enough.
+    promised = re.search(r"\(about (\d+) GB of RAM", header(name)[0])
+    there = load_hardware(card).host_bytes
+    host_bytes = min(1.1e9 * int(promised[1]), there) if promised else there
+    args += ["--trainer.strategy.host_memory", str(int(host_bytes))]
     assert main(args) == 0, capsys.readouterr().err
     captured = capsys.readouterr()
     plan = Plan.load("plan.json")
@@ -123,7 +128,7 @@ def test_the_command_in_the_header_plans_the_recipe(
     assert plan.budget_bytes == min(budget, load_hardware(card).device_bytes)
     assert plan.estimated
     assert plan.predicted.device_peak_bytes <= budget
-    assert plan.predicted.host_peak_bytes <= load_hardware(card).host_bytes
+    assert plan.predicted.host_peak_bytes <= host_bytes
     assert plan.batch_size == settings(name)["data"]["batch_size"]
     assert plan.sequence_length == settings(name)["data"]["max_length"]
     assert brief(plan) in captured.out
@@ -132,9 +137,6 @@ def test_the_command_in_the_header_plans_the_recipe(
     if simulated:
         assert 0.85 * float(simulated[1]) <= plan.predicted.iteration_s <= 1.6 * float(simulated[1])
         assert plan.predicted.lower_bound_s <= 1.01 * float(simulated[1])
-    promised = re.search(r"\(about (\d+) GB of RAM", header(name)[0])
-    if promised:
-        assert plan.predicted.host_peak_bytes <= 1.1e9 * int(promised[1])
 
 
 @pytest.fixture(scope="module")
