@@ -206,6 +206,35 @@ def bench_planner(results: Sequence[Result]) -> str:
     return _section("Planning time", "scripts.bench.planner", results, head, rows)
 
 
+def bench_gaps(results: Sequence[Result]) -> str:
+    """How near plans come to the lower bound, the worst first."""
+    cases = [case for result in results for case in result["figures"]["cases"]]
+    rows = [
+        [
+            case["name"],
+            format_bytes(case["budget_bytes"]),
+            format_bytes(case["host_peak_bytes"]),
+            format_seconds(case["iteration_s"]),
+            format_seconds(case["goal_s"]) if case["goal_s"] else "",
+            f"{case['gap']:.1%}",
+            f"{case['iteration_s'] / case['no_offload_s']:.2f}",
+            format_seconds(case["plan_s"]),
+        ]
+        for case in sorted(cases, key=lambda case: -case["gap"])
+    ]
+    head = [
+        "model",
+        "budget",
+        "RAM",
+        "iteration, simulated",
+        "goal",
+        "gap to bound",
+        "against no offload",
+        "planned in",
+    ]
+    return _section("Gaps to the lower bound", "scripts.bench.planner --gaps", results, head, rows)
+
+
 def bench_batch(results: Sequence[Result]) -> str:
     """What choosing the batch size costs, and what it finds."""
     rows = [
@@ -247,6 +276,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "bench-update": bench_update,
     "smallest-budget": smallest_budget,
     "bench-planner": bench_planner,
+    "bench-gaps": bench_gaps,
     "bench-batch": bench_batch,
     "bench-packing": bench_packing,
     "bench": bench,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -39,7 +38,6 @@ _OTHERS: dict[PlannerName, Callable[[Request], list[Proposal]]] = {
 """Planners that answer a request on their own."""
 _SLOW = ("memferry", "pofo")
 _GOOD_GAP = 0.01
-_FAIR_GAP = 0.03
 _MANY_BLOCKS = 50
 """Above, the program gets shorter transfer windows, so that it is solved in time."""
 
@@ -126,10 +124,6 @@ class _Selection:
     def __init__(self, request: Request, config: OffmateConfig, planner: PlannerName) -> None:
         self.request, self.config, self.planner = request, config, planner
         self.profile = request.profile
-        self.started = time.monotonic()
-        # Larger programs take longer than in proportion.
-        patience = max(2.0, 6.5 * (len(self.profile.blocks) / 40) ** 1.5)
-        self.patience = self.started + min(config.time_limit, patience)
         self.bound = 0.0
         self.candidates = Candidates(request)
 
@@ -214,7 +208,7 @@ class _Selection:
                     name, f"needs {format_bytes(peak - self.request.capacity_bytes)} more device memory"
                 )
             else:
-                self.candidates.add(Proposal(name=name, decisions=decisions))
+                self.candidates.add(Proposal(name=name, decisions=decisions, timed=False))
 
     def _add_smallest(self) -> None:
         found = smallest(
@@ -224,14 +218,11 @@ class _Selection:
             host_budget=self.request.host_budget_bytes,
         )
         if found is not None:
-            self.candidates.add(Proposal(name="least memory", decisions=found.decisions))
+            self.candidates.add(Proposal(name="least memory", decisions=found.decisions, timed=False))
 
     def _add_programs(self) -> None:
-        for lag in (1, 0):
-            search_budgets(self.candidates, self.config, lag=lag, patience=self.patience, done=self._good_enough)
-            self._add_zero_copy_embeddings()
-            if self.candidates.fastest_s <= self.bound * (1 + _FAIR_GAP):
-                return
+        search_budgets(self.candidates, self.config, enough_s=self.bound * (1 + _GOOD_GAP))
+        self._add_zero_copy_embeddings()
 
     def _add_zero_copy_embeddings(self) -> None:
         """Let the best plan so far read its embeddings in host memory instead of copying them."""
@@ -239,7 +230,7 @@ class _Selection:
             decisions = zero_copy_embeddings(best.proposal.decisions, self.request)
             if decisions is not None:
                 self.candidates.add(
-                    Proposal(name=f"{best.proposal.name}, embeddings read directly", decisions=decisions)
+                    replace(best.proposal, name=f"{best.proposal.name}, embeddings read directly", decisions=decisions)
                 )
 
     # -- choice ------------------------------------------------------------------------------------------------------

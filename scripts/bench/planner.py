@@ -3,21 +3,30 @@
 Beside it what else people wait for: the import, a simulation (goal for 40 layers: 0.1 s), a report (80 layers: 2 s).
 
 python -m scripts.bench.planner [--layers 32 40 80] [--hardware rtx-3060-12gb] [--memory 11GB]
+python -m scripts.bench.planner --gaps [tight|recipes]
+
+``--gaps``: how near plans come to the bound where memory is short, and for the shipped recipes on their own cards.
+Everything is simulated. No plan of any method can beat the bound; part of a gap is that it cannot be reached.
 """
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import lt_offload
+from lt_offload.cli.main import main as run
 from lt_offload.profiling.from_config import load_model_config
 from lt_offload.report.page import write_plan_report
-from lt_offload.units import format_seconds, parse_bytes
-from scripts.common import arguments, save
+from lt_offload.units import format_bytes, format_seconds, parse_bytes
+from scripts.common import ROOT, arguments, save
+from scripts.papers.profiles import GB, llama7b_b4
 from scripts.planning import model_bytes
 
 GOALS = {40: 10.0, 80: 30.0}
@@ -34,6 +43,83 @@ def import_seconds() -> float:
     return min(float(subprocess.run(command, check=True, capture_output=True, text=True).stdout) for _ in range(5))
 
 
+# -- gaps ------------------------------------------------------------------------------------------------------------
+
+TIGHT = ((8, 11.7), (7, 12.8), (6, 14.1))
+"""GB of device memory for Llama-2-7B in fp32, batch 4, on the papers' RTX 3060, and the seconds that are the goal."""
+BLOOM_GOAL_S = 1.29
+
+
+def tight() -> Iterator[dict[str, Any]]:
+    """Plan where memory is short."""
+    llama = llama7b_b4(32)
+    for memory, goal in TIGHT:
+        yield _case(f"llama7b_b4, fp32, {memory} GB", llama, memory * GB, 128 * GB, goal)
+    bloom = lt_offload.profile_config(
+        "bloom-3b", dtype="bfloat16", hardware="rtx-3060-12gb", batch_size=4, sequence_length=512
+    )
+    yield _case("bloom-3b, bf16, 4 x 512, 6 GB", bloom, 6 * GB, 128 * GB, BLOOM_GOAL_S)
+
+
+def _case(name: str, profile: lt_offload.Profile, memory: float, ram: float, goal: float) -> dict[str, Any]:
+    began = time.perf_counter()
+    plan = lt_offload.solve(profile, memory=int(memory), host_memory=int(ram))
+    return {"name": name, "goal_s": goal, **_figures(plan, time.perf_counter() - began)}
+
+
+def recipes() -> Iterator[dict[str, Any]]:
+    """Plan every recipe for the card that its header names."""
+    for recipe in sorted((ROOT / "recipes").glob("*.yaml")):
+        card = re.search(r"--hardware (\S+)", recipe.read_text())
+        if card is None or recipe.stem == "quickstart":
+            continue
+        with TemporaryDirectory() as folder:
+            file = Path(folder) / "plan.json"
+            began = time.perf_counter()
+            if run(["plan", recipe.stem, "--hardware", card[1], "--save", str(file)]):
+                raise SystemExit(f"{recipe.stem} has no plan")
+            plan = lt_offload.Plan.load(file)
+        yield {"name": f"{recipe.stem} on {card[1]}", "goal_s": None, **_figures(plan, time.perf_counter() - began)}
+
+
+def _figures(plan: lt_offload.Plan, seconds: float) -> dict[str, Any]:
+    return {
+        "planner": plan.planner,
+        "budget_bytes": plan.budget_bytes,
+        "host_peak_bytes": plan.predicted.host_peak_bytes,
+        "iteration_s": plan.predicted.iteration_s,
+        "lower_bound_s": plan.predicted.lower_bound_s,
+        "no_offload_s": plan.predicted.no_offload_s,
+        "gap": plan.predicted.gap,
+        "ops": len(plan.ops),
+        "plan_s": seconds,
+    }
+
+
+def _show(case: dict[str, Any]) -> None:
+    goal = f" (goal {case['goal_s']:g} s)" if case["goal_s"] else ""
+    print(
+        f"{case['name']}: {format_seconds(case['iteration_s'])}{goal}, gap {case['gap']:.1%}, "
+        f"{format_bytes(case['host_peak_bytes'])} of RAM, planned in {format_seconds(case['plan_s'])}",
+        flush=True,
+    )
+
+
+def gaps(only: str, folder: Path) -> int:
+    """Plan, print and save."""
+    cases = []
+    for kind, found in (("tight", tight), ("recipes", recipes)):
+        for case in found() if only in ("all", kind) else ():
+            cases.append({"kind": kind, **case})
+            _show(case)
+    figures = {"cases": cases, "worst_gap": max(case["gap"] for case in cases)}
+    print(save("bench-gaps", "bench-gaps", {"only": only}, figures, folder))
+    return 0
+
+
+# -- time ------------------------------------------------------------------------------------------------------------
+
+
 def main() -> int:
     """Measure, print and save."""
     parser = arguments(__doc__)
@@ -44,7 +130,10 @@ def main() -> int:
     parser.add_argument("--host-memory", default="256GB", help="enough for 80 layers, so that RAM does not decide")
     parser.add_argument("--batch-size", type=int, default=4)
     parser.add_argument("--sequence-length", type=int, default=512)
+    parser.add_argument("--gaps", nargs="?", const="all", choices=["all", "tight", "recipes"])
     options = parser.parse_args()
+    if options.gaps:
+        return gaps(options.gaps, options.results)
     shape = {"batch_size": options.batch_size, "sequence_length": options.sequence_length}
     cases = []
     for layers in options.layers:

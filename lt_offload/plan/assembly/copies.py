@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -9,6 +10,9 @@ from lt_offload.plan.assembly.placement import Lifetime
 from lt_offload.plan.iteration.decisions import Decisions, Interval
 from lt_offload.plan.iteration.memory import aligned, state_room
 from lt_offload.schema.profile import Profile
+
+SMALL = 16 << 20
+"""Tensors below this travel together where that costs nothing: such a copy runs at the full speed of any link."""
 
 
 @dataclass(slots=True, eq=False)
@@ -24,6 +28,8 @@ class DeviceCopy:
     interval: Interval | None
     """None: always."""
     offset: int = 0
+    turn: int = 0
+    """Orders the copies of a step; those of different turns are different ops."""
     fetch: int | None = None
     """The op that brings it."""
     releases: list[int] = field(default_factory=list)
@@ -64,3 +70,17 @@ def device_copies(decisions: Decisions, profile: Profile) -> list[DeviceCopy]:
             room = state_room(tensor.state_bytes)
             copies.append(DeviceCopy("state", index, tensor.state_bytes, room, decision.state_interval))
     return copies
+
+
+def in_parts(tensors: Sequence[int], profile: Profile) -> list[list[int]]:
+    """Return ``tensors`` in the parts in which they leave: large ones alone, neighbours below that together."""
+    parts: list[list[int]] = []
+    size = SMALL
+    for tensor in tensors:
+        nbytes = profile.tensors[tensor].bytes
+        if size + nbytes > SMALL:
+            parts.append([])
+            size = 0
+        parts[-1].append(tensor)
+        size += nbytes
+    return parts

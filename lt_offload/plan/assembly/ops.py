@@ -8,12 +8,12 @@ of the other op before this one; an id that is not smaller means the iteration b
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
-from lt_offload.plan.assembly.copies import DeviceCopy
+from lt_offload.plan.assembly.copies import DeviceCopy, in_parts
 from lt_offload.plan.iteration.computations import Computation, computations
 from lt_offload.plan.iteration.decisions import Decisions, copy_uses
 from lt_offload.plan.iteration.memory import backward_steps
@@ -50,8 +50,17 @@ class Draft:
 class Emitter:
     """The ops of ``decisions`` in issue order, after :meth:`emit`, and the maps that linking them needs."""
 
-    def __init__(self, decisions: Decisions, profile: Profile, copies: Sequence[DeviceCopy]) -> None:
+    def __init__(
+        self,
+        decisions: Decisions,
+        profile: Profile,
+        copies: Sequence[DeviceCopy],
+        activation_turns: Mapping[int, int] | None = None,
+    ) -> None:
         self.decisions, self.profile, self.copies = decisions, profile, copies
+        self.scheduled = activation_turns is not None
+        """Whether the copies have turns."""
+        self._activation_turns = activation_turns or {}
         self.timeline = timeline(profile)
         self.ops: list[Draft] = []
         self.fetched_by: dict[int, list[DeviceCopy]] = {}
@@ -105,17 +114,18 @@ class Emitter:
             self._drops(step)
 
     def _prefetches(self, step: int) -> None:
-        """Copies to the device in the order of need; activations before the weights that are needed with them."""
-        found: dict[tuple[int, int, int, bool], list[DeviceCopy]] = defaultdict(list)
+        """Copies to the device by turns, then by need; activations before the weights that are needed with them."""
+        found: dict[tuple[int, int, int, int, bool], list[DeviceCopy]] = defaultdict(list)
         for block, decision in enumerate(self.decisions.blocks):
             if decision.prefetch_at == step:
-                found[self.decisions.activations_needed(block, self.profile) - step, block, 0, False] = []
+                wait = self.decisions.activations_needed(block, self.profile) - step
+                found[self._activation_turns.get(block, 0), wait, block, 0, False] = []
         for copy in self._fetched_at[step]:
             block, wait = self._need(copy, step)
             # What waits for an update on the host does not delay the rest.
             on_host = copy.payload == "weight" and self.decisions.tensors[copy.tensor].place == "host"
-            found[wait, block, 1 if copy.payload == "weight" else 2, on_host].append(copy)
-        for (_, block, _, _), copies in sorted(found.items()):
+            found[copy.turn, wait, block, 1 if copy.payload == "weight" else 2, on_host].append(copy)
+        for (_, _, block, _, _), copies in sorted(found.items()):
             if not copies:
                 nbytes = self._offloaded(block)
                 self.activations_in[block] = self._copy("prefetch", step, block, "activation", nbytes=nbytes)
@@ -163,12 +173,12 @@ class Emitter:
             self._update(step, [t for t in ready if self.decisions.tensors[t].place == place], "compute")
         written = [t for t in ready if self.decisions.tensors[t].grad_zero_copy]
         self._write_gradients(step, written)
-        by_until: dict[int, list[int]] = defaultdict(list)
-        for t in ready:
-            release_after = self.decisions.tensors[t].grad_release_after
-            if release_after is not None:
-                by_until[release_after].append(t)
-        for release_after, tensors in sorted(by_until.items()):
+        by_until: dict[tuple[int, int], list[int]] = defaultdict(list)
+        copied = [t for t in ready if self.decisions.tensors[t].grad_release_after is not None]
+        for number, part in enumerate(self._parts(copied)):
+            for t in part:
+                by_until[self.decisions.tensors[t].grad_release_after or step, number].append(t)
+        for (release_after, _), tensors in sorted(by_until.items()):
             block, nbytes = self.timeline.block(step), self._bytes(tensors)
             out = self._copy(
                 "offload", step, block, "grad", tensors=tensors, nbytes=nbytes, release_after=release_after
@@ -224,31 +234,39 @@ class Emitter:
         for t, decision in enumerate(self.decisions.tensors):
             if decision.write_back == step:
                 found[self.profile.tensors[t].blocks[0]].append(t)
-        for block, tensors in sorted(found.items()):
-            out = self._copy("offload", step, block, "weight", tensors=tensors, nbytes=self._bytes(tensors))
-            self.current.update(dict.fromkeys(tensors, out))
+        for block, leaving in sorted(found.items()):
+            for tensors in self._parts(leaving):
+                out = self._copy("offload", step, block, "weight", tensors=tensors, nbytes=self._bytes(tensors))
+                self.current.update(dict.fromkeys(tensors, out))
 
     def _state_offloads(self, step: int) -> None:
         found: dict[tuple[int, int], list[DeviceCopy]] = defaultdict(list)
         for t, decision in enumerate(self.decisions.tensors):
             if decision.state_offload_after == step and decision.state_interval is not None:
                 found[self.profile.tensors[t].blocks[0], decision.state_interval.end] += self.copies_of["state", t]
-        for (block, release_after), copies in sorted(found.items()):
-            tensors = [copy.tensor for copy in copies]
-            nbytes = sum(copy.bytes for copy in copies)
-            out = self._copy(
-                "offload", step, block, "state", tensors=tensors, nbytes=nbytes, release_after=release_after
-            )
-            self.states_out.update(dict.fromkeys(tensors, out))
-            for copy in copies:
-                copy.releases = [out]
+        for (block, release_after), leaving in sorted(found.items()):
+            for tensors in self._parts([copy.tensor for copy in leaving]):
+                copies = [copy for copy in leaving if copy.tensor in tensors]
+                nbytes = sum(copy.bytes for copy in copies)
+                out = self._copy(
+                    "offload", step, block, "state", tensors=tensors, nbytes=nbytes, release_after=release_after
+                )
+                self.states_out.update(dict.fromkeys(tensors, out))
+                for copy in copies:
+                    copy.releases = [out]
+
+    def _parts(self, tensors: list[int]) -> list[list[int]]:
+        """Return ``tensors`` as they leave: what is large alone if copies wait for its range, else all together."""
+        return in_parts(tensors, self.profile) if self.scheduled else [tensors]
 
     def _drops(self, step: int) -> None:
-        found: dict[tuple[int, bool], list[DeviceCopy]] = defaultdict(list)
+        found: dict[tuple[int, int], list[DeviceCopy]] = defaultdict(list)
         for copy in self._released_at[step]:
             if copy.payload == "weight":
                 # What waits for a write-back does not delay the rest.
-                waits = self.decisions.tensors[copy.tensor].write_back is not None
+                waits = 0
+                if self.decisions.tensors[copy.tensor].write_back is not None:
+                    waits = self.current.get(copy.tensor, 0) + 1 if self.scheduled else 1
                 found[self.profile.tensors[copy.tensor].blocks[0], waits].append(copy)
         for (block, _), copies in sorted(found.items()):
             tensors = [copy.tensor for copy in copies]
@@ -367,6 +385,8 @@ class _Linker:
         """Its weights and activations are there, and the memory it takes over has been given back."""
         e = self.emitted
         found = set(e.held_until.get((op.step - 1) % len(e.timeline), ()))
+        if op.kind == "backward" and not e.profile.blocks[op.block].has_backward:
+            return found  # it does nothing
         for t in e.of_block[op.block]:
             if t not in op.zero_copy:
                 found.update(c.fetch for c in e.copies_of["weight", t] if c.fetch is not None and c.covers(op.step))

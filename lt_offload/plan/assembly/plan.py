@@ -12,6 +12,7 @@ from lt_offload.plan.assembly.copies import DeviceCopy, device_copies
 from lt_offload.plan.assembly.groups import arrange, group_tensors, own_slots
 from lt_offload.plan.assembly.ops import Emitter, link
 from lt_offload.plan.assembly.placement import Placement
+from lt_offload.plan.assembly.schedule import Timetable
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import aligned, framework_bytes, state_room
 from lt_offload.plan.iteration.timeline import timeline
@@ -36,16 +37,20 @@ def build(
     budget_bytes: int,
     host_budget_bytes: int,
     placement: Placement | None = None,
+    scheduled: Timetable | None = None,
 ) -> Plan:
     """Return the plan that carries out ``decisions``; its prediction is ``UNKNOWN``, and its gradients share no memory.
 
-    ``placement`` has an offset for each of ``device_copies``, if the caller has found some already.
+    ``placement`` has an offset for each of ``device_copies``, if the caller has found some already; ``scheduled`` says
+    that and in which order copies are queued, for its own decisions.
     """
     copies = device_copies(decisions, profile)
-    placement = placement or arrange(decisions, profile)
+    placement = placement or (scheduled.placement if scheduled else arrange(decisions, profile))
     for copy, offset in zip(copies, placement.offsets, strict=True):
         copy.offset = offset
-    emitter = Emitter(decisions, profile, copies)
+    for copy, turn in zip(copies, scheduled.turns if scheduled else [0] * len(copies), strict=True):
+        copy.turn = turn
+    emitter = Emitter(decisions, profile, copies, scheduled.activation_turns if scheduled else None)
     emitter.emit()
     drafts, gradient_bytes = own_slots(link(emitter), profile)
     grouped = group_tensors(

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError
 from lt_offload.plan.assembly.fit import fit, loosen
+from lt_offload.plan.assembly.just_in_time import Misfit, just_in_time
 from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.request import Proposal, Request
@@ -16,6 +17,9 @@ from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Alternative, Plan
 from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes
+
+_HOPELESS = 1.05
+"""A proposal that takes so many times as long as the best plan without any limit of memory is not fitted any more."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,6 +61,17 @@ class Candidates:
         if excess > 0:
             self.fail(proposal.name, f"needs {format_bytes(excess)} more RAM")
             return Missed(device=0, host=excess)
+        if not proposal.timed:
+            return self._add_sets(proposal)
+        if self.fitting and (unlimited := self._unlimited_s(proposal)) > _HOPELESS * self.fastest_s:
+            self.failed.append(
+                Alternative(
+                    planner=proposal.name,
+                    iteration_s=unlimited,
+                    reason=f"{unlimited / self.fastest_s - 1:.1%} slower, even if its copies never waited for memory",
+                )
+            )
+            return Missed(device=0, host=excess)
         fitted = fit(proposal.decisions, profile, request.capacity_bytes)
         if fitted.over > 0:
             self.fail(proposal.name, f"needs {format_bytes(fitted.over)} more device memory")
@@ -75,12 +90,60 @@ class Candidates:
             if found is None or trace.iteration_time < found.seconds:
                 found = Candidate(proposal=replace(proposal, decisions=decisions), plan=plan, trace=trace)
         assert found is not None
-        shared, trace = share_slots(found.plan, profile, found.trace)
-        found = replace(found, plan=shared, trace=trace)
-        violations = check(found.plan, profile)
-        assert not violations, f"{proposal.name}: {violations[:3]}"
-        self.fitting.append(found)
+        self._keep(found)
         return Missed(device=fitted.over, host=excess)
+
+    def _add_sets(self, proposal: Proposal) -> Missed:
+        """Schedule, build, check and simulate a proposal whose times are free."""
+        request, profile = self.request, self.request.profile
+        hopeless = _HOPELESS * self.fastest_s
+        found = just_in_time(proposal.decisions, profile, request.capacity_bytes, hopeless_s=hopeless)
+        if isinstance(found, Misfit):
+            self.fail(proposal.name, f"needs {format_bytes(found.bytes)} more device memory")
+            return Missed(device=found.bytes, host=0)
+        plan = build(
+            found.decisions,
+            profile,
+            planner=proposal.name.partition(",")[0],
+            budget_bytes=request.budget_bytes,
+            host_budget_bytes=request.host_budget_bytes,
+            scheduled=found,
+        )
+        trace = simulate(plan, profile)
+        self._keep(Candidate(proposal=replace(proposal, decisions=found.decisions), plan=plan, trace=trace))
+        return Missed(device=0, host=0)
+
+    def _unlimited_s(self, proposal: Proposal) -> float:
+        """Return how long ``proposal`` takes where no copy has to wait for memory."""
+        request = self.request
+        plan = build(
+            proposal.decisions,
+            request.profile,
+            planner=proposal.name,
+            budget_bytes=request.budget_bytes,
+            host_budget_bytes=request.host_budget_bytes,
+        )
+        return simulate(plan, request.profile).iteration_time
+
+    def estimate(self, proposal: Proposal) -> float | Missed:
+        """Return about how long a proposal whose times are free would take, or by what it misses the budgets."""
+        request = self.request
+        excess = proposal.decisions.least_host_bytes(request.profile) - request.host_budget_bytes
+        if excess > 0:
+            self.fail(proposal.name, f"needs {format_bytes(excess)} more RAM")
+            return Missed(device=0, host=excess)
+        found = just_in_time(proposal.decisions, request.profile, request.capacity_bytes, quick=True)
+        if isinstance(found, Misfit):
+            self.fail(proposal.name, f"needs {format_bytes(found.bytes)} more device memory")
+            return Missed(device=found.bytes, host=0)
+        return found.seconds
+
+    def _keep(self, found: Candidate) -> None:
+        """Let its gradients share memory on the host, check it and add it to those that fit."""
+        shared, trace = share_slots(found.plan, self.request.profile, found.trace)
+        violations = check(shared, self.request.profile)
+        assert not violations, f"{found.proposal.name}: {violations[:3]}"
+        self.fitting.append(replace(found, plan=shared, trace=trace))
 
     def fail(self, name: str, reason: str) -> None:
         """Note that ``name`` has no plan."""

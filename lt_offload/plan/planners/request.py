@@ -115,6 +115,8 @@ class Proposal:
     name: str
     """Planner and variant, e.g. ``"greedy, margin of 1 layer"``."""
     decisions: Decisions
+    timed: bool = True
+    """Whether its times are part of the method; else they are found anew, just in time."""
 
 
 class NotApplicable(Exception):

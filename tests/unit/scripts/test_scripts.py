@@ -152,7 +152,26 @@ GUARD = {
     }
     | {"blocks": 28.0, "weights": 255.0}
 }
+GAPS = {
+    "figures": {
+        "cases": [
+            {
+                "name": name,
+                "budget_bytes": 12e9,
+                "host_peak_bytes": 64e9,
+                "iteration_s": 6.0 * (1 + gap),
+                "lower_bound_s": 6.0,
+                "no_offload_s": 6.0,
+                "gap": gap,
+                "goal_s": goal,
+                "plan_s": 20.0,
+            }
+            for name, gap, goal in (("near", 0.01, 6.5), ("far", 0.25, None))
+        ]
+    }
+}
 KINDS = {
+    "bench-gaps": GAPS,
     "compare": COMPARE,
     "guard": GUARD,
     "bench-emulated": BENCH,
@@ -184,6 +203,11 @@ def test_tables_show_figures_with_machine_and_date(results: Path) -> None:
     assert "| resident, 27 blocks | 150 us | 50 us | 60 us | 200 us | 250 us | 300 us |" in block
     assert "| lt_offload | fp32 | 2 | 20.4 GB/s | 95% | 1.04 |" in block
     assert "| copy | memory | 2 | 20.0 GB/s |  |  |" in block
+    far, near = (
+        "| far | 12 GB | 64 GB | 7.5 s |  | 25.0% | 1.25 | 20 s |",
+        "| near | 12 GB | 64 GB | 6.06 s | 6.5 s | 1.0% |",
+    )
+    assert block.index(far) < block.index(near), "the worst first"
     assert "| lt_offload | fp32 | 1 |" not in block
     assert "| the same with the engine | 50 us | 100 us |" in block
     assert "| stand-ins for all gradients, put and dropped | 3.6 ms | 7.2 ms |" in block

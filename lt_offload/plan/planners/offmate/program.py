@@ -46,6 +46,18 @@ def solve_offmate(profile: Profile, config: OffmateConfig, program: type[Program
     return search.solution()
 
 
+def relaxed_solution(profile: Profile, config: OffmateConfig) -> Solution:
+    """Return the relaxation's flows with rounded options: what a schedule needs that finds all times anew.
+
+    Errors as :func:`solve_offmate`.
+    """
+    search = _ProgramSearch(profile, config, Program)
+    if not search.relax():
+        raise _infeasible(profile, config, Program)
+    search.round()
+    return search.solution()
+
+
 def lower_bound(profile: Profile, config: OffmateConfig, program: type[Program] = Program) -> float:
     """Return the seconds that no iteration within the budgets and the transfer windows can beat.
 
@@ -110,14 +122,19 @@ class _ProgramSearch:
         """Find a solution with whole options; returns False if there is none."""
         if not self.relax():
             return False
-        fractions = [[_value(weight) for weight in weights] for weights in self.program.comp]
-        self.chosen = self._round(fractions)
+        fractions = self.round()
         if all(weights[index] > 1 - _SNAP for weights, index in zip(fractions, self.chosen, strict=True)):
             return True
         rounded = self._solve_fixed(self.chosen)
         if rounded <= self.bound * (1 + self.config.gap):
             return True
         return self._branch(rounded)
+
+    def round(self) -> list[list[float]]:
+        """Choose options near to those of the relaxation; returns how much of each that has."""
+        fractions = [[_value(weight) for weight in weights] for weights in self.program.comp]
+        self.chosen = self._round(fractions)
+        return fractions
 
     def relax(self) -> bool:
         """Solve the relaxation and set the bound; returns False if it is infeasible."""

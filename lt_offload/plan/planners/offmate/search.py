@@ -2,104 +2,139 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable
 from dataclasses import replace
 
 from lt_offload.errors import ConfigError, InfeasibleError
-from lt_offload.plan.planners.candidates import Candidates
+from lt_offload.plan.planners.candidates import Candidates, Missed
 from lt_offload.plan.planners.offmate.config import OffmateConfig
-from lt_offload.plan.planners.offmate.program import solve_offmate
+from lt_offload.plan.planners.offmate.program import relaxed_solution
 from lt_offload.plan.planners.offmate.rounding import Slack, round_tensors
 from lt_offload.plan.planners.request import Proposal
 from lt_offload.units import format_bytes
 
-_MOST_SOLVED = 6
-_TOLERATED_GAP = 0.05
-"""Loss by rounding below which the program is not solved by branching: another budget finds more in less time."""
+_SOLVED_BLOCKS = 200
+_SOLVED = (6, 14)
+"""The program is solved for so many budgets: as often as this number of blocks takes, at least and at most."""
+_SHORT = 1.003
+"""A schedule that takes so many times as long as the program says is short of room."""
+_SCHEDULED = 2
+"""Of so many of those the schedule is looked for with care."""
+_FIRST = 1.05
+_LARGEST = 1.35
+_STEP = 0.07
+_NEAR = 0.01
+"""Parts of a budget: where to begin and to end, how far to go, and what is too near to be tried. The program counts for
+the whole step what is there for a part of it, so that it needs more than the real budget."""
 
 
-def search_budgets(
-    candidates: Candidates, config: OffmateConfig, *, lag: int, patience: float, done: Callable[[], bool]
-) -> None:
-    """Add the plans of the program for a series of budgets.
+def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough_s: float) -> None:
+    """Add the best plans of the program for a series of budgets.
 
     Args:
-        candidates: where they are added; what does not fit tells the next budget.
+        candidates: where they are added.
         config: the real budgets, and switches.
-        lag: 1 while memory is not short: the program counts offloaded activations until their copies are done. With 0
-            it counts them as gone at once, and fitting sees to what it can.
-        patience: time (of ``time.monotonic``) after which no further budget is tried if there is a plan already.
-        done: whether the best plan is good enough.
+        enough_s: a plan that takes no longer is good enough.
     """
     request = candidates.request
     search = _BudgetSearch(request.budget_bytes)
     ram = request.host_budget_bytes
     deadline = time.monotonic() + config.time_limit
-    for turn in range(_MOST_SOLVED):
-        began = time.monotonic()
-        left = deadline - began
+    found: list[tuple[float, Proposal]] = []
+    least, most = _SOLVED
+    for turn in range(min(max(_SOLVED_BLOCKS // len(request.profile.blocks), least), most)):
+        left = deadline - time.monotonic()
         if turn and left <= 1:
-            return
+            break
         name = f"offmate, solved for {format_bytes(search.next)}"
         now = replace(
             config,
             budget_bytes=search.next,
             host_budget_bytes=ram,
-            lag=lag,
-            lookahead=lag,
+            lag=0,  # what is on its way is the schedule's to see to
+            lookahead=0,
             phi=1.0,
-            gap=_TOLERATED_GAP,
             time_limit=left,
         )
         try:
-            solution = solve_offmate(request.profile, now)
+            solution = relaxed_solution(request.profile, now)
         except InfeasibleError as error:
             candidates.fail(name, "the program has no solution")
             if not search.raise_to(error.needed_bytes):
-                return
+                break
             continue
         except ConfigError as error:
             candidates.out_of_time = error
             candidates.fail(name, f"the program was not solved within time_limit={request.settings.time_limit:g} s")
-            return
-        missed = candidates.add(Proposal(name=name, decisions=round_tensors(solution, request.profile, Slack())))
-        ram -= max(missed.host, 0)
-        if done() or not (missed.host > 0 or search.advance(missed.device)):
-            return
-        ended = time.monotonic()
-        if ended + 0.2 * (ended - began) > (patience if candidates.fitting else deadline):
+            break
+        decisions = round_tensors(solution, request.profile, Slack())
+        proposal = Proposal(name=name, decisions=decisions, timed=False)
+        seconds = candidates.estimate(proposal)
+        if isinstance(seconds, Missed):
+            ram -= max(seconds.host, 0)
+            if not (seconds.host > 0 or search.lower(seconds.device)):
+                break
+            continue
+        found.append((seconds, proposal))
+        if seconds <= enough_s or not search.note(seconds, short=seconds > _SHORT * solution.iteration_s):
+            break
+    for _, proposal in sorted(found, key=lambda item: item[0])[:_SCHEDULED]:
+        candidates.add(proposal)
+        if candidates.fastest_s <= enough_s:
             return
 
 
 class _BudgetSearch:
-    """Which budget to solve the program for next: the largest one whose plan can be made to fit."""
+    """Which budget to solve the program for next: the one whose plan is the fastest within the real budget.
+
+    A larger one gives faster plans, as long as they find room; the fastest is where that begins to fail.
+    """
 
     def __init__(self, budget: int) -> None:
         self.budget = budget
-        self.next = int(0.97 * budget)
-        self.fits = 0.0
-        """The largest that fitted."""
-        self.fails = 1.16 * budget
-        """The smallest that did not, or was not worth trying."""
+        self.next = int(_FIRST * budget)
+        self._least = 0
+        """The program has no solution below."""
+        self._tried: dict[float, float] = {_LARGEST * budget: math.inf}
+        """By budget: the seconds of its plan, infinity if it does not fit."""
+        self._short: set[float] = set()
+        """Those whose plans lose time because room is short."""
 
     def raise_to(self, needed: int | None) -> bool:
         """Go up to the smallest budget with a solution; returns False if that is too far or was tried."""
-        if needed is None or not self.next < needed * 1.005 < self.fails:
+        if needed is None or not self.next < needed * 1.005 < min(self._tried):
             return False
-        self.fits, self.next = needed, int(needed * 1.005)
+        self._least, self.next = needed, int(needed * 1.005)
         return True
 
-    def advance(self, over: int) -> bool:
-        """Choose the next budget after a plan that missed the real one by ``over`` bytes; False if pointless."""
-        if over > 0:
-            self.fails = self.next
-            guess = self.next - max(over, 0.02 * self.budget)
-        else:
-            self.fits = self.next
-            guess = 1.05 * self.next
-        low, high = self.fits, self.fails
-        if not low < guess < high or (low and high < 1.15 * self.budget):
-            guess = (low + high) / 2
+    def lower(self, over: int) -> bool:
+        """Note that the plan misses the real budget by ``over`` bytes; returns whether there is another one to try."""
+        self._tried[self.next] = math.inf
+        if min(self._tried.values()) < math.inf:
+            return self._between()
+        return self._go_to(self.next - max(over, 0.02 * self.budget))
+
+    def note(self, seconds: float, *, short: bool) -> bool:
+        """Note what the plan takes, and whether it is short of room; returns whether there is another one to try."""
+        self._tried[self.next] = seconds
+        if short:
+            self._short.add(self.next)
+        return self._between()
+
+    def _between(self) -> bool:
+        """Go on beside the best so far."""
+        best = min(self._tried, key=lambda budget: self._tried[budget])
+        above = min(budget for budget in self._tried if budget > best)
+        below = max((budget for budget in self._tried if budget < best), default=0)
+        guesses = [(above - best, best + min(_STEP * best, (above - best) / 2))]
+        if best in self._short:
+            guesses.append((best - below, best - min(_STEP * best, (best - below) / 2)))
+        room, guess = max(guesses)
+        return room > _NEAR * self.budget and self._go_to(guess)
+
+    def _go_to(self, guess: float) -> bool:
+        if guess < self._least:
+            guess = (self._least + min(budget for budget in self._tried if budget > self._least)) / 2
         self.next = int(guess)
-        return high - low > 0.02 * self.budget
+        return all(abs(self.next - budget) > _NEAR / 2 * self.budget for budget in self._tried)

@@ -1,0 +1,520 @@
+"""Gives times and places to what decisions say: every copy just in time, as memory and links allow.
+
+Of the decisions only the *sets* count here: which weights stay through which gap between two uses, which states travel,
+who updates what, what happens to activations. When copies start is found by going through an iteration with a clock.
+Copies to the device are queued in the order of need. One is started as soon as the link would be idle otherwise, if
+there is room for it in every step until its use; a computation starts as soon as what it needs has arrived and what has
+to leave before it has left. Memory that something occupies to the end of its stay is counted from the beginning, so
+that what comes early never takes the room of what is needed.
+
+The arena is filled on the way: a copy goes to a range that is free, the one that has been free for longest, and waits
+for the copy to the host that empties it, if there is one. Long stays and large buffers have their places before all
+others. What is on the device at the end of an iteration has to lie where it lay at its beginning: the first iteration
+says where, the second one, which is the result, keeps to it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lt_offload.plan.assembly.copies import DeviceCopy
+from lt_offload.plan.assembly.groups import CopyGroup
+from lt_offload.plan.assembly.placement import Lifetime, Placement, place
+from lt_offload.plan.assembly.ranges import ArenaRanges, Key, Policy, Reserved
+from lt_offload.plan.assembly.sets import Sets, Stay
+from lt_offload.plan.iteration.decisions import Decisions, Interval
+from lt_offload.schema.plan import ALIGNMENT
+
+_ITERATIONS = 2
+_AHEAD = 12
+"""Steps of which the needs are looked at."""
+_REPAIRS = 4
+"""How often what is crowded in some step gets its place before all others, too."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timetable:
+    """Decisions with their times, and where everything lies."""
+
+    decisions: Decisions
+    placement: Placement
+    """In the order of ``device_copies``."""
+    turns: tuple[int, ...]
+    """Per device copy: when it is queued; those of the same turn are one op."""
+    activation_turns: dict[int, int]
+    """Per block with offloaded activations."""
+    seconds: float
+    """How long the iteration takes, by the clock of the schedule."""
+
+
+@dataclass(slots=True)
+class _WaitingUpdate:
+    """An update on the host that has not begun."""
+
+    ready: float
+    deadline: int
+    seconds: float
+    tensors: list[int]
+
+
+@dataclass(slots=True)
+class _Departure:
+    """Framework memory that is copied to the host."""
+
+    until: float
+    bytes: int
+    step: int
+
+
+def schedule(
+    sets: Sets, arena_bytes: int, framework: int, *, part: float = 1.0, policy: Policy = "oldest"
+) -> Timetable | None:
+    """Return times and places within these bytes; None if none were found.
+
+    ``part``: of the arena, what copies ahead of their use may fill; less leaves room where buffers do not fit together.
+    """
+    placed = sets.unwieldy
+    for _ in range(_REPAIRS):
+        run = _ScheduleRun(sets, arena_bytes, framework, part, policy, placed)
+        found = run.run()
+        if found is not None:
+            return found
+        crowd = sets.covering(run.stuck) if run.stuck is not None else placed
+        if crowd <= placed:
+            return None
+        placed = placed | crowd
+    return None
+
+
+class _ScheduleRun:
+    """One walk through the iterations. Steps are counted on from iteration to iteration."""
+
+    def __init__(
+        self, sets: Sets, arena_bytes: int, framework: int, part: float, policy: Policy, placed: frozenset[int]
+    ) -> None:
+        self.placed = placed
+        """The stays that have a place before all others."""
+        self.stuck: int | None = None
+        """The step in which something had no place, if that ended the run."""
+        self.sets, self.profile, self.steps = sets, sets.profile, sets.steps
+        always = sum(group.room for group in sets.always)
+        moving = (arena_bytes - always) // ALIGNMENT * ALIGNMENT
+        self.always, self.moving, self.limit, self.framework = always, moving, part * moving, framework
+        self.end = _ITERATIONS * self.steps
+        self.ranges = ArenaRanges(moving, policy)
+        self.ahead = np.zeros(self.end + self.steps + 1)
+        """Per step: arena bytes of what came before its first use."""
+        self.fetched = np.zeros(self.end + self.steps + 1)
+        """The same of the framework: activations."""
+        self.link = self.back = self.host = 0.0
+        """When the copies to the device, those to the host and the updates are done that were queued so far."""
+        self.current: dict[int, float] = {}
+        """By tensor: when its host copy is current."""
+        self.states_out: dict[int, float] = {}
+        self.activations_out: dict[int, float] = {}
+        self.updates: list[_WaitingUpdate] = []
+        self.waiting: set[int] = set()
+        """The tensors of those."""
+        self.departures: list[_Departure] = []
+        self.left: dict[tuple[str, int, int], float] = {}
+        """By payload, tensor or block, and step: when it had left the device."""
+        self.issued: dict[Key, tuple[int, float, int]] = {}
+        """By stay and the step of its need: the step in which it was queued, its arrival and its turn."""
+        self.offsets: dict[Key, int] = {}
+        self.gates = [0.0] * (self.end + 1)
+        """Per step: when memory of the framework is there for it."""
+        self.starts = [0.0] * self.end
+        self.ends = [0.0] * self.end
+        self.crossing: dict[Key, int] | None = None
+        """The stays over the end of the last iteration, and where they lie."""
+        self.turn = 0
+        self._last: tuple[object, float] | None = None
+        """What the last copy was for, and its beginning: what is for the same and could have begun joins it."""
+
+    def run(self) -> Timetable | None:
+        if not self._reserve_places():
+            return None
+        queue: list[tuple[int, Stay]] = []
+        seen = 0
+        for step in range(self.end):
+            while seen <= step + _AHEAD:
+                queue += [(seen, stay) for stay in self.sets.by_need[seen % self.steps]]
+                seen += 1
+            before = self.ends[step - 1] if step else 0.0
+            if step == self.end - self.steps:
+                self._close()
+            self.ranges.advance(step, self.link)
+            self._last = None
+            self._wait_for_memory(step, before)
+            now = [entry for entry in queue if entry[0] == step]
+            if any(not self._issue(need, stay, step, None) for need, stay in now):
+                self.stuck = step % self.steps
+                return None
+            queue = queue[len(now) :]
+            self._compute(step)
+            queue = self._issue_ahead(queue, step)
+            if step == self.end - 1 and not self._issue_crossing(queue, step):
+                self.stuck = 0
+                return None
+            self._depart(step)
+        return self._result()
+
+    # -- the arena ---------------------------------------------------------------------------------------------------
+
+    def _reserve_places(self) -> bool:
+        """Give long stays and large buffers a place; returns whether there is room for that."""
+        chosen = [stay for stay in self.sets.stays if stay.number in self.placed]
+        early = self.placed == self.sets.unwieldy  # with time to come, as long as nothing is crowded
+        lifetimes = [
+            Lifetime(
+                stay.room,
+                (stay.need - (early and stay.length < self.steps - 1)) % self.steps,
+                (stay.need + stay.length) % self.steps,
+            )
+            for stay in chosen
+        ]
+        placed = place(lifetimes, self.steps)
+        if placed.extent > self.moving:
+            return False
+        for stay, offset in zip(chosen, placed.offsets, strict=True):
+            high = self.moving - offset
+            for need in range(stay.need - self.steps, self.end + self.steps, self.steps):
+                last = need + stay.length
+                if last >= 0:
+                    self.ranges.reserve(Reserved((stay.number, need), high - stay.room, high, need - 1, need, last))
+        return True
+
+    def _close(self) -> None:
+        """Require the last iteration to end with what it begins with, at the same places."""
+        self.ranges.advance(self.end - self.steps, 0.0)
+        self.crossing = {}
+        for taken in self.ranges.taken:
+            number, need = taken.key
+            key = number, need + self.steps
+            self.crossing[key] = taken.low
+            queued, _, _ = self.issued[number, need]
+            steps = (queued + self.steps, need + self.steps, taken.last + self.steps)
+            self.ranges.reserve(Reserved(key, taken.low, taken.high, *steps))
+
+    # -- copies to the device ----------------------------------------------------------------------------------------
+
+    def _issue(self, need: int, stay: Stay, step: int, latest: float | None) -> bool | None:
+        """Queue the copy for a stay in ``step``.
+
+        Returns False if it would not begin before ``latest``, None if it has no place.
+        """
+        begin = max(self.link, self._ready(stay, latest))
+        key = stay.number, need
+        if stay.group is None:
+            begin = max(begin, self.gates[step])
+            if latest is not None and begin >= latest:
+                return False
+        else:
+            last = need + stay.length
+            if self.crossing is not None and last >= self.end and key not in self.crossing:
+                return False
+            if latest is not None and begin >= latest:
+                return False
+            found = self.ranges.find(key, stay.room, step, last)
+            if found is None:
+                return None
+            offset, free_at = found
+            begin = max(begin, free_at)
+            if latest is not None and begin >= latest:
+                return False
+            self.ranges.take(key, offset, stay.room, last)
+            self.offsets[key] = offset
+        purpose = (need, stay.block, stay.group is None, stay.is_state, stay.on_host)
+        ready = max(self._ready(stay, latest), 0.0 if stay.group is None else free_at)
+        if self._last is None or self._last[0] != purpose or ready > self._last[1]:
+            self.turn += 1
+            self._last = purpose, begin
+        self.link = begin + stay.seconds
+        self.issued[key] = step, self.link, self.turn
+        (self.fetched if stay.group is None else self.ahead)[step:need] += stay.room
+        return True
+
+    def _issue_ahead(self, queue: list[tuple[int, Stay]], step: int) -> list[tuple[int, Stay]]:
+        """Queue what would begin while the step computes; return the rest."""
+        end = self.ends[step]
+        left: list[tuple[int, Stay]] = []
+        for position, (need, stay) in enumerate(queue):
+            if self.link >= end:
+                return left + queue[position:]
+            if need - step > stay.lead or (stay.group is None and not self._left_before(stay.block, step)):
+                left.append((need, stay))
+                continue
+            if not self._fits(stay, step, need):
+                if stay.group is not None:  # what is needed later does not overtake it
+                    return left + queue[position:]
+                left.append((need, stay))
+                continue
+            done = self._issue(need, stay, step, end)
+            if done is None:
+                return left + queue[position:]
+            if not done:
+                left.append((need, stay))
+        return left
+
+    def _fits(self, stay: Stay, step: int, need: int) -> bool:
+        """Return whether there is room for it from ``step`` until its use."""
+        if stay.group is not None:
+            taken = self.ahead[step:need] + self._cyclic(self.sets.needed, step, need)
+            return bool(taken.max() + stay.room <= self.limit)
+        taken = self.fetched[step:need] + self._cyclic(self.sets.framework, step, need)
+        taken[0] += sum(departure.bytes for departure in self.departures)
+        return bool(taken.max() + stay.room <= self.framework)
+
+    def _cyclic(self, values: NDArray[np.int64], begin: int, end: int) -> NDArray[np.int64]:
+        return values.take(range(begin, end), mode="wrap")
+
+    def _issue_crossing(self, queue: list[tuple[int, Stay]], step: int) -> bool:
+        """Queue what was on its way at the end of the iteration before; returns whether all of it could be."""
+        assert self.crossing is not None
+        missing = self.crossing.keys() - self.issued.keys()
+        return all(self._issue(need, stay, step, None) for need, stay in queue if (stay.number, need) in missing)
+
+    def _left_before(self, block: int, step: int) -> bool:
+        """Return whether the activations of ``block`` are gone before ``step`` begins, so that they may come back."""
+        return block in self.activations_out and self.activations_out[block] <= self.gates[step]
+
+    def _ready(self, stay: Stay, latest: float | None) -> float:
+        """Return when the host has what is to be copied; infinity if an update for it begins after ``latest``."""
+        if stay.group is None:
+            return self.activations_out.get(stay.block, 0.0)
+        if stay.is_state:
+            return max(self.states_out.get(copy.tensor, 0.0) for copy in stay.group.copies)
+        return max(self._updated(copy.tensor, latest) for copy in stay.group.copies)
+
+    def _updated(self, tensor: int, latest: float | None = None) -> float:
+        """Return when the host copy of a weight is current; the host works until then, or until ``latest``.
+
+        No further, because a more urgent update may arrive.
+        """
+        while tensor in self.waiting:
+            here = [update for update in self.updates if update.ready <= self.host]
+            if here:
+                update = min(here, key=lambda update: update.deadline)
+            else:
+                update = min(self.updates, key=lambda update: (update.ready, update.deadline))
+            if latest is not None and max(self.host, update.ready) >= latest:
+                return math.inf
+            self.updates.remove(update)
+            self.host = max(self.host, update.ready) + update.seconds
+            self.current.update(dict.fromkeys(update.tensors, self.host))
+            self.waiting.difference_update(update.tensors)
+        return self.current.get(tensor, 0.0)
+
+    # -- computations and copies to the host -------------------------------------------------------------------------
+
+    def _wait_for_memory(self, step: int, before: float) -> None:
+        """Set the gate of ``step``: as much of the framework's memory has left by then as is not there."""
+        position = step % self.steps
+        self.departures = [departure for departure in self.departures if departure.until > before]
+        over = self.sets.framework[position] + self.fetched[step] - self.framework
+        over += sum(departure.bytes for departure in self.departures)
+        gate = before
+        for departure in self.departures:  # in the order in which they end
+            if over <= 0 and position:  # nothing is on its way from one iteration to the next
+                break
+            gate = departure.until
+            over -= departure.bytes
+        self.departures = [departure for departure in self.departures if departure.until > gate]
+        self.gates[step] = gate
+
+    def _compute(self, step: int) -> None:
+        position, begin = step % self.steps, self.gates[step]
+        for stay in self.sets.by_need[position]:
+            if not stay.is_state:
+                begin = max(begin, self.issued[stay.number, step][1])
+        for tensor in self.sets.direct[position]:
+            begin = max(begin, self._updated(tensor))
+        end = begin + self.sets.seconds[position]
+        for stay in self.sets.by_need[position]:
+            if stay.is_state and stay.group is not None:
+                updated = sum(self.profile.tensors[copy.tensor].bytes for copy in stay.group.copies)
+                arrival = self.issued[stay.number, step][1]
+                end = max(end, arrival + updated / self.profile.optimizer.device_bytes_per_s)
+        self.starts[step], self.ends[step] = begin, end
+
+    def _depart(self, step: int) -> None:
+        """Queue what leaves after the computation of ``step``."""
+        sets, profile, position, end = self.sets, self.profile, step % self.steps, self.ends[step]
+        rate = profile.hardware.d2h_bytes_per_s
+        for tensors in sets.gradients[position]:
+            nbytes = sum(profile.tensors[t].bytes for t in tensors)
+            self.back = max(self.back, end) + nbytes / rate
+            self.departures.append(_Departure(self.back, nbytes, step))
+            self.left.update((("grad", t, step), self.back) for t in tensors)
+            self._update_on_host(tensors, self.back, step)
+        if sets.written[position]:
+            self._update_on_host(sets.written[position], end, step)
+        block = sets.timeline.block(position)
+        nbytes = self._offloaded(block)
+        if nbytes and not sets.timeline.is_backward(position):
+            self.back = self.activations_out[block] = max(self.back, end) + nbytes / rate
+            self.departures.append(_Departure(self.back, nbytes, step))
+            self.left["activation", block, step] = self.back
+        gone: dict[tuple[str, int], float] = {}
+        for tensors in sets.write_backs[position]:
+            self.back = max(self.back, end) + sum(profile.tensors[t].bytes for t in tensors) / rate
+            for t in tensors:
+                self.current[t] = gone["weight", t] = self.back
+        for tensors in sets.state_offloads[position]:
+            self.back = max(self.back, end) + sum(profile.tensors[t].state_bytes for t in tensors) / rate
+            for t in tensors:
+                self.states_out[t] = gone["state", t] = self.back
+        for stay in sets.ending[position]:
+            assert stay.group is not None
+            key = stay.number, step - stay.length
+            if key not in self.offsets:
+                continue  # it came before the first iteration
+            until = max(self._gone(copy, gone) for copy in stay.group.copies)
+            self.ranges.leave(self.offsets[key], stay.room, max(until, end))
+
+    def _gone(self, copy: DeviceCopy, now: dict[tuple[str, int], float]) -> float:
+        """Return when the host has the last state of what ends its stay."""
+        if (copy.payload, copy.tensor) in now:
+            return now[copy.payload, copy.tensor]
+        written = copy.payload == "weight" and self.sets.decisions.tensors[copy.tensor].write_back is not None
+        return self.current.get(copy.tensor, 0.0) if written else 0.0
+
+    def _update_on_host(self, tensors: list[int], ready: float, step: int) -> None:
+        waits = [
+            (stay.need - step) % self.steps or self.steps
+            for t in tensors
+            for stay in self.sets.of_tensor.get(("weight", t), ())
+        ]
+        seconds = sum(self.profile.tensors[t].bytes for t in tensors) / self.profile.optimizer.host_bytes_per_s
+        for t in tensors:
+            if t in self.waiting:
+                self._updated(t)  # that of the iteration before, for which nobody has waited
+        self.waiting.update(tensors)
+        self.updates.append(_WaitingUpdate(ready, step + min(waits, default=self.steps), seconds, tensors))
+
+    def _offloaded(self, block: int) -> int:
+        decision = self.sets.decisions.blocks[block]
+        if decision.release_after is None:
+            return 0
+        return self.profile.blocks[block].option(decision.option).offload_bytes
+
+    # -- the result --------------------------------------------------------------------------------------------------
+
+    def _result(self) -> Timetable | None:
+        """Return what the last iteration did."""
+        first = self.end - self.steps
+        arrivals: dict[int, tuple[int, int, int]] = {}
+        """By stay: its lead, its offset and its turn."""
+        for (number, need), (step, _, turn) in self.issued.items():
+            if step >= first:
+                if number in arrivals:
+                    return None
+                arrivals[number] = need - step, self.offsets.get((number, need), 0), turn
+        if len(arrivals) < len(self.sets.stays):
+            return None
+        offsets: dict[int, int] = {}
+        turns: dict[int, int] = {}
+        intervals: dict[int, list[tuple[int, Interval]]] = defaultdict(list)
+        states: dict[int, Interval] = {}
+        fetched: dict[int, tuple[int, int]] = {}
+        for group, offset in self._always():
+            offsets.update(_side_by_side(group, offset))
+        moved = self._without_holes({number: offset for number, (_, offset, _) in arrivals.items()})
+        for stay in self.sets.stays:
+            lead, _, turn = arrivals[stay.number]
+            if stay.group is None:
+                fetched[stay.block] = stay.need - lead, turn
+                continue
+            offsets.update(_side_by_side(stay.group, self.always + moved[stay.number]))
+            interval = Interval(start=(stay.need - lead) % self.steps, end=(stay.need + stay.length) % self.steps)
+            for copy in stay.group.copies:
+                turns[id(copy)] = turn
+                if copy.payload == "state":
+                    states[copy.tensor] = interval
+                elif copy.interval is not None:
+                    intervals[copy.tensor].append((copy.interval.start, interval))
+        decisions = self._decisions(first, intervals, states, fetched)
+        copies = self.sets.copies
+        return Timetable(
+            decisions=decisions,
+            placement=Placement(
+                tuple(offsets[id(copy)] for copy in copies),
+                max((offsets[id(copy)] + copy.room for copy in copies), default=0),
+                self.always + int((self.sets.needed + self.ahead[first : first + self.steps]).max()),
+            ),
+            turns=tuple(turns.get(id(copy), 0) for copy in copies),
+            activation_turns={block: turn for block, (_, turn) in fetched.items()},
+            seconds=max(self.ends[-1] - self.ends[first - 1], self._begins_again() - self.starts[first]),
+        )
+
+    def _without_holes(self, offsets: dict[int, int]) -> dict[int, int]:
+        """Return ``offsets`` of stays less the ranges below them that none ever takes."""
+        stays = [stay for stay in self.sets.stays if stay.group is not None]
+        found: dict[int, int] = {}
+        top = hole = 0
+        for stay in sorted(stays, key=lambda stay: offsets[stay.number]):
+            hole += max(0, offsets[stay.number] - top)
+            found[stay.number] = offsets[stay.number] - hole
+            top = max(top, offsets[stay.number] + stay.room)
+        return found
+
+    def _begins_again(self) -> float:
+        """Return when the first computation after the last iteration can begin."""
+        self._wait_for_memory(self.end, self.ends[-1])
+        arrivals = [arrival for (_, need), (_, arrival, _) in self.issued.items() if need == self.end]
+        return max(self.gates[self.end], *arrivals, 0.0)
+
+    def _always(self) -> Iterator[tuple[CopyGroup, int]]:
+        offset = 0
+        for group in self.sets.always:
+            yield group, offset
+            offset += group.room
+
+    def _decisions(
+        self,
+        first: int,
+        intervals: dict[int, list[tuple[int, Interval]]],
+        states: dict[int, Interval],
+        fetched: dict[int, tuple[int, int]],
+    ) -> Decisions:
+        tensors, blocks = list(self.sets.decisions.tensors), list(self.sets.decisions.blocks)
+        for index, decision in enumerate(tensors):
+            if index in intervals:
+                order = {interval.start: at for at, interval in enumerate(decision.intervals)}
+                found = sorted(intervals[index], key=lambda item: order[item[0]])
+                decision = replace(decision, intervals=tuple(interval for _, interval in found))
+            if index in states:
+                step = self.update_step(index)
+                decision = replace(decision, state_interval=states[index], state_offload_after=step)
+            if decision.grad_release_after is not None:
+                step = self.update_step(index)
+                decision = replace(decision, grad_release_after=self._released("grad", index, first + step) - first)
+            tensors[index] = decision
+        for block, (step, _) in fetched.items():
+            left = self._released("activation", block, first + self.sets.timeline.forward(block)) - first
+            blocks[block] = replace(blocks[block], release_after=min(left, step - 1), prefetch_at=step)
+        return replace(self.sets.decisions, tensors=tuple(tensors), blocks=tuple(blocks))
+
+    def update_step(self, tensor: int) -> int:
+        """Return the step that completes the gradient of ``tensor``."""
+        return self.sets.update_step[tensor]
+
+    def _released(self, payload: str, index: int, step: int) -> int:
+        """Return the last step before which framework memory had not left."""
+        left = self.left[payload, index, step]
+        following = step + 1
+        while following < self.end and self.gates[following] < left:
+            following += 1
+        return following - 1
+
+
+def _side_by_side(group: CopyGroup, offset: int) -> Iterator[tuple[int, int]]:
+    for copy in group.copies:
+        yield id(copy), offset
+        offset += copy.room
