@@ -167,8 +167,10 @@ class States:
             return False
         assert self.group is not None
         assert self.group.buffer is None or not self.known, f"{self.label} was replaced while on the device"
-        # What stays the same of the state may lie where something else of it is to go.
-        contents = [tensor.clone() if self.known else tensor for tensor in found.values()]
+        # What stays the same of the state may lie where something else of it is to go. In the middle of a backward, an
+        # emulated device would count the clones as its own.
+        with plain_torch():
+            contents = [tensor.clone() if self.known else tensor for tensor in found.values()]
         self._adopt(found)
         for host, content in zip(self.hosts, contents, strict=True):
             host.copy_(content)
