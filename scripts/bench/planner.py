@@ -56,7 +56,7 @@ def tight() -> Iterator[dict[str, Any]]:
     for memory, goal in TIGHT:
         yield _case(f"llama7b_b4, fp32, {memory} GB", llama, memory * GB, 128 * GB, goal)
     bloom = lt_offload.profile_config(
-        "bloom-3b", dtype="bfloat16", hardware="rtx-3060-12gb", batch_size=4, sequence_length=512
+        load_model_config("bloom-3b"), dtype="bfloat16", hardware="rtx-3060-12gb", batch_size=4, sequence_length=512
     )
     yield _case("bloom-3b, bf16, 4 x 512, 6 GB", bloom, 6 * GB, 128 * GB, BLOOM_GOAL_S)
 
