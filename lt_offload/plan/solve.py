@@ -217,8 +217,10 @@ class _Selection:
             host_update=self.config.host_update,
             host_budget=self.request.host_budget_bytes,
         )
-        if found is not None:
-            self.candidates.add(Proposal(name="least memory", decisions=found.decisions, timed=False))
+        # Whatever a schedule finds, these times and places are known to fit.
+        for timed in (False, True):
+            if found is not None and not self.candidates.fitting:
+                self.candidates.add(Proposal(name="least memory", decisions=found.decisions, timed=timed))
 
     def _add_programs(self) -> None:
         search_budgets(self.candidates, self.config, enough_s=self.bound * (1 + _GOOD_GAP))
