@@ -209,29 +209,27 @@ class _ScheduleRun:
 
         Returns False if it would not begin before ``latest``, None if it has no place.
         """
-        begin = max(self.link, self._ready(stay, latest))
-        key = stay.number, need
+        ready = self._ready(stay, latest)
         if stay.group is None:
-            begin = max(begin, self.gates[step])
-            if latest is not None and begin >= latest:
-                return False
-        else:
+            ready = max(ready, self.gates[step])
+        if latest is not None and max(self.link, ready) >= latest:
+            return False
+        key = stay.number, need
+        if stay.group is not None:
             last = need + stay.length
             if self.crossing is not None and last >= self.end and key not in self.crossing:
-                return False
-            if latest is not None and begin >= latest:
                 return False
             found = self.ranges.find(key, stay.room, step, last)
             if found is None:
                 return None
             offset, free_at = found
-            begin = max(begin, free_at)
-            if latest is not None and begin >= latest:
+            ready = max(ready, free_at)
+            if latest is not None and ready >= latest:
                 return False
             self.ranges.take(key, offset, stay.room, last)
             self.offsets[key] = offset
+        begin = max(self.link, ready)
         purpose = (need, stay.block, stay.group is None, stay.is_state, stay.on_host)
-        ready = max(self._ready(stay, latest), 0.0 if stay.group is None else free_at)
         if self._last is None or self._last[0] != purpose or ready > self._last[1]:
             self.turn += 1
             self._last = purpose, begin
