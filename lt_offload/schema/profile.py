@@ -16,6 +16,7 @@ from typing import ClassVar, Literal
 from pydantic import ConfigDict
 
 from lt_offload.schema.files import MOST_NUMBER, load_json, save_json
+from lt_offload.schema.lanes import LaneName
 
 PROFILE_SCHEMA = 2
 
@@ -202,6 +203,44 @@ class HardwareProfile:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Slowdown:
+    """How much longer the work of one lane takes while others are busy all the time, as measured."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    lane: LaneName
+    beside: tuple[LaneName, ...]
+    factor: float
+    """Its time beside them by its time alone: 1 if they share nothing."""
+    scatter: float = 0.0
+    """Half the distance between the extremes of repeated measurements, relative to ``factor``."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Contention:
+    """What lanes share on the host: the bandwidth of its memory; on the emulated device the cores, too.
+
+    A lane's share is the part of it that the lane takes while it runs alone, at full speed. Lanes whose shares add up
+    to more than 1 slow each other down: each gets what it asks for or an equal part, whichever is less (max-min
+    fairness). By default nothing is shared.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    compute: float = 0.0
+    h2d: float = 0.0
+    d2h: float = 0.0
+    host: float = 0.0
+    """Of updates on the host."""
+    slowdowns: tuple[Slowdown, ...] = ()
+    """The measurements that the shares come from; empty for an estimate."""
+
+    def of(self, lane: LaneName) -> float:
+        """Return the share of ``lane``; 0 for ``none``."""
+        return {"compute": self.compute, "h2d": self.h2d, "d2h": self.d2h, "host": self.host}.get(lane, 0.0)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Profile:
     """Everything the planner needs to know."""
 
@@ -226,6 +265,8 @@ class Profile:
     """At least this part of the device memory that a plan takes is added as slack, 0.02 being 2 %: blocks are measured
     one at a time, and an allocator that has come to its limit waits for the device each time it gives something back.
     """
+    contention: Contention = Contention()
+    """How lanes slow each other down."""
     estimated: bool = False
     """True if times are a roofline estimate and not a measurement."""
     schema: int = PROFILE_SCHEMA
@@ -265,6 +306,10 @@ def problems(profile: Profile) -> Iterator[str]:
         if value < 0:
             yield f"{name} is {value}, it cannot be negative"
     yield from (f"hardware.{problem}" for problem in problems_of_machine(profile.hardware))
+    for name in ("compute", "h2d", "d2h", "host"):
+        share = getattr(profile.contention, name)
+        if not 0 <= share <= 1:
+            yield f"contention.{name} is {share}, it is a part: between 0 and 1"
     if len(profile.blocks) < 2:
         yield f"it has {len(profile.blocks)} blocks, a model has two or more"
     backward = [block.has_backward for block in profile.blocks]
