@@ -176,6 +176,14 @@ class Op:
     """For computations: the groups of weights that they read in host memory."""
 
     @property
+    def label(self) -> str:
+        """What people call it, e.g. ``"prefetch weight 4"`` or ``"forward 3 again"``."""
+        words = " ".join(part for part in (self.kind, self.payload, str(self.block)) if part)
+        if self.save is not None:
+            words += " again"
+        return f"{words}, direct" if self.zero_copy or self.writes_gradients else words
+
+    @property
     def writes_gradients(self) -> bool:
         """Whether this is gradients that the backward itself writes to host memory."""
         return self.payload == "grad" and self.lane == "compute"

@@ -200,7 +200,6 @@ def _over_groups(draft: Draft, groups: Sequence[TensorGroup], of: Mapping[tuple[
         groups=numbers,
         offsets=tuple(offset[groups[number].tensors[0]] for number in numbers) if offset else (),
         bytes=draft.bytes,
-        seconds=draft.seconds,
         after=draft.after,
         release_after=draft.release_after,
         save=draft.save,

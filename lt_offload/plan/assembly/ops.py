@@ -25,7 +25,7 @@ from lt_offload.schema.profile import Profile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Draft:
-    """An op that names tensors, one by one; the fields are those of :class:`lt_offload.schema.plan.Op`."""
+    """An op that names tensors, one by one; else the fields are those of :class:`lt_offload.schema.plan.Op`."""
 
     id: int
     kind: OpKind
@@ -39,7 +39,6 @@ class Draft:
     host_offset: int | None = None
     """Of gradients that are copied: where they arrive."""
     bytes: int = 0
-    seconds: float = 0.0
     after: tuple[int, ...] = ()
     release_after: int | None = None
     save: Save | None = None
@@ -151,14 +150,13 @@ class Emitter:
         """Write a computation; the last one of a step is its forward or backward."""
         tensors = [] if what.idle else self.of_block[what.block]
         zero_copy = [t for t in tensors if what.step in self.decisions.tensors[t].zero_copy]
-        nbytes, seconds = what.zero_copy(zero_copy, self.profile)
+        nbytes, _ = what.zero_copy(zero_copy, self.profile)
         op = self._add(
             what.kind,
             what.step,
             what.block,
             "compute",
             nbytes=nbytes,
-            seconds=what.seconds + seconds,
             save=what.save,
             zero_copy=zero_copy,
         )
@@ -192,9 +190,7 @@ class Emitter:
     def _write_gradients(self, step: int, tensors: list[int]) -> None:
         """Gradients that the backward writes to host memory itself."""
         if tensors:
-            costs = [self.profile.tensors[t].zero_copy for t in tensors]
-            seconds, nbytes = sum(cost.grad_s for cost in costs if cost is not None), self._bytes(tensors)
-            block = self.timeline.block(step)
+            block, nbytes = self.timeline.block(step), self._bytes(tensors)
             out = self._add(
                 "offload",
                 step,
@@ -203,7 +199,6 @@ class Emitter:
                 "grad",
                 tensors=tensors,
                 nbytes=nbytes,
-                seconds=seconds,
                 release_after=step,
             )
             self.grads_out.update(dict.fromkeys(tensors, out))
@@ -211,10 +206,7 @@ class Emitter:
 
     def _update(self, step: int, tensors: list[int], lane: LaneName) -> None:
         if tensors:
-            optimizer = self.profile.optimizer
-            rate = optimizer.host_bytes_per_s if lane == "host" else optimizer.device_bytes_per_s
-            nbytes = self._bytes(tensors)
-            update = self._add("update", step, self.timeline.block(step), lane, tensors=tensors, seconds=nbytes / rate)
+            update = self._add("update", step, self.timeline.block(step), lane, tensors=tensors)
             self.updated.update(dict.fromkeys(tensors, update))
             if lane == "compute":
                 self.computed[step] = update
@@ -287,18 +279,15 @@ class Emitter:
         release_after: int | None = None,
     ) -> int:
         nbytes = nbytes or sum(copy.bytes for copy in copies)
-        hardware = self.profile.hardware
-        to_device = kind == "prefetch"
         return self._add(
             kind,
             step,
             block,
-            "h2d" if to_device else "d2h",
+            "h2d" if kind == "prefetch" else "d2h",
             payload,
             tensors=[copy.tensor for copy in copies] or tensors,
             offsets=[copy.offset for copy in copies],
             nbytes=nbytes,
-            seconds=nbytes / (hardware.h2d_bytes_per_s if to_device else hardware.d2h_bytes_per_s),
             release_after=release_after,
         )
 
@@ -313,7 +302,6 @@ class Emitter:
         tensors: Iterable[int] = (),
         offsets: Iterable[int] = (),
         nbytes: int = 0,
-        seconds: float = 0.0,
         release_after: int | None = None,
         save: Save | None = None,
         zero_copy: Iterable[int] = (),
@@ -328,7 +316,6 @@ class Emitter:
             tensors=tuple(tensors),
             offsets=tuple(offsets),
             bytes=nbytes,
-            seconds=seconds,
             release_after=release_after,
             save=save,
             zero_copy=tuple(zero_copy),

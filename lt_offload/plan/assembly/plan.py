@@ -7,6 +7,7 @@ they mean.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 from lt_offload.plan.assembly.copies import DeviceCopy, device_copies
 from lt_offload.plan.assembly.groups import arrange, group_tensors, own_slots
@@ -14,6 +15,7 @@ from lt_offload.plan.assembly.ops import Emitter, link
 from lt_offload.plan.assembly.placement import Placement
 from lt_offload.plan.assembly.schedule import Timetable
 from lt_offload.plan.iteration.decisions import Decisions
+from lt_offload.plan.iteration.durations import durations
 from lt_offload.plan.iteration.memory import aligned, framework_bytes, state_room
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.schema.plan import Plan, Prediction
@@ -60,7 +62,7 @@ def build(
         state_bytes=[state_room(tensor.state_bytes) for tensor in profile.tensors],
         first_block=[tensor.blocks[0] for tensor in profile.tensors],
     )
-    return Plan(
+    plan = Plan(
         fingerprint=profile.fingerprint,
         model=profile.model,
         planner=planner,
@@ -82,6 +84,8 @@ def build(
         context_bytes=profile.hardware.context_bytes + profile.page_table_bytes,
         notes=tuple(_notes(copies, profile)),
     )
+    timed = zip(plan.ops, durations(plan, profile), strict=True)
+    return replace(plan, ops=tuple(replace(op, seconds=seconds) for op, seconds in timed))
 
 
 def _notes(copies: Sequence[DeviceCopy], profile: Profile) -> Iterator[str]:

@@ -103,7 +103,7 @@ def _ends(plan: Plan, profile: Profile, trace: Trace, arrivals: Sequence[_Arriva
     last = {arrival.op.step: at for at, arrival in enumerate(arrivals)}
     least = [last[arrival.op.step] for arrival in arrivals]
     simulated = _latest(least, _simulated_ends(trace, arrivals))
-    slower = _latest(least, _simulated_ends(simulate(_with_slower_updates(plan), profile), arrivals))
+    slower = _latest(least, _simulated_ends(simulate(plan, _with_slower_updates(profile)), arrivals))
     yield slower
     # Which updates have to wait until the others are done may be another choice there, which does not suit here.
     yield _latest(simulated, slower)
@@ -129,9 +129,9 @@ def _simulated_ends(trace: Trace, arrivals: Sequence[_Arrival]) -> list[int]:
     return found
 
 
-def _with_slower_updates(plan: Plan) -> Plan:
-    ops = (replace(op, seconds=_SLOWER * op.seconds) if op.updates_on_host else op for op in plan.ops)
-    return replace(plan, ops=tuple(ops))
+def _with_slower_updates(profile: Profile) -> Profile:
+    rate = profile.optimizer.host_bytes_per_s / _SLOWER
+    return replace(profile, optimizer=replace(profile.optimizer, host_bytes_per_s=rate))
 
 
 def _former_updates(at: int, arrivals: Sequence[_Arrival], slots: Sequence[int]) -> set[int]:

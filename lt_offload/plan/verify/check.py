@@ -7,9 +7,11 @@ saved; the input of a block that has saved nothing comes from running the block 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from lt_offload.plan.iteration.computations import SAVED, computations
+from lt_offload.plan.iteration.durations import durations
 from lt_offload.plan.iteration.memory import (
     aligned,
     backward_steps,
@@ -22,22 +24,28 @@ from lt_offload.plan.verify.ordering import describe, misordered
 from lt_offload.schema.lanes import LANES
 from lt_offload.schema.plan import ALIGNMENT, Op, Plan, Save, TensorGroup, Timeline, one_batch
 from lt_offload.schema.profile import Profile, TensorProfile
-from lt_offload.units import format_bytes
+from lt_offload.units import format_bytes, format_seconds
 
 
 def check(plan: Plan, profile: Profile) -> list[str]:
     """Return what is wrong with ``plan`` for ``profile``, one sentence per violation; empty if nothing is."""
-    found = list(_identity(plan, profile)) or [*_groups(plan, profile), *_indices(plan, profile)]
+    found = list(mismatches(plan, profile)) or [*_groups(plan, profile), *_indices(plan, profile), *_times(plan)]
     if found:
         return found
     found = [*_structure(plan, profile), *_order_of_issue(plan), *_updates(plan, profile), *_activations(plan, profile)]
     found = found or [*broken_recomputations(plan, profile)]
     if found:
         return found
-    return [*_direct_bytes(plan, profile), *misordered(plan, profile), *_budgets(plan, profile)]
+    return [
+        *_direct_bytes(plan, profile),
+        *_missing_times(plan, profile),
+        *misordered(plan, profile),
+        *_budgets(plan, profile),
+    ]
 
 
-def _identity(plan: Plan, profile: Profile) -> Iterator[str]:
+def mismatches(plan: Plan, profile: Profile) -> Iterator[str]:
+    """Yield in what ``plan`` is not one of the model of ``profile``."""
     if plan.fingerprint != profile.fingerprint:
         yield f"fingerprint: the plan is of {plan.fingerprint} ({plan.model}), the profile of {profile.fingerprint}"
     if len(plan.options) != len(profile.blocks):
@@ -93,6 +101,19 @@ def _indices(plan: Plan, profile: Profile) -> Iterator[str]:
             yield f"{name}: after: it waits for an op that does not exist"
         if any(not 0 <= group < len(plan.groups) for group in (*op.groups, *op.zero_copy)):
             yield f"{name}: groups: the plan has {len(plan.groups)}"
+
+
+def _times(plan: Plan) -> Iterator[str]:
+    for op in plan.ops:
+        if not 0 <= op.seconds < math.inf:
+            yield f"{describe(op)}: seconds: {op.seconds} is no time"
+
+
+def _missing_times(plan: Plan, profile: Profile) -> Iterator[str]:
+    """What works takes time. How much is the machine's affair: that of the profile may be another one by now."""
+    for op, seconds in zip(plan.ops, durations(plan, profile), strict=True):
+        if op.seconds == 0 and seconds > 0:
+            yield f"{describe(op)}: seconds: it takes none, the machine of the profile needs {format_seconds(seconds)}"
 
 
 def _structure(plan: Plan, profile: Profile) -> Iterator[str]:

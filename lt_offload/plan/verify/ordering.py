@@ -12,7 +12,6 @@ from collections import defaultdict
 from dataclasses import dataclass, field, replace
 
 from lt_offload.plan.iteration.memory import aligned, state_room
-from lt_offload.plan.verify.simulate import label
 from lt_offload.schema.lanes import LANES
 from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import Profile
@@ -27,7 +26,7 @@ _Key = tuple[str, int]
 
 def describe(op: Op) -> str:
     """Return how violations name ``op``."""
-    return f"op {op.id} ({label(op)}, step {op.step})"
+    return f"op {op.id} ({op.label}, step {op.step})"
 
 
 def misordered(plan: Plan, profile: Profile) -> list[str]:

@@ -4,168 +4,234 @@ An op starts when its lane is free, everything in ``after`` has ended, and the i
 thread waits for nothing; each computation costs it the block's launch time. The host takes the most urgent update of
 those that may start. Several iterations are unrolled, the last ones are reported.
 
-What computations read in host memory shares the link with the copies to the device, see
-:mod:`lt_offload.plan.verify.traffic`; such a computation lasts at least as long as the link needs. Gradients that a
-backward writes to host memory cross the link from its begin on: the computation is not done before they have, and
-copies to the host that are queued later wait.
+Ops take as long as the speeds of the profile say, longer while lanes slow each other down: see
+:mod:`lt_offload.plan.verify.lanes`. A computation that reads in host memory is not done before it has what it reads.
+Gradients that a backward writes to host memory cross the link from its begin on.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import heapq
+import math
+from collections import deque
 
 from lt_offload.errors import PlanError
+from lt_offload.plan.iteration.durations import durations
 from lt_offload.plan.iteration.memory import computation_bytes, host_bytes
-from lt_offload.plan.verify.traffic import Traffic
+from lt_offload.plan.verify.check import check, mismatches
+from lt_offload.plan.verify.lanes import COMPUTE, D2H, H2D, HOST, NUMBER, READ, WRITE, SimulatedLanes
 from lt_offload.schema.plan import Op, Plan, deadlines
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Span, Trace
 
 _WARM_UP = 2
 _MEASURED = 2
+_ITERATIONS = _WARM_UP + _MEASURED
 
 
 def simulate(plan: Plan, profile: Profile) -> Trace:
     """Return the iteration that ``plan`` would do in the steady state on the machine of ``profile``.
 
     Raises:
-        PlanError: if an op waits for something that cannot have happened before.
+        PlanError: if an op waits for something that cannot have happened before, ``plan`` is of another model or
+            contradicts itself so that there is nothing to simulate.
     """
+    other = next(mismatches(plan, profile), None)
+    if other is not None:
+        raise PlanError(f"the plan is not one of the profile's model: {other}")
     _require_progress(plan)
-    launch = [
-        profile.blocks[op.block].launch_s if op.kind == "forward" or _runs(op, profile) else 0.0 for op in plan.ops
-    ]
-    lanes = _SimulatedLanes(profile)
-    host = _Host(plan)
-    before, end = [0.0] * len(plan.ops), [0.0] * len(plan.ops)
-    thread = 0.0
-    finished = [0.0]
-    start: list[float] = []
-    for iteration in range(_WARM_UP + _MEASURED):
-        start = [0.0] * len(plan.ops)
-        for op, cost in zip(plan.ops, launch, strict=True):
-            ready = thread
-            for other in op.after:
-                if other in host.waiting:
-                    host.run(other)
-                ready = max(ready, (end if other < op.id else before)[other])
-            thread += cost
-            if op.lane == "host":
-                host.give(op, ready, iteration, start, end)
-                continue
-            # The last kernel of a computation cannot run before it has been launched.
-            lanes.run(op, ready, thread if cost else 0.0, start, end)
-        finished.append(lanes.computed)
-        before, end = end, [0.0] * len(plan.ops)
-    while host.waiting:
-        host.run(next(iter(host.waiting)))
-    return _trace(plan, profile, start, before, finished)
+    try:
+        simulation = _Simulation(plan, profile)
+        simulation.run()
+        return _trace(plan, profile, simulation)
+    except (ArithmeticError, AssertionError, LookupError, ValueError) as error:
+        found = check(plan, profile)
+        why = found[0] if found else f"{type(error).__name__}: {error}"
+        raise PlanError(f"the plan cannot be simulated: {why}") from error
 
 
-class _SimulatedLanes:
-    """The lanes of the device: computations and copies."""
+class _Simulation:
+    """The ops of all iterations in time; their numbers are counted on from iteration to iteration."""
 
-    def __init__(self, profile: Profile) -> None:
-        self.hardware = profile.hardware
-        self.computed = 0.0
-        """When the last computation ends."""
-        self.began = 0.0
-        """When the last forward or backward began."""
-        self.sent = 0.0
-        """When the last copy to the host ends."""
-        self.to_device = Traffic()
-
-    def run(self, op: Op, ready: float, launched: float, start: list[float], end: list[float]) -> None:
-        """Note when ``op`` starts and ends."""
-        if op.lane == "h2d":
-            self.to_device.copy(op.id, ready, op.seconds, start, end)
-        elif op.lane == "d2h":
-            start[op.id] = max(ready, self.sent)
-            self.sent = end[op.id] = start[op.id] + op.seconds
-        elif op.lane == "compute":
-            start[op.id] = begin = max(ready, self.computed)
-            self.computed = end[op.id] = max(begin + op.seconds, launched, self._direct(op, begin))
-        else:
-            start[op.id] = end[op.id] = ready
-
-    def _direct(self, op: Op, begin: float) -> float:
-        """Return when the link has carried what the computation reads or writes in host memory."""
-        if op.kind in ("forward", "backward"):
-            self.began = begin
-            if not op.bytes:
-                return begin
-            seconds = op.bytes / self.hardware.h2d_bytes_per_s
-            self.to_device.read(begin, seconds)
-            return begin + seconds
-        if not op.bytes:
-            return begin
-        seconds = op.bytes / self.hardware.d2h_bytes_per_s
-        self.sent = max(self.sent, self.began) + seconds
-        return self.began + seconds
-
-
-@dataclass(slots=True)
-class _Update:
-    """An update that the host has been given and not begun."""
-
-    op: Op
-    ready: float
-    urgency: int
-    start: list[float]
-    """Where to note when it starts and, below, ends: the times of its iteration's ops."""
-    end: list[float]
-
-
-class _Host:
-    """The host lane, run only as far as somebody waits for it: until then more urgent updates may arrive."""
-
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, profile: Profile) -> None:
         self.ops = len(plan.ops)
-        self.deadlines = deadlines(plan.ops)
-        self.free = 0.0
-        self.waiting: dict[int, _Update] = {}
-        """By op."""
+        self.count = _ITERATIONS * self.ops
+        self.seconds = durations(plan, profile)
+        self.lane = [NUMBER.get(op.lane) for op in plan.ops]
+        self.lanes = SimulatedLanes(profile.contention)
+        self.start, self.finish = [0.0] * self.count, [0.0] * self.count
+        self.computed = [0.0] * _ITERATIONS
+        """By iteration: the end of its last computation."""
+        issued, passed = 0.0, [0.0]
+        for op in plan.ops:
+            issued += profile.blocks[op.block].launch_s if op.kind == "forward" or _runs(op, profile) else 0.0
+            passed.append(issued)
+        self.passed = passed
+        """By op: how long the thread has launched computations before, within the iteration; and after the last."""
+        self.missing = [0] * self.count
+        """By op: for how many others it waits."""
+        self.waiters: list[list[int]] = [[] for _ in plan.ops]
+        """By op of one iteration: how many ops later those are issued that wait for it."""
+        self._count_waits(plan)
+        self.queues: list[deque[int]] = [deque(), deque(), deque()]
+        """Of the lanes that keep the order of issue."""
+        for number in range(self.count):
+            lane = self.lane[number % self.ops]
+            if lane is not None and lane != HOST:
+                self.queues[lane].append(number)
+        self.updates: list[tuple[int, int]] = []
+        """What the host could begin: urgency and number."""
+        self.urgency = {op.id: deadlines(plan.ops).get(op.id, 2 * self.ops) for op in plan.ops if op.updates_on_host}
+        self.timers: list[tuple[float, int]] = []
+        """When the thread comes to ops that wait for nothing else, and when it has launched what is computed (-1)."""
+        self.ready = [False] * self.count
+        self.running: list[int | None] = [None] * 4
+        self.read, self.written = self._direct(plan, profile)
+        self.writes = [op.writes_gradients for op in plan.ops]
 
-    def give(self, op: Op, ready: float, iteration: int, start: list[float], end: list[float]) -> None:
-        """Queue ``op``; the one of the iteration before, if nobody has waited for it, is run first."""
-        while op.id in self.waiting:
-            self._next()
-        urgency = iteration * self.ops + self.deadlines.get(op.id, 2 * self.ops)
-        self.waiting[op.id] = _Update(op, ready, urgency, start, end)
+    def _count_waits(self, plan: Plan) -> None:
+        for op in plan.ops:
+            # The host does an update once per iteration, whatever is more urgent.
+            for other in {*op.after, op.id} if op.updates_on_host else set(op.after):
+                later = (op.id - other) if other < op.id else op.id - other + self.ops
+                self.waiters[other].append(later)
+                for number in range(op.id, self.count, self.ops):
+                    self.missing[number] += number >= later
 
-    def run(self, op: int) -> None:
-        """Go on until ``op`` has been done."""
-        while op in self.waiting:
-            self._next()
+    def _direct(self, plan: Plan, profile: Profile) -> tuple[list[float], list[float]]:
+        """Return, by op, the seconds for which computations use the links alone: to read, and to write gradients."""
+        hardware = profile.hardware
+        read, written = [0.0] * self.ops, [0.0] * self.ops
+        began = 0
+        for op in plan.ops:
+            if op.kind in ("forward", "backward"):
+                began = op.id
+                read[op.id] = op.bytes / hardware.h2d_bytes_per_s
+            elif op.writes_gradients:
+                written[began] += op.bytes / hardware.d2h_bytes_per_s
+        return read, written
 
-    def _next(self) -> None:
-        here = [update for update in self.waiting.values() if update.ready <= self.free]
-        if here:
-            update = min(here, key=lambda update: update.urgency)
+    def run(self) -> None:
+        """Find out when every op starts and ends."""
+        lanes, timers = self.lanes, self.timers
+        for number in range(self.count):
+            if not self.missing[number]:
+                self._may_start(number)
+        while True:
+            self._start()
+            lanes.settle()
+            until = min(lanes.ends)
+            if timers and timers[0][0] < until:
+                until = timers[0][0]
+            if until == math.inf:
+                return
+            lanes.now = max(lanes.now, until)
+            while timers and timers[0][0] <= lanes.now:
+                number = heapq.heappop(timers)[1]
+                if number >= 0:
+                    self._issued(number)
+            ended = lanes.done()
+            for lane in ended:
+                lanes.end(lane)
+            for lane in (H2D, D2H, HOST):
+                if lane in ended:
+                    self._done(lane)
+            computation = self.running[COMPUTE]
+            if computation is not None:
+                self._try_computation(computation)
+
+    # -- beginnings --------------------------------------------------------------------------------------------------
+
+    def _may_start(self, number: int) -> None:
+        """Note that an op waits for no other any more."""
+        iteration, op = divmod(number, self.ops)
+        issued = iteration * self.passed[-1] + self.passed[op]
+        if issued > self.lanes.now:
+            heapq.heappush(self.timers, (issued, number))
         else:
-            update = min(self.waiting.values(), key=lambda update: (update.ready, update.urgency))
-        del self.waiting[update.op.id]
-        begin = max(self.free, update.ready)
-        update.start[update.op.id] = begin
-        update.end[update.op.id] = self.free = begin + update.op.seconds
+            self._issued(number)
+
+    def _issued(self, number: int) -> None:
+        op = number % self.ops
+        lane = self.lane[op]
+        if lane is None:
+            self.start[number] = self.lanes.now
+            self._ended(number)
+        elif lane == HOST:
+            heapq.heappush(self.updates, (number - op + self.urgency[op], number))
+        else:
+            self.ready[number] = True
+
+    def _start(self) -> None:
+        """Begin what can begin now on every idle lane."""
+        for lane in (COMPUTE, H2D, D2H):
+            queue = self.queues[lane]
+            if self.running[lane] is None and queue and self.ready[queue[0]]:
+                self._begin(lane, queue.popleft())
+        # What ends at this moment may still bring a more urgent update.
+        if self.running[HOST] is None and self.updates and min(self.lanes.ends) > self.lanes.now:
+            self._begin(HOST, heapq.heappop(self.updates)[1])
+
+    def _begin(self, lane: int, number: int) -> None:
+        op = number % self.ops
+        self.running[lane], self.start[number] = number, self.lanes.now
+        self.lanes.begin(lane, self.seconds[op])
+        if lane == COMPUTE:
+            if self.read[op]:
+                self.lanes.begin(READ, self.read[op])
+            if self.written[op]:
+                self.lanes.begin(WRITE, self.written[op])
+
+    # -- ends --------------------------------------------------------------------------------------------------------
+
+    def _try_computation(self, number: int) -> None:
+        """End a computation that has been launched and carried out, and has read and written all it should."""
+        iteration, op = divmod(number, self.ops)
+        lanes = self.lanes
+        if lanes.busy & (1 << COMPUTE | 1 << READ) or (self.writes[op] and lanes.busy & 1 << WRITE):
+            return
+        # The last kernel of a computation cannot run before it has been launched.
+        launched = iteration * self.passed[-1] + self.passed[op + 1]
+        if self.passed[op + 1] > self.passed[op] and launched > lanes.now:
+            heapq.heappush(self.timers, (launched, -1))
+            return
+        self.computed[iteration] = lanes.now
+        self._done(COMPUTE)
+
+    def _done(self, lane: int) -> None:
+        number = self.running[lane]
+        assert number is not None
+        self.running[lane] = None
+        self._ended(number)
+
+    def _ended(self, number: int) -> None:
+        """Note the end of an op, and which others wait for nothing any more."""
+        self.finish[number] = self.lanes.now
+        for later in self.waiters[number % self.ops]:
+            other = number + later
+            if other < self.count:
+                self.missing[other] -= 1
+                if not self.missing[other]:
+                    self._may_start(other)
 
 
 def _runs(op: Op, profile: Profile) -> bool:
     return op.kind == "backward" and profile.blocks[op.block].has_backward
 
 
-def _trace(plan: Plan, profile: Profile, start: list[float], end: list[float], finished: list[float]) -> Trace:
+def _trace(plan: Plan, profile: Profile, found: _Simulation) -> Trace:
     memory = computation_bytes(plan, profile)
+    start, end = (times[-len(plan.ops) :] for times in (found.start, found.finish))
     origin = min(start)
     computations = [op for op in plan.ops if op.kind in ("forward", "backward")]
     return Trace(
         source="simulated",
-        iteration_time=(finished[-1] - finished[-1 - _MEASURED]) / _MEASURED,
+        iteration_time=(found.computed[-1] - found.computed[-1 - _MEASURED]) / _MEASURED,
         device_peak=int(memory.max()),
         host_peak=host_bytes(plan, profile),
         budget_bytes=plan.budget_bytes,
         spans=tuple(
-            Span(op=op.id, lane=op.lane, label=label(op), start=start[op.id] - origin, end=end[op.id] - origin)
+            Span(op=op.id, lane=op.lane, label=op.label, start=start[op.id] - origin, end=end[op.id] - origin)
             for op in plan.ops
             if op.lane != "none"
         ),
@@ -175,14 +241,6 @@ def _trace(plan: Plan, profile: Profile, start: list[float], end: list[float], f
     )
 
 
-def label(op: Op) -> str:
-    """Return what people call ``op``, e.g. ``"prefetch weight 4"`` or ``"forward 3 again"``."""
-    words = " ".join(part for part in (op.kind, op.payload, str(op.block)) if part)
-    if op.save is not None:
-        words += " again"
-    return f"{words}, direct" if op.zero_copy or op.writes_gradients else words
-
-
 def _require_progress(plan: Plan) -> None:
     """Raise for an op that waits for an op which does not exist or is issued later."""
     issued: set[int] = set()
@@ -190,10 +248,12 @@ def _require_progress(plan: Plan) -> None:
     for op in plan.ops:
         for other in op.after:
             if other not in known:
-                raise PlanError(f"op {op.id} ({label(op)}) waits for op {other}, which the plan does not have")
+                raise PlanError(f"op {op.id} ({op.label}) waits for op {other}, which the plan does not have")
             if other < op.id and other not in issued:
                 late = next(o for o in plan.ops if o.id == other)
                 raise PlanError(
-                    f"deadlock: op {op.id} ({label(op)}) waits for op {other} ({label(late)}), which is issued after it"
+                    f"deadlock: op {op.id} ({op.label}) waits for op {other} ({late.label}), which is issued after it"
                 )
         issued.add(op.id)
+    if any(op.id != position for position, op in enumerate(plan.ops)):
+        raise PlanError(f"the ids of the plan's ops are not their positions, 0 to {len(plan.ops) - 1}")

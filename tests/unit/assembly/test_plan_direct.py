@@ -12,7 +12,6 @@ from lt_offload.plan.iteration.memory import computation_bytes, device_bytes
 from lt_offload.plan.planners.baselines import option_sets, resident_decisions, streaming_decisions
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
-from lt_offload.plan.verify.traffic import Traffic
 from lt_offload.report.perfetto import to_perfetto
 from lt_offload.schema.explain import explain
 from lt_offload.schema.plan import Plan
@@ -197,32 +196,6 @@ def test_direct_reads_delay_copies() -> None:
         found, iteration = spans(plan, profile), simulate(plan, profile).iteration_time
         begin = next(start for name, (start, _) in found.items() if name.startswith("backward 2"))
         assert found["prefetch weight 3"][1] == pytest.approx(begin + seconds - iteration)
-
-
-def test_the_link_carries_one_thing_at_a_time() -> None:
-    link, start, end = Traffic(), [0.0] * 9, [0.0] * 9
-    link.copy(0, 0.0, 10.0, start, end)
-    link.copy(1, 0.0, 10.0, start, end)
-    link.copy(2, 40.0, 10.0, start, end)
-    link.read(5.0, 3.0)
-    assert (start[:3], end[:3]) == ([0, 13, 40], [13, 23, 50])
-    link.read(41.0, 2.0)
-    assert (start[2], end[2]) == (40, 52)
-    link.read(60.0, 10.0)
-    # What is queued later may still run before the read, and around it.
-    link.copy(3, 0.0, 5.0, start, end)
-    link.copy(4, 0.0, 5.0, start, end)
-    link.copy(5, 65.0, 5.0, start, end)
-    link.copy(6, 65.0, 5.0, start, end)
-    assert (start[3:7], end[3:7]) == ([52, 57, 72, 77], [57, 72, 77, 82])
-
-
-def test_reads_that_begin_inside_a_gap_move_what_comes_after() -> None:
-    link, start, end = Traffic(), [0.0] * 3, [0.0] * 3
-    link.copy(0, 10.0, 5.0, start, end)
-    link.copy(1, 15.0, 5.0, start, end)
-    link.read(8.0, 4.0)
-    assert (start[:2], end[:2]) == ([12, 17], [17, 22])
 
 
 def test_more_bandwidth_never_hurts_direct_access() -> None:

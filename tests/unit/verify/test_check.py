@@ -301,3 +301,23 @@ def test_violations_are_said_once() -> None:
 def test_profiles_of_other_sizes_are_refused() -> None:
     other: Profile = small_profile(5)
     assert any("fingerprint" in violation for violation in check(PLAN, other))
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("inf"), float("nan")])
+@pytest.mark.parametrize("op", [0, len(PLAN.ops) // 2, len(PLAN.ops) - 1])
+def test_times_are_times(op: int, seconds: float) -> None:
+    (found,) = check(with_op(PLAN.ops[op], seconds=seconds), PROFILE)
+    assert found.startswith(f"op {op} ")
+    assert f"seconds: {seconds} is no time" in found
+
+
+@pytest.mark.parametrize("op", [op.id for op in PLAN.ops if op.seconds], ids=ids)
+def test_work_takes_time(op: int) -> None:
+    (found,) = check(with_op(PLAN.ops[op], seconds=0.0), PROFILE)
+    assert found.startswith(f"op {op} ")
+    assert "seconds: it takes none" in found
+
+
+def test_another_machine_has_other_times() -> None:
+    faster = replace(PROFILE.hardware, h2d_bytes_per_s=3 * PROFILE.hardware.h2d_bytes_per_s)
+    assert check(PLAN, replace(PROFILE, hardware=faster)) == []

@@ -207,3 +207,34 @@ def test_deadlocks_name_the_ops() -> None:
         PlanError, match=r"deadlock: op \d+ \(update 0\) waits for op \d+ \(offload grad 0\).* after it"
     ):
         simulate(replace(plan, ops=tuple(ops)), profile)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"options": ("keep",)}, "profile's model: options: 1 are given, the model has 3 blocks"),
+        ({"options": ("keep", "offlaod", "keep")}, "profile's model: options: block .* does not offer 'offlaod'"),
+        ({"timeline": ()}, "profile's model: timeline: it is not that of one batch through 3 blocks"),
+        ({"groups": ()}, "cannot be simulated: tensor .* its weight is in none"),
+    ],
+)
+def test_a_plan_that_contradicts_itself_is_named(fields: dict[str, Any], message: str) -> None:
+    profile = small_profile(3)
+    plan = built(resident(profile), profile)
+    with pytest.raises(PlanError, match=message):
+        simulate(replace(plan, **fields), profile)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"block": 7}, r"there are 6 steps and 3 blocks"),
+        ({"groups": (99,), "kind": "update", "lane": "compute"}, "the plan has"),
+        ({"id": 2}, "the ids of the plan's ops are not their positions, 0 to"),
+    ],
+)
+def test_an_op_that_names_what_is_not_there(fields: dict[str, Any], message: str) -> None:
+    profile = small_profile(3)
+    plan = built(resident(profile), profile)
+    with pytest.raises(PlanError, match=message):
+        simulate(with_op(plan, plan.ops[0], **fields), profile)

@@ -1,0 +1,87 @@
+"""Lanes in time: what runs on each of them, and how fast, where they share links and the host's memory.
+
+Two things share their speed. What computations read and write in host memory crosses the links beside the copies: both
+get half of the link. And what lanes take of the host's memory is limited: where it is not enough for all, each gets
+what it asks for or an equal part, whichever is less (:class:`lt_offload.schema.profile.Contention`).
+"""
+
+from __future__ import annotations
+
+import math
+
+from lt_offload.schema.profile import Contention
+
+COMPUTE, H2D, D2H, HOST, READ, WRITE = range(6)
+"""Four lanes, and what computations read and write in host memory while they run."""
+NUMBER = {"compute": COMPUTE, "h2d": H2D, "d2h": D2H, "host": HOST}
+_LINKS = ((H2D, READ), (D2H, WRITE))
+_TOLERANCE = 1e-12
+"""Relative to the clock: ends that are nearer to each other than this are one moment."""
+
+
+def rates(contention: Contention, busy: int) -> tuple[float, ...]:
+    """Return how fast each lane works, relative to its speed alone, if those whose bits are set in ``busy`` have work.
+
+    Those of idle lanes are 0.
+    """
+    found = [1.0 if busy >> lane & 1 else 0.0 for lane in range(6)]
+    for pair in _LINKS:
+        if all(found[lane] for lane in pair):
+            for lane in pair:
+                found[lane] = 0.5
+    shares = (contention.compute, contention.h2d, contention.d2h, contention.host, contention.h2d, contention.d2h)
+    asked = {lane: found[lane] * shares[lane] for lane in range(6) if found[lane] * shares[lane]}
+    left, waiting = 1.0, len(asked)
+    for lane in sorted(asked, key=asked.__getitem__):
+        given = min(asked[lane], left / waiting)
+        found[lane] = given / shares[lane]
+        left, waiting = left - given, waiting - 1
+    return tuple(found)
+
+
+class SimulatedLanes:
+    """The lanes, each with one piece of work at most, and a clock."""
+
+    def __init__(self, contention: Contention) -> None:
+        self.now = 0.0
+        self.busy = 0
+        """Bit mask of the lanes that have work."""
+        self.ends = [math.inf] * 6
+        """When the work of each lane is done if nothing else begins or ends before; true after :meth:`settle`."""
+        self._contention = contention
+        self._rates: dict[int, tuple[float, ...]] = {}
+        """By the set of busy lanes."""
+        self._rate: tuple[float, ...] = (0.0,) * 6
+        self._settled = 0
+        """The lanes whose end is that with ``_rate``; that of others is their end alone."""
+
+    def begin(self, lane: int, seconds: float) -> None:
+        """Give an idle ``lane`` work that takes ``seconds`` alone."""
+        self.busy |= 1 << lane
+        self._settled &= ~(1 << lane)
+        self.ends[lane] = self.now + seconds
+
+    def end(self, lane: int) -> None:
+        """Take the work of ``lane`` away."""
+        self.busy &= ~(1 << lane)
+        self.ends[lane] = math.inf
+
+    def settle(self) -> None:
+        """Adapt the ends to what is busy now."""
+        busy = self.busy
+        if busy == self._settled:
+            return
+        if busy not in self._rates:
+            self._rates[busy] = rates(self._contention, busy)
+        before, now = self._rate, self._rates[busy]
+        for lane in range(6):
+            if busy >> lane & 1:
+                rate = before[lane] if self._settled >> lane & 1 else 1.0
+                if rate != now[lane]:
+                    self.ends[lane] = self.now + (self.ends[lane] - self.now) * rate / now[lane]
+        self._rate, self._settled = now, busy
+
+    def done(self) -> list[int]:
+        """Return the lanes whose work ends now."""
+        limit = self.now * (1 + _TOLERANCE)
+        return [lane for lane in range(6) if self.ends[lane] <= limit]
