@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,7 +26,7 @@ from lt_offload.profiling.measure import assemble, measure_blocks
 from lt_offload.profiling.meters import Roofline
 from lt_offload.profiling.optimizer import OptimizerFactory, build_optimizer, estimate_optimizer
 from lt_offload.resources import is_dir, is_file, shipped_files
-from lt_offload.schema.profile import HardwareProfile, Profile
+from lt_offload.schema.profile import Contention, HardwareProfile, Profile
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -95,8 +96,20 @@ def profile_config(
             )
     made = build_optimizer(factory, [p for p in model.parameters() if p.requires_grad])
     updates = estimate_optimizer(made, machine)
-    return assemble(
+    found = assemble(
         model, structure, batch, measured, optimizer=made, updates=updates, hardware=machine, estimated=True
+    )
+    return replace(found, contention=_contention(machine))
+
+
+def _contention(machine: HardwareProfile) -> Contention:
+    """Return what copies and updates take of the host's memory.
+
+    A copy reads or writes each byte there once; an update is as fast as that memory, by its estimate.
+    """
+    bandwidth = machine.host_memory_bytes_per_s
+    return Contention(
+        h2d=min(1.0, machine.h2d_bytes_per_s / bandwidth), d2h=min(1.0, machine.d2h_bytes_per_s / bandwidth), host=1.0
     )
 
 

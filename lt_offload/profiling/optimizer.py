@@ -39,6 +39,8 @@ _HOST_ELEMENTS = 1 << 25
 _RAM_SHARE = 0.1
 _TOLERANCE = 0.03
 """More threads are not taken for less than this gain."""
+_CORE_BYTES_PER_S = 12e9
+"""For estimates: the host memory traffic of one core that updates, an assumption for cores of desktops."""
 _LONG = 1.0
 """Seconds of updates that are enough of a measurement."""
 
@@ -180,7 +182,8 @@ def measure_optimizer(optimizer: Optimizer, device: torch.device) -> OptimizerPr
         speed = _speed(_host_stand_in(optimizer, sample), device)
         scratch = _scratch(_ParameterStandIn(sample, device))
         return OptimizerProfile(name=name, host_bytes_per_s=speed, device_bytes_per_s=speed, scratch_ratio=scratch)
-    threads, host_speed = _fastest(optimizer, sample, memory_node_of(device))
+    speeds = _host_speeds(optimizer, sample, memory_node_of(device))
+    threads = _enough(speeds)
     on_device = _ParameterStandIn(sample, device)
     device_speed = _speed(on_device, device)
     before = torch.cuda.memory_allocated(device)
@@ -189,15 +192,16 @@ def measure_optimizer(optimizer: Optimizer, device: torch.device) -> OptimizerPr
     scratch_bytes = torch.cuda.max_memory_allocated(device) - before
     return OptimizerProfile(
         name=name,
-        host_bytes_per_s=host_speed,
+        host_bytes_per_s=speeds[threads],
         device_bytes_per_s=device_speed,
         scratch_ratio=scratch_bytes / on_device.nbytes,
         host_threads=threads,
+        host_speeds={n: speed for n, speed in speeds.items() if n <= threads},
     )
 
 
-def _fastest(optimizer: Optimizer, sample: _Sample, node: MemoryNode) -> tuple[int, float]:
-    """Return the number of threads for updates on the host, and their speed, measured as the engine will run them."""
+def _host_speeds(optimizer: Optimizer, sample: _Sample, node: MemoryNode) -> dict[int, float]:
+    """Return the speed of updates on the host by number of threads, measured as the engine will run them."""
     cores = len(node.cores) or len(os.sched_getaffinity(0))
     speeds: dict[int, float] = {}
     errors: list[BaseException] = []
@@ -221,8 +225,12 @@ def _fastest(optimizer: Optimizer, sample: _Sample, node: MemoryNode) -> tuple[i
     torch.set_num_threads(before)  # torch gives the worker's choice to threads that are yet to come
     if errors:
         raise errors[0]
-    best = max(speeds.values())
-    return next((threads, speed) for threads, speed in speeds.items() if speed >= (1 - _TOLERANCE) * best)
+    return speeds
+
+
+def _enough(speeds: dict[int, float]) -> int:
+    """Return the fewest threads that are about as fast as any."""
+    return next(n for n, speed in speeds.items() if speed >= (1 - _TOLERANCE) * max(speeds.values()))
 
 
 def thread_counts(most: int) -> list[int]:
@@ -246,11 +254,15 @@ def estimate_optimizer(optimizer: Optimizer, hardware: HardwareProfile) -> Optim
     with Roofline(hardware) as meter:
         stand_in.step()
     ratio = meter.traffic / stand_in.nbytes
+    bandwidth = hardware.host_memory_bytes_per_s
+    threads = max(1, math.ceil(bandwidth / _CORE_BYTES_PER_S))
     return OptimizerProfile(
         name=type(optimizer).__name__,
-        host_bytes_per_s=hardware.host_memory_bytes_per_s / ratio,
+        host_bytes_per_s=bandwidth / ratio,
         device_bytes_per_s=hardware.device_memory_bytes_per_s / ratio,
         scratch_ratio=_scratch(stand_in),
+        host_threads=threads,
+        host_speeds={n: min(bandwidth, n * _CORE_BYTES_PER_S) / ratio for n in thread_counts(threads)},
     )
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import ClassVar, Literal
@@ -169,6 +169,8 @@ class OptimizerProfile:
     """Temporary bytes per parameter byte during a device update (foreach 1-2, fused 0)."""
     host_threads: int = 0
     """Threads with which the host was measured and shall update; 0: as many as torch uses."""
+    host_speeds: dict[int, float] = field(default_factory=dict)
+    """The same speed by number of threads, where it is known: fewer take less of the host's memory from copies."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -276,6 +278,15 @@ class Profile:
         """Identity of the model structure (not of names, sizes of batches or hardware): what a plan must match."""
         return fingerprint([(t.shape, t.dtype, t.trainable, t.blocks) for t in self.tensors], len(self.blocks))
 
+    def with_host_threads(self, threads: int) -> Profile:
+        """Return the profile if the host updates with so many threads; itself if nothing is known about that number."""
+        speed = self.optimizer.host_speeds.get(threads)
+        if speed is None or threads == self.optimizer.host_threads:
+            return self
+        share = min(1.0, self.contention.host * speed / self.optimizer.host_bytes_per_s)
+        optimizer = replace(self.optimizer, host_threads=threads, host_bytes_per_s=speed)
+        return replace(self, optimizer=optimizer, contention=replace(self.contention, host=share))
+
     def save(self, path: str | Path) -> Path:
         """Write JSON."""
         return save_json(self, path)
@@ -297,6 +308,9 @@ def problems(profile: Profile) -> Iterator[str]:
     ):
         if value <= 0:
             yield f"{name} is {value}, it has to be positive"
+    for threads, speed in optimizer.host_speeds.items():
+        if threads <= 0 or speed <= 0:
+            yield f"optimizer.host_speeds.{threads} is {speed}, both have to be positive"
     for name, value in (
         ("shared_bytes", profile.shared_bytes),
         ("slack_bytes", profile.slack_bytes),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 from lt_offload.plan.assembly.groups import group_tensors
 from lt_offload.plan.assembly.ops import Draft
@@ -115,9 +116,11 @@ def make_plan(profile: Profile) -> Plan:
     )
     streamed = [i for i in range(1, len(profile.tensors)) if profile.tensors[i].blocks[0] > count // 3]
     ops: list[Draft] = []
+    durations: list[float] = []
 
     def add(kind: str, step: int, block: int, lane: str, seconds: float, **rest: object) -> int:
-        ops.append(Draft(id=len(ops), kind=kind, step=step, block=block, lane=lane, seconds=seconds, **rest))  # type: ignore[arg-type]
+        ops.append(Draft(id=len(ops), kind=kind, step=step, block=block, lane=lane, **rest))  # type: ignore[arg-type]
+        durations.append(seconds)
         return len(ops) - 1
 
     def tensors_of(block: int) -> list[int]:
@@ -214,7 +217,7 @@ def make_plan(profile: Profile) -> Plan:
         timeline=one_batch(count),
         groups=grouped.groups,
         initial=grouped.initial,
-        ops=grouped.ops,
+        ops=tuple(replace(op, seconds=seconds) for op, seconds in zip(grouped.ops, durations, strict=True)),
         arena_bytes=300 * MB,
         predicted=Prediction(
             iteration_s=1.81,

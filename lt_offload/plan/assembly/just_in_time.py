@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lt_offload.plan.assembly.ranges import Policy
@@ -37,63 +36,81 @@ class Misfit:
     bytes: int
 
 
-def just_in_time(
-    decisions: Decisions, profile: Profile, capacity_bytes: int, *, quick: bool = False, hopeless_s: float = math.inf
-) -> Timetable | Misfit:
-    """Return the fastest schedule found for the sets of ``decisions`` within ``capacity_bytes``.
-
-    Args:
-        decisions: of which only the sets count.
-        profile: what model and machine cost.
-        capacity_bytes: of device memory, for all that is decided about.
-        quick: try a few schedules only, to compare sets.
-        hopeless_s: do so, too, if the fastest of those takes longer than this.
-    """
-    sets = Sets(decisions, profile)
-    room = capacity_bytes - sets.least_arena - sets.least_framework
-    if room < 0:
-        return Misfit(-room)
-    useful = min(room, sets.most_arena - sets.least_arena)
-    enough = _ENOUGH * sum(sets.seconds)
-    best: Timetable | None = None
-    share = _SHARES[0]
-    for attempt in _attempts():
-        if best is not None and not attempt.coarse and (quick or best.seconds > hopeless_s):
-            break
-        part = attempt.share if attempt.coarse else min(max(share + attempt.share, 0.0), 1.0)
-        arena = sets.least_arena + int(part * useful)
-        found = schedule(sets, arena, capacity_bytes - arena, part=attempt.full, policy=attempt.policy)
-        if found is not None and (best is None or found.seconds < best.seconds):
-            best, share = found, part
-            if best.seconds <= enough:
-                break
-    for _ in range(_SMALLER if best is not None and best.seconds <= enough and not quick else 0):
-        share /= 2
-        arena = sets.least_arena + int(share * useful)
-        found = schedule(sets, arena, capacity_bytes - arena)
-        if found is None or found.seconds > enough:
-            break
-        best = found
-    return best or Misfit(1)
-
-
 @dataclass(frozen=True, slots=True)
 class _Division:
     """One way to schedule."""
 
-    coarse: bool
-    """Whether ``share`` is a share of its own; else it is added to that of the best so far."""
     share: float
+    """Of what may go to either."""
     policy: Policy
     full: float
 
 
-def _attempts() -> Iterator[_Division]:
-    (policy, full), *others = _WAYS
-    for share in _SHARES:
-        yield _Division(True, share, policy, full)
-    for policy, full in others:
-        yield _Division(False, 0.0, policy, full)
-    for step in (-_FINER, _FINER):
-        for policy, full in _WAYS[:2]:
-            yield _Division(False, step, policy, full)
+class Scheduler:
+    """Looks for the fastest schedule for the sets of ``decisions`` within ``capacity_bytes`` of device memory."""
+
+    def __init__(self, decisions: Decisions, profile: Profile, capacity_bytes: int) -> None:
+        self._decisions, self._capacity = decisions, capacity_bytes
+        self.best: Timetable | None = None
+        """The fastest so far."""
+        self._division = _Division(_SHARES[0], *_WAYS[0])
+        """That of the fastest."""
+        self._prepare(profile)
+
+    def _prepare(self, profile: Profile) -> None:
+        self._sets = sets = Sets(self._decisions, profile)
+        self._room = self._capacity - sets.least_arena - sets.least_framework
+        self._useful = min(self._room, sets.most_arena - sets.least_arena)
+        self._enough = _ENOUGH * sum(sets.seconds)
+
+    def start(self) -> Timetable | Misfit:
+        """Return the best of a few schedules, enough to compare sets."""
+        if self._room < 0:
+            return Misfit(-self._room)
+        self._try(_Division(share, *_WAYS[0]) for share in _SHARES)
+        if self.best is None:
+            self._try(_Division(_SHARES[0], *way) for way in _WAYS[1:])
+        return self.best or Misfit(1)
+
+    def finish(self) -> Timetable:
+        """Return the best of many schedules; after :meth:`start` has found one."""
+        assert self.best is not None
+        share = self._division.share
+        self._try(_Division(share, *way) for way in _WAYS[1:])
+        for step in (-_FINER, _FINER):
+            share = min(max(self._division.share + step, 0.0), 1.0)
+            self._try(_Division(share, *way) for way in _WAYS[:2])
+        share = self._division.share
+        for _ in range(_SMALLER if self.best.seconds <= self._enough else 0):
+            share /= 2
+            found = self._schedule(_Division(share, "oldest", 1.0))
+            if found is None or found.seconds > self._enough:
+                break
+            self.best = found
+        return self.best
+
+    def again(self, profile: Profile) -> Timetable | None:
+        """Return the schedule with other speeds, those of ``profile``, for the same division; None if it fails."""
+        self._prepare(profile)
+        found = self._schedule(self._division)
+        self.best = found or self.best
+        return found
+
+    def _try(self, divisions: Iterable[_Division]) -> None:
+        for division in divisions:
+            if self.best is not None and self.best.seconds <= self._enough:
+                return
+            found = self._schedule(division)
+            if found is not None and (self.best is None or found.seconds < self.best.seconds):
+                self.best, self._division = found, division
+
+    def _schedule(self, division: _Division) -> Timetable | None:
+        arena = self._sets.least_arena + int(division.share * self._useful)
+        return schedule(self._sets, arena, self._capacity - arena, part=division.full, policy=division.policy)
+
+
+def just_in_time(decisions: Decisions, profile: Profile, capacity_bytes: int) -> Timetable | Misfit:
+    """Return the fastest schedule found for the sets of ``decisions`` within ``capacity_bytes``."""
+    search = Scheduler(decisions, profile, capacity_bytes)
+    found = search.start()
+    return found if isinstance(found, Misfit) else search.finish()

@@ -26,12 +26,8 @@ class _Taken:
     key: Key
 
 
-@dataclass(slots=True)
-class _Leaving:
-    low: int
-    high: int
-    until: float
-    """When its last use, or the copy to the host, has ended."""
+_Leaving = tuple[int, int, float]
+"""A range, and when its last use, or the copy to the host, has ended."""
 
 
 @dataclass(slots=True)
@@ -66,7 +62,7 @@ class ArenaRanges:
     def advance(self, step: int, now: float) -> None:
         """Forget the stays that ended before ``step``, and those that were gone by ``now``."""
         self.taken = [taken for taken in self.taken if taken.last >= step]
-        self._leaving = [leaving for leaving in self._leaving if leaving.until > now]
+        self._leaving = [leaving for leaving in self._leaving if leaving[2] > now]
         if any(item.last < step for item in self._reserved.values()):
             self._reserved = {key: item for key, item in self._reserved.items() if item.last >= step}
 
@@ -77,18 +73,29 @@ class ArenaRanges:
             if any(taken.low < own.high and own.low < taken.high for taken in self.taken):
                 return None
             return own.low, self._free_at(own.low, own.high)
-        hard = [item for item in self._reserved.values() if item.needed <= last]
-        soft = [item for item in self._reserved.values() if item.wanted <= last < item.needed]
+        hard, soft = [], []
+        for item in self._reserved.values():
+            if item.needed <= last:
+                hard.append((item.low, item.high))
+            elif item.wanted <= last:
+                soft.append((item.low, item.high))
         best: tuple[tuple[float, ...], int, float] | None = None
         for low, high in self._gaps(hard):
             if high - low < size:
                 continue
-            for place in self._places(low, high - size, size, soft):
-                free_at = self._free_at(place, place + size)
-                in_the_way = sum(max(0, min(item.high, place + size) - max(item.low, place)) for item in soft)
+            leaving = [item for item in self._leaving if item[0] < high and low < item[1]]
+            wanted = [item for item in soft if item[0] < high and low < item[1]]
+            for place in sorted(self._places(low, high - size, size, leaving, wanted)):
+                end = place + size
+                free_at = max([until for begin, over, until in leaving if begin < end and place < over], default=0.0)
+                in_the_way = sum(
+                    [min(over, end) - max(begin, place) for begin, over in wanted if begin < end and place < over]
+                )
                 rank = self._rank(place, size, low, high, free_at, in_the_way)
                 if best is None or rank < best[0]:
                     best = rank, place, free_at
+                    if rank[:2] == (0, 0) and self.policy != "oldest":
+                        return place, free_at  # none is better: places are looked at in ascending order
         return None if best is None else (best[1], best[2])
 
     def take(self, key: Key, low: int, size: int, last: int) -> None:
@@ -100,23 +107,24 @@ class ArenaRanges:
         self._cursor = high
         kept = []
         for leaving in self._leaving:
-            if leaving.low >= high or leaving.high <= low:
+            begin, end, until = leaving
+            if begin >= high or end <= low:
                 kept.append(leaving)
                 continue
-            if leaving.low < low:
-                kept.append(_Leaving(leaving.low, low, leaving.until))
-            if high < leaving.high:
-                kept.append(_Leaving(high, leaving.high, leaving.until))
+            if begin < low:
+                kept.append((begin, low, until))
+            if high < end:
+                kept.append((high, end, until))
         self._leaving = kept
 
     def leave(self, low: int, size: int, until: float) -> None:
         """Note that the buffer at ``low`` is used, or copied to the host, until then."""
-        self._leaving.append(_Leaving(low, low + size, until))
+        self._leaving.append((low, low + size, until))
 
-    def _gaps(self, hard: list[Reserved]) -> Iterator[tuple[int, int]]:
+    def _gaps(self, hard: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
         blocked = [(taken.low, taken.high) for taken in self.taken]
         if hard:
-            blocked = sorted([*blocked, *((item.low, item.high) for item in hard)])
+            blocked = sorted(blocked + hard)
         at = 0
         for low, high in blocked:
             if low > at:
@@ -125,15 +133,22 @@ class ArenaRanges:
         if self.size > at:
             yield at, self.size
 
-    def _places(self, low: int, high: int, size: int, soft: list[Reserved]) -> set[int]:
+    def _places(
+        self, low: int, high: int, size: int, leaving: list[_Leaving], wanted: list[tuple[int, int]]
+    ) -> set[int]:
         """Return places from ``low`` to ``high`` that touch something."""
-        edges = [(leaving.low, leaving.high) for leaving in self._leaving]
-        edges += [(item.low, item.high) for item in soft]
-        touching = [self._cursor, *(place for below, above in edges for place in (above, below - size))]
-        return {low, high, *(place for place in touching if low < place < high)}
+        found = {low, high}
+        if low < self._cursor < high:
+            found.add(self._cursor)
+        for begin, end in (*[item[:2] for item in leaving], *wanted):
+            if low < end < high:
+                found.add(end)
+            if low < begin - size < high:
+                found.add(begin - size)
+        return found
 
     def _free_at(self, low: int, high: int) -> float:
-        return max((item.until for item in self._leaving if item.low < high and low < item.high), default=0.0)
+        return max([until for begin, end, until in self._leaving if begin < high and low < end], default=0.0)
 
     def _rank(self, place: int, size: int, low: int, high: int, free_at: float, in_the_way: int) -> tuple[float, ...]:
         if self.policy == "oldest":

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError
 from lt_offload.plan.assembly.fit import fit, loosen
-from lt_offload.plan.assembly.just_in_time import Misfit, just_in_time
 from lt_offload.plan.assembly.plan import build
+from lt_offload.plan.assembly.slowdown import Slower
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.request import Proposal, Request
 from lt_offload.plan.planners.slots import share_slots
+from lt_offload.plan.planners.timed_plan import PlanScheduler
 from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Alternative, Plan
@@ -51,6 +52,10 @@ class Candidates:
         self.request = request
         self.fitting: list[Candidate] = []
         self.failed: list[Alternative] = []
+        self._started: dict[str, PlanScheduler] = {}
+        """By name: proposals that have been estimated only."""
+        self.slower: Slower | None = None
+        """How slow lanes are that slow each other down, as the last plan has shown."""
         self.out_of_time: ConfigError | None = None
         """Set if a program was given up; only worth raising if nothing fits."""
 
@@ -95,23 +100,21 @@ class Candidates:
 
     def _add_sets(self, proposal: Proposal) -> Missed:
         """Schedule, build, check and simulate a proposal whose times are free."""
-        request, profile = self.request, self.request.profile
-        hopeless = _HOPELESS * self.fastest_s
-        found = just_in_time(proposal.decisions, profile, request.capacity_bytes, hopeless_s=hopeless)
-        if isinstance(found, Misfit):
-            self.fail(proposal.name, f"needs {format_bytes(found.bytes)} more device memory")
-            return Missed(device=found.bytes, host=0)
-        plan = build(
-            found.decisions,
-            profile,
-            planner=proposal.name.partition(",")[0],
-            budget_bytes=request.budget_bytes,
-            host_budget_bytes=request.host_budget_bytes,
-            scheduled=found,
-        )
-        trace = simulate(plan, profile)
-        self._keep(Candidate(proposal=replace(proposal, decisions=found.decisions), plan=plan, trace=trace))
+        search = self._started.pop(proposal.name, None) or self._start(proposal)
+        if isinstance(search, Missed):
+            return search
+        found = search.finish(_HOPELESS * self.fastest_s)
+        self.slower = search.slower
+        self._keep(Candidate(proposal=replace(proposal, decisions=found.decisions), plan=found.plan, trace=found.trace))
         return Missed(device=0, host=0)
+
+    def _start(self, proposal: Proposal) -> PlanScheduler | Missed:
+        search = PlanScheduler(proposal.name.partition(",")[0], proposal.decisions, self.request, self.slower)
+        misfit = search.start()
+        if misfit is None:
+            return search
+        self.fail(proposal.name, f"needs {format_bytes(misfit.bytes)} more device memory")
+        return Missed(device=misfit.bytes, host=0)
 
     def _unlimited_s(self, proposal: Proposal) -> float:
         """Return how long ``proposal`` takes where no copy has to wait for memory."""
@@ -132,14 +135,19 @@ class Candidates:
         if excess > 0:
             self.fail(proposal.name, f"needs {format_bytes(excess)} more RAM")
             return Missed(device=0, host=excess)
-        found = just_in_time(proposal.decisions, request.profile, request.capacity_bytes, quick=True)
-        if isinstance(found, Misfit):
-            self.fail(proposal.name, f"needs {format_bytes(found.bytes)} more device memory")
-            return Missed(device=found.bytes, host=0)
-        return found.seconds
+        search = self._start(proposal)
+        if isinstance(search, Missed):
+            return search
+        self._started[proposal.name] = search
+        return search.seconds
 
     def _keep(self, found: Candidate) -> None:
-        """Let its gradients share memory on the host, check it and add it to those that fit."""
+        """Let its gradients share memory on the host, check it and add it to those that fit, if it is the fastest."""
+        if found.seconds > self.fastest_s:
+            slower = f"{found.seconds / self.fastest_s - 1:.1%} slower"
+            name = found.proposal.name
+            self.failed.append(Alternative(planner=name, iteration_s=found.seconds, reason=slower))
+            return
         shared, trace = share_slots(found.plan, self.request.profile, found.trace)
         violations = check(shared, self.request.profile)
         assert not violations, f"{found.proposal.name}: {violations[:3]}"

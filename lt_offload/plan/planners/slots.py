@@ -54,6 +54,7 @@ def share_slots(plan: Plan, profile: Profile, trace: Trace) -> tuple[Plan, Trace
     arrivals = _arrivals(plan)
     if not arrivals:
         return plan, trace
+    profile = profile.with_host_threads(plan.host_threads)
     room = plan.host_budget_bytes - (host_bytes(plan, profile) - plan.gradient_bytes)
     found: tuple[Plan, Trace] | None = None
     for ends in _ends(plan, profile, trace, arrivals):

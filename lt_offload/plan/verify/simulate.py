@@ -40,6 +40,7 @@ def simulate(plan: Plan, profile: Profile) -> Trace:
     if other is not None:
         raise PlanError(f"the plan is not one of the profile's model: {other}")
     _require_progress(plan)
+    profile = profile.with_host_threads(plan.host_threads)
     try:
         simulation = _Simulation(plan, profile)
         simulation.run()
@@ -81,7 +82,8 @@ class _Simulation:
                 self.queues[lane].append(number)
         self.updates: list[tuple[int, int]] = []
         """What the host could begin: urgency and number."""
-        self.urgency = {op.id: deadlines(plan.ops).get(op.id, 2 * self.ops) for op in plan.ops if op.updates_on_host}
+        needed = deadlines(plan.ops)
+        self.urgency = {op.id: needed.get(op.id, 2 * self.ops) for op in plan.ops if op.updates_on_host}
         self.timers: list[tuple[float, int]] = []
         """When the thread comes to ops that wait for nothing else, and when it has launched what is computed (-1)."""
         self.ready = [False] * self.count

@@ -8,7 +8,7 @@ import pytest
 
 from lt_offload.errors import InfeasibleError
 from lt_offload.plan import check, simulate
-from lt_offload.plan.assembly.just_in_time import Misfit, just_in_time
+from lt_offload.plan.assembly.just_in_time import Misfit, Scheduler, just_in_time
 from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
@@ -52,7 +52,7 @@ def test_a_schedule_fits_and_its_clock_is_the_simulators(seed: int, share: float
     for decisions in proposals:
         if decisions is None:
             continue
-        found = just_in_time(decisions, profile, room_within(budget, profile), quick=True)
+        found = Scheduler(decisions, profile, room_within(budget, profile)).start()
         if isinstance(found, Misfit):
             continue
         scheduled += 1

@@ -188,12 +188,14 @@ def test_the_fewest_threads_that_are_fast_enough(
     place = MemoryNode(cores=frozenset(os.sched_getaffinity(0)))
     monkeypatch.setattr(module.os, "sched_getaffinity", lambda _: set(range(8)))
     sample = module._largest(optimizer)
-    assert module._fastest(optimizer, sample, MemoryNode()) == (chosen, speeds[chosen])
+    found = module._host_speeds(optimizer, sample, MemoryNode())
+    assert found == {threads: speeds[threads] for threads in (1, 2, 4, 7)}
+    assert module._enough(found) == chosen
     assert [threads for threads, _ in measured] == [1, 2, 4, 7]
     assert threading.get_ident() not in {thread for _, thread in measured}
     assert torch.get_num_threads() == before
     measured.clear()
-    module._fastest(optimizer, sample, place)
+    module._host_speeds(optimizer, sample, place)
     assert [threads for threads, _ in measured] == thread_counts(len(place.cores) - 1)
 
 
@@ -205,7 +207,7 @@ def test_an_error_of_the_measurement_is_the_callers(monkeypatch: pytest.MonkeyPa
     optimizer = AdamW(parameters())
     before = torch.get_num_threads()
     with pytest.raises(MemoryError, match="no room"):
-        module._fastest(optimizer, module._largest(optimizer), MemoryNode())
+        module._host_speeds(optimizer, module._largest(optimizer), MemoryNode())
     assert torch.get_num_threads() == before
 
 

@@ -30,6 +30,8 @@ to the host and ``OP`` updated there, of Wg (4); ``Time`` of a step (2).
   forget,
 - C14 and at least the host's updates; all launches together bound the iteration only, as updates run on other threads
   (in (23) they interrupt each other).
+- C15 and at least what its computations, copies and updates together need of what they share on the host, the bandwidth
+  of its memory (:class:`lt_offload.schema.profile.Contention`; the paper's model has no such limit).
 
 A group whose first forward directly follows its last backward (``tau_f = 1``, the embedding) has no step between in
 which the host could update it. The paper leaves it to the device, with states that may not fit; here its forward may
@@ -55,7 +57,7 @@ from lt_offload.plan.planners.lp import Pair, Term, add, pairs, require
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.solution import Group, groups
 from lt_offload.plan.planners.request import allowed_options, held_bytes
-from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile
+from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile, TensorProfile
 
 Objective = Literal["time", "device", "host"]
 
@@ -259,9 +261,9 @@ class Program:
         self.problem = pulp.LpProblem("offmate", pulp.LpMinimize)
         self.comp: list[list[Term]] = []
         self.terms: list[GroupTerms] = []
-        # Left-hand sides per step: two pools of device memory, and four resources.
-        self.arena, self.other, self.compute, self.h2d, self.d2h, self.host = (
-            [pulp.LpAffineExpression() for _ in range(self.steps)] for _ in range(6)
+        # Left-hand sides per step: two pools of device memory, four resources, and what computations have to wait for.
+        self.arena, self.other, self.compute, self.h2d, self.d2h, self.host, self.exposed = (
+            [pulp.LpAffineExpression() for _ in range(self.steps)] for _ in range(7)
         )
         self.host_memory = pulp.LpAffineExpression()
         self.arriving: defaultdict[int, pulp.LpAffineExpression] = defaultdict(pulp.LpAffineExpression)
@@ -399,9 +401,17 @@ class Program:
     # Parameter groups
 
     def _uses(self, group: Group) -> tuple[int, ...]:
-        forward = set(group.blocks)
-        backward = {self.timeline.backward(block) for block in group.blocks if self.profile.blocks[block].has_backward}
+        blocks = [block for block in group.blocks if not self._hardly_reads(block, group)] or group.blocks
+        forward = {self.timeline.forward(block) for block in blocks}
+        backward = {self.timeline.backward(block) for block in blocks if self.profile.blocks[block].has_backward}
         return tuple(sorted((step - group.last_backward) % self.steps for step in forward | backward))
+
+    def _hardly_reads(self, block: int, group: Group) -> bool:
+        """Return whether, for a bound, ``block`` needs no copy of the group: it can read a few rows on the host."""
+        if not self.config.optimistic:
+            return False
+        tensors = [self.profile.tensors[index] for index in group.tensors]
+        return all(t.zero_copy is not None and 2 * t.read(block).forward_bytes <= t.bytes for t in tensors)
 
     def _count_parameters(self, v: GroupTerms) -> None:
         size, states = self._size(self._copied_bytes(v.group)), self._size(v.group.state_bytes)
@@ -425,13 +435,15 @@ class Program:
     def _copied_bytes(self, group: Group) -> int:
         """Return the bytes of the group that its uses need on the device.
 
-        The program does not tell uses apart: for a bound, a tensor that one of them hardly reads counts for none.
+        For a bound, a tensor that every block hardly reads counts for none; if some do, as with a table that is tied to
+        a projection, those are no uses.
         """
+        if not self.config.optimistic:
+            return group.bytes
+        if any(self._hardly_reads(block, group) for block in group.blocks):
+            return 0 if all(self._hardly_reads(block, group) for block in group.blocks) else group.bytes
         tensors = [self.profile.tensors[index] for index in group.tensors]
-        zero_copy = [
-            t for t in tensors if t.zero_copy and any(2 * r.forward_bytes <= t.bytes for r in t.zero_copy.reads)
-        ]
-        return group.bytes - (sum(t.bytes for t in zero_copy) if self.config.optimistic else 0)
+        return sum(t.bytes for t in tensors if not (t.zero_copy and _hardly_read(t)))
 
     def gradient_peak(self, group: Group) -> float:
         """Return the peak of a group's gradient bytes in its update step over its trainable bytes.
@@ -478,11 +490,11 @@ class Program:
             if tau == 0:
                 on_device = trained / self.device_rate
                 add(self.compute[step], [(on_device, 1.0), (-on_device, v.host_share)])
-                add(self.compute[step], [(self.config.phi * bytes_ / self.d2h_rate, flow) for bytes_, flow in left])
+                add(self.exposed[step], [(self.config.phi * bytes_ / self.d2h_rate, flow) for bytes_, flow in left])
             if tau == v.first_use and v.late:
                 fetched_late = min(size, trained) / self.h2d_rate
                 waits = self.config.phi * (trained / self.host_rate + fetched_late)
-                add(self.compute[step], [(waits, v.host_share)])
+                add(self.exposed[step], [(waits, v.host_share)])
                 add(self.h2d[step], [(fetched_late, v.host_share)])
 
     # Rows over all blocks and groups
@@ -530,11 +542,28 @@ class Program:
         if self.objective != "time":
             return []
         times = [self.problem.add_variable(f"t{step:03d}", 0) for step in range(self.steps)]
-        for rows in (self.compute, self.h2d, self.d2h, self.host):  # C11, C12, C13, C14
-            for row, time in zip(rows, times, strict=True):
-                require(self.problem, [*pairs(row), (-1, time)], "<=")
+        computed = [[*pairs(own), *pairs(waits)] for own, waits in zip(self.compute, self.exposed, strict=True)]
+        copied = [[pairs(row) for row in rows] for rows in (self.h2d, self.d2h, self.host)]
+        shared = [self._shared(step) for step in range(self.steps)]
+        for rows in (computed, *copied, shared if any(shared) else []):  # C11 to C15
+            for row, time in zip(rows, times, strict=False):
+                require(self.problem, [*row, (-1, time)], "<=")
         require(self.problem, [*pairs(self.launched), *((-1, time) for time in times)], "<=")
         return times
+
+    def _shared(self, step: int) -> list[Pair]:
+        """Return what the lanes need of what they share on the host; nothing if they fit beside each other anyway."""
+        shares = self.profile.contention
+        lanes = (
+            (shares.compute, self.compute),
+            (shares.h2d, self.h2d),
+            (shares.d2h, self.d2h),
+            (shares.host, self.host),
+        )
+        if sum(share for share, _ in lanes) <= 1:
+            return []
+        more = 1 + self.config.unshared
+        return [(more * share * factor, term) for share, rows in lanes if share for factor, term in pairs(rows[step])]
 
     def _set_objective(self) -> None:
         goal = pulp.LpAffineExpression()
@@ -547,6 +576,11 @@ class Program:
             assert budget is not None
             add(goal, [(1, budget)])
         self.problem.setObjective(goal)
+
+
+def _hardly_read(tensor: TensorProfile) -> bool:
+    reads = tensor.zero_copy.reads if tensor.zero_copy is not None else ()
+    return any(2 * read.forward_bytes <= tensor.bytes for read in reads)
 
 
 def _options(block: BlockProfile, config: OffmateConfig) -> tuple[OptionProfile, ...]:

@@ -21,6 +21,8 @@ _SHORT = 1.003
 """A schedule that takes so many times as long as the program says is short of room."""
 _SCHEDULED = 2
 """Of so many of those the schedule is looked for with care."""
+_UNSHARED = 0.1
+"""Of the host's bandwidth so much is left: where copies and updates meet is not the program's to say."""
 _FIRST = 1.05
 _LARGEST = 1.35
 _STEP = 0.07
@@ -55,6 +57,7 @@ def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough_s: f
             lag=0,  # what is on its way is the schedule's to see to
             lookahead=0,
             phi=1.0,
+            unshared=_UNSHARED,
             time_limit=left,
         )
         try:

@@ -1,0 +1,80 @@
+"""How much slower lanes are in a plan because they share the host's memory, for the clock of the schedule.
+
+A schedule goes through an iteration lane by lane; what the lanes take from each other is known once it is simulated. So
+its clock uses speeds that are slower by what the last simulation has shown on average.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from lt_offload.plan.verify.lanes import COMPUTE, D2H, H2D, HOST, rates
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
+from lt_offload.schema.trace import Trace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Slower:
+    """How many times longer than alone the work of each lane takes."""
+
+    compute: float = 1.0
+    h2d: float = 1.0
+    d2h: float = 1.0
+    host: float = 1.0
+
+    def is_near(self, other: Slower, part: float) -> bool:
+        """Return whether no lane differs by more than ``part``."""
+        pairs = (
+            (self.compute, other.compute),
+            (self.h2d, other.h2d),
+            (self.d2h, other.d2h),
+            (self.host, other.host),
+        )
+        return all(abs(a - b) <= part * max(a, b) for a, b in pairs)
+
+    def applied_to(self, profile: Profile) -> Profile:
+        """Return ``profile`` with these lanes slower."""
+        if self == Slower():
+            return profile
+        blocks = tuple(
+            replace(
+                block,
+                options=tuple(
+                    replace(o, forward_s=o.forward_s * self.compute, backward_s=o.backward_s * self.compute)
+                    for o in block.options
+                ),
+            )
+            for block in profile.blocks
+        )
+        hardware = replace(
+            profile.hardware,
+            h2d_bytes_per_s=profile.hardware.h2d_bytes_per_s / self.h2d,
+            d2h_bytes_per_s=profile.hardware.d2h_bytes_per_s / self.d2h,
+        )
+        optimizer = replace(
+            profile.optimizer,
+            host_bytes_per_s=profile.optimizer.host_bytes_per_s / self.host,
+            device_bytes_per_s=profile.optimizer.device_bytes_per_s / self.compute,
+        )
+        return replace(profile, blocks=blocks, hardware=hardware, optimizer=optimizer)
+
+
+def at_worst(profile: Profile) -> Slower:
+    """Return how slow each lane is while all are busy."""
+    rate = rates(profile.contention, 0b1111)
+    return Slower(compute=1 / rate[COMPUTE], h2d=1 / rate[H2D], d2h=1 / rate[D2H], host=1 / rate[HOST])
+
+
+def slower(plan: Plan, trace: Trace) -> Slower:
+    """Return how much longer the work of each lane took in ``trace``, a simulation of ``plan``."""
+    alone, taken = dict.fromkeys(_LANES, 0.0), dict.fromkeys(_LANES, 0.0)
+    for op in plan.ops:
+        if op.lane != "none":
+            alone[op.lane] += op.seconds
+    for span in trace.spans:
+        taken[span.lane] += span.end - span.start
+    return Slower(**{lane: max(1.0, taken[lane] / alone[lane]) if alone[lane] else 1.0 for lane in _LANES})
+
+
+_LANES = ("compute", "h2d", "d2h", "host")

@@ -1,0 +1,134 @@
+"""From a proposal's sets to a plan with times: scheduled, built and simulated, with care only where it may win.
+
+A schedule's clock knows each lane by itself. Where lanes slow each other down, a plan is simulated, and scheduled again
+with lanes as slow as they were on average. Updates on the host that leave no bandwidth to copies may run on fewer
+threads: there is a whole iteration for them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lt_offload.plan.assembly.just_in_time import Misfit, Scheduler
+from lt_offload.plan.assembly.plan import build
+from lt_offload.plan.assembly.schedule import Timetable
+from lt_offload.plan.assembly.slowdown import Slower, at_worst, slower
+from lt_offload.plan.iteration.decisions import Decisions
+from lt_offload.plan.planners.request import Request
+from lt_offload.plan.verify.simulate import simulate
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
+from lt_offload.schema.trace import Trace
+
+_CORRECTIONS = 2
+"""How often the clock is corrected."""
+_AS_SLOW = 0.02
+"""Part of a lane's time up to which it counts as expected."""
+_SPARE = 1.1
+"""With fewer threads the host's updates are to take this much less than an iteration."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedPlan:
+    """Decisions with times, their plan and its simulation; gradients share no memory on the host yet."""
+
+    decisions: Decisions
+    plan: Plan
+    trace: Trace
+
+    @property
+    def seconds(self) -> float:
+        """Simulated time of an iteration."""
+        return self.trace.iteration_time
+
+
+class PlanScheduler:
+    """The sets of one proposal on their way to a plan."""
+
+    def __init__(self, planner: str, decisions: Decisions, request: Request, expected: Slower | None = None) -> None:
+        """``expected``: how slow lanes were in another plan."""
+        self._planner, self._request, self._profile = planner, request, request.profile
+        self._slower = expected or at_worst(request.profile)
+        self._search = Scheduler(decisions, self._slower.applied_to(self._profile), request.capacity_bytes)
+        self.best: TimedPlan | None = None
+
+    @property
+    def slower(self) -> Slower:
+        """How slow lanes were in the last plan."""
+        return self._slower
+
+    def start(self) -> Misfit | None:
+        """Try a few schedules; return by how much the sets miss the budget if there is none."""
+        found = self._search.start()
+        return found if isinstance(found, Misfit) else None
+
+    @property
+    def seconds(self) -> float:
+        """About how long an iteration takes, by the clock of the best schedule so far."""
+        assert self._search.best is not None
+        return self._search.best.seconds
+
+    def finish(self, hopeless_s: float) -> TimedPlan:
+        """Return the fastest plan found; with less care if it takes more than ``hopeless_s`` anyway."""
+        assert self._search.best is not None
+        self._build(self._search.best, self._profile)
+        if self._shares:
+            self._correct()
+        assert self.best is not None
+        if self.best.seconds > hopeless_s:
+            return self.best
+        self._build(self._search.finish(), self._profile)
+        if self._shares:
+            self._use_fewer_threads()
+        return self.best
+
+    @property
+    def _shares(self) -> bool:
+        """Whether lanes can slow each other down."""
+        return at_worst(self._profile) != Slower()
+
+    def _build(self, timetable: Timetable, profile: Profile) -> TimedPlan:
+        plan = build(
+            timetable.decisions,
+            profile,
+            planner=self._planner,
+            budget_bytes=self._request.budget_bytes,
+            host_budget_bytes=self._request.host_budget_bytes,
+            scheduled=timetable,
+        )
+        found = TimedPlan(decisions=timetable.decisions, plan=plan, trace=simulate(plan, profile))
+        if self.best is None or found.seconds < self.best.seconds:
+            self.best = found
+        return found
+
+    def _correct(self) -> None:
+        last = self.best
+        for _ in range(_CORRECTIONS):
+            assert last is not None
+            shown = slower(last.plan, last.trace)
+            if shown.is_near(self._slower, _AS_SLOW):
+                return
+            self._slower = shown
+            timetable = self._search.again(shown.applied_to(self._profile))
+            if timetable is None:
+                return
+            last = self._build(timetable, self._profile)
+
+    def _use_fewer_threads(self) -> None:
+        """Take the fewest threads with which updates do not last longer than the iteration, if that is faster."""
+        assert self.best is not None
+        work = sum(op.seconds for op in self.best.plan.ops if op.updates_on_host)
+        speeds = self._profile.optimizer.host_speeds
+        for threads in sorted(speeds):
+            slowed = self._profile.with_host_threads(threads)
+            factor = self._profile.optimizer.host_bytes_per_s / slowed.optimizer.host_bytes_per_s
+            if not work or factor <= 1 or _SPARE * factor * work > self.best.seconds:
+                continue
+            timetable = self._search.again(at_worst(slowed).applied_to(slowed))
+            if timetable is not None:
+                found = self._build(timetable, slowed)
+                shown = slower(found.plan, found.trace)
+                timetable = self._search.again(shown.applied_to(slowed))
+                if timetable is not None:
+                    self._build(timetable, slowed)
+            return
