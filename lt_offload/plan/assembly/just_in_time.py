@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lt_offload.plan.assembly.ranges import Policy
-from lt_offload.plan.assembly.schedule import Timetable, schedule
+from lt_offload.plan.assembly.schedule import Timetable, schedule, schedule_in_place
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.schema.profile import Profile
@@ -74,7 +74,11 @@ def just_in_time(
         if found is None or found.seconds > enough:
             break
         best = found
-    return best or Misfit(1)
+    if best is not None or quick:
+        return best or Misfit(1)
+    arena = sets.tight_arena
+    over = arena + sets.least_framework - capacity_bytes
+    return schedule_in_place(sets, arena, capacity_bytes - arena) if over <= 0 else Misfit(over)
 
 
 @dataclass(frozen=True, slots=True)

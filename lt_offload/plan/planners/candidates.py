@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
 from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError
-from lt_offload.plan.assembly.fit import fit, loosen
 from lt_offload.plan.assembly.just_in_time import Misfit, just_in_time
 from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.iteration.decisions import Decisions
@@ -19,7 +18,7 @@ from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes
 
 _HOPELESS = 1.05
-"""A proposal that takes so many times as long as the best plan without any limit of memory is not fitted any more."""
+"""A proposal that takes so many times as long as the best plan is not scheduled with care."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,6 +43,33 @@ class Missed:
     host: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimedPlan:
+    """Decisions with times, their plan and its simulation; gradients share no memory on the host yet."""
+
+    decisions: Decisions
+    plan: Plan
+    trace: Trace
+
+
+def timed_plan(
+    planner: str, decisions: Decisions, request: Request, *, quick: bool = False, hopeless_s: float = math.inf
+) -> TimedPlan | Misfit:
+    """Return the plan of ``decisions`` with the schedule that :func:`just_in_time` finds for them, and what it says."""
+    found = just_in_time(decisions, request.profile, request.capacity_bytes, quick=quick, hopeless_s=hopeless_s)
+    if isinstance(found, Misfit):
+        return found
+    plan = build(
+        found.decisions,
+        request.profile,
+        planner=planner,
+        budget_bytes=request.budget_bytes,
+        host_budget_bytes=request.host_budget_bytes,
+        scheduled=found,
+    )
+    return TimedPlan(decisions=found.decisions, plan=plan, trace=simulate(plan, request.profile))
+
+
 class Candidates:
     """Every proposal for one request so far: those that fit, and why the others did not."""
 
@@ -55,78 +81,26 @@ class Candidates:
         """Set if a program was given up; only worth raising if nothing fits."""
 
     def add(self, proposal: Proposal) -> Missed:
-        """Fit, build, check and simulate ``proposal``."""
+        """Schedule, build, check and simulate ``proposal``."""
         request, profile = self.request, self.request.profile
         excess = proposal.decisions.least_host_bytes(profile) - request.host_budget_bytes
         if excess > 0:
             self.fail(proposal.name, f"needs {format_bytes(excess)} more RAM")
             return Missed(device=0, host=excess)
-        if not proposal.timed:
-            return self._add_sets(proposal)
-        if self.fitting and (unlimited := self._unlimited_s(proposal)) > _HOPELESS * self.fastest_s:
-            self.failed.append(
-                Alternative(
-                    planner=proposal.name,
-                    iteration_s=unlimited,
-                    reason=f"{unlimited / self.fastest_s - 1:.1%} slower, even if its copies never waited for memory",
-                )
-            )
-            return Missed(device=0, host=excess)
-        fitted = fit(proposal.decisions, profile, request.capacity_bytes)
-        if fitted.over > 0:
-            self.fail(proposal.name, f"needs {format_bytes(fitted.over)} more device memory")
-            return Missed(device=fitted.over, host=excess)
-        found: Candidate | None = None
-        for decisions in self._paces(fitted.decisions, request.capacity_bytes - fitted.placement.extent):
-            plan = build(
-                decisions,
-                profile,
-                planner=proposal.name.partition(",")[0],
-                budget_bytes=request.budget_bytes,
-                host_budget_bytes=request.host_budget_bytes,
-                placement=fitted.placement,
-            )
-            trace = simulate(plan, profile)
-            if found is None or trace.iteration_time < found.seconds:
-                found = Candidate(proposal=replace(proposal, decisions=decisions), plan=plan, trace=trace)
-        assert found is not None
-        self._keep(found)
-        return Missed(device=fitted.over, host=excess)
-
-    def _add_sets(self, proposal: Proposal) -> Missed:
-        """Schedule, build, check and simulate a proposal whose times are free."""
-        request, profile = self.request, self.request.profile
-        hopeless = _HOPELESS * self.fastest_s
-        found = just_in_time(proposal.decisions, profile, request.capacity_bytes, hopeless_s=hopeless)
+        found = timed_plan(
+            proposal.name.partition(",")[0],
+            proposal.decisions,
+            request,
+            hopeless_s=_HOPELESS * self.fastest_s,
+        )
         if isinstance(found, Misfit):
             self.fail(proposal.name, f"needs {format_bytes(found.bytes)} more device memory")
             return Missed(device=found.bytes, host=0)
-        plan = build(
-            found.decisions,
-            profile,
-            planner=proposal.name.partition(",")[0],
-            budget_bytes=request.budget_bytes,
-            host_budget_bytes=request.host_budget_bytes,
-            scheduled=found,
-        )
-        trace = simulate(plan, profile)
-        self._keep(Candidate(proposal=replace(proposal, decisions=found.decisions), plan=plan, trace=trace))
+        self._keep(Candidate(proposal=replace(proposal, decisions=found.decisions), plan=found.plan, trace=found.trace))
         return Missed(device=0, host=0)
 
-    def _unlimited_s(self, proposal: Proposal) -> float:
-        """Return how long ``proposal`` takes where no copy has to wait for memory."""
-        request = self.request
-        plan = build(
-            proposal.decisions,
-            request.profile,
-            planner=proposal.name,
-            budget_bytes=request.budget_bytes,
-            host_budget_bytes=request.host_budget_bytes,
-        )
-        return simulate(plan, request.profile).iteration_time
-
     def estimate(self, proposal: Proposal) -> float | Missed:
-        """Return about how long a proposal whose times are free would take, or by what it misses the budgets."""
+        """Return about how long ``proposal`` would take, or by what it misses the budgets."""
         request = self.request
         excess = proposal.decisions.least_host_bytes(request.profile) - request.host_budget_bytes
         if excess > 0:
@@ -170,13 +144,3 @@ class Candidates:
             for other in others
         ]
         return (*slower, *self.failed)
-
-    def _paces(self, decisions: Decisions, limit: int) -> Iterator[Decisions]:
-        """Yield ``decisions`` as they are, and with more time for copies."""
-        yield decisions
-        seen = [decisions]
-        for earlier in (False, True):
-            loosened = loosen(decisions, self.request.profile, limit, earlier=earlier)
-            if loosened not in seen:
-                seen.append(loosened)
-                yield loosened
