@@ -6,7 +6,6 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
-from lt_offload.plan.assembly.plan import room_needed
 from lt_offload.plan.infeasible import explain_infeasible, smallest_ram
 from lt_offload.plan.planners.baselines import (
     no_offload_s,
@@ -200,15 +199,9 @@ class _Selection:
         """Stream everything, as other runtimes do: to compare with, and for budgets below the program's smallest."""
         for host_update in (True, False) if self.config.host_update else (False,):
             options = option_sets(self.profile, self.request.allowed)[0]
-            decisions = streaming_decisions(self.profile, options, host_update=host_update, lead=1, lag=1)
+            decisions = streaming_decisions(self.profile, options, host_update=host_update, lead=0, lag=0)
             name = f"stream all, update on the {'host' if host_update else 'device'}"
-            peak = room_needed(decisions, self.profile)
-            if self.candidates.fitting and peak > self.request.capacity_bytes:
-                self.candidates.fail(
-                    name, f"needs {format_bytes(peak - self.request.capacity_bytes)} more device memory"
-                )
-            else:
-                self.candidates.add(Proposal(name=name, decisions=decisions, timed=False))
+            self.candidates.add(Proposal(name=name, decisions=decisions))
 
     def _add_smallest(self) -> None:
         found = smallest(
@@ -217,10 +210,8 @@ class _Selection:
             host_update=self.config.host_update,
             host_budget=self.request.host_budget_bytes,
         )
-        # Whatever a schedule finds, these times and places are known to fit.
-        for timed in (False, True):
-            if found is not None and not self.candidates.fitting:
-                self.candidates.add(Proposal(name="least memory", decisions=found.decisions, timed=timed))
+        if found is not None:
+            self.candidates.add(Proposal(name="least memory", decisions=found.decisions))
 
     def _add_programs(self) -> None:
         search_budgets(self.candidates, self.config, enough_s=self.bound * (1 + _GOOD_GAP))

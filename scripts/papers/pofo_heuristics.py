@@ -8,13 +8,14 @@ moves a whole buffer, whose memory comes and goes at once. So do all times here.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from math import inf
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lt_offload.plan.planners.pofo.chain import Chain, Item, Operation, SequenceWalk, memory, resident, sequential, walk
-from lt_offload.plan.planners.pofo.convert import Travel, fetch_earlier, latest_fetches
 from lt_offload.plan.planners.pofo.program import ChainProgram
 
 _LIMITS = 40
@@ -167,22 +168,22 @@ def simulated_s(walked: SequenceWalk, memory_bytes: int, bytes_per_s: float) -> 
     if free.min() < 0:
         return inf
     travels = [
-        Travel(index=at, bytes=item.bytes, release_after=item.departs, needed=item.returns, fetch=item.returns)
+        _Travel(index=at, bytes=item.bytes, release_after=item.departs, needed=item.returns, fetch=item.returns)
         for at, item in enumerate(walked.items)
         if item.departs is not None and item.returns is not None and item.returns > item.departs + 1
     ]
     if travels:
         starts = np.concatenate([[0.0], np.cumsum(walked.seconds)])
-        latest = latest_fetches(travels, starts, bytes_per_s)
+        latest = _latest_fetches(travels, starts, bytes_per_s)
         for slack in (0, 1):
-            fetch_earlier(travels, free, [begin - slack for begin in latest], first=0)
+            _fetch_earlier(travels, free, [begin - slack for begin in latest], first=0)
     return _run(walked, travels, free, bytes_per_s)
 
 
-def _run(walked: SequenceWalk, travels: list[Travel], free: NDArray[np.int64], bytes_per_s: float) -> float:
+def _run(walked: SequenceWalk, travels: list[_Travel], free: NDArray[np.int64], bytes_per_s: float) -> float:
     """Compute one after the other; ``free`` is what each computation leaves when all that may be gone is gone."""
-    made: dict[int, list[Travel]] = {}
-    fetched: dict[int, list[Travel]] = {}
+    made: dict[int, list[_Travel]] = {}
+    fetched: dict[int, list[_Travel]] = {}
     for travel in sorted(travels, key=lambda travel: (travel.needed, -travel.index)):
         made.setdefault(walked.items[travel.index].uses[0], []).append(travel)
         fetched.setdefault(travel.fetch, []).append(travel)
@@ -207,3 +208,45 @@ def _run(walked: SequenceWalk, travels: list[Travel], free: NDArray[np.int64], b
             out = max(out, now) + travel.bytes / bytes_per_s
             gone[travel.index] = out
     return now
+
+
+@dataclass(slots=True)
+class _Travel:
+    """What is offloaded together."""
+
+    index: int
+    """Of the block, or of the item."""
+    bytes: int
+    release_after: int
+    """The moment at whose end its device memory is given back."""
+    needed: int
+    """The moment that needs it again."""
+    fetch: int
+    """The moment at whose beginning it takes memory again."""
+
+
+def _latest_fetches(travels: Sequence[_Travel], starts: NDArray[np.float64], bytes_per_s: float) -> list[int]:
+    """Return, per travel, the moment in which its copy has to begin so that no computation waits for it.
+
+    ``starts`` has the time at which each moment begins, and at which the last one ends.
+    """
+    begin = [0] * len(travels)
+    latest = float(starts[-1])
+    for at in sorted(range(len(travels)), key=lambda at: -travels[at].needed):
+        latest = min(latest, float(starts[travels[at].needed])) - travels[at].bytes / bytes_per_s
+        begin[at] = int(np.searchsorted(starts, latest, side="right")) - 1
+    return begin
+
+
+def _fetch_earlier(travels: Sequence[_Travel], free: NDArray[np.int64], begin: Sequence[int], *, first: int) -> None:
+    """Let each copy take memory in the moment ``begin``, or as soon after as there is ``free`` memory from then on.
+
+    None does before ``first``. Copies queue in the order of need; none is worth its memory before the one ahead of it.
+    """
+    for at in sorted(range(len(travels)), key=lambda at: (travels[at].needed, -travels[at].index)):
+        travel = travels[at]
+        earliest = max(begin[at], first, travel.release_after + 1)
+        while travel.fetch > earliest and free[travel.fetch - 1] >= travel.bytes:
+            travel.fetch -= 1
+            free[travel.fetch] -= travel.bytes
+        first = max(first, travel.fetch)

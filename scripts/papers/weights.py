@@ -6,9 +6,8 @@ from collections.abc import Iterator
 
 from lt_offload.errors import InfeasibleError
 from lt_offload.plan.planners.weights.model import WeightChain, select_gaps
-from lt_offload.plan.planners.weights.timing import schedule
 from scripts.papers.rows import Row, Section
-from scripts.papers.weights_problem import WeightLayer, l2l_s, weight_chain, weights_bound
+from scripts.papers.weights_problem import WeightLayer, l2l_s, schedule, weight_chain, weights_bound
 
 PAPER = "Weight offloading strategies for training large DNN models (Beaumont et al., 2022)"
 MIB, GIB = 1 << 20, 1 << 30

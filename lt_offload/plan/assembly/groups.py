@@ -1,8 +1,8 @@
 """Tensors that travel together: which copies are placed side by side, and the tensor groups that come of it.
 
-Copies of tensors that will be in the same ops are placed side by side in the arena, in ascending order, as far as that
-wastes little memory: long rows are harder to place than short ones and gain nothing, since a copy of 16 MiB runs at the
-full speed of any link. When the ops are written, what is in the same ops and side by side wherever it goes is a group.
+Copies of tensors that will be in the same ops are placed side by side in the arena, in ascending order, up to 16 MiB:
+longer rows are harder to place and gain nothing, since such a copy runs at the full speed of any link. When the ops are
+written, what is in the same ops and side by side wherever it goes is a group.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lt_offload.plan.assembly.copies import DeviceCopy, device_copies, lifetime
+from lt_offload.plan.assembly.copies import SMALL, DeviceCopy, device_copies, lifetime
 from lt_offload.plan.assembly.ops import Draft
 from lt_offload.plan.assembly.placement import Lifetime, Placement, place
 from lt_offload.plan.iteration.decisions import Decisions, Interval
@@ -25,12 +25,6 @@ _Key = tuple[Literal["weight", "state"], int]
 """Payload and tensor."""
 _AT_START = -1
 """Stands for the op that brought what is on the device from the start."""
-
-MIB = 1 << 20
-CUTS: tuple[int | None, ...] = (None, 16 * MIB, 1 * MIB)
-"""Bytes from which on a run may end, the longest runs first; None: what travels together is never parted."""
-GOAL = 0.03
-"""Bytes of the arena beyond the peak of live bytes, as part of it, that are not worth shorter runs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,36 +54,24 @@ class CopyGroup:
             offset += copy.room
 
 
-def runs(copies: Sequence[DeviceCopy], decisions: Decisions, profile: Profile, *, cut: int | None) -> list[CopyGroup]:
-    """Return ``copies``, which are all there are, as runs that end as soon as they may: see :data:`CUTS`."""
+def runs(copies: Sequence[DeviceCopy], decisions: Decisions, profile: Profile) -> list[CopyGroup]:
+    """Return ``copies``, which are all there are, as runs that end as soon as they are not :data:`SMALL`."""
     alike: dict[Hashable, list[DeviceCopy]] = defaultdict(list)
     for copy in copies:
         alike[_travels(copy, decisions, profile)].append(copy)
     return [
-        CopyGroup(part)
-        for found in alike.values()
-        for part in (_cut(found, cut) if found[0].interval else [tuple(found)])
+        CopyGroup(part) for found in alike.values() for part in (_cut(found) if found[0].interval else [tuple(found)])
     ]
 
 
 def arrange(decisions: Decisions, profile: Profile) -> Placement:
-    """Return the arena that ``decisions`` need, its offsets in the order of ``device_copies``.
-
-    What travels together lies side by side, as far as that wastes no memory.
-    """
+    """Return the arena of ``decisions`` with the times that they have, offsets in the order of ``device_copies``."""
     copies, steps = device_copies(decisions, profile), len(timeline(profile))
-    best: Placement | None = None
-    for cut in CUTS:
-        parts = runs(copies, decisions, profile, cut=cut)
-        found = place([part.lifetime(steps) for part in parts], steps)
-        if best is None or found.extent < best.extent:
-            for part, offset in zip(parts, found.offsets, strict=True):
-                part.put(offset)
-            best = Placement(tuple(copy.offset for copy in copies), found.extent, found.live_peak)
-        if best.waste <= GOAL:
-            break
-    assert best is not None
-    return best
+    parts = runs(copies, decisions, profile)
+    found = place([part.lifetime(steps) for part in parts], steps)
+    for part, offset in zip(parts, found.offsets, strict=True):
+        part.put(offset)
+    return Placement(tuple(copy.offset for copy in copies), found.extent)
 
 
 def _travels(copy: DeviceCopy, decisions: Decisions, profile: Profile) -> Hashable:
@@ -103,14 +85,14 @@ def _travels(copy: DeviceCopy, decisions: Decisions, profile: Profile) -> Hashab
     return copy.payload, copy.interval, blocks, waits, decision.intervals, decision.zero_copy, decision.write_back
 
 
-def _cut(copies: Sequence[DeviceCopy], cut: int | None) -> Iterator[tuple[DeviceCopy, ...]]:
-    """Yield ``copies`` in parts of at least ``cut`` bytes, of which none could end earlier."""
+def _cut(copies: Sequence[DeviceCopy]) -> Iterator[tuple[DeviceCopy, ...]]:
+    """Yield ``copies`` in parts of at least :data:`SMALL` bytes, of which none could end earlier."""
     part: list[DeviceCopy] = []
     size, rest = 0, sum(copy.room for copy in copies)
     for copy in copies:
         part.append(copy)
         size, rest = size + copy.room, rest - copy.room
-        if cut is not None and size >= cut <= rest:
+        if size >= SMALL <= rest:
             yield tuple(part)
             part, size = [], 0
     if part:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from lt_offload.plan.assembly.ranges import Policy
-from lt_offload.plan.assembly.schedule import Timetable, schedule
+from lt_offload.plan.assembly.schedule import Timetable, schedule, schedule_in_place
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.schema.profile import Profile
@@ -63,13 +63,22 @@ class Scheduler:
         self._useful = min(self._room, sets.most_arena - sets.least_arena)
         self._enough = _ENOUGH * sum(sets.seconds)
 
-    def start(self) -> Timetable | Misfit:
-        """Return the best of a few schedules, enough to compare sets."""
+    def start(self, *, anyhow: bool = True) -> Timetable | Misfit:
+        """Return the best of a few schedules, enough to compare sets.
+
+        ``anyhow``: if none is found, also one in which nothing comes early.
+        """
         if self._room < 0:
             return Misfit(-self._room)
         self._try(_Division(share, *_WAYS[0]) for share in _SHARES)
-        if self.best is None:
+        if self.best is None and anyhow:
             self._try(_Division(_SHARES[0], *way) for way in _WAYS[1:])
+        if self.best is None and anyhow:
+            arena = self._sets.tight_arena
+            over = arena + self._sets.least_framework - self._capacity
+            if over > 0:
+                return Misfit(over)
+            self.best = schedule_in_place(self._sets, arena, self._capacity - arena)
         return self.best or Misfit(1)
 
     def finish(self) -> Timetable:

@@ -16,7 +16,7 @@ from lt_offload.plan.assembly.placement import Placement
 from lt_offload.plan.assembly.schedule import Timetable
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.durations import durations
-from lt_offload.plan.iteration.memory import aligned, framework_bytes, state_room
+from lt_offload.plan.iteration.memory import aligned, state_room
 from lt_offload.plan.iteration.timeline import timeline
 from lt_offload.schema.plan import Plan, Prediction
 from lt_offload.schema.profile import Profile
@@ -24,11 +24,6 @@ from lt_offload.units import format_bytes
 
 UNKNOWN = Prediction(iteration_s=0.0, lower_bound_s=0.0, no_offload_s=0.0, device_peak_bytes=0, host_peak_bytes=0)
 """Placeholder of a plan that has not been simulated yet."""
-
-
-def room_needed(decisions: Decisions, profile: Profile) -> int:
-    """Return the device bytes that ``decisions`` need besides those that no plan changes."""
-    return arrange(decisions, profile).extent + int(framework_bytes(decisions.usage, profile).max())
 
 
 def build(

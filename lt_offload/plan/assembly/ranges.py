@@ -70,7 +70,9 @@ class ArenaRanges:
         """Return where a buffer that stays from ``step`` to ``last`` goes, and when that is free; None if nowhere."""
         own = self._reserved.get(key)
         if own is not None:
-            if any(taken.low < own.high and own.low < taken.high for taken in self.taken):
+            taken = [(taken.low, taken.high) for taken in self.taken]
+            taken += [(item.low, item.high) for item in self._reserved.values() if step <= item.needed < own.needed]
+            if any(low < own.high and own.low < high for low, high in taken):
                 return None
             return own.low, self._free_at(own.low, own.high)
         hard, soft = [], []

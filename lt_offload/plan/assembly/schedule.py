@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from lt_offload.plan.assembly.copies import DeviceCopy
 from lt_offload.plan.assembly.groups import CopyGroup
-from lt_offload.plan.assembly.placement import Lifetime, Placement, place
+from lt_offload.plan.assembly.placement import Placement, place
 from lt_offload.plan.assembly.ranges import ArenaRanges, Key, Policy, Reserved
 from lt_offload.plan.assembly.sets import Sets, Stay
 from lt_offload.plan.iteration.decisions import Decisions, Interval
@@ -80,8 +80,9 @@ def schedule(
     ``part``: of the arena, what copies ahead of their use may fill; less leaves room where buffers do not fit together.
     """
     placed = sets.unwieldy
-    for _ in range(_REPAIRS):
-        run = _ScheduleRun(sets, arena_bytes, framework, part, policy, placed)
+    for repair in range(_REPAIRS):
+        # What is placed has time to come, as long as nothing is crowded.
+        run = _ScheduleRun(sets, arena_bytes, framework, part, policy, placed, early=not repair)
         found = run.run()
         if found is not None:
             return found
@@ -92,14 +93,35 @@ def schedule(
     return None
 
 
+def schedule_in_place(sets: Sets, arena_bytes: int, framework: int) -> Timetable:
+    """Return times with a place for everything before anything is scheduled, though there be no room to come early.
+
+    Always possible with ``sets.tight_arena`` bytes of arena and ``sets.least_framework`` of the framework.
+    """
+    everything = frozenset(stay.number for stay in sets.stays if stay.group is not None)
+    found = _ScheduleRun(sets, arena_bytes, framework, 1.0, "oldest", everything, early=False).run()
+    assert found is not None
+    return found
+
+
 class _ScheduleRun:
     """One walk through the iterations. Steps are counted on from iteration to iteration."""
 
     def __init__(
-        self, sets: Sets, arena_bytes: int, framework: int, part: float, policy: Policy, placed: frozenset[int]
+        self,
+        sets: Sets,
+        arena_bytes: int,
+        framework: int,
+        part: float,
+        policy: Policy,
+        placed: frozenset[int],
+        *,
+        early: bool,
     ) -> None:
-        self.placed = placed
+        self.placed = [stay for stay in sets.stays if stay.number in placed]
         """The stays that have a place before all others."""
+        self.early = early
+        """Whether those have it one step before their first use already."""
         self.stuck: int | None = None
         """The step in which something had no place, if that ended the run."""
         self.sets, self.profile, self.steps = sets, sets.profile, sets.steps
@@ -169,20 +191,10 @@ class _ScheduleRun:
 
     def _reserve_places(self) -> bool:
         """Give long stays and large buffers a place; returns whether there is room for that."""
-        chosen = [stay for stay in self.sets.stays if stay.number in self.placed]
-        early = self.placed == self.sets.unwieldy  # with time to come, as long as nothing is crowded
-        lifetimes = [
-            Lifetime(
-                stay.room,
-                (stay.need - (early and stay.length < self.steps - 1)) % self.steps,
-                (stay.need + stay.length) % self.steps,
-            )
-            for stay in chosen
-        ]
-        placed = place(lifetimes, self.steps)
+        placed = place([stay.lifetime(self.steps, early=self.early) for stay in self.placed], self.steps)
         if placed.extent > self.moving:
             return False
-        for stay, offset in zip(chosen, placed.offsets, strict=True):
+        for stay, offset in zip(self.placed, placed.offsets, strict=True):
             high = self.moving - offset
             for need in range(stay.need - self.steps, self.end + self.steps, self.steps):
                 last = need + stay.length
@@ -333,13 +345,22 @@ class _ScheduleRun:
                 begin = max(begin, self.issued[stay.number, step][1])
         for tensor in self.sets.direct[position]:
             begin = max(begin, self._updated(tensor))
-        end = begin + self.sets.seconds[position]
+        end = begin + max(self.sets.seconds[position], self._read(begin, self.sets.reads[position]))
         for stay in self.sets.by_need[position]:
             if stay.is_state and stay.group is not None:
                 updated = sum(self.profile.tensors[copy.tensor].bytes for copy in stay.group.copies)
                 arrival = self.issued[stay.number, step][1]
                 end = max(end, arrival + updated / self.profile.optimizer.device_bytes_per_s)
         self.starts[step], self.ends[step] = begin, end
+
+    def _read(self, begin: float, seconds: float) -> float:
+        """Let copies to the device pause from ``begin`` on for what is read directly; return for how long."""
+        if seconds:
+            self.link = max(self.link, begin) + seconds
+            for key, (step, arrival, turn) in self.issued.items():
+                if arrival > begin:
+                    self.issued[key] = step, arrival + seconds, turn
+        return seconds
 
     def _depart(self, step: int) -> None:
         """Queue what leaves after the computation of ``step``."""
@@ -352,6 +373,10 @@ class _ScheduleRun:
             self.left.update((("grad", t, step), self.back) for t in tensors)
             self._update_on_host(tensors, self.back, step)
         if sets.written[position]:
+            # The backward writes them from its begin on, and is done when they are there.
+            seconds = sum(profile.tensors[t].bytes for t in sets.written[position]) / rate
+            self.back = max(self.back, self.starts[step]) + seconds
+            self.ends[step] = end = max(end, self.starts[step] + seconds)
             self._update_on_host(sets.written[position], end, step)
         block = sets.timeline.block(position)
         nbytes = self._offloaded(block)
@@ -444,11 +469,10 @@ class _ScheduleRun:
             placement=Placement(
                 tuple(offsets[id(copy)] for copy in copies),
                 max((offsets[id(copy)] + copy.room for copy in copies), default=0),
-                self.always + int((self.sets.needed + self.ahead[first : first + self.steps]).max()),
             ),
             turns=tuple(turns.get(id(copy), 0) for copy in copies),
             activation_turns={block: turn for block, (_, turn) in fetched.items()},
-            seconds=max(self.ends[-1] - self.ends[first - 1], self._begins_again() - self.starts[first]),
+            seconds=max(self.ends[-1] - self.ends[first - 1], self._later()),
         )
 
     def _without_holes(self, offsets: dict[int, int]) -> dict[int, int]:
@@ -462,11 +486,15 @@ class _ScheduleRun:
             top = max(top, offsets[stay.number] + stay.room)
         return found
 
-    def _begins_again(self) -> float:
-        """Return when the first computation after the last iteration can begin."""
+    def _later(self) -> float:
+        """Return by how much what follows the last iteration is later than what followed the one before."""
         self._wait_for_memory(self.end, self.ends[-1])
-        arrivals = [arrival for (_, need), (_, arrival, _) in self.issued.items() if need == self.end]
-        return max(self.gates[self.end], *arrivals, 0.0)
+        waits = [self.gates[self.end] - self.starts[self.end - self.steps]]
+        for (number, need), (_, arrival, _) in self.issued.items():
+            if need >= self.end:  # it was on its way when the iteration ended
+                before = self.ends if self.sets.stays[number].is_state else self.starts
+                waits.append(arrival - before[need - self.steps])
+        return max(waits)
 
     def _always(self) -> Iterator[tuple[CopyGroup, int]]:
         offset = 0

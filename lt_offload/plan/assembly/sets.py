@@ -12,8 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from lt_offload.plan.assembly.copies import SMALL, device_copies, in_parts
+from lt_offload.plan.assembly.copies import device_copies, in_parts
 from lt_offload.plan.assembly.groups import CopyGroup, runs
+from lt_offload.plan.assembly.placement import Lifetime, place
 from lt_offload.plan.iteration.computations import computations
 from lt_offload.plan.iteration.decisions import Decisions, copy_uses
 from lt_offload.plan.iteration.memory import backward_steps, framework_bytes
@@ -51,6 +52,11 @@ class Stay:
         """Whether it is needed by the update only."""
         return self.group is not None and self.group.copies[0].payload == "state"
 
+    def lifetime(self, steps: int, *, early: bool) -> Lifetime:
+        """Return when it takes room: from its first use on, or ``early``, one step before."""
+        start = self.need - (early and self.length < steps - 1)
+        return Lifetime(self.room, start % steps, (self.need + self.length) % steps)
+
     @property
     def priority(self) -> tuple[bool, bool, bool, int]:
         """Orders what is needed in the same step."""
@@ -71,8 +77,10 @@ class Sets:
             if tensor.trainable
         }
         self.seconds = [0.0] * self.steps
-        """Per step: of its computations and of the updates on the device. That launches may last longer, and that reads
-        in host memory delay copies, is left to the simulation."""
+        """Per step: of its computations and of the updates on the device. That launches may last longer is left to the
+        simulation."""
+        self.reads = [0.0] * self.steps
+        """Per step: for how long what computations read in host memory occupies the link."""
         self._add_computations()
         self.always: list[CopyGroup] = []
         self.stays: list[Stay] = []
@@ -127,6 +135,17 @@ class Sets:
         return sum(group.room for group in self.always) + int(self.needed.max())
 
     @property
+    def tight_arena(self) -> int:
+        """The bytes of the arena with which there is a schedule for certain: places for all that has to be there."""
+        moving = [stay.lifetime(self.steps, early=False) for stay in self.stays if stay.group is not None]
+        return sum(group.room for group in self.always) + place(moving, self.steps).extent
+
+    @property
+    def room_needed(self) -> int:
+        """The device bytes with which there is a schedule for certain, besides those that no plan changes."""
+        return self.tight_arena + self.least_framework
+
+    @property
     def most_arena(self) -> int:
         """The bytes of the arena with which every stay has a range of its own."""
         return sum(group.room for group in self.always) + sum(stay.room for stay in self.stays if stay.group)
@@ -135,6 +154,31 @@ class Sets:
     def least_framework(self) -> int:
         """The bytes of the framework below which there is none."""
         return int(self.framework.max())
+
+    @property
+    def busiest_s(self) -> float:
+        """The seconds that the lane with the most work needs for it: no schedule is shorter."""
+        profile = self.profile
+        out = sum(self._offloaded(block) for block in range(len(profile.blocks)))
+        for parts in (*self.gradients, *self.write_backs, self.written):
+            out += sum(profile.tensors[t].bytes for tensors in parts for t in tensors)
+        for parts in self.state_offloads:
+            out += sum(profile.tensors[t].state_bytes for tensors in parts for t in tensors)
+        on_host = sum(
+            tensor.bytes
+            for tensor, decision in zip(profile.tensors, self.decisions.tensors, strict=True)
+            if decision.place == "host"
+        )
+        return max(
+            sum(self.seconds),
+            sum(self.reads) + sum(stay.seconds for stay in self.stays),
+            out / profile.hardware.d2h_bytes_per_s,
+            on_host / profile.optimizer.host_bytes_per_s,
+        )
+
+    def _offloaded(self, block: int) -> int:
+        decision = self.decisions.blocks[block]
+        return 0 if decision.release_after is None else self.profile.blocks[block].option(decision.option).offload_bytes
 
     def _add_computations(self) -> None:
         profile, decisions, found = self.profile, self.decisions, self.seconds
@@ -147,7 +191,9 @@ class Sets:
             [block.option for block in decisions.blocks], decisions.recomputations, profile
         ):
             tensors = [] if computation.idle else direct[computation.step, computation.block]
-            found[computation.step] += computation.seconds + computation.zero_copy(tensors, profile)[1]
+            nbytes, longer = computation.zero_copy(tensors, profile)
+            found[computation.step] += computation.seconds + longer
+            self.reads[computation.step] += nbytes / profile.hardware.h2d_bytes_per_s
         for index, step in self.update_step.items():
             tensor, decision = profile.tensors[index], decisions.tensors[index]
             if decision.place in ("device", "paged"):
@@ -157,7 +203,7 @@ class Sets:
 
     def _add_copies(self) -> None:
         decisions, rate = self.decisions, self.profile.hardware.h2d_bytes_per_s
-        for group in runs(self.copies, decisions, self.profile, cut=SMALL):
+        for group in runs(self.copies, decisions, self.profile):
             if group.interval is None:
                 self.always.append(group)
                 continue

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from lt_offload.plan.assembly.groups import arrange
-from lt_offload.plan.assembly.plan import room_needed
+from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import (
+    BlockDecision,
     Decisions,
     Interval,
     TensorDecision,
@@ -19,8 +19,9 @@ from lt_offload.plan.iteration.decisions import (
     resident_tensors,
     uses,
 )
-from lt_offload.plan.iteration.memory import backward_steps, budget_for, framework_bytes
+from lt_offload.plan.iteration.memory import aligned, backward_steps, budget_for, framework_bytes, state_room
 from lt_offload.plan.iteration.timeline import timeline
+from lt_offload.plan.planners.ladder import ladder
 from lt_offload.plan.planners.request import Allowed, held_bytes, self_contained
 from lt_offload.schema.profile import OptionName, OptionProfile, Profile
 
@@ -42,33 +43,19 @@ def no_offload_s(profile: Profile) -> float:
 def resident_decisions(profile: Profile, allowed: Allowed) -> Iterator[tuple[Decisions, int]]:
     """Yield choices that keep weights and states on the device and copy nothing, with their device bytes.
 
-    The fastest come first. Block by block, activations are recomputed that free the most bytes per second of
-    recomputation. Nothing is yielded if a block has only options that copy.
+    The fastest come first; activations are recomputed where that costs the least. Nothing is yielded if a block has
+    only options that copy.
     """
-    offers = [[o for o in options if not o.offload_bytes] for options in self_contained(allowed)]
+    offers = tuple(tuple(o for o in options if not o.offload_bytes) for options in self_contained(allowed))
     if not all(offers):
         return
-    chosen = [min(options, key=_seconds) for options in offers]
     tensors = resident_tensors(profile)
-    arena: int | None = None
-    for _, block, option in [(0.0, 0, chosen[0]), *sorted(_swaps(profile, offers, chosen), key=lambda swap: swap[:2])]:
-        chosen[block] = option
-        blocks = block_decisions(profile, tuple(o.name for o in chosen), lag=0, lead=0)
+    arena = sum(aligned(tensor.bytes) + state_room(tensor.state_bytes) for tensor in profile.tensors)
+    found = ladder(profile, offers)
+    for count in range(len(found.rungs) + 1):
+        blocks = tuple(BlockDecision(option=option) for option in found.after(count))
         decisions = Decisions(tensors=tensors, blocks=blocks)
-        if arena is None:
-            arena = arrange(decisions, profile).extent
         yield decisions, budget_for(arena + int(framework_bytes(decisions.usage, profile).max()), profile)
-
-
-def _swaps(
-    profile: Profile, offers: list[list[OptionProfile]], chosen: list[OptionProfile]
-) -> Iterator[tuple[float, int, OptionProfile]]:
-    """Yield (seconds per byte, block, option) for every option that holds less than the chosen one."""
-    for index, (block, options, now) in enumerate(zip(profile.blocks, offers, chosen, strict=True)):
-        least = min(options, key=lambda option: held_bytes(block, option))
-        freed = held_bytes(block, now) - held_bytes(block, least)
-        if freed > 0:
-            yield (_seconds(least) - _seconds(now)) / freed, index, least
 
 
 def streaming_decisions(
@@ -139,7 +126,7 @@ def smallest(profile: Profile, allowed: Allowed, *, host_update: bool, host_budg
             decisions = streaming_decisions(profile, options, host_update=on_host, lead=0, lag=0)
             ram = decisions.least_host_bytes(profile)
             if host_budget is None or ram <= host_budget:
-                needed = budget_for(room_needed(decisions, profile), profile)
+                needed = budget_for(Sets(decisions, profile).room_needed, profile)
                 found.append(Smallest(decisions=decisions, device_bytes=needed, host_bytes=ram))
     return min(found, key=lambda item: item.device_bytes, default=None)
 

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError
-from lt_offload.plan.assembly.fit import fit, loosen
-from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.assembly.slowdown import Slower
-from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.request import Proposal, Request
 from lt_offload.plan.planners.slots import share_slots
 from lt_offload.plan.planners.timed_plan import PlanScheduler
 from lt_offload.plan.verify.check import check
-from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Alternative, Plan
 from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes
 
 _HOPELESS = 1.05
-"""A proposal that takes so many times as long as the best plan without any limit of memory is not fitted any more."""
+"""A proposal that takes so many times as long as the best plan is not scheduled with care."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,6 +46,8 @@ class Candidates:
     def __init__(self, request: Request) -> None:
         self.request = request
         self.fitting: list[Candidate] = []
+        self.slower_ones: list[tuple[str, float]] = []
+        """Names and times of those that were slower than another one when they came."""
         self.failed: list[Alternative] = []
         self._started: dict[str, PlanScheduler] = {}
         """By name: proposals that have been estimated only."""
@@ -60,46 +57,12 @@ class Candidates:
         """Set if a program was given up; only worth raising if nothing fits."""
 
     def add(self, proposal: Proposal) -> Missed:
-        """Fit, build, check and simulate ``proposal``."""
+        """Schedule, build, check and simulate ``proposal``."""
         request, profile = self.request, self.request.profile
         excess = proposal.decisions.least_host_bytes(profile) - request.host_budget_bytes
         if excess > 0:
             self.fail(proposal.name, f"needs {format_bytes(excess)} more RAM")
             return Missed(device=0, host=excess)
-        if not proposal.timed:
-            return self._add_sets(proposal)
-        if self.fitting and (unlimited := self._unlimited_s(proposal)) > _HOPELESS * self.fastest_s:
-            self.failed.append(
-                Alternative(
-                    planner=proposal.name,
-                    iteration_s=unlimited,
-                    reason=f"{unlimited / self.fastest_s - 1:.1%} slower, even if its copies never waited for memory",
-                )
-            )
-            return Missed(device=0, host=excess)
-        fitted = fit(proposal.decisions, profile, request.capacity_bytes)
-        if fitted.over > 0:
-            self.fail(proposal.name, f"needs {format_bytes(fitted.over)} more device memory")
-            return Missed(device=fitted.over, host=excess)
-        found: Candidate | None = None
-        for decisions in self._paces(fitted.decisions, request.capacity_bytes - fitted.placement.extent):
-            plan = build(
-                decisions,
-                profile,
-                planner=proposal.name.partition(",")[0],
-                budget_bytes=request.budget_bytes,
-                host_budget_bytes=request.host_budget_bytes,
-                placement=fitted.placement,
-            )
-            trace = simulate(plan, profile)
-            if found is None or trace.iteration_time < found.seconds:
-                found = Candidate(proposal=replace(proposal, decisions=decisions), plan=plan, trace=trace)
-        assert found is not None
-        self._keep(found)
-        return Missed(device=fitted.over, host=excess)
-
-    def _add_sets(self, proposal: Proposal) -> Missed:
-        """Schedule, build, check and simulate a proposal whose times are free."""
         search = self._started.pop(proposal.name, None) or self._start(proposal)
         if isinstance(search, Missed):
             return search
@@ -108,34 +71,22 @@ class Candidates:
         self._keep(Candidate(proposal=replace(proposal, decisions=found.decisions), plan=found.plan, trace=found.trace))
         return Missed(device=0, host=0)
 
-    def _start(self, proposal: Proposal) -> PlanScheduler | Missed:
+    def _start(self, proposal: Proposal, *, anyhow: bool = True) -> PlanScheduler | Missed:
         search = PlanScheduler(proposal.name.partition(",")[0], proposal.decisions, self.request, self.slower)
-        misfit = search.start()
+        misfit = search.start(anyhow=anyhow)
         if misfit is None:
             return search
         self.fail(proposal.name, f"needs {format_bytes(misfit.bytes)} more device memory")
         return Missed(device=misfit.bytes, host=0)
 
-    def _unlimited_s(self, proposal: Proposal) -> float:
-        """Return how long ``proposal`` takes where no copy has to wait for memory."""
-        request = self.request
-        plan = build(
-            proposal.decisions,
-            request.profile,
-            planner=proposal.name,
-            budget_bytes=request.budget_bytes,
-            host_budget_bytes=request.host_budget_bytes,
-        )
-        return simulate(plan, request.profile).iteration_time
-
     def estimate(self, proposal: Proposal) -> float | Missed:
-        """Return about how long a proposal whose times are free would take, or by what it misses the budgets."""
+        """Return about how long ``proposal`` would take, or by what it misses the budgets."""
         request = self.request
         excess = proposal.decisions.least_host_bytes(request.profile) - request.host_budget_bytes
         if excess > 0:
             self.fail(proposal.name, f"needs {format_bytes(excess)} more RAM")
             return Missed(device=0, host=excess)
-        search = self._start(proposal)
+        search = self._start(proposal, anyhow=False)
         if isinstance(search, Missed):
             return search
         self._started[proposal.name] = search
@@ -144,9 +95,7 @@ class Candidates:
     def _keep(self, found: Candidate) -> None:
         """Let its gradients share memory on the host, check it and add it to those that fit, if it is the fastest."""
         if found.seconds > self.fastest_s:
-            slower = f"{found.seconds / self.fastest_s - 1:.1%} slower"
-            name = found.proposal.name
-            self.failed.append(Alternative(planner=name, iteration_s=found.seconds, reason=slower))
+            self.slower_ones.append((found.proposal.name, found.seconds))
             return
         shared, trace = share_slots(found.plan, self.request.profile, found.trace)
         violations = check(shared, self.request.profile)
@@ -169,22 +118,15 @@ class Candidates:
     def runners_up(self) -> tuple[Alternative, ...]:
         """Return everything but the best, with the reason why it was not chosen."""
         best, *others = self.ranked()
-        slower = [
-            Alternative(
-                planner=other.proposal.name,
-                iteration_s=other.seconds,
-                reason=f"{other.seconds / best.seconds - 1:.1%} slower" if other.seconds > best.seconds else "as fast",
-            )
-            for other in others
-        ]
-        return (*slower, *self.failed)
-
-    def _paces(self, decisions: Decisions, limit: int) -> Iterator[Decisions]:
-        """Yield ``decisions`` as they are, and with more time for copies."""
-        yield decisions
-        seen = [decisions]
-        for earlier in (False, True):
-            loosened = loosen(decisions, self.request.profile, limit, earlier=earlier)
-            if loosened not in seen:
-                seen.append(loosened)
-                yield loosened
+        slower = [*self.slower_ones, *((other.proposal.name, other.seconds) for other in others)]
+        return (
+            *(
+                Alternative(
+                    planner=name,
+                    iteration_s=seconds,
+                    reason=f"{seconds / best.seconds - 1:.1%} slower" if seconds > best.seconds else "as fast",
+                )
+                for name, seconds in sorted(slower, key=lambda item: item[1])
+            ),
+            *self.failed,
+        )

@@ -1,11 +1,10 @@
-"""What a planner is asked, and what it answers: decisions that may still have to be fitted into the budget.
+"""What a planner is asked, and what it answers: decisions, of which only the sets count.
 
-And what all planners ask about a block: which options it may use, what they hold, which one frees memory cheapest.
+And what all planners ask about a block: which options it may use, and what they hold.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,26 +60,6 @@ def held_bytes(block: BlockProfile, option: OptionProfile) -> int:
     return option.saved_bytes + (block.input_bytes if option.keeps_input else 0)
 
 
-def cheapest_swap(
-    block: BlockProfile, now: OptionProfile, options: Iterable[OptionProfile], seconds: Callable[[OptionProfile], float]
-) -> tuple[float, OptionProfile] | None:
-    """Return the option that frees memory for the fewest seconds per byte, after that price; None if none frees any.
-
-    Args:
-        block: whose options they are.
-        now: what it would use otherwise.
-        options: what it may use instead.
-        seconds: what an option costs.
-    """
-    held = held_bytes(block, now)
-    swaps = [
-        ((seconds(option) - seconds(now)) / (held - held_bytes(block, option)), option)
-        for option in options
-        if held_bytes(block, option) < held
-    ]
-    return min(swaps, key=lambda swap: swap[0], default=None)
-
-
 def self_contained(allowed: Allowed) -> Allowed:
     """Return ``allowed`` less the option that needs forwards of other blocks to run again."""
     return tuple(tuple(option for option in options if option.name != "discard") for options in allowed)
@@ -115,8 +94,6 @@ class Proposal:
     name: str
     """Planner and variant, e.g. ``"greedy, margin of 1 layer"``."""
     decisions: Decisions
-    timed: bool = True
-    """Whether its times are part of the method; else they are found anew, just in time."""
 
 
 class NotApplicable(Exception):

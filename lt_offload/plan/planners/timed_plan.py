@@ -7,6 +7,7 @@ threads: there is a whole iteration for them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from lt_offload.plan.assembly.just_in_time import Misfit, Scheduler
@@ -57,9 +58,12 @@ class PlanScheduler:
         """How slow lanes were in the last plan."""
         return self._slower
 
-    def start(self) -> Misfit | None:
-        """Try a few schedules; return by how much the sets miss the budget if there is none."""
-        found = self._search.start()
+    def start(self, *, anyhow: bool = True) -> Misfit | None:
+        """Try a few schedules; return by how much the sets miss the budget if there is none.
+
+        ``anyhow``: also one in which nothing comes early.
+        """
+        found = self._search.start(anyhow=anyhow)
         return found if isinstance(found, Misfit) else None
 
     @property
@@ -132,3 +136,10 @@ class PlanScheduler:
                 if timetable is not None:
                     self._build(timetable, slowed)
             return
+
+
+def timed_plan(planner: str, decisions: Decisions, request: Request, *, quick: bool = False) -> TimedPlan | Misfit:
+    """Return the fastest plan found for the sets of ``decisions``; ``quick``: the best of a few schedules."""
+    search = PlanScheduler(planner, decisions, request)
+    misfit = search.start(anyhow=not quick)
+    return misfit or search.finish(-math.inf if quick else math.inf)

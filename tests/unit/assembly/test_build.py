@@ -7,10 +7,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lt_offload.plan.assembly.fit import fit, tighten_framework
+from lt_offload.plan.assembly.just_in_time import Misfit, just_in_time
 from lt_offload.plan.assembly.plan import build
+from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision, block_decisions
 from lt_offload.plan.iteration.memory import budget_for, framework_bytes, usage
+from lt_offload.plan.iteration.timeline import Pace
 from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.planners.offmate.rounding import Slack, nearest_subset, round_tensors
 from lt_offload.plan.planners.offmate.solution import GroupFlows, Solution, groups
@@ -293,26 +295,25 @@ def test_any_solution_becomes_a_plan_without_violations(seed: int) -> None:
 
 
 @pytest.mark.parametrize("seed", range(40, 60))
-def test_squeezing_keeps_plans_valid_and_within_the_room(seed: int) -> None:
+def test_what_is_needed_at_least_is_enough(seed: int) -> None:
     rng = np.random.default_rng(seed)
     profile = random_profile(rng, KINDS[seed % len(KINDS)])
     decisions = round_tensors(random_solution(rng, profile), profile, random_slack(rng))
-    loose = built(decisions, profile)
-    peak = simulate(loose, profile).device_peak
-    least = tighten_framework(decisions, profile, 0)
-    assert framework_bytes(least.usage, profile).max() <= framework_bytes(decisions.usage, profile).max()
-    room = int((peak - budget_for(0, profile)) * rng.uniform(0.8, 1.0))
-    fitted = fit(decisions, profile, room)
-    budget = room + budget_for(0, profile) + max(fitted.over, 0) * HUGE
-    plan = build(
-        fitted.decisions,
-        profile,
-        planner="test",
-        budget_bytes=budget,
-        host_budget_bytes=HUGE,
-        placement=fitted.placement if fitted.over <= 0 else None,
-    )
-    assert check(plan, profile) == []
+    sets = Sets(decisions, profile)
+    for part in (1.0, rng.uniform(1.0, 1.3)):
+        room = int(part * sets.room_needed)
+        found = just_in_time(decisions, profile, room)
+        assert not isinstance(found, Misfit)
+        plan = build(
+            found.decisions,
+            profile,
+            planner="test",
+            budget_bytes=room + budget_for(0, profile),
+            host_budget_bytes=HUGE,
+            scheduled=found,
+        )
+        assert check(plan, profile) == []
+    assert isinstance(just_in_time(decisions, profile, sets.least_arena + sets.least_framework - 1), Misfit)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3])
@@ -362,3 +363,15 @@ def test_prefetches_of_a_step_are_queued_in_the_order_of_need(seed: int) -> None
     for step in range(len(plan.timeline)):
         waits = [min(needs[op.id]) for op in plan.ops if op.step == step and op.kind == "prefetch" and op.id in needs]
         assert waits == sorted(waits)
+
+
+def test_steps_without_work_do_not_count() -> None:
+    profile = small_profile(4)
+    norm = profile.blocks[2]
+    options = tuple(replace(option, forward_s=0.01, backward_s=0.01) for option in norm.options)
+    pace = Pace(replace(profile, blocks=(*profile.blocks[:2], replace(norm, options=options), profile.blocks[3])))
+    # Steps 0 to 7; block 2 is at steps 2 and 5.
+    assert [pace.later(1, count) for count in (0, 1, 2)] == [1, 3, 4]
+    assert [pace.earlier(6, count) for count in (0, 1, 2)] == [6, 4, 3]
+    assert pace.later(7, 3) == 7
+    assert pace.earlier(0, 3) == 0

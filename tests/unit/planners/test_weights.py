@@ -11,9 +11,8 @@ import pytest
 
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.planners.weights.model import Gap, WeightChain, held_bytes, select_gaps
-from lt_offload.plan.planners.weights.timing import Schedule, schedule
 from scripts.papers.weights import LAYER, TABLE_1, gpt2
-from scripts.papers.weights_problem import WeightLayer, l2l_s, weight_chain, weights_bound
+from scripts.papers.weights_problem import Schedule, WeightLayer, l2l_s, schedule, weight_chain, weights_bound
 
 SLACK = 1e-9
 

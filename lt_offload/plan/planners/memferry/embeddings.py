@@ -30,9 +30,9 @@ def zero_copy_embeddings(decisions: Decisions, request: Request) -> Decisions | 
     tensors = list(decisions.tensors)
     for index, (tensor, decision) in enumerate(zip(profile.tensors, decisions.tensors, strict=True)):
         travels = decision.place == "host" or (decision.place == "none" and decision.intervals)
-        if travels and tensor.zero_copy is not None:
-            needed = uses(tensor.blocks, profile)
-            tensors[index] = _read_directly(decision, embedding_steps(profile, tensor), needed, total)
+        steps = embedding_steps(profile, tensor)
+        if travels and steps and tensor.zero_copy is not None:
+            tensors[index] = _read_directly(decision, steps, uses(tensor.blocks, profile), total)
     if tensors == list(decisions.tensors):
         return None
     return replace(decisions, tensors=tuple(tensors))
@@ -40,22 +40,17 @@ def zero_copy_embeddings(decisions: Decisions, request: Request) -> Decisions | 
 
 def _read_directly(decision: TensorDecision, steps: tuple[int, ...], needed: list[int], total: int) -> TensorDecision:
     zero_copy = tuple(sorted({*decision.zero_copy, *steps}))
-    before = [step for step in needed if step not in decision.zero_copy]
-    after = [step for step in needed if step not in zero_copy]
-    intervals = [_without(interval, before, after, total) for interval in decision.intervals]
+    copied = [step for step in needed if step not in zero_copy]
+    intervals = [_around(interval, copied, total) for interval in decision.intervals]
     return replace(
         decision, zero_copy=zero_copy, intervals=tuple(interval for interval in intervals if interval is not None)
     )
 
 
-def _without(interval: Interval, before: list[int], after: list[int], total: int) -> Interval | None:
-    """Return ``interval`` as long ahead of, and as long behind, what still needs it; None if nothing does."""
+def _around(interval: Interval, copied: list[int], total: int) -> Interval | None:
+    """Return the part of ``interval`` from the first to the last step that needs it; None if none does."""
     length = (interval.end - interval.start) % total
-    was = sorted(since for step in before if (since := (step - interval.start) % total) <= length)
-    now = sorted(since for step in after if (since := (step - interval.start) % total) <= length)
-    if not now:
+    inside = sorted(since for step in copied if (since := (step - interval.start) % total) <= length)
+    if not inside:
         return None
-    return Interval(
-        start=(interval.start + now[0] - was[0]) % total,
-        end=(interval.end - (was[-1] - now[-1])) % total,
-    )
+    return Interval(start=(interval.start + inside[0]) % total, end=(interval.start + inside[-1]) % total)

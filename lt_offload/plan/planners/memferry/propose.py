@@ -11,16 +11,20 @@ as theirs have; then few weights but embeddings are worth reading directly, whic
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from lt_offload.plan.assembly.just_in_time import Misfit
+from lt_offload.plan.assembly.sets import Sets
+from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import budget_for, least_host_bytes
 from lt_offload.plan.iteration.timeline import timeline
-from lt_offload.plan.planners.memferry.chain import ProfileChain, Reading, chain
+from lt_offload.plan.planners.ladder import ladder
+from lt_offload.plan.planners.memferry.chain import ProfileChain, Reading, chain, to_decisions
 from lt_offload.plan.planners.memferry.embeddings import embedding_steps
-from lt_offload.plan.planners.memferry.fit import Fitting, Given, seconds
 from lt_offload.plan.planners.memferry.model import (
     CopiedWeights,
     best_forward,
@@ -28,13 +32,18 @@ from lt_offload.plan.planners.memferry.model import (
     switched_weights,
     uniform,
 )
-from lt_offload.plan.planners.request import NotApplicable, Proposal, Request
+from lt_offload.plan.planners.memferry.savings import Given, savings, with_savings
+from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, self_contained
+from lt_offload.plan.planners.timed_plan import timed_plan
 from lt_offload.schema.plan import UpdatePlace
 from lt_offload.schema.profile import OptionName, TensorProfile
 from lt_offload.units import format_bytes
 
 _RESERVES = (1.0, 0.5, 0.0)
 """Parts of the gradients that are kept on the device, if the user does not say."""
+_MANNERS = ((1.0, 1.0), (1.0, 0.1), (0.85, 1.0), (0.85, 0.1), (0.7, 1.0))
+"""Part of the memory that is filled, and what a second of copying may cost: all of it if the computations wait for the
+link, little if they do not."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,7 +83,7 @@ def propose_memferry(request: Request) -> list[Proposal]:
         if given in seen or (proposals and time.monotonic() > deadline):
             continue
         seen.append(given)
-        found = planner.fitting.fastest(given, planner.written)
+        found = planner.fastest(given)
         if found is not None:
             proposals.append(Proposal(name=variant.name, decisions=found))
     if not proposals:
@@ -82,15 +91,39 @@ def propose_memferry(request: Request) -> list[Proposal]:
     return proposals
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Manner:
+    """How what has to be given up is chosen."""
+
+    share: float
+    """Part of the memory that sets may take; the rest is for copies on their way."""
+    link_price: float
+    written: frozenset[int]
+    """The tensors whose gradients the backward writes to host memory."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Attempt:
+    manner: _Manner
+    decisions: Decisions
+    seconds: float
+    given_up: int
+    """How many steps it took."""
+    least_bytes: int
+    """What is needed after all of them."""
+
+
+def _rank(attempt: _Attempt) -> tuple[float, int]:
+    return attempt.seconds, attempt.least_bytes
+
+
 class _Planner:
     """One request: what to begin with, and what has been found."""
 
     def __init__(self, request: Request) -> None:
         self.request, self.profile = request, request.profile
-        hardware = self.profile.hardware
-        offers = [[o for o in options if o.name != "discard"] for options in request.allowed]
-        self.options = tuple(min(options, key=lambda o: seconds(o, hardware)).name for options in offers)
         places = tuple(_place(tensor) for tensor in self.profile.tensors)
+        self.options = ladder(self.profile, request.allowed).top
         reserve = request.settings.gradient_reserve
         # If the user does not say, all that can be is kept while that fits without giving anything else up.
         written = [self._written(part) for part in (_RESERVES if reserve is None else (reserve,))]
@@ -99,9 +132,61 @@ class _Planner:
             budget = format_bytes(request.host_budget_bytes)
             raise NotApplicable(f"weights, gradients and optimizer states need {format_bytes(ram)} of {budget} of RAM")
         self.written = [some for some in written if self._fits(self.options, places, some)]
-        most = tuple(max(options, key=lambda o: o.offload_bytes).name for options in offers)
-        copying = all(self._fits(most, places, some) for some in self.written)
-        self.fitting = Fitting(request, copying=copying)
+        self.allowed = self_contained(request.allowed)
+        most = tuple(max(options, key=lambda o: o.offload_bytes).name for options in self.allowed)
+        if not all(self._fits(most, places, some) for some in self.written):
+            self.allowed = tuple(
+                tuple(option for option in options if option.name == fastest or not option.offload_bytes)
+                for fastest, options in zip(self.options, self.allowed, strict=True)
+            )
+        self.least = sys.maxsize
+        """Bytes that the smallest plan needs, as far as is known."""
+        self._manner: _Manner | None = None
+
+    def fastest(self, given: Given) -> Decisions | None:
+        """Return the fastest decisions found that begin with ``given`` and fit; None if there are none.
+
+        What makes room is looked for with the first variant; the manner that is found best is kept for the others.
+        """
+        if self._manner is not None:
+            found = [self._attempt(given, self._manner)]
+        else:
+            manners = [_Manner(share=share, link_price=price, written=self.written[0]) for share, price in _MANNERS]
+            found = [self._attempt(given, manners[0])]
+            if found[0].given_up:
+                found += [self._attempt(given, manner) for manner in manners[1:]]
+                best = min(found, key=_rank)
+                found += [self._attempt(given, replace(best.manner, written=other)) for other in self.written[1:]]
+        best = min(found, key=_rank)
+        self.least = min(self.least, *(attempt.least_bytes for attempt in found))
+        if best.least_bytes > self.request.capacity_bytes:
+            return None
+        self._manner = best.manner
+        return best.decisions
+
+    def _attempt(self, given: Given, manner: _Manner) -> _Attempt:
+        """Give up what has to be, the cheapest first."""
+        profile, capacity_bytes = self.profile, self.request.capacity_bytes
+        steps = savings(profile, given, self.allowed, link_price=manner.link_price)
+
+        def decisions(count: int) -> Decisions:
+            now = with_savings(given, steps[:count])
+            return to_decisions(profile, now.options, now.readings, written=manner.written)
+
+        least_bytes = Sets(decisions(len(steps)), profile).room_needed
+        room = max(int(manner.share * capacity_bytes), min(least_bytes, capacity_bytes))
+        low, high = 0, len(steps)
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if Sets(decisions(middle), profile).room_needed <= room else (middle + 1, high)
+        timed = timed_plan("memferry", decisions(low), self.request, quick=True)
+        return _Attempt(
+            manner=manner,
+            decisions=decisions(low),
+            seconds=math.inf if isinstance(timed, Misfit) else timed.trace.iteration_time,
+            given_up=low,
+            least_bytes=least_bytes,
+        )
 
     def _fits(self, options: tuple[OptionName, ...], places: tuple[UpdatePlace, ...], written: frozenset[int]) -> bool:
         """Return whether the host has room for what these decisions need."""
@@ -109,7 +194,7 @@ class _Planner:
 
     def why_nothing_fits(self) -> str:
         """Return a clause with numbers."""
-        needed = format_bytes(budget_for(self.fitting.least, self.profile))
+        needed = format_bytes(budget_for(self.least, self.profile))
         return f"its smallest plan needs {needed} of the {format_bytes(self.request.budget_bytes)} on the device"
 
     def given(self, variant: _Variant) -> Given:

@@ -72,7 +72,7 @@ def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough_s: f
             candidates.fail(name, f"the program was not solved within time_limit={request.settings.time_limit:g} s")
             break
         decisions = round_tensors(solution, request.profile, Slack())
-        proposal = Proposal(name=name, decisions=decisions, timed=False)
+        proposal = Proposal(name=name, decisions=decisions)
         seconds = candidates.estimate(proposal)
         if isinstance(seconds, Missed):
             ram -= max(seconds.host, 0)

@@ -6,19 +6,19 @@ bytes exactly.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
+from math import inf
 
-from lt_offload.plan.assembly.groups import arrange
-from lt_offload.plan.assembly.plan import build
-from lt_offload.plan.iteration.decisions import Decisions, block_decisions, resident_tensors
-from lt_offload.plan.iteration.memory import framework_bytes
+from lt_offload.plan.assembly.just_in_time import Misfit
+from lt_offload.plan.iteration.decisions import Decisions
+from lt_offload.plan.iteration.memory import aligned, framework_bytes, state_room
 from lt_offload.plan.planners.pofo.chain import Chain, Operation, memory, sequential, walk
-from lt_offload.plan.planners.pofo.convert import ActivationLayout, as_chain, as_decisions, with_copies
+from lt_offload.plan.planners.pofo.convert import as_chain, as_decisions
 from lt_offload.plan.planners.pofo.program import ChainProgram
 from lt_offload.plan.planners.request import Allowed, NotApplicable, Proposal, Request
-from lt_offload.plan.verify.simulate import simulate
+from lt_offload.plan.planners.timed_plan import timed_plan
 from lt_offload.units import format_bytes
 
 _MOST_SLOTS, _FEWEST_SLOTS = 56, 20
@@ -43,25 +43,30 @@ def propose_pofo(request: Request) -> list[Proposal]:
     """
     request = replace(request, allowed=_allowed(request))
     profile = request.profile
-    resident = Decisions(
-        tensors=resident_tensors(profile),
-        blocks=block_decisions(profile, tuple(options[0].name for options in request.allowed), lag=0, lead=0),
-    )
-    arena = arrange(resident, profile).extent
+    arena = sum(aligned(tensor.bytes) + state_room(tensor.state_bytes) for tensor in profile.tensors)
     layout = as_chain(profile, request.allowed)
     capacity_bytes = request.capacity_bytes - arena - layout.held_bytes
     short = f"weights and optimizer states take {format_bytes(arena)} of {format_bytes(max(request.capacity_bytes, 0))}"
     if capacity_bytes <= 0:
         raise NotApplicable(f"{short}; this planner keeps them all on the device")
-    kept = _fitted(sequential(layout.chain), layout, request, arena)
-    if kept is not None:
+
+    def fitting(sequences: Iterable[tuple[Operation, ...]]) -> Iterator[Decisions]:
+        for operations in sequences:
+            decisions = as_decisions(operations, layout, profile, request.allowed)
+            needed = arena + int(framework_bytes(decisions.usage, profile).max())
+            enough_ram = decisions.least_host_bytes(profile) <= request.host_budget_bytes
+            if needed <= request.capacity_bytes and enough_ram:
+                yield decisions
+
+    for kept in fitting([sequential(layout.chain)]):
         return [Proposal(name="pofo, everything kept", decisions=kept)]
     found: list[tuple[float, Decisions]] = []
     for sequences in _sequences(layout.chain, capacity_bytes, request):
-        fitting = (decisions for o in sequences if (decisions := _fitted(o, layout, request, arena)) is not None)
-        for decisions in islice(fitting, _TRIED):
+        for decisions in islice(fitting(sequences), _TRIED):
             if all(decisions != other for _, other in found):
-                found.append((_simulated_s(decisions, request), decisions))
+                timed = timed_plan("pofo", decisions, request, quick=True)
+                seconds = inf if isinstance(timed, Misfit) else timed.trace.iteration_time
+                found.append((seconds, decisions))
     if not found:
         raise NotApplicable(f"{short}; the rest is too little for the activations")
     best = sorted(found, key=lambda item: item[0])[:_BEST]
@@ -96,27 +101,3 @@ def _sequences(chain: Chain, capacity_bytes: int, request: Request) -> Iterator[
                 recompute=recompute,
                 nearest=True,
             ).sequences()
-
-
-def _fitted(
-    operations: tuple[Operation, ...], layout: ActivationLayout, request: Request, arena: int
-) -> Decisions | None:
-    """Return the decisions of a sequence, or None if they do not fit."""
-    profile = request.profile
-    decisions = as_decisions(operations, layout, profile, request.allowed)
-    if decisions.least_host_bytes(profile) > request.host_budget_bytes:
-        return None
-    found = with_copies(decisions, profile, request.capacity_bytes - arena)
-    assert found is None or int(framework_bytes(found.usage, profile).max()) <= request.capacity_bytes - arena
-    return found
-
-
-def _simulated_s(decisions: Decisions, request: Request) -> float:
-    plan = build(
-        decisions,
-        request.profile,
-        planner="pofo",
-        budget_bytes=request.budget_bytes,
-        host_budget_bytes=request.host_budget_bytes,
-    )
-    return simulate(plan, request.profile).iteration_time

@@ -1,0 +1,83 @@
+"""What is given up first when memory is short: activation options, the cheapest seconds per byte first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from lt_offload.plan.planners.request import Allowed, held_bytes, self_contained
+from lt_offload.schema.profile import BlockProfile, OptionName, OptionProfile, Profile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rung:
+    """One block gives memory up."""
+
+    price: float
+    """Seconds per byte."""
+    block: int
+    option: OptionName
+    """What it uses from here on."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptionLadder:
+    """The fastest options, and what replaces them one after the other; never one that needs other blocks' forwards."""
+
+    top: tuple[OptionName, ...]
+    """The fastest option of each block."""
+    rungs: tuple[Rung, ...]
+
+    def after(self, count: int) -> tuple[OptionName, ...]:
+        """Return the options when so many rungs have been taken."""
+        options = list(self.top)
+        for rung in self.rungs[:count]:
+            options[rung.block] = rung.option
+        return tuple(options)
+
+
+def ladder(profile: Profile, allowed: Allowed, *, link_price: float = 1.0) -> OptionLadder:
+    """Return the ladder of ``profile``; of equal prices the first block comes first: it holds its memory longest.
+
+    ``link_price``: what a second of copying costs: 1 if computations wait for it, less if it hides behind them.
+    """
+    usable, hardware = self_contained(allowed), profile.hardware
+
+    def seconds(option: OptionProfile) -> float:
+        copied = option.offload_bytes / hardware.d2h_bytes_per_s + option.offload_bytes / hardware.h2d_bytes_per_s
+        return option.forward_s + option.backward_s + link_price * copied
+
+    top = tuple(min(options, key=seconds) for options in usable)
+    rungs = [
+        rung
+        for at, (block, now, options) in enumerate(zip(profile.blocks, top, usable, strict=True))
+        for rung in _of_block(at, block, now, options, seconds)
+    ]
+    return OptionLadder(
+        top=tuple(option.name for option in top),
+        rungs=tuple(sorted(rungs, key=lambda rung: (rung.price, rung.block))),
+    )
+
+
+def _of_block(
+    at: int,
+    block: BlockProfile,
+    now: OptionProfile,
+    options: Sequence[OptionProfile],
+    seconds: Callable[[OptionProfile], float],
+) -> Iterator[Rung]:
+    """Yield ever smaller options at ever higher prices."""
+    price = 0.0
+    while True:
+        held = held_bytes(block, now)
+        swaps = [
+            ((seconds(option) - seconds(now)) / (held - held_bytes(block, option)), option)
+            for option in options
+            if held_bytes(block, option) < held
+        ]
+        if not swaps:
+            return
+        cheapest, now = min(swaps, key=lambda swap: swap[0])
+        # Later ones may be cheaper per byte, but come after those before them.
+        price = max(price, cheapest)
+        yield Rung(price=price, block=at, option=now.name)
