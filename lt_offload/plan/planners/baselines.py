@@ -21,7 +21,7 @@ from lt_offload.plan.iteration.decisions import (
 )
 from lt_offload.plan.iteration.memory import backward_steps, budget_for, framework_bytes
 from lt_offload.plan.iteration.timeline import timeline
-from lt_offload.plan.planners.request import Allowed, held_bytes, self_contained
+from lt_offload.plan.planners.request import Allowed, held_bytes, self_contained, taken_bytes
 from lt_offload.schema.profile import OptionName, OptionProfile, Profile
 
 
@@ -63,10 +63,10 @@ def resident_decisions(profile: Profile, allowed: Allowed) -> Iterator[tuple[Dec
 def _swaps(
     profile: Profile, offers: list[list[OptionProfile]], chosen: list[OptionProfile]
 ) -> Iterator[tuple[float, int, OptionProfile]]:
-    """Yield (seconds per byte, block, option) for every option that holds less than the chosen one."""
+    """Yield (seconds per byte, block, option) for every option that takes less than the chosen one."""
     for index, (block, options, now) in enumerate(zip(profile.blocks, offers, chosen, strict=True)):
-        least = min(options, key=lambda option: held_bytes(block, option))
-        freed = held_bytes(block, now) - held_bytes(block, least)
+        least = min(options, key=lambda option: taken_bytes(block, option))
+        freed = taken_bytes(block, now) - taken_bytes(block, least)
         if freed > 0:
             yield (_seconds(least) - _seconds(now)) / freed, index, least
 
