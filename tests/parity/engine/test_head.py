@@ -47,18 +47,18 @@ class _Reference(torch.autograd.Function):
     """The reference as a loss that can be trained with."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor) -> Tensor:
-        loss, *grads = chunked_loss_reference(hidden, weight, labels, bias=bias, chunk_tokens=CHUNK)
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, chunk: int) -> Tensor:
+        loss, *grads = chunked_loss_reference(hidden, weight, labels, bias=bias, chunk_tokens=chunk)
         ctx.grads = grads
         return loss
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
         found = [None if grad is None else grads[0] * grad for grad in ctx.grads]
-        return *(grad if need else None for grad, need in zip(found, ctx.needs_input_grad, strict=False)), None
+        return *(grad if need else None for grad, need in zip(found, ctx.needs_input_grad, strict=False)), None, None
 
 
-def use_reference(model: nn.Module) -> None:
+def use_reference(model: nn.Module, chunk: int = CHUNK) -> None:
     """Let ``model`` compute its loss by the reference, in plain PyTorch."""
     structure = find_blocks(model)
     head: Any = structure.blocks[-1].module
@@ -66,7 +66,7 @@ def use_reference(model: nn.Module) -> None:
 
     def loss(logits: Tensor, labels: Tensor, **_others: Any) -> Tensor:
         following = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
-        return _Reference.apply(logits, head.weight, head.bias, following)  # type: ignore[no-any-return]
+        return _Reference.apply(logits, head.weight, head.bias, following, chunk)  # type: ignore[no-any-return]
 
     head.forward = lambda hidden: hidden
     owner.loss_function = loss
