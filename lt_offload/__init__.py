@@ -22,6 +22,7 @@ from lt_offload.errors import (
 from lt_offload.strategy.register import install
 
 if TYPE_CHECKING:
+    from lt_offload.model.head import chunked_loss_reference
     from lt_offload.optim import AdamW
     from lt_offload.plan import simulate, solve
     from lt_offload.profiling.from_config import profile_config
@@ -50,6 +51,7 @@ __all__ = [
     "Profile",
     "Trace",
     "UnsupportedError",
+    "chunked_loss_reference",
     "offloaded",
     "profile",
     "profile_config",
@@ -64,6 +66,7 @@ _LAZY = {
     "Plan": "lt_offload.schema.plan",
     "Profile": "lt_offload.schema.profile",
     "Trace": "lt_offload.schema.trace",
+    "chunked_loss_reference": "lt_offload.model.head",
     "offloaded": "lt_offload.session",
     "profile": "lt_offload.profiling.measure",
     "profile_config": "lt_offload.profiling.from_config",

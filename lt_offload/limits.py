@@ -439,6 +439,12 @@ INNER_TENSOR = _while_running(
     why="only what a block returns is part of the outer graph; the inside is computed again, or moved away",
     instead="let the block return them, or leave them out of the loss (output_router_logits=False)",
 )
+LOGITS = _while_running(
+    "logits of a training forward (`outputs.logits`), where the plan computes projection and loss together",
+    why="they never all exist, or their gradients take their place",
+    instead="use them in every training step, so that the plan keeps them, or plan with recompute=False, or call the "
+    "model under torch.no_grad() before the forward or after the optimizer step",
+)
 SEVERAL_CONSUMERS = _while_running(
     "a block output that others use beside the next block (U-Net skips, deep supervision)",
     why="its gradients would be added in another order than plain PyTorch's, and the last bits would differ",

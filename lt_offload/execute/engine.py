@@ -28,6 +28,7 @@ from lt_offload.execute.device.record import Recorder
 from lt_offload.execute.edges.checks import Backward, Consumers, Fixed, OwnParameters, check_hooks
 from lt_offload.execute.edges.consumed import OwnLoop, StandIns
 from lt_offload.execute.edges.guard import Aliases, Guard, find_aliases
+from lt_offload.execute.edges.logits import LossInBlock
 from lt_offload.execute.frames import Frames
 from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.groups import Layout
@@ -96,6 +97,7 @@ class Engine:
         self._anchor = torch.zeros((), requires_grad=True)
         self._frames = Frames(device, self.pool, self.structure, plan)
         check_hooks(self.structure, self._frames.repeated)
+        self._loss = LossInBlock(self.structure, plan) if plan is not None and LossInBlock.wanted(plan) else None
         self._walk: Walk
         self._blocks: list[list[Weight]] = []
         """The weights of each block."""
@@ -156,8 +158,12 @@ class Engine:
                 frames=self._frames,
                 recorder=self.recorder,
             )
-        for index, block in enumerate(self.structure.blocks):
-            self._undo.append(intercept(block.module, self._wrapped(index, called(block.module))))
+        runs = [self._wrapped(index, called(block.module)) for index, block in enumerate(self.structure.blocks)]
+        if self._loss is not None:
+            self._undo.append(self._loss.install(self._wrapped(len(runs) - 1, self._loss.forward)))
+            runs[-1] = self._loss.deferring(runs[-1])
+        for block, run in zip(self.structure.blocks, runs, strict=True):
+            self._undo.append(intercept(block.module, run))
         unseen = [self.weights[index] for index in aliases.unseen]
         self._guard = Guard(self.weights, self.residency, self.updates, lambda: self._frames.open, unseen)
         self._fixed = Fixed(self.structure, self.weights, self.updates, self._frames.repeated)

@@ -37,6 +37,8 @@ class Structure:
     """Every parameter of a block with its first name in ``named_parameters()``, tied ones once, by first use."""
     rest: tuple[tuple[str, nn.Parameter], ...]
     """Parameters outside all blocks; they stay on the device."""
+    owner: nn.Module | None = None
+    """The Hugging Face model that names the last block as its output projection; it computes the loss from that."""
 
 
 def find_blocks(model: nn.Module) -> Structure:
@@ -50,7 +52,7 @@ def find_blocks(model: nn.Module) -> Structure:
     """
     path, layers = _layers(model)
     parent = model.get_submodule(path.rpartition(".")[0])
-    head = _output_embeddings(model, path)
+    owner, head = _output_embeddings(model, path)
     before, after = _siblings(parent, layers, exclude=head)
     names = {module: name for name, module in model.named_modules()}
     modules: list[tuple[nn.Module, BlockKind]] = [(module, _kind(module)) for module in before]
@@ -60,7 +62,7 @@ def find_blocks(model: nn.Module) -> Structure:
         modules.append((head, "head"))
     elif after and any(isinstance(module, nn.Linear) for module in after[-1].modules()):
         modules[-1] = (after[-1], "head")
-    return _structure(model, [(names[module], module, kind) for module, kind in modules])
+    return _structure(model, owner, [(names[module], module, kind) for module, kind in modules])
 
 
 def _layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
@@ -99,15 +101,16 @@ def _kind(module: nn.Module) -> BlockKind:
     return "embedding" if any(isinstance(child, nn.Embedding) for child in module.modules()) else "other"
 
 
-def _output_embeddings(model: nn.Module, path: str) -> nn.Module | None:
-    """Return the output projection that the innermost Hugging Face model around the layers names, if any."""
+def _output_embeddings(model: nn.Module, path: str) -> tuple[nn.Module, nn.Module] | tuple[None, None]:
+    """Return the innermost Hugging Face model around the layers that names an output projection, and that."""
     parts = path.split(".")
     for depth in range(len(parts) - 1, -1, -1):
-        getter = getattr(model.get_submodule(".".join(parts[:depth])), "get_output_embeddings", None)
+        owner = model.get_submodule(".".join(parts[:depth]))
+        getter = getattr(owner, "get_output_embeddings", None)
         head = getter() if callable(getter) else None
         if isinstance(head, nn.Module) and _owns_parameters(head):
-            return head
-    return None
+            return owner, head
+    return None, None
 
 
 def _siblings(
@@ -162,7 +165,9 @@ def _call_order(parent: nn.Module, layers: nn.ModuleList, siblings: list[nn.Modu
     return called if set(called) == set(watched.values()) else None
 
 
-def _structure(model: nn.Module, modules: Iterable[tuple[str, nn.Module, BlockKind]]) -> Structure:
+def _structure(
+    model: nn.Module, owner: nn.Module | None, modules: Iterable[tuple[str, nn.Module, BlockKind]]
+) -> Structure:
     """Number the parameters by first use."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     indices: dict[nn.Parameter, int] = {}
@@ -179,6 +184,7 @@ def _structure(model: nn.Module, modules: Iterable[tuple[str, nn.Module, BlockKi
         blocks=blocks,
         tensors=tuple((names[parameter], parameter) for parameter in indices),
         rest=tuple(_rest(model, set(indices))),
+        owner=owner,
     )
 
 

@@ -13,6 +13,12 @@
 ``discard``
     nothing is saved; the plan says from which earlier block on the forwards are recomputed. For blocks that are
     ``chained``.
+``fused``
+    for the output projection: the block is projection and loss, and treats a few tokens at a time (``head.py``). Logits
+    stay, once; the same numbers.
+``chunked``
+    the same with a projection of a few tokens at a time, so that all logits never exist: another order of summation in
+    the gradient of its weight.
 """
 
 from __future__ import annotations

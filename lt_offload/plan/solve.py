@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -25,7 +27,7 @@ from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, a
 from lt_offload.plan.planners.weights.propose import propose_greedy, propose_l2l
 from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan, PlannerName, Prediction
-from lt_offload.schema.profile import Profile
+from lt_offload.schema.profile import OptionProfile, Profile
 from lt_offload.units import format_bytes, format_seconds
 
 _OTHERS: dict[PlannerName, Callable[[Request], list[Proposal]]] = {
@@ -37,6 +39,8 @@ _OTHERS: dict[PlannerName, Callable[[Request], list[Proposal]]] = {
 """Planners that answer a request on their own."""
 _SLOW = ("memferry", "pofo")
 _GOOD_GAP = 0.01
+_LEAST_S = 1.0
+"""For a second attempt, at least."""
 _MANY_BLOCKS = 50
 """Above, the program gets shorter transfer windows, so that it is solved in time."""
 
@@ -91,17 +95,78 @@ def solve(
     return make_plan(profile, settings)
 
 
-def make_plan(profile: Profile, settings: Settings) -> Plan:
-    """Return the fastest plan found for ``profile``; the same as :func:`solve`, which lists the errors."""
+def make_plan(profile: Profile, settings: Settings, *, exact: bool = False) -> Plan:
+    """Return the fastest plan found for ``profile``; the same as :func:`solve`, which lists the errors.
+
+    Args:
+        profile: what model and machine cost.
+        settings: budgets and switches.
+        exact: no plan rather than one that sums in another order than plain PyTorch.
+    """
+    began = time.monotonic()
+    first = without_chunks(profile)
+    try:
+        return _plan(first, settings)
+    except InfeasibleError as error:
+        chunked = _with_chunks_only(profile)
+        if exact or chunked is None or not settings.recompute or _fits(first, settings):
+            raise
+        left = max(settings.time_limit - (time.monotonic() - began), _LEAST_S)
+        try:
+            plan = _plan(chunked, replace(settings, time_limit=left))
+        except InfeasibleError as other:
+            if (other.needed_bytes or math.inf) < (error.needed_bytes or math.inf):
+                raise other from None
+            raise error from None
+    predicted = replace(plan.predicted, no_offload_s=no_offload_s(profile))
+    return replace(plan, predicted=predicted, notes=(*plan.notes, _order(plan, profile)))
+
+
+def without_chunks(profile: Profile) -> Profile:
+    """Return ``profile`` with the options that give plain PyTorch's numbers: all but ``chunked``."""
+    return _with_head(profile, tuple(option for option in profile.blocks[-1].options if option.name != "chunked"))
+
+
+def _with_chunks_only(profile: Profile) -> Profile | None:
+    """Return ``profile`` with no other option for its last block than ``chunked``; None if that is not offered."""
+    options = tuple(option for option in profile.blocks[-1].options if option.name == "chunked")
+    return _with_head(profile, options) if options else None
+
+
+def _with_head(profile: Profile, options: tuple[OptionProfile, ...]) -> Profile:
+    return replace(profile, blocks=(*profile.blocks[:-1], replace(profile.blocks[-1], options=options)))
+
+
+def _order(plan: Plan, profile: Profile) -> str:
+    """Return what a plan with option ``chunked`` says about its numbers."""
+    return (
+        f"nothing else fits: {profile.blocks[-1].name} and the loss take {plan.chunk_tokens} tokens at a time. Its "
+        "gradient is summed chunk by chunk, so that its last bits are not those of plain PyTorch; "
+        "lt_offload.chunked_loss_reference defines them"
+    )
+
+
+def _fits(profile: Profile, settings: Settings) -> bool:
+    """Return whether some plan for ``profile`` fits, of whatever planner; also if the RAM is what is missing."""
+    request = _request(profile, settings)
+    ram = request.host_budget_bytes
+    least = smallest(profile, request.allowed, host_update=settings.host_update, host_budget=ram)
+    return least is None or least.device_bytes <= request.budget_bytes
+
+
+def _plan(profile: Profile, settings: Settings) -> Plan:
     config = offmate_config(profile, settings, window=6 if len(profile.blocks) <= _MANY_BLOCKS else 4)
-    request = Request(
+    return _Selection(_request(profile, settings), config, settings.planner).run()
+
+
+def _request(profile: Profile, settings: Settings) -> Request:
+    return Request(
         profile=profile,
         budget_bytes=settings.device_budget(profile.hardware),
         host_budget_bytes=settings.host_budget(profile.hardware),
-        allowed=tuple(allowed_options(block, config) for block in profile.blocks),
+        allowed=tuple(allowed_options(block, settings) for block in profile.blocks),
         settings=settings,
     )
-    return _Selection(request, config, settings.planner).run()
 
 
 def offmate_config(profile: Profile, settings: Settings, *, window: int) -> OffmateConfig:

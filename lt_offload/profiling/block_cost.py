@@ -18,7 +18,7 @@ from lt_offload.machine.dispatch import unseen_by_dynamo
 from lt_offload.model.calls import Call
 from lt_offload.model.options import for_replay, is_costly, travels
 from lt_offload.profiling.meters import Lap, Meter, Watch
-from lt_offload.schema.profile import OptionProfile
+from lt_offload.schema.profile import OptionName, OptionProfile
 
 Option = Literal["keep", "recompute", "mixed"]
 """What is run; ``offload`` computes what ``keep`` computes."""
@@ -79,6 +79,27 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
         launch_s=max(keep.forward.launch_s, keep.backward.launch_s),
         options=tuple(profiles),
         slack_bytes=max(figures.slack for figures in measured),
+    )
+
+
+def measure_with_loss(call: Call, name: OptionName, chunk_tokens: int, meter: Meter) -> BlockCost:
+    """Run ``call``, of the last block and the loss together, and return what it costs under its only option."""
+    found = _measure(call, "keep", meter, timed=True)
+    option = replace(
+        _keep(found),
+        name=name,
+        # The loss stays until the backward has begun with a gradient of its size.
+        saved_bytes=found.live + found.output_bytes,
+        backward_peak_bytes=found.backward_peak + found.output_bytes,
+        held_peak_bytes=found.held_peak + found.output_bytes,
+        chunk_tokens=chunk_tokens,
+    )
+    return BlockCost(
+        input_bytes=storage_bytes(call.inputs),
+        output_bytes=0,
+        launch_s=max(found.forward.launch_s, found.backward.launch_s),
+        options=(option,),
+        slack_bytes=found.slack,
     )
 
 

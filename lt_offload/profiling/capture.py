@@ -25,8 +25,10 @@ from lt_offload.model.calls import BlockOutput, Call
 from lt_offload.model.compiled import Forward, intercept, is_compiled, uncompiled
 from lt_offload.model.effects import ambient
 from lt_offload.model.options import is_activation
+from lt_offload.profiling.logits import LogitsWatch
 from lt_offload.profiling.meters import Lap, Meter
 from lt_offload.profiling.seams import Interface, Seams
+from lt_offload.schema.profile import OptionName
 
 Run = Callable[[Any], Any]
 Stage = Callable[[nn.Module], AbstractContextManager[None]]
@@ -64,6 +66,8 @@ class Capture:
     held: int
     """Bytes of what the model returned, which its caller may hold until it has called the model again."""
     tail: Tail
+    with_loss: Mapping[OptionName, Call]
+    """What the last block is called with under the options by which it computes the loss, too, where it may."""
 
 
 def capture(
@@ -94,6 +98,7 @@ def capture(
         recorder = _CallRecorder(structure, device, stage, meter, aside)
         for index, block in enumerate(structure.blocks):
             stack.callback(intercept(block.module, recorder.wrap(index, block)))
+        stack.callback(recorder.watch.install())
         with recorder.account, torch.enable_grad():
             result = run(batch)
             return recorder.finish(result)
@@ -125,6 +130,7 @@ class _CallRecorder:
         self._anchor = torch.zeros((), requires_grad=True)
         self._between = self._below = self._output_bytes = 0
         self._seams = Seams(structure, aside)
+        self.watch = LogitsWatch(structure)
 
     def wrap(self, index: int, block: Block) -> Forward:
         """Return what is called instead of the block."""
@@ -155,6 +161,8 @@ class _CallRecorder:
                 position = itertools.count()
                 out = tree_map(lambda leaf: self._connect(leaf, index, call, position), out)
             self._last_output = BlockOutput(out)
+            if last:
+                self.watch.begin(out)
             return out
 
         return forward
@@ -162,6 +170,7 @@ class _CallRecorder:
     def finish(self, result: Any) -> Capture:
         """Run the loss's backward; to be called with what the model returned."""
         forward = self._meter.lap()
+        self.watch.end(result)
         if len(self._calls) < len(self._blocks):
             raise ModelError(f"block {self._blocks[len(self._calls)].name} was not called by the model's forward")
         below, live = self._below, self.account.live()
@@ -188,6 +197,7 @@ class _CallRecorder:
             once=tuple(index in self._seams.once for index in range(len(self._blocks))),
             held=held,
             tail=tail,
+            with_loss=self.watch.calls(self._calls[-1]),
         )
 
     def _check_turn(self, index: int) -> None:

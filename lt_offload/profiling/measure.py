@@ -28,8 +28,9 @@ from lt_offload.machine.driver import (
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import caches_off
 from lt_offload.model.compiled import forget_compiled, is_compiled
+from lt_offload.model.head import HeadLoss
 from lt_offload.model.snapshot import untouched
-from lt_offload.profiling.block_cost import BlockCost, discard, measure_block, storage_bytes
+from lt_offload.profiling.block_cost import BlockCost, discard, measure_block, measure_with_loss, storage_bytes
 from lt_offload.profiling.capture import Capture, Run, Tail, capture
 from lt_offload.profiling.hardware import measure_hardware
 from lt_offload.profiling.host_reads import Readers
@@ -157,6 +158,8 @@ class Measured:
     captured: Capture
     costs: list[BlockCost]
     """One per block."""
+    with_loss: list[BlockCost]
+    """One per option by which the last block computes the loss, too."""
     readers: Readers
 
 
@@ -178,9 +181,10 @@ def measure_blocks(
             stage = partial(_stage, device)
             captured = capture(structure, run, batch, device=device, stage=stage, meter=meter, aside=readers.paused)
         costs = _block_costs(captured, device, meter, say)
+        with_loss = _costs_with_loss(captured, device, meter, say)
         if device.type == "cuda":
             readers.measure_on(device, meter, say)
-        return Measured(captured=captured, costs=costs, readers=readers)
+        return Measured(captured=captured, costs=costs, with_loss=with_loss, readers=readers)
 
 
 def assemble(
@@ -204,7 +208,7 @@ def assemble(
         batch_size=batch_size,
         sequence_length=sequence_length,
         tensors=_tensor_profiles(structure, sizes, measured.readers, hardware),
-        blocks=_block_profiles(structure, measured.captured, measured.costs),
+        blocks=_block_profiles(structure, measured),
         optimizer=updates,
         hardware=hardware,
         shared_bytes=measured.captured.between
@@ -213,7 +217,7 @@ def assemble(
         + storage_bytes(model.buffers())
         + sum(p.nbytes * (2 if p.requires_grad else 1) + sizes.of(p) for _, p in structure.rest),
         page_table_bytes=_page_tables(structure, sizes) if gpu else 0,
-        slack_bytes=max(cost.slack_bytes for cost in measured.costs),
+        slack_bytes=max(cost.slack_bytes for cost in (*measured.costs, *measured.with_loss)),
         slack_share=ALLOCATOR_SLACK if gpu else 0.0,
         estimated=estimated,
     )
@@ -254,7 +258,19 @@ def _block_costs(captured: Capture, device: torch.device, meter: Meter, say: Pro
     return [known[id(call)] for call in captured.calls]
 
 
-def _block_profiles(structure: Structure, captured: Capture, costs: list[BlockCost]) -> tuple[BlockProfile, ...]:
+def _costs_with_loss(captured: Capture, device: torch.device, meter: Meter, say: Progress) -> list[BlockCost]:
+    """Measure the last block with the loss in it, if it may be so."""
+    found = []
+    for name, call in captured.with_loss.items():
+        say(f"measuring {type(call.module).__name__} ({name})")
+        assert isinstance(call.module, HeadLoss)
+        with _staged(call.module.parameters(), device):
+            found.append(measure_with_loss(call, name, call.module.chunk, meter))
+    return found
+
+
+def _block_profiles(structure: Structure, measured: Measured) -> tuple[BlockProfile, ...]:
+    captured, costs = measured.captured, measured.costs
     profiles: list[BlockProfile] = []
     arrived = 0
     tail = _without_held(captured)
@@ -267,6 +283,7 @@ def _block_profiles(structure: Structure, captured: Capture, costs: list[BlockCo
         chained = captured.chained[index]
         nothing = discard(cost) if chained and not last else None
         options += [nothing] if nothing else []
+        options += [option for cost in measured.with_loss for option in cost.options] if last else []
         options = [option for option in options if option.name in RECORDED or not captured.once[index]]
         profiles.append(
             BlockProfile(

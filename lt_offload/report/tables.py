@@ -39,6 +39,8 @@ _OPTIONS = {
     "mixed": "results of costly operations wait in host memory, cheap ones are computed again",
     "reload": "only the input waits in host memory, the forward runs again for the backward",
     "discard": "nothing is kept, the forward runs again from an earlier block's input",
+    "fused": "projection and loss are one block: logits exist once, their logarithms a few tokens at a time",
+    "chunked": "projection and loss of a few tokens at a time, so that all logits never exist",
 }
 _NOTICEABLE = 0.005
 """A change of the time that is worth a figure."""

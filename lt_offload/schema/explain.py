@@ -28,6 +28,8 @@ _MEANINGS = {
     "mixed": "results of costly operations wait on the host, cheap ones are computed again",
     "reload": "only the block's input is kept, on the host; the backward runs the forward again",
     "discard": "nothing is kept; forwards of earlier blocks run again until its input is there",
+    "fused": "projection and loss are one block: logits exist once, their logarithms a few tokens at a time",
+    "chunked": "projection and loss of a few tokens at a time, so that all logits never exist",
     "again": "how often the forward runs again, before the backward",
     "direct": "bytes that computations read or write in host memory themselves, without a copy on the device",
     "host": "the gradient is sent to the host, which updates the weight there",

@@ -51,7 +51,7 @@ from pydantic import ConfigDict
 
 from lt_offload.schema.files import load_json, save_json
 from lt_offload.schema.lanes import LaneName, OpKind
-from lt_offload.schema.profile import OptionName
+from lt_offload.schema.profile import WITH_LOSS, OptionName
 
 if TYPE_CHECKING:
     from lt_offload.schema.packing import Packing
@@ -310,6 +310,8 @@ class Plan:
     """Threads with which the host shall update; 0: as many as torch uses, or the plan does not say."""
     context_bytes: int = 0
     """Device memory that is left to the context and to workspaces of libraries; 0 in plans that do not say."""
+    chunk_tokens: int = 0
+    """Tokens of which the last block has logits at a time, if it is ``chunked``: they decide about last bits."""
     schema: int = PLAN_SCHEMA
 
     def tensors(self, op: Op) -> tuple[int, ...]:
@@ -356,6 +358,10 @@ def problems(plan: Plan) -> Iterator[str]:
         yield "a size or time is negative"
     if not plan.options:
         yield "it has no blocks"
+    if any(option in WITH_LOSS for option in plan.options[:-1]):
+        yield f"{' and '.join(WITH_LOSS)} are options of the last block only"
+    if ("chunked" in plan.options) is not (plan.chunk_tokens > 0):
+        yield f"chunk_tokens is {plan.chunk_tokens}, which has to be positive with option chunked and 0 without"
     for number, step in enumerate(plan.timeline):
         if not 0 <= step.block < len(plan.options) or step.micro_batch < 0:
             yield f"timeline.{number}: the {step.kind} of block {step.block}, there are {len(plan.options)} blocks"

@@ -26,10 +26,12 @@ COLLECTED_BELOW = 16 << 20
 GATHERED_BELOW = 256 << 10
 """Gradients smaller than this are gathered on the device before they leave for the host."""
 
-OptionName = Literal["keep", "recompute", "offload", "mixed", "reload", "discard"]
+OptionName = Literal["keep", "recompute", "offload", "mixed", "reload", "discard", "fused", "chunked"]
 """See :mod:`lt_offload.model.options`."""
-RECORDED: tuple[OptionName, ...] = ("keep", "offload")
+RECORDED: tuple[OptionName, ...] = ("keep", "offload", "fused", "chunked")
 """Options with which a block runs once, with a graph."""
+WITH_LOSS: tuple[OptionName, ...] = ("fused", "chunked")
+"""Options with which the last block computes the loss, too, so that nobody is given its output."""
 BlockKind = Literal["embedding", "layer", "head", "other"]
 
 
@@ -123,6 +125,8 @@ class OptionProfile:
     held_peak_bytes: int | None = None
     """The same with the gradients of all the block's parameters in it, from when each is complete to the end of the
     backward: less than the sum of both, as activations go while gradients come. None: not known, take the sum."""
+    chunk_tokens: int = 0
+    """Tokens of which ``chunked`` has logits at a time; 0 for other options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

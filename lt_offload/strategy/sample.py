@@ -91,7 +91,7 @@ def measure(trainer: Any, optimizer: Optimizer, hardware: HardwareProfile | None
             optimizer=optimizer,
             device=strategy.root_device,
             hardware=hardware,
-            run=lambda batch: _loss(strategy, batch),
+            run=lambda batch: _step(strategy, batch),
             on_progress=lambda message: rank_zero_info(f"offmate: {message}"),
         )
 
@@ -129,8 +129,8 @@ def _takes_part(data: Any) -> bool:
     return own or any(hasattr(data, name) for name in BATCH_METHODS)
 
 
-def _loss(strategy: Any, batch: Any) -> Tensor:
-    """Return the loss of one training step."""
+def _step(strategy: Any, batch: Any) -> Tensor | Mapping[str, Any]:
+    """Return what a training step returns: the loss, or with what the Trainer keeps of the step beside it."""
     module = strategy.lightning_module
     indexed = len(inspect.signature(module.training_step).parameters) > 1
     output = strategy.training_step(batch, 0) if indexed else strategy.training_step(batch)
@@ -140,4 +140,5 @@ def _loss(strategy: Any, batch: Any) -> Tensor:
             f"{type(module).__name__}.training_step returned {type(output).__name__} for the sample batch; it must "
             "return the loss, or a dict with the key 'loss'"
         )
-    return loss
+    result: Tensor | Mapping[str, Any] = output
+    return result

@@ -36,6 +36,8 @@ class Case:
     lead: int = 1
     roomy: bool = False
     seed: int = 0
+    last_option: str | None = None
+    chunk_tokens: int = 0
     shapes: tuple[tuple[int, int], ...] = ((2, 12), (2, 12), (2, 12))
 
     def __str__(self) -> str:
@@ -87,8 +89,11 @@ class Result:
     optimizer: torch.optim.Optimizer
 
 
-def plain(case: Case) -> Result:
+def plain(case: Case, prepare: Callable[[nn.Module], None] | None = None) -> Result:
+    """Return the model trained without the engine; ``prepare`` changes it before."""
     model = build(case)
+    if prepare is not None:
+        prepare(model)
     optimizer = make_optimizer(model, case.optimizer)
     schedule = scheduler(optimizer)
     torch.manual_seed(case.seed + 1)
@@ -103,9 +108,12 @@ def plain(case: Case) -> Result:
     return Result(losses, model, optimizer)
 
 
+LAYOUT = ("options", "places", "last_option", "chunk_tokens", "lag", "lead", "roomy")
+
+
 def planned(case: Case) -> Plan:
     model = build(case)
-    layout = {name: getattr(case, name) for name in ("options", "places", "lag", "lead", "roomy")}
+    layout = {name: getattr(case, name) for name in LAYOUT}
     return plans.streamed(find_blocks(model), make_optimizer(model, case.optimizer), **layout)
 
 

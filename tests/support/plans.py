@@ -105,6 +105,8 @@ def streamed(
     *,
     options: Sequence[str],
     places: Sequence[str],
+    last_option: str | None = None,
+    chunk_tokens: int = 0,
     lag: int = 1,
     lead: int = 1,
     resident: bool = False,
@@ -114,6 +116,8 @@ def streamed(
 
     Args:
         options: per block, repeated as needed.
+        last_option: of the last block instead.
+        chunk_tokens: tokens per chunk, if that is ``chunked``.
         places: per trainable tensor, repeated as needed.
         lag: steps after which offloaded memory is given back.
         lead: steps by which activations are fetched ahead.
@@ -134,6 +138,7 @@ def streamed(
         weight_at = (weight_at[0], [arena + offset for offset in weight_at[0]])
         arena *= 2
     option = [options[i % len(options)] for i in range(count)]
+    option[-1] = last_option or option[-1]
     first_use = {i: used[0] for i, used in uses.items()}
     on_device = [p in ("device", "paged") for p in place]
     initial: dict[Any, int] = {("weight", i): weight_at[0][i] for i in range(len(sizes)) if intervals[i]}
@@ -213,6 +218,7 @@ def streamed(
         ops=grouped.ops,
         arena_bytes=arena,
         gradient_bytes=gradient_bytes,
+        chunk_tokens=chunk_tokens,
         predicted=Prediction(
             iteration_s=1.0, lower_bound_s=1.0, no_offload_s=1.0, device_peak_bytes=1, host_peak_bytes=1
         ),

@@ -25,6 +25,7 @@ PUBLIC = [
     "Profile",
     "Trace",
     "UnsupportedError",
+    "chunked_loss_reference",
     "offloaded",
     "profile",
     "profile_config",

@@ -77,6 +77,7 @@ def build(
         estimated=profile.estimated,
         host_threads=profile.optimizer.host_threads,
         context_bytes=profile.hardware.context_bytes + profile.page_table_bytes,
+        chunk_tokens=profile.blocks[-1].option(decisions.blocks[-1].option).chunk_tokens,
         notes=tuple(_notes(copies, profile)),
     )
     timed = zip(plan.ops, durations(plan, profile), strict=True)

@@ -18,7 +18,7 @@ from lt_offload.plan.batch.profiles import scaled
 from lt_offload.plan.batch.program import best_batch
 from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.plan.settings import Settings
-from lt_offload.plan.solve import make_plan, offmate_config
+from lt_offload.plan.solve import make_plan, offmate_config, without_chunks
 from lt_offload.schema.plan import BatchPoint, Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
@@ -102,7 +102,10 @@ class _BatchSearch:
 
     def __init__(self, profile_at: ProfileAt, settings: Settings, most: int, say: Callable[[str], None]) -> None:
         self.profile_at, self.settings, self.most, self.say = profile_at, settings, most, say
+        self.whole: dict[int, Profile] = {}
+        """The profiles as they were given."""
         self.profiles: dict[int, Profile] = {}
+        """Without options that change the order of summation: a larger batch is no reason for that."""
         self.plans: dict[int, Plan] = {}
         self.relaxed: dict[int, float] = {}
         """Seconds per sample of the relaxed program; infinite where it has no solution."""
@@ -266,16 +269,16 @@ class _BatchSearch:
         finally:
             self.started += time.monotonic() - began
         assert profile.batch_size == size, f"asked for batch_size={size}, got {profile.batch_size}"
-        self.profiles[size] = profile
+        self.whole[size], self.profiles[size] = profile, without_chunks(profile)
         return True
 
-    def _plan(self, size: int) -> None:
+    def _plan(self, size: int, *, exact: bool = True) -> None:
         if not self._profile(size):
             return
         self.say(f"planning for batch_size={size}")
         began = time.monotonic()
         try:
-            self.plans[size] = make_plan(self.profiles[size], self.settings)
+            self.plans[size] = make_plan(self.whole[size], self.settings, exact=exact)
         except (InfeasibleError, UnsupportedError) as error:
             self.unfit[size] = error
         self.durations.append(time.monotonic() - began)
@@ -285,6 +288,8 @@ class _BatchSearch:
     def choice(self) -> BatchChoice:
         """Return what was found; raises the error of the smallest size if none fits."""
         if not self.plans:
+            self._plan(min(self.unfit), exact=False)
+        if not self.plans:
             raise self.unfit[min(self.unfit)]
         fastest, chosen = self._fastest(), self._chosen()
         sizes = sorted({*self.plans, *self.unfit, *(s for s, found in self.relaxed.items() if found < math.inf)})
@@ -292,7 +297,7 @@ class _BatchSearch:
         why = self._why(chosen, fastest)
         plan = self.plans[chosen]
         plan = replace(plan, batch_curve=curve, notes=(*plan.notes, why))
-        return BatchChoice(plan=plan, profile=self.profiles[chosen], curve=curve, why=why)
+        return BatchChoice(plan=plan, profile=self.whole[chosen], curve=curve, why=why)
 
     def _point(self, size: int, chosen: int) -> BatchPoint:
         relaxed = self.relaxed.get(size, math.inf)

@@ -21,10 +21,12 @@ SAVED: Mapping[OptionName, Save] = {
     "recompute": "input",
     "reload": "input",
     "discard": "nothing",
+    "fused": "all",
+    "chunked": "all",
 }
 """What the first forward of a block saves, by option."""
 
-_REBUILDS = ("recompute", "reload", "mixed")
+_REBUILDS = ("recompute", "reload", "mixed", "chunked")
 """Options whose backward runs (part of) the forward again itself."""
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from lt_offload.plan.planners.request import Allowed, held_bytes, self_contained
+from lt_offload.plan.planners.request import Allowed, self_contained, taken_bytes
 from lt_offload.schema.profile import BlockProfile, OptionName, OptionProfile, Profile
 
 
@@ -69,11 +69,11 @@ def _of_block(
     """Yield ever smaller options at ever higher prices."""
     price = 0.0
     while True:
-        held = held_bytes(block, now)
+        taken = taken_bytes(block, now)
         swaps = [
-            ((seconds(option) - seconds(now)) / (held - held_bytes(block, option)), option)
+            ((seconds(option) - seconds(now)) / (taken - taken_bytes(block, option)), option)
             for option in options
-            if held_bytes(block, option) < held
+            if taken_bytes(block, option) < taken
         ]
         if not swaps:
             return

@@ -30,6 +30,9 @@ class Switches(Protocol):
         """Whether activations may be computed again."""
 
 
+_RECOMPUTING = ("recompute", "mixed", "reload", "discard", "fused", "chunked")
+
+
 def allowed_options(block: BlockProfile, switches: Switches, *, discard: bool = False) -> tuple[OptionProfile, ...]:
     """Return the options of ``block`` that the switches allow; raises ``ConfigError`` if none is left.
 
@@ -42,7 +45,7 @@ def allowed_options(block: BlockProfile, switches: Switches, *, discard: bool = 
         option
         for option in block.options
         if (option.name != "discard" or discard)
-        and (switches.recompute or option.name not in ("recompute", "mixed", "reload", "discard"))
+        and (switches.recompute or option.name not in _RECOMPUTING)
         and (switches.activation_offload or option.offload_bytes == 0)
     )
     if not left:
@@ -58,6 +61,15 @@ def held_bytes(block: BlockProfile, option: OptionProfile) -> int:
     if not block.has_backward:
         return 0
     return option.saved_bytes + (block.input_bytes if option.keeps_input else 0)
+
+
+def taken_bytes(block: BlockProfile, option: OptionProfile) -> int:
+    """Return what a swap of options frees, of two of them the difference: what is held while other blocks run.
+
+    The last block's backward follows its forward, so that what counts there is the most that both hold.
+    """
+    held = held_bytes(block, option)
+    return held if block.output_bytes else held + max(option.forward_peak_bytes, option.backward_peak_bytes)
 
 
 def self_contained(allowed: Allowed) -> Allowed:

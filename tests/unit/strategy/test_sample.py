@@ -240,7 +240,7 @@ def test_a_training_step_leaves_no_trace() -> None:
     trainer = connected(module)
     before, metric = dict(module.__dict__), module.metric
     with sample.untouched(trainer):
-        loss = sample._loss(trainer.strategy, torch.ones(2, 1))
+        loss = sample._step(trainer.strategy, torch.ones(2, 1))
         assert module.count == 1
         assert len(module.seen) == 1
     assert loss.requires_grad
@@ -255,11 +255,11 @@ def test_what_a_training_step_may_look_like() -> None:
         def training_step(self, batch: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
             return {"loss": batch.sum(), "other": batch}
 
-    assert sample._loss(connected(Plain()).strategy, torch.ones(3)) == 3
+    assert sample._step(connected(Plain()).strategy, torch.ones(3))["loss"] == 3
 
     class Nothing(Module):
         def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
             return None
 
     with pytest.raises(ConfigError, match=r"Nothing\.training_step returned NoneType.*must return the loss"):
-        sample._loss(connected(Nothing()).strategy, torch.ones(3))
+        sample._step(connected(Nothing()).strategy, torch.ones(3))

@@ -1,0 +1,278 @@
+"""The output projection and the loss as one block, without the many copies of the logits that plain PyTorch makes.
+
+``CausalLMLoss`` of Hugging Face holds the logits, their logarithms in fp32 and as many gradients at a time. Here a few
+tokens are taken at a time, in one of two ways:
+
+``fused``
+    All logits exist, once: their logarithms are computed again in the backward, where gradients take the logits' place.
+    Products are those of the whole model, everything else treats every token on its own: bit for bit plain PyTorch.
+``chunked``
+    The projection takes a few tokens at a time, too, so that no two chunks of logits exist together. The gradient of
+    the weight is then a sum over chunks, in another order than plain PyTorch's: :func:`chunked_loss_reference` says in
+    which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from typing_extensions import override
+
+from lt_offload.model.compiled import is_compiled
+
+IGNORED = -100
+LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
+"""What a model may tell its loss beside logits, labels and the size of the vocabulary; it takes no notice of others."""
+_PART_BYTES = 32 << 20
+"""Of logits in fp32 that are treated together, more or less."""
+_LEAST_TOKENS = 128
+"""Products of fewer rows read the weight more often than their arithmetic takes."""
+
+
+def chunk_tokens(vocabulary: int) -> int:
+    """Return how many tokens a chunk should have: a power of two, with logits of 32 MiB in fp32 or 128 tokens."""
+    return max(_LEAST_TOKENS, 1 << (_PART_BYTES // (4 * vocabulary)).bit_length() >> 1)
+
+
+def chunked_loss_reference(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    chunk_tokens: int,
+    bias: Tensor | None = None,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = IGNORED,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return loss and gradients as option ``chunked`` computes them, in plain PyTorch and without saving memory.
+
+    This is the definition: what training with that option gives is equal to it bit for bit.
+
+    1. Tokens are taken in their order, ``chunk_tokens`` at a time; the last chunk may be smaller.
+    2. Logits of a chunk are ``linear(hidden, weight, bias)``, its log-probabilities those of the logits in fp32.
+    3. The loss is ``nll_loss`` of the log-probabilities of all labels: their mean, or their sum divided by
+       ``num_items_in_batch``.
+    4. Gradients of ``hidden`` are those of each chunk. Gradients of ``weight`` and ``bias`` are summed over the chunks
+       in their order, in the dtype of the weight: the first chunk's, plus the second's, and so on; for ``weight`` by
+       ``addmm``.
+
+    Args:
+        hidden: input of the projection, ``[..., features]``.
+        weight: of the projection, ``[vocabulary, features]``.
+        labels: what follows each token, ``[...]``: shifted already.
+        chunk_tokens: tokens per chunk; :attr:`Plan.chunk_tokens` says how many a plan uses.
+        bias: of the projection.
+        num_items_in_batch: what the sum is divided by; None: the number of labels that count.
+        ignore_index: the label that does not count.
+
+    Returns:
+        The loss, and its gradients with respect to ``hidden``, ``weight`` and ``bias``.
+    """
+    rows = hidden.detach().reshape(-1, hidden.shape[-1])
+    counts = labels.reshape(-1) != ignore_index
+    targets = labels.reshape(-1, 1).masked_fill(~counts[:, None], 0)
+    matrix, vector = weight.detach(), None if bias is None else bias.detach()
+    logits, picked = [], []
+    with torch.enable_grad():
+        for part in _slices(len(rows), chunk_tokens):
+            logits.append(functional.linear(rows[part], matrix, vector).requires_grad_())
+            picked.append(functional.log_softmax(logits[-1].float(), dim=1).gather(1, targets[part]))
+        loss = _mean(torch.cat(picked), counts, num_items_in_batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+    grad_hidden = torch.empty_like(rows)
+    grad_weight, grad_bias = None, None
+    for part, logit in zip(_slices(len(rows), chunk_tokens), logits, strict=True):
+        grad = logit.grad
+        assert grad is not None
+        grad_hidden[part] = grad @ matrix
+        grad_weight = grad.t() @ rows[part] if grad_weight is None else torch.addmm(grad_weight, grad.t(), rows[part])
+        if bias is not None:
+            grad_bias = grad.sum(0) if grad_bias is None else grad_bias + grad.sum(0)
+    assert grad_weight is not None
+    return loss.detach(), grad_hidden.view_as(hidden), grad_weight, grad_bias
+
+
+class HeadLoss(nn.Module):
+    """The projection ``head`` with the loss of a causal language model: from hidden states to the loss.
+
+    Args:
+        head: the output projection.
+        chunk: tokens of which logits exist together; 0: all of them (option ``fused``).
+    """
+
+    def __init__(self, head: nn.Linear, chunk: int = 0) -> None:
+        super().__init__()
+        self.head = head
+        self.chunk = chunk
+
+    @override
+    def forward(
+        self,
+        hidden: Tensor,
+        labels: Tensor | None,
+        *,
+        num_items_in_batch: Tensor | int | None = None,
+        ignore_index: int = IGNORED,
+        shift_labels: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss that ``ForCausalLMLoss`` gives for the logits of ``hidden`` and the same other arguments."""
+        if shift_labels is None:
+            assert labels is not None
+            shift_labels = functional.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+        following = shift_labels.reshape(-1).to(hidden.device)
+        counts = following != ignore_index
+        targets = following.masked_fill(~counts, 0)[:, None]
+        weight, bias = self.head.weight, self.head.bias
+        if self.chunk:
+            rows = hidden.reshape(-1, hidden.shape[-1])
+            picked = _ChunkedPicks.apply(rows, weight, bias, targets, self.chunk)  # type: ignore[no-untyped-call]
+        else:
+            picked = _Picks.apply(functional.linear(hidden, weight, bias), targets)  # type: ignore[no-untyped-call]
+        return _mean(picked, counts, num_items_in_batch)
+
+
+_ASKS = {"size", "dim", "numel", "stride", "is_floating_point", "element_size"}
+_FORM = {"shape", "dtype", "device", "ndim", "layout"}
+
+
+def asks_form(func: Any) -> bool:
+    """Return whether a function of torch only asks for the form of a tensor: that of logits is known without them."""
+    name = getattr(func, "__name__", "")
+    return name in _ASKS or (name == "__get__" and getattr(func.__self__, "__name__", "") in _FORM)
+
+
+def suits(head: nn.Module) -> bool:
+    """Return whether :class:`HeadLoss` computes what ``head`` computes."""
+    return type(head) is nn.Linear and not is_compiled(head)
+
+
+def uses_causal_loss(model: nn.Module) -> bool:
+    """Return whether the loss of ``model``, a Hugging Face model, is the one that :class:`HeadLoss` computes."""
+    function = getattr(model, "loss_function", None)
+    name = getattr(function, "__name__", ""), getattr(function, "__module__", "")
+    return name == ("ForCausalLMLoss", "transformers.loss.loss_utils")
+
+
+def intercept_loss(model: nn.Module, stand_in: Callable[..., Any]) -> Callable[[], None]:
+    """Let ``model`` call ``stand_in`` in place of its loss, which comes first; return a function that ends it."""
+    owner: Any = model
+    own = vars(owner).get("_loss_function")
+    owner.loss_function = _LossStandIn(owner.loss_function, stand_in)
+
+    def undo() -> None:
+        del owner._loss_function
+        if own is not None:
+            owner.loss_function = own
+
+    return undo
+
+
+class _LossStandIn:
+    """What is called in place of a model's loss; a copy of the model gets the loss itself, not this."""
+
+    def __init__(self, loss: Callable[..., Any], function: Callable[..., Any]) -> None:
+        self._loss, self._function = loss, function
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._loss, *args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _itself, (self._loss,)
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _mean(picked: Tensor, counts: Tensor, items: Tensor | int | None) -> Tensor:
+    """Return the loss from the log-probability of every label, in the order of summation of all classes' loss."""
+    # With one class per token, the kernel adds the same numbers in the same order as with all classes.
+    target = torch.full_like(counts, IGNORED, dtype=torch.long).masked_fill(counts, 0)
+    reduction = "mean" if items is None else "sum"
+    loss = functional.nll_loss(picked, target, ignore_index=IGNORED, reduction=reduction)
+    if items is not None:
+        loss = loss / (items.to(loss.device) if isinstance(items, Tensor) else items)
+    return loss
+
+
+def _logarithms(logits: Tensor) -> Tensor:
+    return functional.log_softmax(logits.float(), dim=1)
+
+
+def _slopes(logits: Tensor, target: Tensor, grad: Tensor) -> Tensor:
+    """Return the gradient of ``logits`` from that of the labels' log-probabilities, by plain PyTorch's kernels."""
+    output = _logarithms(logits)
+    slope = torch.zeros_like(output).scatter_(1, target, grad)
+    return torch._log_softmax_backward_data(slope, output, 1, torch.float32).to(logits.dtype)
+
+
+class _Picks(torch.autograd.Function):
+    """Log-probabilities of the labels; the backward writes its result over the logits."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, logits: Tensor, targets: Tensor) -> Tensor:
+        ctx.save_for_backward(logits, targets)
+        picked = torch.empty(targets.shape, dtype=torch.float32, device=logits.device)
+        rows = logits.view(-1, logits.shape[-1])
+        for part in _parts(rows):
+            picked[part] = _logarithms(rows[part]).gather(1, targets[part])
+        return picked
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None]:
+        logits, targets = ctx.saved_tensors
+        rows = logits.view(-1, logits.shape[-1])
+        for part in _parts(rows):
+            rows[part] = _slopes(rows[part], targets[part], grads[0][part])
+        return logits, None
+
+
+def _parts(rows: Tensor) -> list[slice]:
+    """Return which rows of logits to treat together. Each is on its own, so that how many change no number."""
+    return _slices(len(rows), max(1, _PART_BYTES // (4 * rows.shape[1])))
+
+
+def _slices(length: int, size: int) -> list[slice]:
+    return [slice(first, first + size) for first in range(0, length, size)]
+
+
+class _ChunkedPicks(torch.autograd.Function):
+    """Log-probabilities of the labels, from hidden states; saves nothing but those."""
+
+    @staticmethod
+    @override
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, chunk: int) -> Tensor:
+        ctx.save_for_backward(hidden, weight, bias, targets)
+        ctx.chunk = chunk
+        picked = torch.empty(targets.shape, dtype=torch.float32, device=hidden.device)
+        for part in _slices(len(hidden), chunk):
+            picked[part] = _logarithms(functional.linear(hidden[part], weight, bias)).gather(1, targets[part])
+        return picked
+
+    @staticmethod
+    @override
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, Tensor | None, Tensor | None, None, None]:
+        hidden, weight, bias, targets = ctx.saved_tensors
+        need_hidden, need_weight, need_bias, *_ = ctx.needs_input_grad
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.empty_like(weight) if need_weight else None
+        grad_bias: Tensor | None = None
+        for part in _slices(len(hidden), ctx.chunk):
+            rows = hidden[part]
+            slope = _slopes(functional.linear(rows, weight, bias), targets[part], grads[0][part])
+            if grad_hidden is not None:
+                torch.mm(slope, weight, out=grad_hidden[part])
+            if grad_weight is not None and part.start:
+                torch.addmm(grad_weight, slope.t(), rows, out=grad_weight)
+            elif grad_weight is not None:
+                torch.mm(slope.t(), rows, out=grad_weight)
+            if need_bias:
+                grad_bias = slope.sum(0) if grad_bias is None else grad_bias + slope.sum(0)
+            del slope  # or it would lie beside the next chunk's
+        return grad_hidden, grad_weight, grad_bias, None, None

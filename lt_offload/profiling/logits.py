@@ -1,0 +1,121 @@
+"""Whether the logits are for the model's own loss only: then the output projection and the loss may be one block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils._pytree import tree_flatten, tree_leaves
+from typing_extensions import override
+
+from lt_offload.model.blocks import Structure
+from lt_offload.model.calls import Call
+from lt_offload.model.effects import autocasts
+from lt_offload.model.head import (
+    LOSS_ARGUMENTS,
+    HeadLoss,
+    asks_form,
+    chunk_tokens,
+    intercept_loss,
+    suits,
+    uses_causal_loss,
+)
+from lt_offload.schema.profile import OptionName
+
+
+class LogitsWatch(TorchFunctionMode):
+    """Sees what is done with the output of the last block, from its return to the end of the run.
+
+    On the stack of modes from :meth:`begin` to :meth:`end` only: code before that is not slowed down by it.
+    """
+
+    def __init__(self, structure: Structure) -> None:
+        super().__init__()
+        self._owner, self._head = structure.owner, structure.blocks[-1].module
+        self._possible = self._owner is not None and suits(self._head) and uses_causal_loss(self._owner)
+        self._logits: Tensor | None = None
+        self._used = False
+        self._arguments: list[tuple[Any, int, dict[str, Any]]] = []
+        """Of the calls of the loss: labels, size of the vocabulary, others."""
+
+    def install(self) -> Callable[[], None]:
+        """Watch the calls of the model's loss; return a function that ends all watching."""
+        undo = ExitStack()
+        if self._possible:
+            assert self._owner is not None
+            undo.callback(intercept_loss(self._owner, self._loss))
+            undo.callback(self._leave)
+        return undo.close
+
+    def begin(self, out: Any) -> None:
+        """Begin to watch ``out``, which the last block has returned."""
+        self._possible = self._possible and isinstance(out, Tensor)
+        if self._possible:
+            self._logits = out
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def end(self, result: Any) -> None:
+        """End; to be called with what the run has returned."""
+        logits = self._leave()
+        if logits is not None:
+            leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            own = logits.untyped_storage()._cdata
+            self._used |= any(leaf.untyped_storage()._cdata == own for leaf in leaves)
+
+    def _leave(self) -> Tensor | None:
+        """Take the mode off the stack if it is there; return the logits then."""
+        logits, self._logits = self._logits, None
+        if logits is not None:
+            # A caller's own mode that ended meanwhile has taken this one off, and left its own place to us.
+            self._used |= _get_current_function_mode() is not self  # type: ignore[no-untyped-call]
+            self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        return logits
+
+    def calls(self, call: Call) -> Mapping[OptionName, Call]:
+        """Return what the last block, called as in ``call``, is called with under the options that have the loss."""
+        rows = call.leaves[0].numel() // call.leaves[0].shape[-1] if call.slots == (0,) and len(call.leaves) == 1 else 0
+        if not self._possible or self._used or len(self._arguments) != 1 or not rows or not call.has_backward:
+            return {}
+        head = self._head
+        labels, vocabulary, others = self._arguments[0]
+        assert type(head) is torch.nn.Linear
+        if vocabulary != head.out_features or autocasts(call.contexts):
+            return {}
+        chunk = chunk_tokens(vocabulary)
+        sizes: dict[OptionName, int] = {"fused": 0, "chunked": chunk} if rows > chunk else {"fused": 0}
+        leaves, spec = tree_flatten(((call.leaves[0], labels), others))
+        return {
+            name: Call(
+                module=HeadLoss(head, size),
+                leaves=leaves,
+                spec=spec,
+                slots=(0,),
+                needs_grad=call.needs_grad,
+                has_backward=True,
+                contexts=call.contexts,
+                reached={0},
+            )
+            for name, size in sizes.items()
+        }
+
+    def _loss(self, loss: Callable[..., Any], logits: Tensor, labels: Any, vocab_size: int, **options: Any) -> Any:
+        own, self._logits = self._logits, None
+        result = loss(logits, labels, vocab_size, **options)
+        self._logits = own
+        if logits is own:
+            others = {name: options[name] for name in LOSS_ARGUMENTS if name in options}
+            self._arguments.append((labels, vocab_size, others))
+        return result
+
+    @override
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._logits is not None and not asks_form(func):
+            self._used |= any(leaf is self._logits for leaf in tree_leaves((args, kwargs)))
+        return func(*args, **kwargs)

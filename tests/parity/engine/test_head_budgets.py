@@ -1,0 +1,142 @@
+"""A model whose logits are larger than its weights, planned and trained at budgets that leave them less and less."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+from torch import nn
+
+from lt_offload.errors import InfeasibleError
+from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.execute.engine import Engine
+from lt_offload.model import head
+from lt_offload.plan.settings import Settings
+from lt_offload.plan.solve import make_plan
+from lt_offload.profiling.hardware import load_hardware
+from lt_offload.profiling.measure import profile
+from lt_offload.schema.profile import Profile
+from tests.parity.engine.test_head import use_reference
+from tests.support import models
+from tests.support.engines import Result, differences, make_optimizer
+
+VOCABULARY = 4096
+CHUNK = 32
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "_LEAST_TOKENS", CHUNK)
+    monkeypatch.setattr(head, "_PART_BYTES", CHUNK * 4 * VOCABULARY)
+
+
+def build() -> nn.Module:
+    return models.build("llama-tied", layers=2, vocab_size=VOCABULARY)
+
+
+def batches() -> list[dict[str, Any]]:
+    return [models.batch(build(), batch_size=4, sequence_length=48, seed=seed) for seed in range(3)]
+
+
+@cache
+def measured() -> Profile:
+    model = build()
+    return profile(
+        model,
+        batches()[0],
+        optimizer=make_optimizer(model, "adamw-fused"),
+        device="cpu",
+        hardware=replace(load_hardware("rtx-3060-12gb"), context_bytes=0),
+        run=lambda batch: model(**batch).loss,
+    )
+
+
+def only(*names: str) -> Profile:
+    """The profile with these options of the last block only."""
+    found = measured()
+    last = found.blocks[-1]
+    options = tuple(option for option in last.options if option.name in names)
+    assert {option.name for option in options} == set(names)
+    return replace(found, blocks=(*found.blocks[:-1], replace(last, options=options)))
+
+
+def least(found: Profile) -> int:
+    with pytest.raises(InfeasibleError) as error:
+        make_plan(found, Settings(memory=1))
+    assert error.value.needed_bytes
+    return error.value.needed_bytes
+
+
+def plainly(*, in_chunks: bool) -> Result:
+    model = build()
+    if in_chunks:
+        use_reference(model, CHUNK)
+    optimizer = make_optimizer(model, "adamw-fused")
+    losses = []
+    for batch in batches():
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach())
+    return Result(losses, model, optimizer)
+
+
+def within(memory: int) -> tuple[Result, str]:
+    """Train in ``memory``; return the result and the last block's option."""
+    plan = make_plan(measured(), Settings(memory=memory, time_limit=5.0))
+    notes = " ".join(plan.notes)
+    assert ("chunked_loss_reference" in notes) == (plan.options[-1] == "chunked")
+    model = build()
+    optimizer = make_optimizer(model, "adamw-fused")
+    device = EmulatedDevice(plan.budget_bytes, "lazy", check=True)
+    engine = Engine(model, optimizer, plan, device)
+    losses, peak = [], 0
+    try:
+        engine.install()
+        for batch in batches():
+            with engine.iteration():
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+            losses.append(loss.detach().clone())
+            peak = max(peak, engine.stats.device_peak_bytes)
+        engine.drain()
+    finally:
+        engine.remove()
+        device.close()
+    assert peak <= plan.predicted.device_peak_bytes <= memory
+    assert peak >= 0.9 * plan.predicted.device_peak_bytes
+    return Result(losses, model, optimizer), plan.options[-1]
+
+
+def test_budgets() -> None:
+    """Fused where all copies of the logits do not fit (it may be faster elsewhere), chunked where fused does not."""
+    plain = plainly(in_chunks=False)
+    kept, fused, chunked = least(only("keep", "offload")), least(only("fused")), least(measured())
+    logits = 4 * 48 * VOCABULARY * 4
+    assert kept - fused > 1.5 * logits
+    assert fused - chunked > 0.5 * logits
+    for memory, options in ((4 * kept, {"keep", "fused"}), ((kept + fused) // 2, {"fused"}), (fused, {"fused"})):
+        found, used = within(memory)
+        assert used in options
+        assert differences(plain, found) == []
+    reference = plainly(in_chunks=True)
+    for memory in (fused - 1, chunked):
+        found, used = within(memory)
+        assert used == "chunked"
+        assert differences(reference, found) == []
+    with pytest.raises(InfeasibleError, match="is the smallest that works"):
+        within(chunked - 1)
+
+
+def test_no_chunks_without_recomputation_nor_where_another_planner_fits() -> None:
+    fused = least(only("fused"))
+    with pytest.raises(InfeasibleError, match="recompute=True may help"):
+        make_plan(measured(), Settings(memory=fused, recompute=False))
+    with pytest.raises(InfeasibleError, match="planner='resident' keeps everything"):
+        make_plan(measured(), Settings(memory=fused, planner="resident"))
+    with pytest.raises(InfeasibleError):
+        make_plan(measured(), Settings(memory=fused - 1), exact=True)

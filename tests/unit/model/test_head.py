@@ -1,0 +1,90 @@
+"""The loss from hidden states: bit for bit that of Hugging Face, or that of the reference in chunks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+from lt_offload.machine.accounting import Account
+from lt_offload.model import head
+from lt_offload.model.head import HeadLoss, chunk_tokens, chunked_loss_reference
+
+SHAPES = [(97, 32, 2, 12), (1000, 64, 3, 50), (5003, 16, 2, 129)]
+
+
+def gradients(projection: nn.Linear, hidden: Tensor, loss: Callable[[Tensor], Tensor]) -> list[Tensor]:
+    projection.zero_grad()
+    given = hidden.clone().requires_grad_()
+    found = loss(given)
+    (2 * found).backward()
+    return [found.detach(), given.grad, *(parameter.grad.clone() for parameter in projection.parameters())]
+
+
+def case(vocabulary: int, features: int, rows: int, columns: int, dtype: torch.dtype, bias: bool) -> Any:
+    torch.manual_seed(0)
+    projection = nn.Linear(features, vocabulary, bias=bias).to(dtype)
+    hidden = 3 * torch.randn(rows, columns, features).to(dtype)
+    labels = torch.randint(0, vocabulary, (rows, columns))
+    labels[0, :5] = -100
+    return projection, hidden, labels
+
+
+@pytest.mark.parametrize("items", [None, 77, torch.tensor(77)])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_fused_is_the_loss_of_hugging_face(
+    shape: tuple[int, int, int, int], dtype: torch.dtype, bias: bool, items: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(head, "_PART_BYTES", 7 * 4 * shape[0])  # seven tokens at a time, and a rest
+    projection, hidden, labels = case(*shape, dtype, bias)
+    expected = gradients(
+        projection,
+        hidden,
+        lambda given: ForCausalLMLoss(projection(given), labels, shape[0], num_items_in_batch=items),
+    )
+    found = gradients(projection, hidden, lambda given: HeadLoss(projection)(given, labels, num_items_in_batch=items))
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_chunked_is_its_reference(shape: tuple[int, int, int, int], dtype: torch.dtype, bias: bool) -> None:
+    projection, hidden, labels = case(*shape, dtype, bias)
+    following = nn.functional.pad(labels, (0, 1), value=-100)[..., 1:]
+    loss, *grads = chunked_loss_reference(hidden, projection.weight, following, bias=projection.bias, chunk_tokens=10)
+    found = gradients(projection, hidden, lambda given: HeadLoss(projection, 10)(given, labels))
+    expected = [loss, *(2 * grad for grad in grads if grad is not None)]
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+
+
+def test_what_is_held() -> None:
+    """Logits once, or of a chunk; plain PyTorch holds them three times in the backward."""
+    vocabulary, rows = 5003, 256
+    projection, hidden, labels = case(vocabulary, 16, 2, rows // 2, torch.float32, False)
+    once, weight = rows * vocabulary * 4, projection.weight.nbytes
+    peaks = {}
+    for name, loss in {
+        "plain": lambda: ForCausalLMLoss(projection(hidden), labels, vocabulary),
+        "fused": lambda: HeadLoss(projection)(hidden, labels),
+        "chunked": lambda: HeadLoss(projection, 16)(hidden, labels),
+    }.items():
+        projection.zero_grad()
+        with pytest.MonkeyPatch.context() as patch, Account() as account:
+            patch.setattr(head, "_PART_BYTES", 16 * 4 * vocabulary)
+            loss().backward()
+        peaks[name] = account.peak
+    chunk = once // 16
+    assert peaks["plain"] >= 3 * once
+    assert once <= peaks["fused"] <= once + 4 * chunk + weight
+    assert peaks["chunked"] <= 4 * chunk + weight + hidden.nbytes
+
+
+def test_tokens_of_a_chunk() -> None:
+    assert [chunk_tokens(size) for size in (2_000, 32_000, 49_152, 128_256)] == [4096, 256, 128, 128]
