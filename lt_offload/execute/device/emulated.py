@@ -24,6 +24,7 @@ from lt_offload.execute.device.lanes import UNORDERED, CallerLanes, Lanes, Task,
 from lt_offload.execute.device.races import ORIGIN, Checker
 from lt_offload.execute.device.threads import ThreadLanes
 from lt_offload.machine.accounting import Account
+from lt_offload.machine.heap import keep_freed_memory
 from lt_offload.machine.host_memory import HOST_MEMORY, HostMemory
 from lt_offload.units import format_bytes
 
@@ -180,7 +181,7 @@ class EmulatedDevice(Device):
         self._closed = False
         # Neither lanes nor account refer to the device: it is collected, and its threads end, even if nobody closes it.
         self._account = DeviceAccount(budget, self._lanes)
-        self._stop = weakref.finalize(self, self._lanes.stop)
+        self._stop = weakref.finalize(self, _release, self._lanes, keep_freed_memory())
         self._arena = self._new_arena(0)
 
     # -- arena -------------------------------------------------------------------------------------------------------
@@ -483,6 +484,11 @@ class EmulatedDevice(Device):
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def _release(lanes: Lanes, forget: Callable[[], None]) -> None:
+    lanes.stop()
+    forget()
 
 
 def _no_registration(address: int, nbytes: int = 0) -> int:
