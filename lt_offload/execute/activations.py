@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,21 +28,42 @@ from lt_offload.model.options import for_replay, is_costly, travels
 from lt_offload.model.snapshot import version
 from lt_offload.units import round_up
 
+_no_modes = torch._C._DisableTorchDispatch
+"""Context in which views are made: no mode has to see them."""
+
 _PAGE = 4096
 
 ROUNDING = 2 * _PAGE
 """Bytes that the host copies of one block's activations may take beyond their size: whole pages, storages aligned."""
 
 
+Part = tuple[int, torch.dtype]
+"""Elements of one dtype: what a storage is copied as."""
+
+
 class HostBuffer(Cell):
     """Host memory for the activations of one block; whoever uses it next waits for ``used``, the last task that did."""
 
-    __slots__ = ("data", "used")
+    __slots__ = ("_layout", "_parts", "data", "used")
 
     def __init__(self, data: Tensor) -> None:
         super().__init__("host activation")
         self.data = data
         self.used: Event | None = None
+        self._layout: tuple[Part, ...] = ()
+        self._parts: list[Tensor] = []
+
+    def parts(self, layout: Sequence[Part]) -> list[Tensor]:
+        """Return one tensor per element of ``layout``, side by side; mostly it is the layout of the last time."""
+        wanted = tuple(layout)
+        if wanted != self._layout:
+            at = 0
+            self._layout, self._parts = wanted, []
+            for count, dtype in wanted:
+                nbytes = count * dtype.itemsize
+                self._parts.append(self.data[at : at + nbytes].view(dtype))
+                at += round_up(nbytes, _HOST_ALIGNMENT)
+        return self._parts
 
 
 class HostPool:
@@ -95,7 +117,8 @@ class WeightAlias:
         view = self.weight.present
         if view is None:
             raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside the block of {self.weight.label}")
-        return view.as_strided(self.shape, self.stride, view.storage_offset() + self.offset)
+        with _no_modes():
+            return view.as_strided(self.shape, self.stride, view.storage_offset() + self.offset)
 
 
 @dataclass(slots=True)
@@ -110,21 +133,25 @@ class Moved:
 
     def restore(self) -> Tensor:
         """Return the tensor as it was, on the fetched storage."""
-        data = self.storage.use()
-        tensor = torch.empty(0, dtype=self.dtype, device=data.device)
-        return tensor.set_(data.untyped_storage(), self.offset, self.shape, self.stride)
+        storage = self.storage.use()
+        with _no_modes():  # nothing is allocated here, and a mode would take longer than all of it
+            tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
+            return tensor.set_(storage, self.offset, self.shape, self.stride)
 
 
 class MovedStorage:
     """One storage that saved tensors share: on the device, on its way, or on the host."""
 
-    __slots__ = ("device", "nbytes", "owner", "users", "watched")
+    __slots__ = ("device", "owner", "part", "source", "users", "watched")
 
-    def __init__(self, owner: ActivationOffloader, tensor: Tensor) -> None:
+    def __init__(self, owner: ActivationOffloader, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         self.owner = owner
-        self.device: Tensor | None = _bytes_of(tensor)
-        """The bytes on the device; None while only the host has them."""
-        self.nbytes = self.device.numel()
+        self.device: torch.UntypedStorage | None = storage
+        """On the device; None while only the host has it."""
+        with _no_modes():
+            self.source: Tensor | None = _flat(tensor, storage)
+            """All of it as a tensor, until it has been copied to the host."""
+        self.part: Part = self.source.numel(), self.source.dtype
         self.users = 0
         """Saved tensors that have not been unpacked yet."""
         self.watched: tuple[Tensor, int] | None = None
@@ -142,17 +169,17 @@ class MovedStorage:
                 "block cannot run again; write out of place"
             )
 
-    def use(self) -> Tensor:
-        """Return the bytes on the device for one saved tensor; after the last one nothing here holds them any more."""
+    def use(self) -> torch.UntypedStorage:
+        """Return it on the device for one saved tensor; after the last one nothing here holds it any more."""
         if self.device is not None and self.owner.at_home:  # autograd.grad inside the forward: nothing has left yet
             return self.device
         self.owner.arrived()
         assert self.device is not None and self.users > 0
-        data = self.device
+        storage = self.device
         self.users -= 1
         if self.users == 0:
             self.device = None
-        return data
+        return storage
 
 
 class ActivationOffloader:
@@ -166,7 +193,7 @@ class ActivationOffloader:
         self._storages: list[MovedStorage] = []
         self._host: HostBuffer | None = None
         """Where all storages go, side by side."""
-        self._parts: list[Tensor] = []
+        self._parts: Sequence[Tensor] = ()
         """The host memory of each storage."""
         self._nbytes = 0
         self._left: Event | None = None
@@ -187,10 +214,10 @@ class ActivationOffloader:
 
     def take(self, tensor: Tensor, *, watch: bool = False) -> Moved:
         """Register ``tensor``; its storage will travel. ``watch``: raise if it is written to before it has left."""
-        key = tensor.untyped_storage()._cdata
-        storage = self._by_storage.get(key)
+        memory = tensor.untyped_storage()
+        storage = self._by_storage.get(memory._cdata)
         if storage is None:
-            storage = self._by_storage[key] = MovedStorage(self, tensor)
+            storage = self._by_storage[memory._cdata] = MovedStorage(self, tensor, memory)
             self._storages.append(storage)
         if watch and storage.watched is None:
             storage.watched = (tensor, version(tensor))
@@ -203,25 +230,21 @@ class ActivationOffloader:
         self._by_storage.clear()
         if not self._storages:
             return None
-        sources = []
+        sources: list[Tensor] = []
         for storage in self._storages:
-            assert storage.device is not None
+            assert storage.source is not None
             storage.check_untouched()
-            sources.append(storage.device)
+            sources.append(storage.source)
+            storage.source = None
         self._take_host_memory()
         assert self._host is not None
-        pairs, used = list(zip(self._parts, sources, strict=True)), self._host.used
+        parts, used = self._parts, self._host.used
         self._leaving = self._memory, sources
-
-        def copy() -> None:
-            for host, source in pairs:
-                self.device.copy(host, source)
-
         # After the mark, as kernels of the forward may still be writing the sources; after ``used``, as the last
         # iteration's copies back may still be reading this host memory.
         self._left = self.device.submit(
             "d2h",
-            copy,
+            partial(self.device.copy_all, parts, sources),
             after=[self.device.mark(writes=[self._memory]), *([] if used is None else [used])],
             reads=[self._memory],
             writes=[self._host],
@@ -251,19 +274,13 @@ class ActivationOffloader:
             return
         assert self._left is not None and self._host is not None
         self._memory = Cell(f"fetched activations {self.label}")
-        pairs = []
-        for storage, part in zip(self._storages, self._parts, strict=True):
-            storage.device = self.device.empty((storage.nbytes,), None, torch.uint8)
-            pairs.append((storage.device, part))
-
-        def copy() -> None:
-            for target, host in pairs:
-                self.device.copy(target, host)
-
+        targets = self.device.empty_flat([storage.part for storage in self._storages])
+        for storage, target in zip(self._storages, targets, strict=True):
+            storage.device = target.untyped_storage()
         # After a new mark: the memory of ``empty`` may still be in use by kernels that were launched before.
         self._fetched = self.device.submit(
             "h2d",
-            copy,
+            partial(self.device.copy_all, targets, self._parts),
             after=[self._left, self.device.mark(writes=[self._memory])],
             reads=[self._host],
             writes=[self._memory],
@@ -287,25 +304,27 @@ class ActivationOffloader:
     def close(self) -> None:
         """Give the host memory back; whoever takes it next writes after the last copy from or to it."""
         for storage in self._storages:
-            storage.device = None
+            storage.device = storage.source = None
         if self._host is not None:
             self.pool.give(self._host, self._fetched or self._left)
             self._host = None
-        self._parts = []
+        self._parts = ()
         self._storages.clear()
 
     def _take_host_memory(self) -> None:
         """Take host memory for all storages, side by side."""
-        sizes = [storage.nbytes for storage in self._storages]
-        padded = [round_up(nbytes, _HOST_ALIGNMENT) for nbytes in sizes]
-        self._host, self._nbytes = self.pool.take(sum(padded)), sum(sizes)
-        parts = self._host.data[: sum(padded)].split(padded)  # type: ignore[no-untyped-call]
-        triples = zip(parts, padded, sizes, strict=True)
-        self._parts = [part if room == nbytes else part[:nbytes] for part, room, nbytes in triples]
+        layout = [storage.part for storage in self._storages]
+        sizes = [count * dtype.itemsize for count, dtype in layout]
+        self._nbytes = sum(sizes)
+        self._host = self.pool.take(sum(round_up(nbytes, _HOST_ALIGNMENT) for nbytes in sizes))
+        with _no_modes():
+            self._parts = self._host.parts(layout)
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    storage = tensor.untyped_storage()
+def _flat(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
+    """Return the whole ``storage`` of ``tensor`` as a tensor of one dimension, for copies."""
+    if tensor.is_contiguous() and tensor.numel() * tensor.itemsize == storage.nbytes():  # mostly, and that is faster
+        return tensor.detach().view(-1)
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
@@ -327,7 +346,8 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
                 return _alias(tensor, ranges)
             if offloader is None or tensor.untyped_storage()._cdata in stay or not travels(tensor):
                 # Detached, as a saved output would hold the node that holds it: a cycle that no collector sees.
-                return tensor.detach()
+                with _no_modes():
+                    return tensor.detach()
             return offloader.take(tensor)
 
         def unpack(packed: Tensor | WeightAlias | Moved) -> Tensor:

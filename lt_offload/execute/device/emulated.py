@@ -387,6 +387,18 @@ class EmulatedDevice(Device):
                 _fill(_bytes(tensor))
         return tensor
 
+    @override
+    def empty_flat(self, parts: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+        # Charged all at once: the account as a mode would take longer for each than all of them take.
+        with plain_torch():
+            tensors = [torch.empty(count, dtype=dtype) for count, dtype in parts]
+            if self._poison:
+                for tensor in tensors:
+                    _fill(_bytes(tensor))
+        if self._entered:
+            self._account.charge(*tensors)
+        return tensors
+
     @contextmanager
     @override
     def accounting(self, signature: object = None) -> Iterator[None]:
