@@ -37,8 +37,8 @@ ROUNDING = 2 * _PAGE
 """Bytes that the host copies of one block's activations may take beyond their size: whole pages, storages aligned."""
 
 
-Part = tuple[int, torch.dtype]
-"""Elements of one dtype: what a storage is copied as."""
+Part = tuple[torch.Size, torch.dtype]
+"""What a storage is copied as."""
 
 
 class HostBuffer(Cell):
@@ -59,9 +59,9 @@ class HostBuffer(Cell):
         if wanted != self._layout:
             at = 0
             self._layout, self._parts = wanted, []
-            for count, dtype in wanted:
-                nbytes = count * dtype.itemsize
-                self._parts.append(self.data[at : at + nbytes].view(dtype))
+            for shape, dtype in wanted:
+                nbytes = shape.numel() * dtype.itemsize
+                self._parts.append(self.data[at : at + nbytes].view(dtype).view(shape))
                 at += round_up(nbytes, _HOST_ALIGNMENT)
         return self._parts
 
@@ -108,7 +108,7 @@ class WeightAlias:
     shape: torch.Size
     stride: tuple[int, ...]
 
-    def restore(self) -> Tensor:
+    def unpack(self) -> Tensor:
         """Return the same view of the weight's present copy, which may be at another address than in the forward.
 
         Raises:
@@ -131,27 +131,36 @@ class Moved:
     shape: torch.Size
     stride: tuple[int, ...]
 
+    def unpack(self) -> Tensor:
+        """Return the tensor for a node of the graph, which writes to none: others may be given the same."""
+        memory = self.storage.use()
+        if memory.shape == self.shape and memory.stride() == self.stride and memory.dtype == self.dtype:
+            return memory
+        return self._on(memory)
+
     def restore(self) -> Tensor:
         """Return the tensor as it was, on the fetched storage."""
-        storage = self.storage.use()
+        return self._on(self.storage.use())
+
+    def _on(self, memory: Tensor) -> Tensor:
         with _no_modes():  # nothing is allocated here, and a mode would take longer than all of it
-            tensor = torch.empty(0, dtype=self.dtype, device=storage.device)
-            return tensor.set_(storage, self.offset, self.shape, self.stride)
+            tensor = torch.empty(0, dtype=self.dtype, device=memory.device)
+            return tensor.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)
 
 
 class MovedStorage:
     """One storage that saved tensors share: on the device, on its way, or on the host."""
 
-    __slots__ = ("device", "owner", "part", "source", "users", "watched")
+    __slots__ = ("device", "nbytes", "owner", "part", "users", "watched")
 
     def __init__(self, owner: ActivationOffloader, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         self.owner = owner
-        self.device: torch.UntypedStorage | None = storage
-        """On the device; None while only the host has it."""
+        self.nbytes = storage.nbytes()
         with _no_modes():
-            self.source: Tensor | None = _flat(tensor, storage)
-            """All of it as a tensor, until it has been copied to the host."""
-        self.part: Part = self.source.numel(), self.source.dtype
+            whole = tensor.is_contiguous() and tensor.nbytes == self.nbytes
+            self.device: Tensor | None = tensor.detach() if whole else _bytes_of(tensor.device, storage)
+            """All of it on the device; None while only the host has it."""
+        self.part: Part = self.device.shape, self.device.dtype
         self.users = 0
         """Saved tensors that have not been unpacked yet."""
         self.watched: tuple[Tensor, int] | None = None
@@ -169,17 +178,17 @@ class MovedStorage:
                 "block cannot run again; write out of place"
             )
 
-    def use(self) -> torch.UntypedStorage:
-        """Return it on the device for one saved tensor; after the last one nothing here holds it any more."""
+    def use(self) -> Tensor:
+        """Return all of it on the device for one saved tensor; after the last one nothing here holds it any more."""
         if self.device is not None and self.owner.at_home:  # autograd.grad inside the forward: nothing has left yet
             return self.device
         self.owner.arrived()
         assert self.device is not None and self.users > 0
-        storage = self.device
+        memory = self.device
         self.users -= 1
         if self.users == 0:
             self.device = None
-        return storage
+        return memory
 
 
 class ActivationOffloader:
@@ -193,7 +202,7 @@ class ActivationOffloader:
         self._storages: list[MovedStorage] = []
         self._host: HostBuffer | None = None
         """Where all storages go, side by side."""
-        self._parts: Sequence[Tensor] = ()
+        self._parts: list[Tensor] = []
         """The host memory of each storage."""
         self._nbytes = 0
         self._left: Event | None = None
@@ -232,10 +241,9 @@ class ActivationOffloader:
             return None
         sources: list[Tensor] = []
         for storage in self._storages:
-            assert storage.source is not None
+            assert storage.device is not None
             storage.check_untouched()
-            sources.append(storage.source)
-            storage.source = None
+            sources.append(storage.device)
         self._take_host_memory()
         assert self._host is not None
         parts, used = self._parts, self._host.used
@@ -274,9 +282,9 @@ class ActivationOffloader:
             return
         assert self._left is not None and self._host is not None
         self._memory = Cell(f"fetched activations {self.label}")
-        targets = self.device.empty_flat([storage.part for storage in self._storages])
+        targets = self.device.empty_all([storage.part for storage in self._storages])
         for storage, target in zip(self._storages, targets, strict=True):
-            storage.device = target.untyped_storage()
+            storage.device = target
         # After a new mark: the memory of ``empty`` may still be in use by kernels that were launched before.
         self._fetched = self.device.submit(
             "h2d",
@@ -304,28 +312,24 @@ class ActivationOffloader:
     def close(self) -> None:
         """Give the host memory back; whoever takes it next writes after the last copy from or to it."""
         for storage in self._storages:
-            storage.device = storage.source = None
+            storage.device = None
         if self._host is not None:
             self.pool.give(self._host, self._fetched or self._left)
             self._host = None
-        self._parts = ()
+        self._parts = []
         self._storages.clear()
 
     def _take_host_memory(self) -> None:
         """Take host memory for all storages, side by side."""
-        layout = [storage.part for storage in self._storages]
-        sizes = [count * dtype.itemsize for count, dtype in layout]
+        sizes = [storage.nbytes for storage in self._storages]
         self._nbytes = sum(sizes)
         self._host = self.pool.take(sum(round_up(nbytes, _HOST_ALIGNMENT) for nbytes in sizes))
         with _no_modes():
-            self._parts = self._host.parts(layout)
+            self._parts = self._host.parts([storage.part for storage in self._storages])
 
 
-def _flat(tensor: Tensor, storage: torch.UntypedStorage) -> Tensor:
-    """Return the whole ``storage`` of ``tensor`` as a tensor of one dimension, for copies."""
-    if tensor.is_contiguous() and tensor.numel() * tensor.itemsize == storage.nbytes():  # mostly, and that is faster
-        return tensor.detach().view(-1)
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+def _bytes_of(device: torch.device, storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
@@ -351,7 +355,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
             return offloader.take(tensor)
 
         def unpack(packed: Tensor | WeightAlias | Moved) -> Tensor:
-            return packed if isinstance(packed, Tensor) else packed.restore()
+            return packed if isinstance(packed, Tensor) else packed.unpack()
 
         super().__init__(pack, unpack)
 

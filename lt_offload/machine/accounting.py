@@ -93,7 +93,7 @@ class Account(TorchDispatchMode):
             OverBudget: if that would pass the limit.
         """
         for tensor in tensors:
-            self._charge(tensor.untyped_storage(), free=False, cause=f"a tensor of shape {tuple(tensor.shape)}")
+            self._charge(tensor.untyped_storage(), free=False, cause=tensor)
 
     def exclude(self, *tensors: torch.Tensor) -> None:
         """Never charge the storages of these tensors: host copies, weights in an arena."""
@@ -171,8 +171,9 @@ class Account(TorchDispatchMode):
             self._take_off_dead()
             nbytes = 0 if free else storage.nbytes()
             if self.limit is not None and self._current + nbytes > self.limit:
+                what = f"a tensor of shape {tuple(cause.shape)}" if isinstance(cause, torch.Tensor) else cause
                 raise OverBudget(
-                    f"{cause} needs {format_bytes(nbytes)} ({nbytes} bytes) of {self._what}, but "
+                    f"{what} needs {format_bytes(nbytes)} ({nbytes} bytes) of {self._what}, but "
                     f"{format_bytes(self._current)} of {format_bytes(self.limit)} ({self.limit} bytes) are in use"
                 )
             charge = _Charge(storage, self._discharge)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -100,7 +100,7 @@ class WatchedDevice(CudaDevice):
             super().copy(target, source)
         self.mode.event_handler.copies += 1
 
-    def copy_all(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         for target, source in zip(targets, sources, strict=True):
             self.copy(target, source)
 

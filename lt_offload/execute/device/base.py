@@ -191,7 +191,7 @@ class Device(ABC):
         """Copy between host and device, as part of a task on a copy lane; every such task copies with this."""
         target.copy_(source, non_blocking=True)
 
-    def copy_all(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Copy each of ``sources``, as part of a task on a copy lane: many small ones at the cost of a few."""
         torch._foreach_copy_(targets, sources, non_blocking=True)
 
@@ -221,9 +221,9 @@ class Device(ABC):
         ``after``.
         """
 
-    def empty_flat(self, parts: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
-        """Return uninitialised device memory as :meth:`empty` does: one tensor per (elements, dtype)."""
-        return [self.empty((count,), None, dtype) for count, dtype in parts]
+    def empty_all(self, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
+        """Return uninitialised device memory as :meth:`empty` does: one tensor per (shape, dtype)."""
+        return [self.empty(shape, None, dtype) for shape, dtype in parts]
 
     @abstractmethod
     def accounting(self, signature: object = None) -> AbstractContextManager[None]:

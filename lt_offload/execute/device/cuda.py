@@ -327,7 +327,7 @@ class CudaDevice(Device):
             _copy(target, source)
 
     @override
-    def copy_all(self, targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+    def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         if not self._host.has_pageable:
             super().copy_all(targets, sources)
             return

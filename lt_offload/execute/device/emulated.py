@@ -388,10 +388,10 @@ class EmulatedDevice(Device):
         return tensor
 
     @override
-    def empty_flat(self, parts: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
+    def empty_all(self, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
         # Charged all at once: the account as a mode would take longer for each than all of them take.
         with plain_torch():
-            tensors = [torch.empty(count, dtype=dtype) for count, dtype in parts]
+            tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in parts]
             if self._poison:
                 for tensor in tensors:
                     _fill(_bytes(tensor))
