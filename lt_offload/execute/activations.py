@@ -11,6 +11,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,21 +28,42 @@ from lt_offload.model.options import for_replay, is_costly, travels
 from lt_offload.model.snapshot import version
 from lt_offload.units import round_up
 
+_no_modes = torch._C._DisableTorchDispatch
+"""Context in which views are made: no mode has to see them."""
+
 _PAGE = 4096
 
 ROUNDING = 2 * _PAGE
 """Bytes that the host copies of one block's activations may take beyond their size: whole pages, storages aligned."""
 
 
+Part = tuple[torch.Size, torch.dtype]
+"""What a storage is copied as."""
+
+
 class HostBuffer(Cell):
     """Host memory for the activations of one block; whoever uses it next waits for ``used``, the last task that did."""
 
-    __slots__ = ("data", "used")
+    __slots__ = ("_layout", "_parts", "data", "used")
 
     def __init__(self, data: Tensor) -> None:
         super().__init__("host activation")
         self.data = data
         self.used: Event | None = None
+        self._layout: tuple[Part, ...] = ()
+        self._parts: list[Tensor] = []
+
+    def parts(self, layout: Sequence[Part]) -> list[Tensor]:
+        """Return one tensor per element of ``layout``, side by side; mostly it is the layout of the last time."""
+        wanted = tuple(layout)
+        if wanted != self._layout:
+            at = 0
+            self._layout, self._parts = wanted, []
+            for shape, dtype in wanted:
+                nbytes = shape.numel() * dtype.itemsize
+                self._parts.append(self.data[at : at + nbytes].view(dtype).view(shape))
+                at += round_up(nbytes, _HOST_ALIGNMENT)
+        return self._parts
 
 
 class HostPool:
@@ -86,7 +108,7 @@ class WeightAlias:
     shape: torch.Size
     stride: tuple[int, ...]
 
-    def restore(self) -> Tensor:
+    def unpack(self) -> Tensor:
         """Return the same view of the weight's present copy, which may be at another address than in the forward.
 
         Raises:
@@ -95,7 +117,8 @@ class WeightAlias:
         view = self.weight.present
         if view is None:
             raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside the block of {self.weight.label}")
-        return view.as_strided(self.shape, self.stride, view.storage_offset() + self.offset)
+        with _no_modes():
+            return view.as_strided(self.shape, self.stride, view.storage_offset() + self.offset)
 
 
 @dataclass(slots=True)
@@ -108,23 +131,36 @@ class Moved:
     shape: torch.Size
     stride: tuple[int, ...]
 
+    def unpack(self) -> Tensor:
+        """Return the tensor for a node of the graph, which writes to none: others may be given the same."""
+        memory = self.storage.use()
+        if memory.shape == self.shape and memory.stride() == self.stride and memory.dtype == self.dtype:
+            return memory
+        return self._on(memory)
+
     def restore(self) -> Tensor:
         """Return the tensor as it was, on the fetched storage."""
-        data = self.storage.use()
-        tensor = torch.empty(0, dtype=self.dtype, device=data.device)
-        return tensor.set_(data.untyped_storage(), self.offset, self.shape, self.stride)
+        return self._on(self.storage.use())
+
+    def _on(self, memory: Tensor) -> Tensor:
+        with _no_modes():  # nothing is allocated here, and a mode would take longer than all of it
+            tensor = torch.empty(0, dtype=self.dtype, device=memory.device)
+            return tensor.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)
 
 
 class MovedStorage:
     """One storage that saved tensors share: on the device, on its way, or on the host."""
 
-    __slots__ = ("device", "nbytes", "owner", "users", "watched")
+    __slots__ = ("device", "nbytes", "owner", "part", "users", "watched")
 
-    def __init__(self, owner: ActivationOffloader, tensor: Tensor) -> None:
+    def __init__(self, owner: ActivationOffloader, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         self.owner = owner
-        self.device: Tensor | None = _bytes_of(tensor)
-        """The bytes on the device; None while only the host has them."""
-        self.nbytes = self.device.numel()
+        self.nbytes = storage.nbytes()
+        with _no_modes():
+            whole = tensor.is_contiguous() and tensor.nbytes == self.nbytes
+            self.device: Tensor | None = tensor.detach() if whole else _bytes_of(tensor.device, storage)
+            """All of it on the device; None while only the host has it."""
+        self.part: Part = self.device.shape, self.device.dtype
         self.users = 0
         """Saved tensors that have not been unpacked yet."""
         self.watched: tuple[Tensor, int] | None = None
@@ -143,16 +179,16 @@ class MovedStorage:
             )
 
     def use(self) -> Tensor:
-        """Return the bytes on the device for one saved tensor; after the last one nothing here holds them any more."""
+        """Return all of it on the device for one saved tensor; after the last one nothing here holds it any more."""
         if self.device is not None and self.owner.at_home:  # autograd.grad inside the forward: nothing has left yet
             return self.device
         self.owner.arrived()
         assert self.device is not None and self.users > 0
-        data = self.device
+        memory = self.device
         self.users -= 1
         if self.users == 0:
             self.device = None
-        return data
+        return memory
 
 
 class ActivationOffloader:
@@ -187,10 +223,10 @@ class ActivationOffloader:
 
     def take(self, tensor: Tensor, *, watch: bool = False) -> Moved:
         """Register ``tensor``; its storage will travel. ``watch``: raise if it is written to before it has left."""
-        key = tensor.untyped_storage()._cdata
-        storage = self._by_storage.get(key)
+        memory = tensor.untyped_storage()
+        storage = self._by_storage.get(memory._cdata)
         if storage is None:
-            storage = self._by_storage[key] = MovedStorage(self, tensor)
+            storage = self._by_storage[memory._cdata] = MovedStorage(self, tensor, memory)
             self._storages.append(storage)
         if watch and storage.watched is None:
             storage.watched = (tensor, version(tensor))
@@ -203,25 +239,20 @@ class ActivationOffloader:
         self._by_storage.clear()
         if not self._storages:
             return None
-        sources = []
+        sources: list[Tensor] = []
         for storage in self._storages:
             assert storage.device is not None
             storage.check_untouched()
             sources.append(storage.device)
         self._take_host_memory()
         assert self._host is not None
-        pairs, used = list(zip(self._parts, sources, strict=True)), self._host.used
+        parts, used = self._parts, self._host.used
         self._leaving = self._memory, sources
-
-        def copy() -> None:
-            for host, source in pairs:
-                self.device.copy(host, source)
-
         # After the mark, as kernels of the forward may still be writing the sources; after ``used``, as the last
         # iteration's copies back may still be reading this host memory.
         self._left = self.device.submit(
             "d2h",
-            copy,
+            partial(self.device.copy_all, parts, sources),
             after=[self.device.mark(writes=[self._memory]), *([] if used is None else [used])],
             reads=[self._memory],
             writes=[self._host],
@@ -251,19 +282,13 @@ class ActivationOffloader:
             return
         assert self._left is not None and self._host is not None
         self._memory = Cell(f"fetched activations {self.label}")
-        pairs = []
-        for storage, part in zip(self._storages, self._parts, strict=True):
-            storage.device = self.device.empty((storage.nbytes,), None, torch.uint8)
-            pairs.append((storage.device, part))
-
-        def copy() -> None:
-            for target, host in pairs:
-                self.device.copy(target, host)
-
+        targets = self.device.empty_all([storage.part for storage in self._storages])
+        for storage, target in zip(self._storages, targets, strict=True):
+            storage.device = target
         # After a new mark: the memory of ``empty`` may still be in use by kernels that were launched before.
         self._fetched = self.device.submit(
             "h2d",
-            copy,
+            partial(self.device.copy_all, targets, self._parts),
             after=[self._left, self.device.mark(writes=[self._memory])],
             reads=[self._host],
             writes=[self._memory],
@@ -297,16 +322,14 @@ class ActivationOffloader:
     def _take_host_memory(self) -> None:
         """Take host memory for all storages, side by side."""
         sizes = [storage.nbytes for storage in self._storages]
-        padded = [round_up(nbytes, _HOST_ALIGNMENT) for nbytes in sizes]
-        self._host, self._nbytes = self.pool.take(sum(padded)), sum(sizes)
-        parts = self._host.data[: sum(padded)].split(padded)  # type: ignore[no-untyped-call]
-        triples = zip(parts, padded, sizes, strict=True)
-        self._parts = [part if room == nbytes else part[:nbytes] for part, room, nbytes in triples]
+        self._nbytes = sum(sizes)
+        self._host = self.pool.take(sum(round_up(nbytes, _HOST_ALIGNMENT) for nbytes in sizes))
+        with _no_modes():
+            self._parts = self._host.parts([storage.part for storage in self._storages])
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    storage = tensor.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage, 0, (storage.nbytes(),), (1,))
+def _bytes_of(device: torch.device, storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
 
 
 class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
@@ -327,11 +350,12 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
                 return _alias(tensor, ranges)
             if offloader is None or tensor.untyped_storage()._cdata in stay or not travels(tensor):
                 # Detached, as a saved output would hold the node that holds it: a cycle that no collector sees.
-                return tensor.detach()
+                with _no_modes():
+                    return tensor.detach()
             return offloader.take(tensor)
 
         def unpack(packed: Tensor | WeightAlias | Moved) -> Tensor:
-            return packed if isinstance(packed, Tensor) else packed.restore()
+            return packed if isinstance(packed, Tensor) else packed.unpack()
 
         super().__init__(pack, unpack)
 

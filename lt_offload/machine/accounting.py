@@ -18,8 +18,9 @@ from lt_offload.errors import OverBudget
 from lt_offload.machine.dispatch import show_buffers, unseen_by_dynamo
 from lt_offload.units import format_bytes
 
-_MAKES: dict[Any, bool] = {}
-"""By operation, whether its results may have storages of their own."""
+_MAKES: dict[int, tuple[bool, Any]] = {}
+"""By the identity of an operation, whether its results may have storages of their own, and the operation, which has to
+live. Its own hash takes Python code at every look-up."""
 
 
 class _Charge(weakref.ref[torch.UntypedStorage]):
@@ -93,7 +94,7 @@ class Account(TorchDispatchMode):
             OverBudget: if that would pass the limit.
         """
         for tensor in tensors:
-            self._charge(tensor.untyped_storage(), free=False, cause=f"a tensor of shape {tuple(tensor.shape)}")
+            self._charge(tensor.untyped_storage(), free=False, cause=tensor)
 
     def exclude(self, *tensors: torch.Tensor) -> None:
         """Never charge the storages of these tensors: host copies, weights in an arena."""
@@ -147,20 +148,24 @@ class Account(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run the operation and charge its results."""
         out = func(*args, **kwargs) if kwargs else func(*args)
-        makes = _MAKES.get(func)
-        if makes is None:
-            makes = _MAKES[func] = _makes_storages(func)
-        if makes:
+        known = _MAKES.get(id(func))
+        if known is None:
+            known = _MAKES[id(func)] = _makes_storages(func), func
+        if known[0]:
             for tensor in (out,) if type(out) is torch.Tensor else tensors_in(out):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._live and self._device_type in (None, tensor.device.type):
-                    self._meet(storage, func, list(tensors_in((args, kwargs or ()))))
+                    self._meet(storage, func, _given(args, kwargs))
         return out
 
     def _meet(self, storage: torch.UntypedStorage, func: Any, given: list[torch.Tensor]) -> None:
         """Charge a storage that an operation on the tensors ``given`` has returned, unless it is theirs (a view)."""
-        known = any(storage._cdata == tensor.untyped_storage()._cdata for tensor in given)
-        self._charge(storage, free=known, cause=func)
+        key, free = storage._cdata, False
+        for tensor in given:
+            if tensor.untyped_storage()._cdata == key:
+                free = True
+                break
+        self._charge(storage, free=free, cause=func)
 
     def _charge(self, storage: torch.UntypedStorage, *, free: bool, cause: object) -> None:
         # The address of the storage: valid as a key only while it lives, so the weak reference's callback removes it.
@@ -168,11 +173,13 @@ class Account(TorchDispatchMode):
         with self._lock:
             if key in self._live:
                 return
-            self._take_off_dead()
+            if self._dead:
+                self._take_off_dead()
             nbytes = 0 if free else storage.nbytes()
             if self.limit is not None and self._current + nbytes > self.limit:
+                what = f"a tensor of shape {tuple(cause.shape)}" if isinstance(cause, torch.Tensor) else cause
                 raise OverBudget(
-                    f"{cause} needs {format_bytes(nbytes)} ({nbytes} bytes) of {self._what}, but "
+                    f"{what} needs {format_bytes(nbytes)} ({nbytes} bytes) of {self._what}, but "
                     f"{format_bytes(self._current)} of {format_bytes(self.limit)} ({self.limit} bytes) are in use"
                 )
             charge = _Charge(storage, self._discharge)
@@ -180,7 +187,8 @@ class Account(TorchDispatchMode):
             self._serial += 1
             self._live[key] = charge
             self._current += nbytes
-            self._peak = max(self._peak, self._current)
+            if self._current > self._peak:
+                self._peak = self._current
             if self._timeline is not None and nbytes:
                 self._timeline.append((charge.serial, nbytes))
 
@@ -204,6 +212,17 @@ class Account(TorchDispatchMode):
 def _makes_storages(func: Any) -> bool:
     """Return whether the operation may return anything but its arguments and views of them."""
     return any(result.alias_info is None for result in func._schema.returns)
+
+
+def _given(args: tuple[Any, ...], kwargs: Any) -> list[torch.Tensor]:
+    """Return the strided tensors among the arguments of an operation: mostly they are no more than arguments."""
+    found = []
+    for value in args:
+        if type(value) is torch.Tensor and value.layout is torch.strided:
+            found.append(value)
+        elif isinstance(value, (torch.Tensor, tuple, list, dict)):
+            found += tensors_in(value)
+    return found + list(tensors_in(kwargs)) if kwargs else found
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:

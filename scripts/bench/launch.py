@@ -135,7 +135,9 @@ def instrumented(phases: Phases, copies: Counter[str]) -> Iterator[None]:
         for device in (emulated.EmulatedDevice, cuda.CudaDevice):
             counted(device, "submit")
             counted(device, "copy")
+            counted(device, "copy_all")
             within(device, "device", "submit", "mark", "place", "free", "begin_compute", "end_compute", "empty")
+            within(device, "device", "empty_all")
             within(device, WAITING, "wait")
         within(engine.Engine, "around the forward", "_train_forward")
         within(engine.Engine, "around the backward", "_run_backward")

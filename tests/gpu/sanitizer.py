@@ -100,6 +100,10 @@ class WatchedDevice(CudaDevice):
             super().copy(target, source)
         self.mode.event_handler.copies += 1
 
+    def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        for target, source in zip(targets, sources, strict=True):
+            self.copy(target, source)
+
 
 @contextmanager
 def watching(device_type: str) -> Iterator[Handler]:

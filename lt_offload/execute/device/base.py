@@ -191,6 +191,10 @@ class Device(ABC):
         """Copy between host and device, as part of a task on a copy lane; every such task copies with this."""
         target.copy_(source, non_blocking=True)
 
+    def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        """Copy each of ``sources``, as part of a task on a copy lane: many small ones at the cost of a few."""
+        torch._foreach_copy_(targets, sources, non_blocking=True)
+
     @abstractmethod
     def zero_copy_view(self, host: torch.Tensor) -> torch.Tensor:
         """Return a tensor for computations on the device whose storage is the host memory of ``host``.
@@ -216,6 +220,10 @@ class Device(ABC):
         It may still be in use by earlier work of the compute lane: a task that writes it takes a later ``mark`` in
         ``after``.
         """
+
+    def empty_all(self, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
+        """Return uninitialised device memory as :meth:`empty` does: one tensor per (shape, dtype)."""
+        return [self.empty(shape, None, dtype) for shape, dtype in parts]
 
     @abstractmethod
     def accounting(self, signature: object = None) -> AbstractContextManager[None]:

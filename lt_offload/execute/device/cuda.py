@@ -327,6 +327,14 @@ class CudaDevice(Device):
             _copy(target, source)
 
     @override
+    def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        if not self._host.has_pageable:
+            super().copy_all(targets, sources)
+            return
+        for target, source in zip(targets, sources, strict=True):
+            self.copy(target, source)
+
+    @override
     def zero_copy_view(self, host: torch.Tensor) -> torch.Tensor:
         if self._host.is_pageable(host):
             raise UnsupportedError(

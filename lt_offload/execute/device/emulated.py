@@ -24,6 +24,7 @@ from lt_offload.execute.device.lanes import UNORDERED, CallerLanes, Lanes, Task,
 from lt_offload.execute.device.races import ORIGIN, Checker
 from lt_offload.execute.device.threads import ThreadLanes
 from lt_offload.machine.accounting import Account
+from lt_offload.machine.heap import keep_freed_memory
 from lt_offload.machine.host_memory import HOST_MEMORY, HostMemory
 from lt_offload.units import format_bytes
 
@@ -180,7 +181,7 @@ class EmulatedDevice(Device):
         self._closed = False
         # Neither lanes nor account refer to the device: it is collected, and its threads end, even if nobody closes it.
         self._account = DeviceAccount(budget, self._lanes)
-        self._stop = weakref.finalize(self, self._lanes.stop)
+        self._stop = weakref.finalize(self, _release, self._lanes, keep_freed_memory())
         self._arena = self._new_arena(0)
 
     # -- arena -------------------------------------------------------------------------------------------------------
@@ -386,6 +387,18 @@ class EmulatedDevice(Device):
                 _fill(_bytes(tensor))
         return tensor
 
+    @override
+    def empty_all(self, parts: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[torch.Tensor]:
+        # Charged all at once: the account as a mode would take longer for each than all of them take.
+        with plain_torch():
+            tensors = [torch.empty(shape, dtype=dtype) for shape, dtype in parts]
+            if self._poison:
+                for tensor in tensors:
+                    _fill(_bytes(tensor))
+        if self._entered:
+            self._account.charge(*tensors)
+        return tensors
+
     @contextmanager
     @override
     def accounting(self, signature: object = None) -> Iterator[None]:
@@ -483,6 +496,11 @@ class EmulatedDevice(Device):
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage())
+
+
+def _release(lanes: Lanes, forget: Callable[[], None]) -> None:
+    lanes.stop()
+    forget()
 
 
 def _no_registration(address: int, nbytes: int = 0) -> int:

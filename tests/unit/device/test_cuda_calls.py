@@ -157,6 +157,20 @@ def test_copies_of_pageable_memory_run_on_the_lanes_thread(pageable, gpu):
     assert torch.equal(back, torch.arange(6.0))
 
 
+@pytest.mark.parametrize("locks", [True, False])
+def test_many_tensors_are_copied_at_once_also_where_memory_is_pageable(gpu, locks):
+    gpu.locks = locks
+    device = CudaDevice(1 << 20, runtime=gpu)
+    hosts = [device.host_adopt(torch.full((count,), float(count))) for count in (3, 5, 7)]
+    near = [torch.zeros(host.shape) for host in hosts]
+    back = [device.host_empty(host.shape, torch.float32) for host in hosts]
+    down = device.submit("h2d", lambda: device.copy_all(near, hosts))
+    up = device.submit("d2h", lambda: device.copy_all(back, near), after=[down])
+    device.synchronize(up)
+    assert all(map(torch.equal, back, hosts))
+    device.close()
+
+
 def test_pageable_memory_is_never_shown_to_kernels(pageable, gpu):
     host = pageable.host_adopt(torch.arange(6.0))
     with pytest.raises(UnsupportedError, match="not page-locked"):
