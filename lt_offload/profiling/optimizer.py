@@ -36,6 +36,8 @@ _SAMPLE_ELEMENTS = 1 << 22
 _ESTIMATE_SHAPE = (256, 256)
 _HOST_ELEMENTS = 1 << 25
 """With gradients and states half a gigabyte, for an fp32 AdamW: more than caches hold."""
+_TRIAL_SHAPE, _TRIALS = (1024, 2048), 8
+"""In all a quarter of a gigabyte, for an fp32 AdamW, in steps of milliseconds."""
 _RAM_SHARE = 0.1
 _TOLERANCE = 0.03
 """More threads are not taken for less than this gain."""
@@ -237,6 +239,22 @@ def _host_stand_in(optimizer: Optimizer, sample: _Sample) -> _ParameterStandIn:
     most = _RAM_SHARE * available_host_bytes() / 16  # bytes per element of fp32 AdamW, or of bfloat16 with masters
     copies = min(elements, _HOST_ELEMENTS, int(most)) // max(1, math.prod(sample.shape))
     return _ParameterStandIn(sample, torch.device("cpu"), copies=max(1, copies))
+
+
+def trial_steps(optimizer: Optimizer, *, mapped: bool) -> list[Callable[[], None]]:
+    """Return updates on the host that ``optimizer`` might do, each of other tensors, in all of more than caches hold.
+
+    Args:
+        optimizer: whose rule and options they have.
+        mapped: whether they are in memory like that of the engine for a GPU.
+    """
+    sample = replace(_largest(optimizer), shape=_TRIAL_SHAPE)
+    stand_ins = [_ParameterStandIn(sample, torch.device("cpu")) for _ in range(_TRIALS)]
+    for stand_in in stand_ins:
+        stand_in.step()  # makes the state
+        if mapped:
+            stand_in.map()
+    return [stand_in.step for stand_in in stand_ins]
 
 
 def estimate_optimizer(optimizer: Optimizer, hardware: HardwareProfile) -> OptimizerProfile:

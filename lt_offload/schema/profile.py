@@ -185,9 +185,14 @@ class HardwareProfile:
     pinnable_bytes: int
     """RAM that may be pinned; equals ``host_bytes`` where there is no limit. What comes first gets it."""
     h2d_bytes_per_s: float
-    """Host to device, while the other direction is busy too."""
+    """Host to device: of a machine while the other direction is busy, too; in a profile that says how lanes slow each
+    other down (``Profile.contention``) alone, or the other direction would count twice."""
     d2h_bytes_per_s: float
-    """Device to host, while the other direction is busy too."""
+    """Device to host, likewise."""
+    h2d_alone_bytes_per_s: float = 0.0
+    """Host to device, while nothing else is copied; 0: not measured."""
+    d2h_alone_bytes_per_s: float = 0.0
+    """Device to host, likewise."""
     staged_bytes_per_s: float = 0.0
     """The slower direction while both are busy, for RAM that cannot be pinned; 0: not measured."""
     context_bytes: int = 0
