@@ -5,7 +5,7 @@ The device needs room for one block, its activations and one batch; the model ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -231,8 +231,16 @@ def assemble(
         page_table_bytes=_page_tables(structure, sizes) if gpu else 0,
         slack_bytes=max(cost.slack_bytes for cost in measured.costs),
         slack_share=ALLOCATOR_SLACK if gpu else 0.0,
+        scatter=_scatter(measured.costs),
         estimated=estimated,
     )
+
+
+def _scatter(costs: Sequence[BlockCost]) -> float:
+    """Return the mean scatter of blocks, each counted by the seconds that it takes."""
+    seconds = [cost.options[0].forward_s + cost.options[0].backward_s for cost in costs]
+    total = sum(seconds)
+    return sum(cost.scatter * s for cost, s in zip(costs, seconds, strict=True)) / total if total > 0 else 0.0
 
 
 def _page_tables(structure: Structure, sizes: StateSizes) -> int:

@@ -25,7 +25,7 @@ from lt_offload.machine.accounting import Account
 from lt_offload.machine.numa import MemoryNode, memory_node_of
 from lt_offload.machine.pages import map_pages
 from lt_offload.profiling.hardware import available_host_bytes
-from lt_offload.profiling.meters import Roofline, Stopwatch
+from lt_offload.profiling.meters import Roofline, Stopwatch, fastest
 from lt_offload.schema.profile import HardwareProfile, OptimizerProfile
 from lt_offload.units import round_up
 
@@ -41,8 +41,6 @@ _TRIAL_SHAPE, _TRIALS = (1024, 2048), 8
 _RAM_SHARE = 0.1
 _TOLERANCE = 0.03
 """More threads are not taken for less than this gain."""
-_LONG = 1.0
-"""Seconds of updates that are enough of a measurement."""
 
 
 def build_optimizer(optimizer: Optimizer | OptimizerFactory, parameters: list[nn.Parameter]) -> Optimizer:
@@ -288,11 +286,11 @@ def _speed(stand_in: _ParameterStandIn, device: torch.device) -> float:
     watch = Stopwatch(device)
     stand_in.step()  # makes the state
     times: list[float] = []
-    while len(times) < 3 and sum(times) < _LONG:
+    while not watch.enough(times):
         watch.lap()
         stand_in.step()
         times.append(watch.lap().seconds)
-    return stand_in.nbytes / statistics.median(times)
+    return stand_in.nbytes / statistics.mean(fastest(times))
 
 
 def _scratch(stand_in: _ParameterStandIn) -> float:

@@ -272,6 +272,9 @@ class Profile:
     """
     contention: Contention = Contention()
     """How lanes slow each other down."""
+    scatter: float = 0.0
+    """Half the distance between the extremes of repeated measurements of the blocks, relative to what was taken of
+    them, 0.02 being 2 %; more on a machine that is busy with something else."""
     estimated: bool = False
     """True if times are a roofline estimate and not a measurement."""
     schema: int = PROFILE_SCHEMA
@@ -305,6 +308,7 @@ def problems(profile: Profile) -> Iterator[str]:
     for name, value in (
         ("shared_bytes", profile.shared_bytes),
         ("slack_bytes", profile.slack_bytes),
+        ("scatter", profile.scatter),
         ("optimizer.scratch_ratio", optimizer.scratch_ratio),
         ("optimizer.host_threads", optimizer.host_threads),
     ):

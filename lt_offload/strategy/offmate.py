@@ -298,6 +298,11 @@ class OffmateStrategy(_Base):
         self._save_plan(folder)
         rank_zero_info(f"offmate: {_summary(self.plan)}" + (f"; saved in {folder}" if folder else ""))
         rank_zero_info(self.plan.explain() if self.explain else brief(self.plan))
+        if self._replanning is not None and self.profile.scatter > _BUSY:
+            rank_zero_info(
+                f"offmate: repeated measurements differ by {self.profile.scatter:.0%} either way: the machine is busy "
+                "with something else; the first iterations will correct what is predicted"
+            )
         self._install(optimizer, self.plan, self.plan.budget_bytes)
 
     def _make_plan(self, profile: Profile) -> Plan:
@@ -536,6 +541,8 @@ class OffmateStrategy(_Base):
 _PUBLIC = "lt_offload.strategy.lightning"
 """Where a saved config finds the classes; those there serve every namespace."""
 _named: dict[str, tuple[type[Any], type[Any]]] = {}
+_BUSY = 0.1
+"""Scatter of measurements from which on it is mentioned."""
 
 
 def strategy_class(namespace: str) -> type[Any]:
