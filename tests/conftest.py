@@ -33,7 +33,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(autouse=True)
 def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let profiles be of one machine, which is measured once."""
+    """Let profiles be of one machine, which is measured once and whose lanes share nothing."""
+    from lt_offload.schema.profile import Contention
     from tests.support.machine import this_machine
 
+    monkeypatch.setattr("lt_offload.profiling.measure.measure_contention", lambda *args, **kwargs: Contention())
     monkeypatch.setattr("lt_offload.profiling.measure.measure_hardware", lambda *args, **kwargs: this_machine())

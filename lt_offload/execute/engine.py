@@ -25,11 +25,11 @@ from lt_offload.execute.bound_weights import BoundWeights, expose
 from lt_offload.execute.copies import Residency
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.record import Recorder
-from lt_offload.execute.edges.checks import Backward, Consumers, Fixed, OwnParameters, check_hooks
+from lt_offload.execute.edges.checks import Backward, Consumers, Fixed, OwnParameters, check_hooks, may_repeat
 from lt_offload.execute.edges.consumed import OwnLoop, StandIns
 from lt_offload.execute.edges.guard import Aliases, Guard, find_aliases
 from lt_offload.execute.edges.logits import LossInBlock
-from lt_offload.execute.frames import Frames
+from lt_offload.execute.frames import Frames, repeated
 from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.groups import Layout
 from lt_offload.execute.inference import Streaming, room
@@ -109,6 +109,8 @@ class Engine:
         self._fixed: Fixed
         self._consumed: StandIns
         self._own: list[OwnParameters]
+        self._staying = False
+        """Somebody held memory of a weight when the engine was installed."""
         self._backward = Backward(self._anchor)
         self._consumers = Consumers(lambda index: self.structure.blocks[index].name, self._frames.uses)
         self.own_loop: OwnLoop | None = None
@@ -129,6 +131,7 @@ class Engine:
         assert not self.installed
         device, plan = self.device, self.plan
         aliases = self._find_aliases()
+        self._staying = bool(aliases.held)
         self.weights = [Weight(i, name, param) for i, (name, param) in enumerate(self.structure.tensors)]
         self._blocks = [[self.weights[t] for t in block.tensors] for block in self.structure.blocks]
         layout = Layout(device, self.weights, self._blocks, plan, aliases.held)
@@ -236,6 +239,30 @@ class Engine:
             self._move_rest(torch.device("cpu"))
 
     close = remove
+
+    def may_be_replaced(self) -> bool:
+        """Return whether another engine may go on now, between two iterations, unnoticed by users.
+
+        It has other memory for weights and states: whoever holds some of this engine's would not see it trained.
+
+        Raises:
+            UnsupportedError: if something was changed since the last iteration that cannot be, as the next would.
+        """
+        with self._guard.suspended:
+            self._guard.check_thread()
+            self._fixed.check()
+            self._guard.begin()  # what was assigned to parameters is in the host copies from now on
+        return not self._staying and not self._guard.held
+
+    def may_run(self, plan: Plan) -> bool:
+        """Return whether ``plan`` can do what users do beside training.
+
+        That is: their hooks allow that it runs other blocks a second time, and its arena is large enough for forwards
+        without gradients (validation), or not smaller than it was.
+        """
+        assert self.plan is not None
+        arena = min(room(self._blocks, 0), self.plan.arena_bytes)
+        return plan.arena_bytes >= arena and may_repeat(self.structure, repeated(plan))
 
     def drain(self) -> None:
         """Make every host copy complete: updates in flight are awaited, newer device copies written back (and kept)."""

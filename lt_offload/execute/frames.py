@@ -22,6 +22,15 @@ from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import RECORDED
 
 
+def repeated(plan: Plan) -> set[int]:
+    """Return the blocks that run a second time for their backward."""
+    return {index for index, option in enumerate(plan.options) if option not in RECORDED} | _recomputed(plan)
+
+
+def _recomputed(plan: Plan) -> set[int]:
+    return {op.block for op in plan.ops if op.save is not None}
+
+
 class Frames:
     """Makes and finds frames, and sees which blocks are called with what the previous block returned.
 
@@ -32,10 +41,8 @@ class Frames:
     def __init__(self, device: Device, pool: HostPool, structure: Structure, plan: Plan | None) -> None:
         self._device, self._pool, self._structure = device, pool, structure
         self._options = plan.options if plan is not None else ()
-        self._recomputed = {op.block for op in plan.ops if op.save is not None} if plan is not None else set()
-        self.repeated = {
-            index for index, option in enumerate(self._options) if option not in RECORDED
-        } | self._recomputed
+        self._recomputed = _recomputed(plan) if plan is not None else set()
+        self.repeated = repeated(plan) if plan is not None else set()
         """Blocks that run a second time for their backward."""
         self.uses: dict[int, Counter[int]] = {}
         """By block, how often it uses each of its inputs; counted in its first backward."""

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lt_offload.machine.dispatch import unseen_by_dynamo
 from lt_offload.model.calls import Call
 from lt_offload.model.options import for_replay, is_costly, travels
-from lt_offload.profiling.meters import Lap, Meter, Watch
+from lt_offload.profiling.meters import Lap, Meter, Watch, fastest, scatter
 from lt_offload.schema.profile import OptionName, OptionProfile
 
 Option = Literal["keep", "recompute", "mixed"]
@@ -34,6 +34,8 @@ class BlockCost:
     options: tuple[OptionProfile, ...]
     slack_bytes: int = 0
     """Device memory that torch's allocator has held beyond what it has allocated, at most."""
+    scatter: float = 0.0
+    """Of its repeated measurements; see ``Profile.scatter``."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -55,6 +57,7 @@ class _Figures:
     """Bytes that the allocator holds at the peak and has not given to anybody."""
     forward: Lap = Lap(seconds=0.0, launch_s=0.0)
     backward: Lap = Lap(seconds=0.0, launch_s=0.0)
+    scatter: float = 0.0
 
 
 def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
@@ -79,6 +82,7 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
         launch_s=max(keep.forward.launch_s, keep.backward.launch_s),
         options=tuple(profiles),
         slack_bytes=max(figures.slack for figures in measured),
+        scatter=max(figures.scatter for figures in measured),
     )
 
 
@@ -200,15 +204,24 @@ def _measure(call: Call, option: Option, meter: Meter, *, timed: bool) -> _Figur
     if call.compiled:
         _run(call, option, meter, None)  # compiles
     forward, backward = _run(call, option, meter, figures)
-    laps = [_run(call, option, meter, None) for _ in range(meter.repeats(forward.seconds) if timed else 0)]
-    figures.forward = _median([lap for lap, _ in laps] or [forward])
-    figures.backward = _median([lap for _, lap in laps] or [backward])
+    laps: list[tuple[Lap, Lap]] = []
+    while timed and not meter.enough([_seconds(run) for run in laps]):
+        laps.append(_run(call, option, meter, None))
+    counted = sorted(laps, key=_seconds)[: len(fastest([_seconds(run) for run in laps]))] or [(forward, backward)]
+    figures.forward = _mean([lap for lap, _ in counted])
+    figures.backward = _mean([lap for _, lap in counted])
+    figures.scatter = scatter([_seconds(run) for run in laps]) if laps else 0.0
     return figures
 
 
-def _median(laps: list[Lap]) -> Lap:
+def _seconds(run: tuple[Lap, Lap]) -> float:
+    """Return the seconds of a forward and backward."""
+    return sum(lap.seconds for lap in run)
+
+
+def _mean(laps: list[Lap]) -> Lap:
     return Lap(
-        seconds=statistics.median(lap.seconds for lap in laps), launch_s=statistics.median(lap.launch_s for lap in laps)
+        seconds=statistics.mean(lap.seconds for lap in laps), launch_s=statistics.mean(lap.launch_s for lap in laps)
     )
 
 

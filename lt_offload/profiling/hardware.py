@@ -179,6 +179,8 @@ def measure_hardware(
         pinnable_bytes=limit.nbytes,
         h2d_bytes_per_s=links.h2d,
         d2h_bytes_per_s=links.d2h,
+        h2d_alone_bytes_per_s=links.h2d_alone,
+        d2h_alone_bytes_per_s=links.d2h_alone,
         staged_bytes_per_s=links.staged,
         context_bytes=context_bytes(target) if cuda else 0,
         source="; ".join([*source, f"page-locked memory: {limit.how}"] if limit.how else source),

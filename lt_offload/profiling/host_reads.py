@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from lt_offload.errors import UnsupportedError
 from lt_offload.machine.zero_copy import locked, measure_speeds, refusal, zero_copy_of, zero_copy_view
 from lt_offload.model.blocks import Structure
-from lt_offload.profiling.meters import Meter
+from lt_offload.profiling.meters import Meter, fastest
 from lt_offload.schema.profile import HardwareProfile, ReadProfile, ZeroCopyProfile
 from lt_offload.units import format_bytes
 
@@ -232,7 +232,7 @@ def _seconds(read: Read, device: torch.device, meter: Meter) -> tuple[float, flo
     else:
         x = torch.zeros(read.given, dtype=read.tensor.dtype, device=device, requires_grad=True)
     laps: list[tuple[float, float]] = []
-    for _ in range(1 + max(1, meter.repeats(0.0))):
+    while len(laps) < 2 or not meter.enough([sum(lap) for lap in laps[1:]]):
         meter.lap()
         out = module.forward(x)
         forward = meter.lap().seconds
@@ -241,5 +241,5 @@ def _seconds(read: Read, device: torch.device, meter: Meter) -> tuple[float, flo
             meter.lap()
             torch.autograd.grad(out, x, gradient)
         laps.append((forward, meter.lap().seconds if x.requires_grad else 0.0))
-    forwards, backwards = zip(*laps[1:], strict=True)
-    return statistics.median(forwards), statistics.median(backwards)
+    forwards, backwards = zip(*laps[1:], strict=True)  # the first one warms up
+    return statistics.mean(fastest(forwards)), statistics.mean(fastest(backwards))

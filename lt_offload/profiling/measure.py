@@ -5,7 +5,7 @@ The device needs room for one block, its activations and one batch; the model ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -32,6 +32,7 @@ from lt_offload.model.head import HeadLoss
 from lt_offload.model.snapshot import untouched
 from lt_offload.profiling.block_cost import BlockCost, discard, measure_block, measure_with_loss, storage_bytes
 from lt_offload.profiling.capture import Capture, Run, Tail, capture
+from lt_offload.profiling.contention import measure_contention
 from lt_offload.profiling.hardware import measure_hardware
 from lt_offload.profiling.host_reads import Readers
 from lt_offload.profiling.meters import Meter, Stopwatch
@@ -39,6 +40,7 @@ from lt_offload.profiling.optimizer import OptimizerFactory, StateSizes, build_o
 from lt_offload.schema.profile import (
     RECORDED,
     BlockProfile,
+    Contention,
     HardwareProfile,
     OptimizerProfile,
     OptionProfile,
@@ -74,7 +76,7 @@ def profile(
             list as positional ones.
         optimizer: the one that will be used, or what makes it from a list of parameters, e.g. ``torch.optim.AdamW``.
         device: where blocks run; None: CUDA if there is any, otherwise the CPU (for the emulated device).
-        hardware: the machine, if it has been measured before.
+        hardware: the machine, if it has been measured before; how its lanes slow each other down is not measured then.
         run: calls the model on a batch and returns the loss or something that holds it, which the caller may keep until
             the next batch; None: the model itself, whose result often holds the logits.
         structure: the model's blocks, if they have been found before.
@@ -90,9 +92,14 @@ def profile(
     if target.type == "cuda":
         use_expandable_segments(target)  # as the device does: what the allocator wastes is measured below
     machine = hardware or _with_model(measure_hardware(target, on_progress=on_progress), model, optimizer)
+    contention = Contention()
     say("measuring the optimizer")
     with current(target):
         updates = measure_optimizer(optimizer, target)
+        if hardware is None:
+            say("measuring how copies, updates and computations slow each other down")
+            contention = measure_contention(optimizer, target, host_threads=updates.host_threads)
+            machine = _alone(machine, contention)
     with ExitStack() as stack:
         batch = stack.enter_context(_trial(model, sample_batch, target, optimizer=optimizer, run=run))
         run = run or call_with_batch(model)
@@ -103,9 +110,18 @@ def profile(
         measured = measure_blocks(model, structure, batch, run=run, device=target, meter=Stopwatch(target), say=say)
     if target.type == "cuda":  # by now all kernels are there
         machine = replace(machine, context_bytes=max(machine.context_bytes, context_bytes(target)))
-    return assemble(
+    found = assemble(
         model, structure, batch, measured, optimizer=optimizer, updates=updates, hardware=machine, estimated=False
     )
+    return replace(found, contention=contention)
+
+
+def _alone(machine: HardwareProfile, contention: Contention) -> HardwareProfile:
+    """Return ``machine`` with the speeds of copies in one direction alone, if ``contention`` says the rest."""
+    h2d, d2h = machine.h2d_alone_bytes_per_s, machine.d2h_alone_bytes_per_s
+    if not contention.slowdowns or not h2d or not d2h:
+        return machine
+    return replace(machine, h2d_bytes_per_s=h2d, d2h_bytes_per_s=d2h)
 
 
 def check_use(
@@ -219,8 +235,16 @@ def assemble(
         page_table_bytes=_page_tables(structure, sizes) if gpu else 0,
         slack_bytes=max(cost.slack_bytes for cost in (*measured.costs, *measured.with_loss)),
         slack_share=ALLOCATOR_SLACK if gpu else 0.0,
+        scatter=_scatter(measured.costs),
         estimated=estimated,
     )
+
+
+def _scatter(costs: Sequence[BlockCost]) -> float:
+    """Return the mean scatter of blocks, each counted by the seconds that it takes."""
+    seconds = [cost.options[0].forward_s + cost.options[0].backward_s for cost in costs]
+    total = sum(seconds)
+    return sum(cost.scatter * s for cost, s in zip(costs, seconds, strict=True)) / total if total > 0 else 0.0
 
 
 def _page_tables(structure: Structure, sizes: StateSizes) -> int:

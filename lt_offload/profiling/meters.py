@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, Self
 
@@ -18,7 +18,10 @@ from lt_offload.schema.profile import HardwareProfile
 LAUNCH_SECONDS = 1e-5
 """Host time to launch one operation, for estimates."""
 
-_LONG = 0.3
+_AGREE = 0.05
+"""The two fastest of several repetitions differ by less than this part if nothing has disturbed them."""
+_MOST, _LONG = 6, 1.5
+"""So many repetitions, and seconds of them, are enough in any case."""
 _aten = torch.ops.aten
 _attention: Callable[..., int] = sdpa_flop_count
 _attention_backward: Callable[..., int] = sdpa_backward_flop_count
@@ -41,8 +44,8 @@ class Meter(Protocol):
         """Return the time since the last call."""
         ...
 
-    def repeats(self, first: float) -> int:
-        """Return how often to run again what took ``first`` seconds at first; 0: the first time counts."""
+    def enough(self, seconds: Sequence[float]) -> bool:
+        """Return whether a computation need not run again that took ``seconds`` since it was warm."""
         ...
 
 
@@ -64,9 +67,24 @@ class Stopwatch:
         self._last = time.perf_counter()
         return lap
 
-    def repeats(self, first: float) -> int:
-        """Twice after a warm-up; once if that was long, because then start-up effects no longer matter."""
-        return 1 if first > _LONG else 2
+    def enough(self, seconds: Sequence[float]) -> bool:
+        """Until two times agree: others on the machine make times longer, and never shorter."""
+        return (
+            len(seconds) >= _MOST
+            or sum(seconds) > _LONG
+            or (len(seconds) > 1 and 2 * scatter(fastest(seconds)) < _AGREE)
+        )
+
+
+def fastest(seconds: Sequence[float]) -> list[float]:
+    """Return the two shortest of several times, or the only one: what counts of them."""
+    return sorted(seconds)[:2]
+
+
+def scatter(seconds: Sequence[float]) -> float:
+    """Return half the distance between the extremes of repeated measurements, relative to what counts of them."""
+    counts = sum(fastest(seconds))
+    return (max(seconds) - min(seconds)) / counts * len(fastest(seconds)) / 2 if counts > 0 else 0.0
 
 
 class Roofline(TorchDispatchMode):
@@ -105,9 +123,9 @@ class Roofline(TorchDispatchMode):
         self._seconds = self._launch_s = 0.0
         return lap
 
-    def repeats(self, first: float) -> int:
-        """Return 0: counting again gives the same."""
-        return 0
+    def enough(self, seconds: Sequence[float]) -> bool:
+        """Counting again gives the same."""
+        return True
 
     def _rate(self, read: list[Tensor]) -> float:
         rates = [self._rates[tensor.dtype] for tensor in read if tensor.dtype in self._rates]

@@ -25,7 +25,7 @@ from lt_offload.machine.accounting import Account
 from lt_offload.machine.numa import MemoryNode, memory_node_of
 from lt_offload.machine.pages import map_pages
 from lt_offload.profiling.hardware import available_host_bytes
-from lt_offload.profiling.meters import Roofline, Stopwatch
+from lt_offload.profiling.meters import Roofline, Stopwatch, fastest
 from lt_offload.schema.profile import HardwareProfile, OptimizerProfile
 from lt_offload.units import round_up
 
@@ -36,13 +36,13 @@ _SAMPLE_ELEMENTS = 1 << 22
 _ESTIMATE_SHAPE = (256, 256)
 _HOST_ELEMENTS = 1 << 25
 """With gradients and states half a gigabyte, for an fp32 AdamW: more than caches hold."""
+_TRIAL_SHAPE, _TRIALS = (1024, 2048), 8
+"""In all a quarter of a gigabyte, for an fp32 AdamW, in steps of milliseconds."""
 _RAM_SHARE = 0.1
 _TOLERANCE = 0.03
 """More threads are not taken for less than this gain."""
 _CORE_BYTES_PER_S = 12e9
 """For estimates: the host memory traffic of one core that updates, an assumption for cores of desktops."""
-_LONG = 1.0
-"""Seconds of updates that are enough of a measurement."""
 
 
 def build_optimizer(optimizer: Optimizer | OptimizerFactory, parameters: list[nn.Parameter]) -> Optimizer:
@@ -247,6 +247,22 @@ def _host_stand_in(optimizer: Optimizer, sample: _Sample) -> _ParameterStandIn:
     return _ParameterStandIn(sample, torch.device("cpu"), copies=max(1, copies))
 
 
+def trial_steps(optimizer: Optimizer, *, mapped: bool) -> list[Callable[[], None]]:
+    """Return updates on the host that ``optimizer`` might do, each of other tensors, in all of more than caches hold.
+
+    Args:
+        optimizer: whose rule and options they have.
+        mapped: whether they are in memory like that of the engine for a GPU.
+    """
+    sample = replace(_largest(optimizer), shape=_TRIAL_SHAPE)
+    stand_ins = [_ParameterStandIn(sample, torch.device("cpu")) for _ in range(_TRIALS)]
+    for stand_in in stand_ins:
+        stand_in.step()  # makes the state
+        if mapped:
+            stand_in.map()
+    return [stand_in.step for stand_in in stand_ins]
+
+
 def estimate_optimizer(optimizer: Optimizer, hardware: HardwareProfile) -> OptimizerProfile:
     """Estimate the speed of updates from the bytes that one moves."""
     stand_in = _ParameterStandIn(replace(_largest(optimizer), shape=_ESTIMATE_SHAPE), torch.device("cpu"))
@@ -282,11 +298,11 @@ def _speed(stand_in: _ParameterStandIn, device: torch.device) -> float:
     watch = Stopwatch(device)
     stand_in.step()  # makes the state
     times: list[float] = []
-    while len(times) < 3 and sum(times) < _LONG:
+    while not watch.enough(times):
         watch.lap()
         stand_in.step()
         times.append(watch.lap().seconds)
-    return stand_in.nbytes / statistics.median(times)
+    return stand_in.nbytes / statistics.mean(fastest(times))
 
 
 def _scratch(stand_in: _ParameterStandIn) -> float:

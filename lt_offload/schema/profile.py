@@ -191,9 +191,14 @@ class HardwareProfile:
     pinnable_bytes: int
     """RAM that may be pinned; equals ``host_bytes`` where there is no limit. What comes first gets it."""
     h2d_bytes_per_s: float
-    """Host to device, while the other direction is busy too."""
+    """Host to device: of a machine while the other direction is busy, too; in a profile that says how lanes slow each
+    other down (``Profile.contention``) alone, or the other direction would count twice."""
     d2h_bytes_per_s: float
-    """Device to host, while the other direction is busy too."""
+    """Device to host, likewise."""
+    h2d_alone_bytes_per_s: float = 0.0
+    """Host to device, while nothing else is copied; 0: not measured."""
+    d2h_alone_bytes_per_s: float = 0.0
+    """Device to host, likewise."""
     staged_bytes_per_s: float = 0.0
     """The slower direction while both are busy, for RAM that cannot be pinned; 0: not measured."""
     context_bytes: int = 0
@@ -273,6 +278,9 @@ class Profile:
     """
     contention: Contention = Contention()
     """How lanes slow each other down."""
+    scatter: float = 0.0
+    """Half the distance between the extremes of repeated measurements of the blocks, relative to what was taken of
+    them, 0.02 being 2 %; more on a machine that is busy with something else."""
     estimated: bool = False
     """True if times are a roofline estimate and not a measurement."""
     schema: int = PROFILE_SCHEMA
@@ -318,6 +326,7 @@ def problems(profile: Profile) -> Iterator[str]:
     for name, value in (
         ("shared_bytes", profile.shared_bytes),
         ("slack_bytes", profile.slack_bytes),
+        ("scatter", profile.scatter),
         ("optimizer.scratch_ratio", optimizer.scratch_ratio),
         ("optimizer.host_threads", optimizer.host_threads),
     ):

@@ -170,7 +170,7 @@ def _profiles(trainer: Any, optimizer: Optimizer, size: BatchSize) -> Callable[[
                 "if there is one, return self.batch_size samples, or give batch_size as an integer"
             )
         first.append(profile)
-        return replace(profile, optimizer=first[0].optimizer)
+        return replace(profile, optimizer=first[0].optimizer, contention=first[0].contention)
 
     return measured
 

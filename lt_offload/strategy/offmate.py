@@ -7,6 +7,7 @@ base, and the object gets the right class when the Trainer gives it an accelerat
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -48,6 +49,7 @@ from lt_offload.strategy.checkpoint.files import AtomicCheckpointIO, load_optimi
 from lt_offload.strategy.checkpoint.foreign import check_checkpoint, check_optimizer, check_weights, loading_state
 from lt_offload.strategy.metrics import Metrics, logs_after
 from lt_offload.strategy.namespaces import NAMESPACES, STRATEGY_NAME, bind, namespace_of
+from lt_offload.strategy.replan import Replanning, steps_left
 from lt_offload.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -137,6 +139,8 @@ class OffmateStrategy(_Base):
         self.engine: Engine | None = None
         """Present between ``setup`` and ``teardown``."""
         self._device: Device | None = None
+        self._replanning: Replanning | None = None
+        """Present while the first iterations may correct the plan."""
         self._signature: object = None
         self._updating = False
         """Some weights of the present iteration are updated and others are not."""
@@ -280,21 +284,25 @@ class OffmateStrategy(_Base):
                 f"offmate: {type(optimizer).__name__} is assumed to update each tensor on its own, from that tensor's "
                 "gradient alone; if it does not, results differ from plain training"
             )
-        self.trace = None
+        self.trace, self._replanning = None, None
         self._undo.enter_context(caches_off(self._module))
         if choice is not None:
             self.profile, self.plan = choice.profile, choice.plan
+            self._replanning = Replanning(self.settings, self.profile)
         else:
             with sample.isolated(self.namespace):
                 self.profile = sample.measure(trainer, optimizer)
             warn_of_change(trainer, self.profile.batch_size)
             self.plan = self._make_plan(self.profile)
         folder = self._folder(trainer)
-        if folder is not None:
-            self.profile.save(folder / "profile.json")
-            self.plan.save(folder / "plan.json")
+        self._save_plan(folder)
         rank_zero_info(f"offmate: {_summary(self.plan)}" + (f"; saved in {folder}" if folder else ""))
         rank_zero_info(self.plan.explain() if self.explain else brief(self.plan))
+        if self._replanning is not None and self.profile.scatter > _BUSY:
+            rank_zero_info(
+                f"offmate: repeated measurements differ by {self.profile.scatter:.0%} either way: the machine is busy "
+                "with something else; the first iterations will correct what is predicted"
+            )
         self._install(optimizer, self.plan, self.plan.budget_bytes)
 
     def _make_plan(self, profile: Profile) -> Plan:
@@ -302,6 +310,7 @@ class OffmateStrategy(_Base):
             return replay.replay(self.plan_path, profile, self._budget)
         budget = self._budget
         rank_zero_info(f"offmate: planning for {format_bytes(budget)}, {self.settings.time_limit:g} s at most")
+        self._replanning = Replanning(self.settings, profile)
         return make_plan(profile, replace(self.settings, memory=budget))
 
     def _install(self, optimizer: Optimizer | None, plan: Plan | None, budget: int) -> None:
@@ -310,6 +319,47 @@ class OffmateStrategy(_Base):
         self.engine = Engine(self._module, optimizer, plan, self._device)
         self.engine.install()
         self._watch.enter_context(self._device.between())
+
+    def _replan(self) -> None:
+        """Between two iterations: let profile and plan follow what the first ones have measured."""
+        engine, replanning = self.engine, self._replanning
+        if engine is None or replanning is None or not replanning.due(engine):
+            return
+        with sample.isolated(self.namespace):
+            found = replanning.correct(engine, steps_left(self._trainer))
+            if replanning.over:
+                self._replanning = None
+            if found is None:
+                return
+            self.profile, self.plan = found.profile, found.plan
+            engine.plan = found.plan
+            if found.takes_over:
+                del engine
+                self._take_over(found.plan)
+        self._save_plan(self._folder(self._trainer))
+
+    def _take_over(self, plan: Plan) -> None:
+        """Go on with ``plan``: weights and states are complete on the host in between."""
+        rank_zero_info(f"offmate: {_summary(plan)}")
+        self._close_engine()
+        gc.collect()  # or what refers to itself in the old engine would seem to hold weights
+        self._install(self.optimizers[0], plan, plan.budget_bytes)
+
+    def _close_engine(self) -> None:
+        engine, device = self.engine, self._device
+        self.engine = self._device = None
+        self._watch.close()
+        try:
+            if engine is not None:
+                engine.close()
+        finally:
+            if device is not None:
+                device.close()
+
+    def _save_plan(self, folder: Path | None) -> None:
+        if folder is not None and self.profile is not None and self.plan is not None:
+            self.profile.save(folder / "profile.json")
+            self.plan.save(folder / "plan.json")
 
     def _folder(self, trainer: Any) -> Path | None:
         """Return the run folder, None if the run keeps nothing."""
@@ -335,6 +385,7 @@ class OffmateStrategy(_Base):
         assert self.engine is not None
         trainer = self._trainer
         norm = logs_after(trainer, trainer.global_step + 1)
+        self._replan()
         with self.engine.iteration(grad_norm=norm, signature=self._signature):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._updating = False
@@ -445,15 +496,9 @@ class OffmateStrategy(_Base):
 
     def teardown(self) -> None:
         """Give the model back with complete host weights and release the device."""
-        engine, device = self.engine, self._device
-        self.engine = self._device = None
-        self._watch.close()
         try:
-            if engine is not None:
-                engine.close()
+            self._close_engine()
         finally:
-            if device is not None:
-                device.close()
             self._undo.close()
             super().teardown()
 
@@ -496,6 +541,8 @@ class OffmateStrategy(_Base):
 _PUBLIC = "lt_offload.strategy.lightning"
 """Where a saved config finds the classes; those there serve every namespace."""
 _named: dict[str, tuple[type[Any], type[Any]]] = {}
+_BUSY = 0.1
+"""Scatter of measurements from which on it is mentioned."""
 
 
 def strategy_class(namespace: str) -> type[Any]:

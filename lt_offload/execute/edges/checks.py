@@ -45,6 +45,11 @@ def check_hooks(structure: Structure, repeated: Collection[int]) -> None:
             raise limits.PARAMETER_HOOKS.error(f"tensor hook on weight {name}, which several blocks share")
 
 
+def may_repeat(structure: Structure, blocks: Collection[int]) -> bool:
+    """Return whether no hook of a user forbids that ``blocks`` run a second time for their backward."""
+    return all(inner.find() is None for inner in _inner_hooks(structure, blocks))
+
+
 class Fixed:
     """The trainable tensors, the hooks and the optimizer's groups, as they were when the engine was installed.
 

@@ -94,8 +94,8 @@ class Guard:
         """Views of host copies that are no tensors (NumPy's), through which they may be read and written unseen."""
         self._unseen = [Owned(weight) for weight in unseen]
         self._addresses = [weight.host.data_ptr() for weight in weights]
-        self._tensors: dict[Weight, list[weakref.ref[Tensor]]] = {}
-        """Tensors in the memory of a weight that were made since the last iteration began, or live."""
+        self._tensors: dict[Owned, list[weakref.ref[Tensor]]] = {}
+        """Tensors in a host copy's memory that were made since the last iteration began, or live."""
 
     # -- on and off --------------------------------------------------------------------------------------------------
 
@@ -168,7 +168,7 @@ class Guard:
             raise limits.CHANGED_PARAMETERS.error(
                 f"{weight.label} was given {_describe(data)} in place of {_describe(weight.host)}"
             )
-        if any(alias() is not None for alias in self._tensors.get(weight, ()) if alias() is not data):
+        if any(alias() is not None for alias in self._tensors.get(Owned(weight), ()) if alias() is not data):
             raise limits.EXCHANGED_MEMORY.error(f"{weight.label} was given other memory")
         self.write([Owned(weight)])
         with torch.no_grad():
@@ -179,9 +179,14 @@ class Guard:
         self._views.setdefault(owned, []).append(weakref.ref(view))
 
     def made(self, owned: Owned, tensor: Tensor) -> None:
-        """Remember a tensor that shares a weight's memory."""
-        if owned.state is None:
-            self._tensors.setdefault(owned.weight, []).append(weakref.ref(tensor))
+        """Remember a tensor that shares a host copy's memory."""
+        self._tensors.setdefault(owned, []).append(weakref.ref(tensor))
+
+    @property
+    def held(self) -> bool:
+        """Whether somebody has a tensor or a view in the memory of a weight or of an optimizer state."""
+        self._forget_views()
+        return bool(self._tensors or self._views or self._unseen)
 
     # -- what the engine tells ---------------------------------------------------------------------------------------
 
@@ -220,8 +225,8 @@ class Guard:
     def _forget_views(self) -> None:
         """Forget the views and tensors that are gone."""
         if self._tensors:
-            held = {weight: [alias for alias in made if alias() is not None] for weight, made in self._tensors.items()}
-            self._tensors = {weight: made for weight, made in held.items() if made}
+            held = {owned: [alias for alias in made if alias() is not None] for owned, made in self._tensors.items()}
+            self._tensors = {owned: made for owned, made in held.items() if made}
         if self._views:
             alive = {owned: [view for view in views if view() is not None] for owned, views in self._views.items()}
             self._views = {owned: views for owned, views in alive.items() if views}

@@ -75,7 +75,8 @@ def choose_batch(
     Args:
         profile_at: measures or estimates the model at a batch size; asked for a handful of sizes. The batch must be the
             largest that can come at that size. An ``InfeasibleError`` means that the size does not fit.
-        settings: of each plan. The choice takes at most four times as long as a plan, profiles not counted.
+        settings: of each plan. The choice takes at most four times as long as a plan, profiles not counted, unless
+            profiles of different sizes contradict each other.
         most: largest size to consider, e.g. the length of the data set.
         candidates: plan for each of these sizes instead of searching.
         on_progress: is told what is being done.
@@ -94,6 +95,7 @@ def choose_batch(
     else:
         search.run()
         search.fill_curve()
+        search.follow_up()
     return search.choice()
 
 
@@ -150,6 +152,23 @@ class _BatchSearch:
         while self.plans and size <= min(2 * self._chosen(), self._limit - 1) and not self._late(plans=0):
             self._relaxed(size)
             size *= 2
+
+    def follow_up(self) -> None:
+        """Plan for what is expected to be better than the chosen size, however long it takes.
+
+        Usually there is nothing: it happens where measurements of different sizes contradict each other, as on a
+        machine that is busy with something else at times. A choice must not be worse than its own table.
+        """
+        while self.plans:
+            least = self._seconds(self._chosen())
+            better = [
+                size
+                for size in sorted(self.relaxed)
+                if size not in self.plans and size < self._limit and self._expected(size) * (1 + _DOUBT) < least
+            ]
+            if not better:
+                return
+            self._plan(min(better, key=lambda size: (self._expected(size), size)))
 
     def _guess(self) -> tuple[float, float]:
         """Return the smallest size of practically the highest relaxed throughput, and that of the highest."""
@@ -270,6 +289,7 @@ class _BatchSearch:
             self.started += time.monotonic() - began
         assert profile.batch_size == size, f"asked for batch_size={size}, got {profile.batch_size}"
         self.whole[size], self.profiles[size] = profile, without_chunks(profile)
+        self.relaxed.pop(size, None)  # it was an estimate: what a plan adds to that is no measure for other sizes
         return True
 
     def _plan(self, size: int, *, exact: bool = True) -> None:

@@ -189,7 +189,7 @@ def test_a_machine_survives_its_file(name: str, tmp_path: Path) -> None:
     path = save_hardware(machine, tmp_path / "new" / "mine.yaml")
     assert load_hardware(path) == machine
     numbers = [line for line in path.read_text().splitlines() if re.fullmatch(r"\w+: [\d.e+]+.*", line)]
-    assert len(numbers) == 9
+    assert len(numbers) == 11
     assert all(re.search(r"  # [\d.]+ [kMGT]?B(/s)?$", line) for line in numbers)
 
 

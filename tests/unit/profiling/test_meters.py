@@ -13,7 +13,7 @@ from lt_offload.profiling import block_cost as trial
 from lt_offload.profiling import meters
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import profile
-from lt_offload.profiling.meters import LAUNCH_SECONDS, Roofline, Stopwatch, Watch
+from lt_offload.profiling.meters import LAUNCH_SECONDS, Roofline, Stopwatch, Watch, fastest, scatter
 from tests.support import models
 
 MACHINE = load_hardware("rtx-3060")
@@ -28,7 +28,25 @@ def test_stopwatch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lap.seconds == 2
     assert lap.launch_s == 0
     assert watch.lap().seconds == 1
-    assert (watch.repeats(0.01), watch.repeats(1.0)) == (2, 1)
+
+
+def test_times_are_taken_until_two_agree() -> None:
+    watch = Stopwatch(torch.device("cpu"))
+    assert not watch.enough([])
+    assert not watch.enough([0.1])
+    assert watch.enough([0.1, 0.104])
+    assert not watch.enough([0.1, 0.2, 0.15])
+    assert watch.enough([0.3, 0.1, 0.2, 0.101]), "the others were disturbed"
+    assert watch.enough([0.1, 0.2, 0.15, 0.3, 0.12, 0.4]), "it has to end"
+    assert watch.enough([2.0]), "a long run is not repeated"
+
+
+def test_the_fastest_count_and_the_others_scatter() -> None:
+    assert fastest([0.4, 0.1, 0.2]) == [0.1, 0.2]
+    assert fastest([0.4]) == [0.4]
+    assert scatter([0.1, 0.1]) == 0
+    assert scatter([0.4, 0.1, 0.1]) == pytest.approx(1.5)
+    assert scatter([0.4]) == scatter([0.0, 0.0]) == 0
 
 
 def test_products_are_bound_by_the_rate_of_their_dtype() -> None:
@@ -42,7 +60,7 @@ def test_products_are_bound_by_the_rate_of_their_dtype() -> None:
         meter.lap()
         half @ half
         assert meter.lap().seconds == pytest.approx(2 * n**3 / MACHINE.flops_per_s["bfloat16"])
-    assert meter.repeats(0.0) == 0
+    assert meter.enough([])
 
 
 def test_attention_counts_both_products_and_its_backward() -> None:

@@ -1,0 +1,254 @@
+"""Measures how lanes slow each other down, and fits the part of the host that each of them takes.
+
+Copies, updates on the host and, on the emulated device, computations share the bandwidth of the host's memory (and its
+cores). Every lane does a piece of its work over and over, alone and beside others; what it loses beside them says how
+much all of them ask for. See :class:`lt_offload.schema.profile.Contention`.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.optim import Optimizer
+
+from lt_offload.machine.numa import MemoryNode, memory_node_of
+from lt_offload.machine.pages import map_pages
+from lt_offload.machine.zero_copy import locked
+from lt_offload.profiling.optimizer import trial_steps
+from lt_offload.schema.lanes import LaneName
+from lt_offload.schema.profile import Contention, Slowdown
+
+SHARING: tuple[LaneName, ...] = ("compute", "h2d", "d2h", "host")
+"""The lanes that have a share."""
+SETS: tuple[tuple[LaneName, ...], ...] = (*itertools.combinations(SHARING, 2), ("h2d", "d2h", "host"))
+"""What runs together: every two lanes, and copies both ways beside updates."""
+
+_COPY_BYTES = 16 << 20
+_MATRIX = 512
+_SLOT_S = 0.04
+"""How long lanes run together, at least."""
+_ROUNDS = 2, 3
+"""Least and most repetitions."""
+_AGREE = 0.05
+"""Scatter below which no more repetitions are made."""
+_EQUAL = 0.04
+"""A factor that is not farther from 1 than this, or than its scatter, counts as 1."""
+
+Piece = Callable[[], object]
+"""Does a piece of a lane's work and returns when it is done."""
+Rates = Callable[[Sequence[LaneName]], Mapping[LaneName, float]]
+"""Runs lanes at the same time and returns pieces per second for each."""
+
+
+def measure_contention(optimizer: Optimizer, device: torch.device, *, host_threads: int = 0) -> Contention:
+    """Measure how copies, updates and computations slow each other down on this machine, in a second or two.
+
+    Args:
+        optimizer: whose updates run on the host.
+        device: where blocks run; the CPU stands for the emulated device.
+        host_threads: threads of an update on the host; 0: as many as torch uses.
+    """
+    node = memory_node_of(device)
+    with ExitStack() as stack:
+        pieces: dict[LaneName, Piece] = {
+            "compute": _products(device),
+            **_copies(device, node, stack),
+            "host": _updates(optimizer, device),
+        }
+        return contention_of(lambda lanes: _together({lane: pieces[lane] for lane in lanes}, node, host_threads))
+
+
+def contention_of(rates: Rates) -> Contention:
+    """Return the slowdowns that ``rates`` shows, and the shares that explain them.
+
+    Repeats until repetitions agree, within limits.
+    """
+    least, most = _ROUNDS
+    found: defaultdict[tuple[LaneName, tuple[LaneName, ...]], list[float]] = defaultdict(list)
+    slowdowns: list[Slowdown] = []
+    for turn in range(most):
+        alone = {lane: rates([lane])[lane] for lane in SHARING}
+        for lanes in SETS:
+            for lane, rate in rates(lanes).items():
+                found[lane, tuple(other for other in lanes if other != lane)].append(alone[lane] / rate)
+        slowdowns = [_slowdown(lane, beside, factors) for (lane, beside), factors in found.items()]
+        if turn + 1 >= least and all(slowdown.scatter <= _AGREE for slowdown in slowdowns):
+            break
+    return fitted(slowdowns)
+
+
+def _slowdown(lane: LaneName, beside: tuple[LaneName, ...], factors: Sequence[float]) -> Slowdown:
+    factor = statistics.median(factors)
+    scatter = (max(factors) - min(factors)) / 2 / factor
+    return Slowdown(lane=lane, beside=beside, factor=factor, scatter=scatter)
+
+
+# -- fitting ----------------------------------------------------------------------------------------------------------
+
+
+def fitted(slowdowns: Sequence[Slowdown]) -> Contention:
+    """Return the contention with the shares that come nearest to ``slowdowns``, in the squares of their logarithms.
+
+    Where several do equally well, the smallest are taken: lanes that nothing slows down share nothing.
+    """
+    targets = np.array([_target(slowdown) for slowdown in slowdowns])
+    cases = [[SHARING.index(lane) for lane in (s.lane, *s.beside)] for s in slowdowns]
+
+    def errors(shares: NDArray[np.float64]) -> NDArray[np.float64]:
+        total = np.zeros(len(shares))
+        for together, target in zip(cases, targets, strict=True):
+            total += (np.log(factors(shares[:, together])[:, 0]) - target) ** 2
+        return total
+
+    grid = np.linspace(0.0, 1.0, 11)
+    points = np.array(list(itertools.product(grid, repeat=len(SHARING))))
+    size = points.sum(axis=1)
+    found = errors(points)
+    near = np.flatnonzero(found <= found.min() + 1e-9)
+    best = points[near[np.argmin(size[near])]]
+    step = 0.1
+    moves = np.array([move for move in itertools.product((-1, 0, 1), repeat=len(SHARING)) if any(move)])
+    while step > 1e-5:
+        candidates = np.clip(best + step * moves, 0.0, 1.0)
+        trial = errors(candidates)
+        if trial.min() < errors(best[None])[0] - 1e-12:
+            best = candidates[np.argmin(trial)]
+        else:
+            step /= 2
+    compute, h2d, d2h, host = (round(float(share), 4) for share in best)
+    return Contention(compute=compute, h2d=h2d, d2h=d2h, host=host, slowdowns=tuple(slowdowns))
+
+
+def _target(slowdown: Slowdown) -> float:
+    """Return the logarithm of the factor to come near to."""
+    excess = slowdown.factor - 1
+    return 0.0 if excess <= max(_EQUAL, slowdown.scatter) else math.log(slowdown.factor)
+
+
+def factors(shares: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return by how much lanes are slowed down that run together: max-min fairness on a resource of 1.
+
+    Args:
+        shares: of each lane at full speed, one row per case.
+    """
+    given = np.zeros_like(shares)
+    left = np.ones(len(shares))
+    order = np.argsort(shares, axis=1, kind="stable")
+    count = shares.shape[1]
+    for position in range(count):  # the most modest lane first: what it does not take is shared by the others
+        lane = order[:, position : position + 1]
+        asked = np.take_along_axis(shares, lane, axis=1)[:, 0]
+        part = np.minimum(asked, left / (count - position))
+        np.put_along_axis(given, lane, part[:, None], axis=1)
+        left = left - part
+    return np.divide(shares, given, out=np.ones_like(shares), where=given > 0)
+
+
+# -- work -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _Count:
+    """Pieces that a lane has done while all of them were running."""
+
+    pieces: int = 0
+    seconds: float = 0.0
+
+
+def _together(pieces: Mapping[LaneName, Piece], node: MemoryNode, host_threads: int) -> dict[LaneName, float]:
+    """Run ``pieces`` at the same time, each on a thread of its own; return pieces per second."""
+    counts = {lane: _Count() for lane in pieces}
+    ready = threading.Barrier(len(pieces))
+    over = threading.Event()
+    errors: list[BaseException] = []
+
+    def work(lane: LaneName, piece: Piece, count: _Count) -> None:
+        try:
+            if lane == "host":
+                node.bind()
+                if host_threads:
+                    torch.set_num_threads(host_threads)
+            piece()
+            ready.wait()
+            start = time.perf_counter()
+            while not over.is_set():
+                piece()
+                if over.is_set():  # it had the machine to itself for a while
+                    break
+                count.pieces += 1
+                count.seconds = time.perf_counter() - start
+                if count.seconds >= _SLOT_S and all(c.pieces for c in counts.values()):
+                    over.set()
+        except BaseException as error:  # raised again by the calling thread
+            errors.append(error)
+            over.set()
+            ready.abort()
+
+    before = torch.get_num_threads()
+    threads = [
+        threading.Thread(target=work, args=(lane, piece, counts[lane]), name=f"lt_offload measures {lane}")
+        for lane, piece in pieces.items()
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    torch.set_num_threads(before)  # torch gives the worker's choice to threads that are yet to come
+    if errors:
+        raise next((error for error in errors if not isinstance(error, threading.BrokenBarrierError)), errors[0])
+    return {lane: count.pieces / count.seconds for lane, count in counts.items()}
+
+
+def _copies(device: torch.device, node: MemoryNode, stack: ExitStack) -> dict[LaneName, Piece]:
+    """Return copies each way, between host memory like the engine's and the device."""
+    pages = [map_pages(_COPY_BYTES) for _ in range(2)]
+    for each in pages:
+        node.run(each.touch)
+    hosts = [each.bytes() for each in pages]
+    devices = [torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
+    if device.type == "cuda":
+        for host in hosts:
+            stack.enter_context(locked(host))
+    return {
+        "h2d": _on_stream(lambda: devices[0].copy_(hosts[0], non_blocking=True), device),
+        "d2h": _on_stream(lambda: hosts[1].copy_(devices[1], non_blocking=True), device),
+    }
+
+
+def _products(device: torch.device) -> Piece:
+    """Return matrix products on the device."""
+    size = _MATRIX if device.type == "cpu" else 8 * _MATRIX
+    a, b = (torch.ones(size, size, device=device) for _ in range(2))
+    out = torch.empty_like(a)
+    return _on_stream(lambda: torch.mm(a, b, out=out), device)
+
+
+def _updates(optimizer: Optimizer, device: torch.device) -> Piece:
+    """Return updates on the host that walk through more memory than caches hold."""
+    steps = itertools.cycle(trial_steps(optimizer, mapped=device.type == "cuda"))
+    return lambda: next(steps)()
+
+
+def _on_stream(work: Piece, device: torch.device) -> Piece:
+    """Return what does ``work`` on a stream of its own and waits for it; without CUDA ``work`` itself."""
+    if device.type != "cuda":
+        return work
+    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def run() -> None:
+        with torch.cuda.stream(stream):
+            work()
+        stream.synchronize()
+
+    return run

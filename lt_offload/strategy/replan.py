@@ -1,0 +1,133 @@
+"""Planning again while a run trains: the first iterations correct the profile, and a better plan takes over.
+
+After a few iterations the measured ones are compared with the plan's own simulation. Where they differ, the measured
+durations go into the profile, and the time that is predicted is right from then on. If a plan for that profile is
+faster, it takes over between two iterations. Only times change: sizes, budgets and the batch size stay.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from dataclasses import dataclass, replace
+from typing import Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
+from lt_offload.execute.engine import Engine
+from lt_offload.plan import Settings, make_plan
+from lt_offload.plan.correct import compare, correct, timed
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
+from lt_offload.schema.trace import Trace
+
+_WARM_UP = 2
+"""Iterations of an engine that do not count: optimizer states are made, and memory is touched for the first time."""
+_MEASURED = 3
+_CORRECTIONS = 2
+_GAIN = 0.02
+"""A plan that is faster by less than this part does not take over."""
+_SHARE = 0.1
+"""Planning may take this part of the time that the rest of the run will."""
+_LEAST_S = 1.0
+"""With less time than this nothing is planned."""
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Correction:
+    """What is known better than before."""
+
+    profile: Profile
+    plan: Plan
+    takes_over: bool
+    """Whether this is another plan, and not the same one with other times."""
+
+
+class Replanning:
+    """Follows the first iterations of a run.
+
+    Args:
+        settings: of the plan; its ``memory`` is not asked: the budget stays what it is.
+        profile: what the plan was made for.
+    """
+
+    def __init__(self, settings: Settings, profile: Profile) -> None:
+        self.over = False
+        """Nothing will be corrected any more."""
+        self._settings, self._profile = settings, profile
+        self._skip = _WARM_UP
+        self._seen = 0
+        self._traces: list[Trace] = []
+        self._corrections = 0
+
+    def due(self, engine: Engine) -> bool:
+        """Take the record of the iteration that has ended; return whether there are enough to compare."""
+        done = engine.recorder.iterations
+        if self.over or done <= max(self._seen, self._skip):
+            return False
+        self._seen = done
+        self._traces.append(engine.trace())
+        return len(self._traces) == _MEASURED
+
+    def correct(self, engine: Engine, steps_left: float) -> Correction | None:
+        """Compare what was recorded with the plan of ``engine``; return what follows from it, None if nothing does.
+
+        Args:
+            engine: between two iterations.
+            steps_left: how many iterations are to come.
+        """
+        plan, traces = engine.plan, self._traces
+        assert plan is not None
+        self._traces = []
+        found = compare(plan, self._profile, traces)
+        if found.agrees or self._corrections == _CORRECTIONS:
+            self.over = True
+            if not found.iteration_agrees:
+                _log.warning("offmate: %s", found.sentence)
+            return None
+        self._corrections += 1
+        self._profile = correct(self._profile, plan, traces)
+        plan = _kept(plan, timed(plan, self._profile), found.sentence)
+        rank_zero_info(f"offmate: {found.sentence}; the profile is corrected")
+        better, plan = self._plan_again(engine, plan, steps_left)
+        if better is None:
+            return Correction(profile=self._profile, plan=plan, takes_over=False)
+        self._skip, self._seen = _WARM_UP, 0
+        return Correction(profile=self._profile, plan=_kept(plan, better, found.sentence), takes_over=True)
+
+    def _plan_again(self, engine: Engine, plan: Plan, steps_left: float) -> tuple[Plan | None, Plan]:
+        """Return a plan that is worth taking over, if there is one, and ``plan`` with what was learnt about it."""
+        now = plan.predicted.iteration_s
+        limit = min(self._settings.time_limit, _SHARE * steps_left * now)
+        if limit < min(_LEAST_S, self._settings.time_limit) or not engine.may_be_replaced():
+            return None, plan
+        rank_zero_info(f"offmate: planning again, {limit:.3g} s at most")
+        settings = replace(self._settings, memory=plan.budget_bytes, time_limit=limit)
+        try:
+            found = make_plan(self._profile, settings)
+        except (ConfigError, InfeasibleError, UnsupportedError) as error:  # there is a plan: no other was found in time
+            rank_zero_info(f"offmate: the plan stays: {error}")
+            return None, plan
+        bound = min(found.predicted.lower_bound_s, now)
+        plan = replace(plan, predicted=replace(plan.predicted, lower_bound_s=bound))
+        if found.predicted.iteration_s > (1 - _GAIN) * now or not engine.may_run(found):
+            return None, plan
+        return found, plan
+
+
+def _kept(before: Plan, plan: Plan, why: str) -> Plan:
+    """Return ``plan`` with what ``before`` says about the run, and why it was corrected."""
+    notes = tuple(note for note in plan.notes if not note.startswith(_NOTE))
+    return replace(plan, batch_curve=before.batch_curve, notes=(*notes, f"{_NOTE} {why}"))
+
+
+_NOTE = "corrected by measurement:"
+
+
+def steps_left(trainer: Any) -> float:
+    """Return how many iterations are to come, infinity if nobody knows."""
+    total = trainer.estimated_stepping_batches
+    return math.inf if total < 0 else max(0.0, total - trainer.global_step)

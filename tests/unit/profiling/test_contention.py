@@ -1,0 +1,144 @@
+"""How lanes slow each other down: shares from measured slowdowns, and the measurement itself."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from lt_offload.profiling import contention as measured
+from lt_offload.profiling import measure
+from lt_offload.profiling.contention import SETS, SHARING, contention_of, factors, fitted, measure_contention
+from lt_offload.schema.lanes import LaneName
+from lt_offload.schema.profile import Contention, Slowdown
+from tests.support import models
+from tests.support.machine import this_machine
+
+
+def slowdowns(shares: Sequence[float]) -> list[Slowdown]:
+    """What lanes with ``shares`` do to each other."""
+    of = dict(zip(SHARING, shares, strict=True))
+    found = []
+    for lanes in SETS:
+        slow = factors(np.array([[of[lane] for lane in lanes]]))[0]
+        for lane, factor in zip(lanes, slow, strict=True):
+            beside = tuple(other for other in lanes if other != lane)
+            found.append(Slowdown(lane=lane, beside=beside, factor=float(factor)))
+    return found
+
+
+def shares(found: Contention) -> list[float]:
+    return [found.of(lane) for lane in SHARING]
+
+
+@pytest.mark.parametrize(
+    ("asked", "slow"),
+    [
+        ([0.4, 0.5], [1.0, 1.0]),
+        ([1.0, 1.0], [2.0, 2.0]),
+        ([0.9, 0.3], [0.9 / 0.7, 1.0]),
+        ([0.2, 0.8, 0.8], [1.0, 2.0, 2.0]),
+        ([0.0, 1.0], [1.0, 1.0]),
+    ],
+)
+def test_each_gets_what_it_asks_for_or_an_equal_part(asked: list[float], slow: list[float]) -> None:
+    assert factors(np.array([asked]))[0].tolist() == pytest.approx(slow)
+
+
+@pytest.mark.parametrize(
+    "true",
+    [
+        [0.0, 0.0, 0.0, 0.0],
+        [0.0, 0.45, 0.45, 0.9],
+        [0.0, 0.62, 0.71, 1.0],
+        [0.83, 0.57, 0.64, 0.91],
+        [1.0, 0.37, 0.41, 0.78],
+    ],
+    ids=str,
+)
+def test_shares_are_found_again(true: list[float]) -> None:
+    found = fitted(slowdowns(true))
+    assert [s.factor for s in slowdowns(shares(found))] == pytest.approx([s.factor for s in slowdowns(true)], abs=1e-3)
+    assert shares(found) == pytest.approx(true, abs=2e-3)
+    assert found.slowdowns == tuple(slowdowns(true))
+
+
+def test_what_nothing_slows_down_shares_nothing() -> None:
+    noisy = [
+        replace(s, factor=s.factor + 0.03 * (-1) ** number) if "compute" in (s.lane, *s.beside) else s
+        for number, s in enumerate(slowdowns([0.0, 0.7, 0.7, 0.9]))
+    ]
+    assert fitted(noisy).compute == 0.0
+    scattered = [replace(s, scatter=0.5) for s in slowdowns([0.0, 0.6, 0.6, 0.0])]
+    assert shares(fitted(scattered)) == [0.0] * 4, "it may be chance"
+
+
+def machine(turns: Sequence[float]) -> Iterator[Any]:
+    """A machine on which lanes run at full speed alone; beside others updates take as much longer as ``turns`` say."""
+    counts: dict[tuple[LaneName, ...], Iterator[float]] = {}
+
+    def rates(lanes: Sequence[LaneName]) -> Mapping[LaneName, float]:
+        key = tuple(lanes)
+        slow = next(counts.setdefault(key, itertools.chain(turns, itertools.repeat(turns[-1])))) if len(key) > 1 else 1
+        runs.append(key)
+        return {lane: 10.0 / slow if lane == "host" else 10.0 for lane in key}
+
+    runs: list[tuple[LaneName, ...]] = []
+    yield rates
+    yield runs
+
+
+@pytest.mark.parametrize(("turns", "rounds", "scatter"), [([1.5, 1.5], 2, 0.0), ([1.5, 3.0, 1.5], 3, 0.5)])
+def test_measurements_are_repeated_until_they_agree(turns: list[float], rounds: int, scatter: float) -> None:
+    rates, runs = machine(turns)
+    found = contention_of(rates)
+    assert len(runs) == rounds * (len(SHARING) + len(SETS))
+    (host,) = [s for s in found.slowdowns if s.lane == "host" and s.beside == ("h2d", "d2h")]
+    assert host.factor == 1.5
+    assert host.scatter == pytest.approx(scatter)
+    (copies,) = [s for s in found.slowdowns if s.lane == "h2d" and s.beside == ("d2h", "host")]
+    assert (copies.factor, copies.scatter) == (1.0, 0.0)
+
+
+def optimizer() -> torch.optim.Optimizer:
+    return torch.optim.AdamW([torch.nn.Parameter(torch.zeros(8, 8))], fused=True)
+
+
+def test_every_lane_works_beside_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measured, "_SLOT_S", 0.0)
+    threads = torch.get_num_threads()
+    found = measure_contention(optimizer(), torch.device("cpu"), host_threads=1)
+    assert torch.get_num_threads() == threads
+    assert {(s.lane, s.beside) for s in found.slowdowns} == {(s.lane, s.beside) for s in slowdowns([0.0] * 4)}
+    assert all(s.factor > 0 for s in found.slowdowns)
+    assert all(0 <= share <= 1 for share in shares(found))
+
+
+def test_an_error_in_one_lane_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken() -> None:
+        raise ValueError("this optimizer cannot")
+
+    monkeypatch.setattr(measured, "trial_steps", lambda *_, **__: [broken])
+    with pytest.raises(ValueError, match="this optimizer cannot"):
+        measure_contention(optimizer(), torch.device("cpu"))
+
+
+def test_a_profile_with_contention_has_the_speeds_of_links_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = models.build()
+    made = torch.optim.AdamW(model.parameters(), fused=True)
+    known = fitted(slowdowns([0.0, 0.7, 0.7, 0.9]))
+    here = this_machine()
+    assert here.h2d_alone_bytes_per_s > 0
+    for contention, speed in ((known, here.h2d_alone_bytes_per_s), (Contention(), here.h2d_bytes_per_s)):
+        monkeypatch.setattr(measure, "measure_contention", lambda *_, c=contention, **__: c)
+        found = measure.profile(model, models.batch(model), optimizer=made, device="cpu")
+        assert found.contention == contention
+        assert found.hardware.h2d_bytes_per_s == speed
+    given = measure.profile(model, models.batch(model), optimizer=made, device="cpu", hardware=here)
+    assert given.contention == Contention()
+    assert given.hardware.h2d_bytes_per_s == here.h2d_bytes_per_s

@@ -1,0 +1,130 @@
+"""When the first iterations are compared with the plan, and how much time planning again may take."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from lt_offload.errors import InfeasibleError
+from lt_offload.plan import Settings, simulate
+from lt_offload.plan.correct import timed
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
+from lt_offload.strategy import replan
+from lt_offload.strategy.replan import Replanning, steps_left
+from tests.support.profiles.small import HUGE, small_profile
+
+PROFILE = small_profile(3)
+SLOW = replace(
+    PROFILE,
+    blocks=tuple(
+        replace(b, options=tuple(replace(o, forward_s=2 * o.forward_s, backward_s=2 * o.backward_s) for o in b.options))
+        for b in PROFILE.blocks
+    ),
+)
+PLAN = replan.make_plan(PROFILE, Settings(memory=HUGE, planner="resident"))
+
+
+class FakeEngine:
+    """Shows what a machine like ``true`` would."""
+
+    def __init__(self, true: Profile = SLOW, *, replaceable: bool = True, runs: bool = True) -> None:
+        self.plan, self.true = PLAN, true
+        self.recorder = SimpleNamespace(iterations=0)
+        self.may_be_replaced = lambda: replaceable
+        self.may_run = lambda plan: runs
+
+    def trace(self) -> Any:
+        return simulate(timed(self.plan, self.true), self.true)
+
+
+def due_after(replanning: Replanning, engine: Any, most: int = 20) -> int:
+    """Return how many iterations it takes until there is something to compare."""
+    for count in range(1, most):
+        engine.recorder.iterations += 1
+        if replanning.due(engine):
+            return count
+        assert not replanning.due(engine), "one iteration counts once"
+    return most
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[Settings]:
+    """The settings of the plans that were asked for; each is twice as fast as it should be."""
+    found: list[Settings] = []
+
+    def make(profile: Profile, settings: Settings) -> Plan:
+        found.append(settings)
+        plan = timed(PLAN, profile)
+        return replace(plan, predicted=replace(plan.predicted, iteration_s=plan.predicted.iteration_s / 2))
+
+    monkeypatch.setattr(replan, "make_plan", make)
+    return found
+
+
+def test_three_iterations_count_after_two_that_do_not(asked: list[Settings]) -> None:
+    replanning, engine = Replanning(Settings(), PROFILE), FakeEngine()
+    assert not replanning.due(engine), "none has been run"  # type: ignore[arg-type]
+    assert due_after(replanning, engine) == 5
+    found = replanning.correct(engine, 1e6)  # type: ignore[arg-type]
+    assert found is not None
+    assert found.takes_over
+    assert asked == [Settings(memory=PLAN.budget_bytes, time_limit=30.0)]
+    another = FakeEngine()
+    another.plan = timed(found.plan, found.profile)
+    assert due_after(replanning, another) == 5, "another engine warms up again"
+    assert replanning.correct(another, 1e6) is None  # type: ignore[arg-type]
+    assert replanning.over
+
+
+def test_an_engine_that_stays_is_warm(asked: list[Settings]) -> None:
+    replanning, engine = Replanning(Settings(), PROFILE), FakeEngine(replaceable=False)
+    assert due_after(replanning, engine) == 5
+    found = replanning.correct(engine, 1e6)  # type: ignore[arg-type]
+    assert found is not None
+    assert not found.takes_over
+    assert asked == []
+    assert due_after(replanning, engine) == 3
+
+
+@pytest.mark.parametrize(("steps", "limit"), [(float("inf"), 30.0), (1.0, 0.1 * 183), (0.05, None), (0.0, None)])
+def test_planning_takes_a_part_of_the_time_that_is_left(
+    steps: float, limit: float | None, asked: list[Settings]
+) -> None:
+    replanning, engine = Replanning(Settings(), PROFILE), FakeEngine()
+    due_after(replanning, engine)
+    found = replanning.correct(engine, steps)  # type: ignore[arg-type]
+    assert found is not None
+    assert [settings.time_limit for settings in asked] == ([] if limit is None else [pytest.approx(limit)])
+
+
+def test_a_plan_that_hardly_gains_or_may_not_run_does_not_take_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    for part, runs in ((0.99, True), (0.5, False), (None, True)):
+
+        def make(profile: Profile, settings: Settings, part: float | None = part) -> Plan:
+            if part is None:
+                raise InfeasibleError("none in time")
+            plan = timed(PLAN, profile)
+            return replace(plan, predicted=replace(plan.predicted, iteration_s=plan.predicted.iteration_s * part))
+
+        monkeypatch.setattr(replan, "make_plan", make)
+        replanning, engine = Replanning(Settings(), PROFILE), FakeEngine(runs=runs)
+        due_after(replanning, engine)
+        found = replanning.correct(engine, 1e6)  # type: ignore[arg-type]
+        assert found is not None
+        assert not found.takes_over
+        assert found.plan.predicted.iteration_s == pytest.approx(183)
+        assert found.plan.ops[0].seconds == 2 * PLAN.ops[0].seconds
+
+
+def test_the_steps_that_are_left() -> None:
+    def trainer(total: float) -> Any:
+        return SimpleNamespace(estimated_stepping_batches=total, global_step=5)
+
+    assert steps_left(trainer(20)) == 15
+    assert steps_left(trainer(3)) == 0
+    assert steps_left(trainer(float("inf"))) == float("inf")
+    assert steps_left(trainer(-1)) == float("inf"), "an iterable data set without an end"
