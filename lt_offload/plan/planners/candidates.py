@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError
-from lt_offload.plan.assembly.slowdown import Slower
 from lt_offload.plan.planners.request import Proposal, Request
 from lt_offload.plan.planners.slots import share_slots
+from lt_offload.plan.planners.slowdown import Slower
 from lt_offload.plan.planners.timed_plan import PlanScheduler
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import Alternative, Plan

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from lt_offload.plan.assembly.just_in_time import Misfit, Scheduler
 from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.assembly.schedule import Timetable
-from lt_offload.plan.assembly.slowdown import Slower, at_worst, slower
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.request import Request
+from lt_offload.plan.planners.slowdown import Slower, at_worst, slower
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile

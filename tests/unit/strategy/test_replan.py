@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lt_offload.errors import InfeasibleError
 from lt_offload.plan import Settings, simulate
@@ -26,6 +27,12 @@ SLOW = replace(
     ),
 )
 PLAN = replan.make_plan(PROFILE, Settings(memory=HUGE, planner="resident"))
+
+
+@pytest.fixture(autouse=True)
+def first_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages ask which process this is; Lightning says so when it is imported."""
+    monkeypatch.setattr(rank_zero_only, "rank", 0, raising=False)
 
 
 class FakeEngine:
