@@ -10,6 +10,7 @@ from dataclasses import replace
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan.infeasible import explain_infeasible, smallest_ram
 from lt_offload.plan.planners.baselines import (
+    Smallest,
     no_offload_s,
     option_sets,
     resident_decisions,
@@ -75,7 +76,8 @@ def solve(
         recompute: whether activations may be computed again.
         gradient_reserve: for ``memferry``: the part of all gradient bytes that the device may hold at a time, between
             0 and 1; the others are written to host memory by the backward itself. None: as much as fits.
-        time_limit: seconds after which no further candidate is generated.
+        time_limit: seconds that planning may take, about; the best plan until then is returned, and says what was
+            left out.
 
     Raises:
         InfeasibleError: if no plan fits; says what would.
@@ -183,29 +185,29 @@ def offmate_config(profile: Profile, settings: Settings, *, window: int) -> Offm
 
 
 class _Selection:
-    """One search for the best plan."""
+    """One search for the best plan: cheap methods first, and better ones while there is time."""
 
     def __init__(self, request: Request, config: OffmateConfig, planner: PlannerName) -> None:
         self.request, self.config, self.planner = request, config, planner
         self.profile = request.profile
+        self.deadline = time.monotonic() + config.time_limit
         self.bound = 0.0
-        self.candidates = Candidates(request)
+        self.candidates = Candidates(request, self.deadline)
 
     def run(self) -> Plan:
         """Return the best plan."""
-        request, config = self.request, self.config
+        request = self.request
         if smallest_ram(self.profile, request.allowed) > request.host_budget_bytes:
             raise explain_infeasible(request, self.planner)
-        if not self._bound():
-            least = smallest(
-                self.profile,
-                request.allowed,
-                host_update=config.host_update,
-                host_budget=request.host_budget_bytes,
-            )
+        if self.planner in ("auto", "resident"):
+            self._add_resident()
+        if self.planner == "auto":
+            self._add_streaming()
+        if not self._bound() and not self.candidates.fitting:
+            least = self._smallest()
             if least is None or least.device_bytes > request.budget_bytes:
                 raise explain_infeasible(request, self.planner)
-        self._generate()
+        self._improve()
         if not self.candidates.fitting and self.planner == "auto":
             self._add_smallest()
         if not self.candidates.fitting and self.candidates.out_of_time is not None:
@@ -214,30 +216,37 @@ class _Selection:
             raise explain_infeasible(request, self.planner)
         return self._best()
 
+    @property
+    def _left(self) -> float:
+        """Seconds until the time limit."""
+        return self.deadline - time.monotonic()
+
     # -- candidates --------------------------------------------------------------------------------------------------
 
-    def _generate(self) -> None:
+    def _improve(self) -> None:
         planner = self.planner
-        if planner in ("auto", "resident"):
-            self._add_resident()
         if planner in ("auto", "offmate") and not self._good_enough():
             self._add_programs()
-        if planner == "auto":
-            self._add_streaming()
         for name, propose in _OTHERS.items():
             if planner in ("auto", name):
                 self._ask(name, propose)
+        if planner == "auto":
+            self.candidates.finish()
 
     def _ask(self, name: PlannerName, propose: Callable[[Request], list[Proposal]]) -> None:
         """Add what one planner proposes; if there is nothing to gain any more, the first of it, or nothing if slow."""
-        enough = self.planner == "auto" and self._good_enough()
+        auto = self.planner == "auto"
+        enough = auto and self._good_enough()
         if enough and name in _SLOW:
             self.candidates.fail(name, f"not asked: the best plan is within {_GOOD_GAP:.0%} of the bound")
+            return
+        if auto and self.candidates.fitting and self._left <= 0:
+            self.candidates.cut_short(name)
             return
         try:
             proposals = propose(self.request)
         except NotApplicable as reason:
-            if self.planner != "auto":
+            if not auto:
                 raise self._does_not_apply(name, str(reason)) from None
             self.candidates.fail(name, str(reason))
             return
@@ -261,25 +270,27 @@ class _Selection:
         self.candidates.fail("resident", "weights and optimizer states do not fit on the device")
 
     def _add_streaming(self) -> None:
-        """Stream everything, as other runtimes do: to compare with, and for budgets below the program's smallest."""
+        """Stream everything, as other runtimes do: to compare with, and so that there soon is a plan."""
         for host_update in (True, False) if self.config.host_update else (False,):
             options = option_sets(self.profile, self.request.allowed)[0]
             decisions = streaming_decisions(self.profile, options, host_update=host_update, lead=0, lag=0)
             name = f"stream all, update on the {'host' if host_update else 'device'}"
-            self.candidates.add(Proposal(name=name, decisions=decisions))
+            self.candidates.add(Proposal(name=name, decisions=decisions), careful=False)
+
+    def _smallest(self) -> Smallest | None:
+        config, request = self.config, self.request
+        return smallest(
+            self.profile, request.allowed, host_update=config.host_update, host_budget=request.host_budget_bytes
+        )
 
     def _add_smallest(self) -> None:
-        found = smallest(
-            self.profile,
-            self.request.allowed,
-            host_update=self.config.host_update,
-            host_budget=self.request.host_budget_bytes,
-        )
+        found = self._smallest()
         if found is not None:
             self.candidates.add(Proposal(name="least memory", decisions=found.decisions))
 
     def _add_programs(self) -> None:
-        search_budgets(self.candidates, self.config, enough_s=self.bound * (1 + _GOOD_GAP))
+        limited = replace(self.config, time_limit=self._left)
+        search_budgets(self.candidates, limited, enough_s=self.bound * (1 + _GOOD_GAP))
         self._add_zero_copy_embeddings()
 
     def _add_zero_copy_embeddings(self) -> None:
@@ -299,13 +310,15 @@ class _Selection:
         Returns False if even that has no solution; the bound is then that of the computations alone.
         """
         self.bound = sum(min(o.forward_s + o.backward_s for o in options) for options in self.request.allowed)
-        optimistic = replace(self.config, pools="shared", phi=0.0, lag=0, lookahead=0, optimistic=True)
+        optimistic = replace(
+            self.config, pools="shared", phi=0.0, lag=0, lookahead=0, optimistic=True, time_limit=self._left
+        )
         try:
             self.bound = lower_bound(self.profile, optimistic)
         except InfeasibleError:
             return False
         except ConfigError:
-            pass  # not solved in time
+            self.candidates.cut_short("the lower bound, which is that of the computations alone")
         return True
 
     def _good_enough(self) -> bool:
@@ -321,6 +334,9 @@ class _Selection:
             host_peak_bytes=best.trace.host_peak,
         )
         notes = list(best.plan.notes)
+        if self.candidates.cut:
+            limit = f"solver_time_limit={self.request.settings.time_limit:g} s"
+            notes.append(f"{limit} ended planning before: {', '.join(dict.fromkeys(self.candidates.cut))}")
         hardware = self.profile.hardware
         pinnable, needed = hardware.pinnable_bytes, best.trace.host_peak
         # Without a limit of its own it is all that was measured as free, of which a host_memory by hand may be more.

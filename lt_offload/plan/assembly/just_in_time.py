@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -49,8 +51,9 @@ class _Division:
 class Scheduler:
     """Looks for the fastest schedule for the sets of ``decisions`` within ``capacity_bytes`` of device memory."""
 
-    def __init__(self, decisions: Decisions, profile: Profile, capacity_bytes: int) -> None:
-        self._decisions, self._capacity = decisions, capacity_bytes
+    def __init__(self, decisions: Decisions, profile: Profile, capacity_bytes: int, deadline: float = math.inf) -> None:
+        """``deadline``: when to be content with what there is, on the monotonic clock."""
+        self._decisions, self._capacity, self._deadline = decisions, capacity_bytes, deadline
         self.best: Timetable | None = None
         """The fastest so far."""
         self._division = _Division(_SHARES[0], *_WAYS[0])
@@ -107,7 +110,7 @@ class Scheduler:
 
     def _try(self, divisions: Iterable[_Division]) -> None:
         for division in divisions:
-            if self.best is not None and self.best.seconds <= self._enough:
+            if self.best is not None and (self.best.seconds <= self._enough or time.monotonic() > self._deadline):
                 return
             found = self._schedule(division)
             if found is not None and (self.best is None or found.seconds < self.best.seconds):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError
@@ -43,21 +45,28 @@ class Missed:
 class Candidates:
     """Every proposal for one request so far: those that fit, and why the others did not."""
 
-    def __init__(self, request: Request) -> None:
-        self.request = request
+    def __init__(self, request: Request, deadline: float = math.inf) -> None:
+        """``deadline``: when to stop improving, on the monotonic clock."""
+        self.request, self._deadline = request, deadline
         self.fitting: list[Candidate] = []
         self.slower_ones: list[tuple[str, float]] = []
         """Names and times of those that were slower than another one when they came."""
         self.failed: list[Alternative] = []
         self._started: dict[str, PlanScheduler] = {}
         """By name: proposals that have been estimated only."""
+        self._unfinished: list[tuple[float, Proposal, PlanScheduler]] = []
         self.slower: Slower | None = None
         """How slow lanes are that slow each other down, as the last plan has shown."""
+        self.cut: list[str] = []
+        """What was not tried, or not to its end, for lack of time."""
         self.out_of_time: ConfigError | None = None
         """Set if a program was given up; only worth raising if nothing fits."""
 
-    def add(self, proposal: Proposal) -> Missed:
-        """Schedule, build, check and simulate ``proposal``."""
+    def add(self, proposal: Proposal, *, careful: bool = True) -> Missed:
+        """Schedule, build, check and simulate ``proposal``.
+
+        ``careful``: look for the best schedule if it may win; else that is left to :meth:`finish`.
+        """
         request, profile = self.request, self.request.profile
         excess = proposal.decisions.least_host_bytes(profile) - request.host_budget_bytes
         if excess > 0:
@@ -66,13 +75,33 @@ class Candidates:
         search = self._started.pop(proposal.name, None) or self._start(proposal)
         if isinstance(search, Missed):
             return search
-        found = search.finish(_HOPELESS * self.fastest_s)
+        found = search.finish(_HOPELESS * self.fastest_s if careful else -math.inf)
         self.slower = search.slower
+        if not careful:
+            self._unfinished.append((found.seconds, proposal, search))
+        elif self._deadline <= time.monotonic():
+            self.cut_short(f"schedules of {proposal.name}")
         self._keep(Candidate(proposal=replace(proposal, decisions=found.decisions), plan=found.plan, trace=found.trace))
         return Missed(device=0, host=0)
 
+    def finish(self) -> None:
+        """Look for better schedules of those that were not added with care, as far as they may win."""
+        for seconds, proposal, search in sorted(self._unfinished, key=lambda item: item[0]):
+            hopeless = _HOPELESS * self.fastest_s
+            if seconds <= hopeless and self._deadline > time.monotonic():
+                found = search.finish(hopeless)
+                decided = replace(proposal, decisions=found.decisions)
+                self._keep(Candidate(proposal=decided, plan=found.plan, trace=found.trace))
+        self._unfinished.clear()
+
+    def cut_short(self, what: str) -> None:
+        """Note what was left out for lack of time."""
+        self.cut.append(what)
+
     def _start(self, proposal: Proposal, *, anyhow: bool = True) -> PlanScheduler | Missed:
-        search = PlanScheduler(proposal.name.partition(",")[0], proposal.decisions, self.request, self.slower)
+        search = PlanScheduler(
+            proposal.name.partition(",")[0], proposal.decisions, self.request, self.slower, self._deadline
+        )
         misfit = search.start(anyhow=anyhow)
         if misfit is None:
             return search

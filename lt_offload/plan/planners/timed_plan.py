@@ -46,11 +46,18 @@ class TimedPlan:
 class PlanScheduler:
     """The sets of one proposal on their way to a plan."""
 
-    def __init__(self, planner: str, decisions: Decisions, request: Request, expected: Slower | None = None) -> None:
-        """``expected``: how slow lanes were in another plan."""
+    def __init__(
+        self,
+        planner: str,
+        decisions: Decisions,
+        request: Request,
+        expected: Slower | None = None,
+        deadline: float = math.inf,
+    ) -> None:
+        """``expected``: how slow lanes were in another plan; ``deadline``: when to stop looking for better ones."""
         self._planner, self._request, self._profile = planner, request, request.profile
         self._slower = expected or at_worst(request.profile)
-        self._search = Scheduler(decisions, self._slower.applied_to(self._profile), request.capacity_bytes)
+        self._search = Scheduler(decisions, self._slower.applied_to(self._profile), request.capacity_bytes, deadline)
         self.best: TimedPlan | None = None
 
     @property
@@ -75,10 +82,10 @@ class PlanScheduler:
     def finish(self, hopeless_s: float) -> TimedPlan:
         """Return the fastest plan found; with less care if it takes more than ``hopeless_s`` anyway."""
         assert self._search.best is not None
-        self._build(self._search.best, self._profile)
-        if self._shares:
-            self._correct()
-        assert self.best is not None
+        if self.best is None:
+            self.best = self._build(self._search.best, self._profile)
+            if self._shares:
+                self._correct()
         if self.best.seconds > hopeless_s:
             return self.best
         self._build(self._search.finish(), self._profile)
