@@ -1,9 +1,9 @@
 """Chooses the batch size with the highest throughput, by planning for several.
 
-The relaxed program with the batch size as a variable says around which size to look. There, every size has a relaxed
-program of its own, which is solved quickly; plans are made for the sizes that promise most, and promises are corrected
-by what the plans before them have reached. Of sizes with practically the same throughput the smallest is taken: a
-larger batch changes the training and brings nothing.
+Every size has a relaxed program, which is solved quickly: a scan of a few sizes says around which one to look. Plans
+are made for the sizes that promise most, and promises are corrected by what the plans before them have reached. Of
+sizes with practically the same throughput the smallest is taken: a larger batch changes the training and brings
+nothing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan.batch.profiles import scaled
-from lt_offload.plan.batch.program import best_batch
 from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.solve import make_plan, offmate_config, without_chunks
@@ -32,6 +31,8 @@ _ANCHOR = 8
 _GROWTH = 8
 """How much larger than what was profiled a size may be that is profiled next."""
 _ANCHORS = 4
+_NEAR = 8
+"""Sizes are told apart to this part of the best one."""
 _EQUAL = 0.005
 """Relative difference of throughput that a larger batch must bring."""
 _DOUBT = 0.02
@@ -170,43 +171,48 @@ class _BatchSearch:
                 return
             self._plan(min(better, key=lambda size: (self._expected(size), size)))
 
-    def _guess(self) -> tuple[float, float]:
+    def _guess(self) -> tuple[int, int]:
         """Return the smallest size of practically the highest relaxed throughput, and that of the highest."""
         if not self._profile(1):
-            return 1.0, 1.0
+            return 1, 1
         high = min(_ANCHOR, self.most)
         while high > 1 and not self._profile(high):
             high //= 2
-        guess = 1.0, 1.0
+        self.say("looking for the best batch size")
         for _ in range(_ANCHORS):
-            known = sorted(self.profiles)
-            low, high = known[max(0, len(known) - 2)], known[-1]
-            program = offmate_config(self.profiles[low], self.settings, window=_WINDOW)
-            self.say("looking for the best batch size")
-            for lag in (1, 0):
-                try:
-                    found = best_batch(
-                        self.profiles[low],
-                        self.profiles[high] if high > low else None,
-                        replace(program, lag=lag, lookahead=lag),
-                        most=max(1, min(self.most, self._limit - 1)),
-                        tolerance=_EQUAL,
-                    )
-                except (InfeasibleError, ConfigError):
-                    continue
-                guess = found.smallest, found.batch_size
-                break
-            size = min(math.floor(guess[0] + 1e-6), _GROWTH * high, self.most)
+            high = max(self.profiles)
+            smallest, best = self._scan(min(self.most, self._limit - 1))
+            size = min(smallest, _GROWTH * high)
             if self.unfit:
                 size = min(size, (high + self._limit) // 2)
             if size <= 1.5 * high:
                 break
             self._profile(size)
-        return min(guess[0], self._limit - 1), min(guess[1], self._limit - 1)
+            # What was beyond all profiles was a guess.
+            self.relaxed = {known: seconds for known, seconds in self.relaxed.items() if known <= high}
+        return min(smallest, self._limit - 1), min(best, self._limit - 1)
 
-    def _around(self, smallest: float, best: float) -> list[int]:
-        low, high = math.floor(smallest + 1e-6), math.floor(best + 1e-6)
-        found = {low - 1, low, math.ceil(smallest), high + 1, *(high // step * step for step in (1, 2, 4, 8))}
+    def _scan(self, most: int) -> tuple[int, int]:
+        """Return the smallest size of practically the highest relaxed throughput up to ``most``, and the best one.
+
+        Sizes are doubled until that gains nothing any more; then the gaps beside the best one are halved.
+        """
+        tried = [1]
+        while tried[-1] < most and (len(tried) < 2 or self._relaxed(tried[-1]) < self._relaxed(tried[-2])):
+            tried.append(min(2 * tried[-1], most))
+        while True:
+            best = min(tried, key=lambda size: (self._relaxed(size), size))
+            at = tried.index(best)
+            beside = [*tried[max(at - 1, 0) : at], *tried[at + 1 : at + 2]]
+            middles = [(best + other) // 2 for other in beside if abs(best - other) > max(1, best // _NEAR)]
+            if not middles:
+                break
+            tried = sorted({*tried, *middles})
+        least = self._relaxed(best)
+        return min(size for size in tried if self._relaxed(size) * (1 - _EQUAL) <= least), best
+
+    def _around(self, low: int, high: int) -> list[int]:
+        found = {low - 1, low, high + 1, *(high // step * step for step in (1, 2, 4, 8))}
         return sorted(size for size in found if 1 <= size <= self.most and low / 2 < size <= 2 * low + 1)
 
     @property

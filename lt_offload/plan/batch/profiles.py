@@ -39,25 +39,6 @@ def scaled(profile: Profile, batch_size: int, other: Profile | None = None) -> P
     )
 
 
-def common(one: Profile, two: Profile) -> tuple[Profile, Profile]:
-    """Return both profiles with those options of each block that both offer."""
-    names = [
-        {option.name for option in a.options} & {option.name for option in b.options}
-        for a, b in zip(one.blocks, two.blocks, strict=True)
-    ]
-
-    def reduced(profile: Profile) -> Profile:
-        return replace(
-            profile,
-            blocks=tuple(
-                replace(block, options=tuple(option for option in block.options if option.name in left))
-                for block, left in zip(profile.blocks, names, strict=True)
-            ),
-        )
-
-    return reduced(one), reduced(two)
-
-
 class _StraightLine:
     """The point at ``at`` of a line from a low (0) to a high (1) value."""
 
