@@ -153,7 +153,7 @@ def test_the_offset_dropped_when_a_view_is_restored(monkeypatch: pytest.MonkeyPa
         assert self.weight.present is not None
         return self.weight.present.as_strided(self.shape, self.stride)
 
-    monkeypatch.setattr(WeightAlias, "restore", restore)
+    monkeypatch.setattr(WeightAlias, "unpack", restore)
     assert differ(fused, adamw, "keep")
 
 

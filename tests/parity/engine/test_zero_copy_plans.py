@@ -153,14 +153,14 @@ def test_the_backward_finds_a_saved_weight_where_its_own_step_has_it(
 ) -> None:
     """Whatever the forward has read: what it saved is no reference to that memory."""
     case, found = Case(places=HOST), set()
-    restore = WeightAlias.restore
+    restore = WeightAlias.unpack
 
     def spy(alias: WeightAlias) -> torch.Tensor:
         tensor = restore(alias)
         found.add(tensor.untyped_storage().data_ptr() == alias.weight.host.untyped_storage().data_ptr())
         return tensor
 
-    monkeypatch.setattr(WeightAlias, "restore", spy)
+    monkeypatch.setattr(WeightAlias, "unpack", spy)
     plan, budget = planned(case, how)
     trained(case, plan, budget)
     assert found == in_host_memory

@@ -21,6 +21,8 @@ _SHORT = 1.003
 """A schedule that takes so many times as long as the program says is short of room."""
 _SCHEDULED = 2
 """Of so many of those the schedule is looked for with care."""
+_LEAST_S = 10.0
+"""So long the first program may take even if there is no time left, where nothing else has given a plan."""
 _UNSHARED = 0.1
 """Of the host's bandwidth so much is left: where copies and updates meet is not the program's to say."""
 _FIRST = 1.05
@@ -47,8 +49,11 @@ def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough_s: f
     least, most = _SOLVED
     for turn in range(min(max(_SOLVED_BLOCKS // len(request.profile.blocks), least), most)):
         left = deadline - time.monotonic()
-        if turn and left <= 1:
+        if left <= 0 and (turn or candidates.fitting):
+            candidates.cut_short("more budgets of the program" if turn else "the program")
             break
+        if not candidates.fitting and not found:
+            left = max(left, _LEAST_S)
         name = f"offmate, solved for {format_bytes(search.next)}"
         now = replace(
             config,
@@ -69,7 +74,7 @@ def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough_s: f
             continue
         except ConfigError as error:
             candidates.out_of_time = error
-            candidates.fail(name, f"the program was not solved within time_limit={request.settings.time_limit:g} s")
+            candidates.cut_short(name)
             break
         decisions = round_tensors(solution, request.profile, Slack())
         proposal = Proposal(name=name, decisions=decisions)
