@@ -145,8 +145,17 @@ class PlanScheduler:
             return
 
 
-def timed_plan(planner: str, decisions: Decisions, request: Request, *, quick: bool = False) -> TimedPlan | Misfit:
-    """Return the fastest plan found for the sets of ``decisions``; ``quick``: the best of a few schedules."""
+def timed_plan(planner: str, decisions: Decisions, request: Request) -> TimedPlan | Misfit:
+    """Return the fastest plan found for the sets of ``decisions``."""
     search = PlanScheduler(planner, decisions, request)
-    misfit = search.start(anyhow=not quick)
-    return misfit or search.finish(-math.inf if quick else math.inf)
+    return search.start() or search.finish(math.inf)
+
+
+def estimated_s(decisions: Decisions, request: Request) -> float:
+    """Return about how long the sets of ``decisions`` take, to compare those of one kind; infinity if they do not fit.
+
+    One schedule, as if all lanes were busy all the time.
+    """
+    profile = at_worst(request.profile).applied_to(request.profile)
+    found = Scheduler(decisions, profile, request.capacity_bytes).start(tries=1, anyhow=False)
+    return math.inf if isinstance(found, Misfit) else found.seconds

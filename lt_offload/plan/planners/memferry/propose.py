@@ -17,7 +17,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from lt_offload.plan.assembly.just_in_time import Misfit
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import budget_for, least_host_bytes
@@ -34,7 +33,7 @@ from lt_offload.plan.planners.memferry.model import (
 )
 from lt_offload.plan.planners.memferry.savings import Given, savings, with_savings
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, self_contained
-from lt_offload.plan.planners.timed_plan import timed_plan
+from lt_offload.plan.planners.timed_plan import estimated_s
 from lt_offload.schema.plan import UpdatePlace
 from lt_offload.schema.profile import OptionName, TensorProfile
 from lt_offload.units import format_bytes
@@ -179,11 +178,10 @@ class _Planner:
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if Sets(decisions(middle), profile).room_needed <= room else (middle + 1, high)
-        timed = timed_plan("memferry", decisions(low), self.request, quick=True)
         return _Attempt(
             manner=manner,
             decisions=decisions(low),
-            seconds=math.inf if isinstance(timed, Misfit) else timed.trace.iteration_time,
+            seconds=estimated_s(decisions(low), self.request),
             given_up=low,
             least_bytes=least_bytes,
         )

@@ -9,16 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import islice
-from math import inf
 
-from lt_offload.plan.assembly.just_in_time import Misfit
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import aligned, framework_bytes, state_room
 from lt_offload.plan.planners.pofo.chain import Chain, Operation, memory, sequential, walk
 from lt_offload.plan.planners.pofo.convert import as_chain, as_decisions
 from lt_offload.plan.planners.pofo.program import ChainProgram
 from lt_offload.plan.planners.request import Allowed, NotApplicable, Proposal, Request
-from lt_offload.plan.planners.timed_plan import timed_plan
+from lt_offload.plan.planners.timed_plan import estimated_s
 from lt_offload.units import format_bytes
 
 _MOST_SLOTS, _FEWEST_SLOTS = 56, 20
@@ -64,8 +62,7 @@ def propose_pofo(request: Request) -> list[Proposal]:
     for sequences in _sequences(layout.chain, capacity_bytes, request):
         for decisions in islice(fitting(sequences), _TRIED):
             if all(decisions != other for _, other in found):
-                timed = timed_plan("pofo", decisions, request, quick=True)
-                seconds = inf if isinstance(timed, Misfit) else timed.trace.iteration_time
+                seconds = estimated_s(decisions, request)
                 found.append((seconds, decisions))
     if not found:
         raise NotApplicable(f"{short}; the rest is too little for the activations")

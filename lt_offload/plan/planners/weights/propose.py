@@ -20,13 +20,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from lt_offload.errors import InfeasibleError
-from lt_offload.plan.assembly.just_in_time import Misfit
 from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.baselines import option_sets, streaming_decisions
 from lt_offload.plan.planners.ladder import ladder
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, held_bytes, self_contained
-from lt_offload.plan.planners.timed_plan import timed_plan
+from lt_offload.plan.planners.timed_plan import estimated_s
 from lt_offload.plan.planners.weights.decisions import Setting
 from lt_offload.plan.planners.weights.model import select_gaps
 from lt_offload.schema.profile import BlockProfile, OptionName, OptionProfile
@@ -35,8 +34,10 @@ from lt_offload.units import format_bytes
 _MARGINS = {"device": (0, 1, 2, 3, 4), "host": (0, 2)}
 """Numbers of layers, by the place of updates. The paper's own excess amounts to one; whole steps need more memory than
 moments do. Where the host updates, it mostly sets the pace, and margins matter little."""
-_LEVELS = 10
+_LEVELS = 20
 """In how many steps activations are given up."""
+_PATIENCE = 10
+"""How many selections in a row that are no better end the search; those with the least work for any lane come first."""
 _BEST = 3
 """How many are proposed, each of another margin or place of update."""
 
@@ -79,13 +80,13 @@ def propose_greedy(request: Request) -> list[Proposal]:
     if not fitting:
         _require_ram(request, selections[0].proposal.decisions)
     found: list[tuple[float, Proposal]] = []
-    least = math.inf
+    least, failed = math.inf, 0
     for selection in sorted(fitting, key=lambda selection: selection.least_s):
-        if selection.least_s >= least:
+        if selection.least_s >= least or failed >= _PATIENCE:
             break
-        timed = timed_plan("greedy", selection.proposal.decisions, request, quick=True)
-        seconds = math.inf if isinstance(timed, Misfit) else timed.trace.iteration_time
+        seconds = estimated_s(selection.proposal.decisions, request)
         found.append((seconds, selection.proposal))
+        failed = 0 if seconds < least else failed + 1
         least = min(least, seconds)
     best: dict[str, Proposal] = {}
     for _, proposal in sorted(found, key=lambda item: item[0]):
