@@ -32,19 +32,27 @@ class Streaming:
         """Run one block's forward."""
         weights, groups = self.blocks[index], self._groups[index]
         following = self._groups[(index + 1) % len(self.blocks)]
+        on_host: list[LiveGroup] = []
         if not self._bring(groups, index, needed=groups):
             self._clear()  # the ranges in use may have left gaps that are too small
             if not self._bring(groups, index, needed=groups):
-                nbytes = sum(weight.nbytes for weight in weights)
-                raise OverBudget(f"block {index} needs {format_bytes(nbytes)} of weights, more than the arena holds")
+                on_host = [group for group in groups if _is_readable(group)]
+                groups = [group for group in groups if group not in on_host]
+                if not on_host or not self._bring(groups, index, needed=groups):
+                    nbytes = sum(weight.nbytes for weight in weights)
+                    raise OverBudget(
+                        f"block {index} needs {format_bytes(nbytes)} of weights, more than the arena holds"
+                    )
         self._bring(following, index, needed=[*groups, *following])
-        arrivals = distinct(group.ready for group in groups)
-        self.device.wait(*arrivals, reads=[p.buffer for p in groups if p.buffer is not None])
+        arrivals = distinct([*(group.ready for group in groups), *(group.current for group in on_host)])
+        cells = [group.buffer for group in groups if group.buffer is not None]
+        self.device.wait(*arrivals, reads=[*cells, *(group.host_cell for group in on_host)])
         for group in groups:
             group.ready = None
         for weight in weights:
-            assert weight.view is not None
-            weight.param.data = weight.view
+            view = weight.zero_copy if weight.group in on_host else weight.view
+            assert view is not None
+            weight.param.data = view
         try:
             return forward(*args, **kwargs)
         finally:  # whoever looks at parameters between blocks, or after an error, sees the host copies
@@ -103,6 +111,11 @@ class Streaming:
     def _evict(self, group: LiveGroup) -> None:
         Transfer(self.device, [group], label=f"evict {group.label}").write_back()
         group.detach()
+
+
+def _is_readable(group: LiveGroup) -> bool:
+    """Return whether computations of the plan read all of ``group`` in host memory: its arena has no room for it."""
+    return all(isinstance(weight, Weight) and weight.zero_copy is not None for weight in group.members)
 
 
 def room(blocks: Sequence[Sequence[Weight]], budget: int) -> int:
