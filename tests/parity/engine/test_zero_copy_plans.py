@@ -14,6 +14,7 @@ from lt_offload.errors import PlanError, Race
 from lt_offload.execute.activations import WeightAlias
 from lt_offload.execute.device.cuda import CudaDevice
 from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.execute.engine import Engine
 from lt_offload.plan import check
 from lt_offload.plan.assembly.plan import build as build_plan
 from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, block_decisions, uses
@@ -250,3 +251,38 @@ def test_a_plan_that_would_read_an_outdated_copy_is_refused() -> None:
     assert any("outdated" in problem for problem in check(spoilt, profile))
     with pytest.raises(PlanError, match=r"op 0 reads weight .* in host memory, which is older than the device copy"):
         trained(case, spoilt, 1 << 30)
+
+
+@pytest.mark.parametrize("mode", ["lazy", "random", "thread"])
+@pytest.mark.parametrize("how", [everything, mixture, embedding])
+def test_validation_reads_what_the_arena_has_no_room_for(how: How, mode: str) -> None:
+    """Between two iterations, while updates on the host are under way."""
+    case = Case(places=HOST, mode=mode)
+    plan, budget = planned(case, how)
+    model = build(case)
+    optimizer = make_optimizer(model, case.optimizer)
+    device = EmulatedDevice(budget, mode, seed=case.seed, check=True, accounting="always")
+    engine = Engine(model, optimizer, plan, device)
+    found: list[torch.Tensor] = []
+    try:
+        engine.install()
+        for batch in batches(case, model, device.torch_device):
+            with engine.iteration():
+                model(**batch).loss.backward()
+                optimizer.step()
+            with torch.no_grad():
+                found.append(model(**batch).loss.clone())
+        engine.drain()
+    finally:
+        engine.remove()
+        device.close()
+    expected: list[torch.Tensor] = []
+    model = build(case)
+    optimizer = make_optimizer(model, case.optimizer)
+    for batch in batches(case, model):
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        with torch.no_grad():
+            expected.append(model(**batch).loss.clone())
+    assert all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
