@@ -154,7 +154,7 @@ def test_activations_are_given_up_where_that_is_needed() -> None:
         proposals = propose_greedy(request(heavy, budget, host_update=False))
         kept.append(sum(block.option == "keep" for block in proposals[0].decisions.blocks))
         assert fitted(proposals[0], request(heavy, budget, host_update=False)) is not None
-    assert kept[0] > kept[1] > kept[2]
+    assert kept[0] == 8 > max(kept[1:])
 
 
 def test_too_little_memory_or_ram() -> None:
