@@ -75,10 +75,10 @@ def device_copies(decisions: Decisions, profile: Profile) -> list[DeviceCopy]:
 def in_parts(tensors: Sequence[int], profile: Profile) -> list[list[int]]:
     """Return ``tensors`` in the parts in which they leave: large ones alone, neighbours below that together."""
     parts: list[list[int]] = []
-    size = SMALL
+    size = 0
     for tensor in tensors:
         nbytes = profile.tensors[tensor].bytes
-        if size + nbytes > SMALL:
+        if not parts or size + nbytes > SMALL:
             parts.append([])
             size = 0
         parts[-1].append(tensor)
