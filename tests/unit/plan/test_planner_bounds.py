@@ -12,7 +12,7 @@ from lt_offload.plan import Plan, check, solve
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.schema.plan import PlannerName
-from lt_offload.schema.profile import Profile, ReadProfile, TensorProfile, ZeroCopyProfile
+from lt_offload.schema.profile import Contention, Profile, ReadProfile, TensorProfile, ZeroCopyProfile
 from tests.support.profiles.program_rules import random_profile
 from tests.support.profiles.small import chained
 
@@ -58,9 +58,17 @@ def bound_s(profile: Profile, plan: Plan) -> float:
     return lower_bound(profile, config)
 
 
-@pytest.mark.parametrize("seed", range(len(KINDS)))
-def test_no_plan_beats_the_bound_and_auto_is_the_best(seed: int) -> None:
+def sharing(profile: Profile, seed: int) -> Profile:
+    """Return ``profile`` with lanes that slow each other down, computations not always."""
+    compute, h2d, d2h, host = np.random.default_rng(100 + seed).uniform(0.2, 0.9, 4)
+    return replace(profile, contention=Contention(compute=compute * (seed % 2), h2d=h2d, d2h=d2h, host=host))
+
+
+@pytest.mark.parametrize(("seed", "shared"), [(seed, shared) for seed in range(len(KINDS)) for shared in (False, True)])
+def test_no_plan_beats_the_bound_and_auto_is_the_best(seed: int, shared: bool) -> None:
     profile = rich_profile(seed)
+    if shared:
+        profile = sharing(profile, seed)
     everything = sum(2 * t.bytes + t.state_bytes for t in profile.tensors)
     planned = 0
     for share in (0.6, 1.6):
