@@ -258,9 +258,13 @@ class Engine:
         """Return whether ``plan`` can do what users do beside training.
 
         That is: their hooks allow that it runs other blocks a second time, and its arena is large enough for forwards
-        without gradients (validation), or not smaller than it was.
+        without gradients (validation), or not smaller than it was. Beside a GPU, whose updates differ from the host's
+        in the last bits, it also has to leave every update where it was: numbers do not depend on clocks.
         """
         assert self.plan is not None
+        here, there = ([place == "host" for place in p.update_places] for p in (self.plan, plan))
+        if self.device.torch_device.type != "cpu" and here != there:
+            return False
         arena = min(room(self._blocks, 0), self.plan.arena_bytes)
         return plan.arena_bytes >= arena and may_repeat(self.structure, repeated(plan))
 

@@ -17,7 +17,13 @@ from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.planners.baselines import no_offload_s
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.model import Program
-from lt_offload.plan.planners.offmate.program import lower_bound, smallest_budget, smallest_host_budget, solve_offmate
+from lt_offload.plan.planners.offmate.program import (
+    RelaxedPrograms,
+    lower_bound,
+    smallest_budget,
+    smallest_host_budget,
+    solve_offmate,
+)
 from lt_offload.plan.planners.offmate.solution import Group, groups
 from lt_offload.schema.profile import Profile
 from scripts.papers.offmate import PAPER, PaperProgram
@@ -509,3 +515,19 @@ def test_the_host_may_update_the_embedding_while_its_forward_waits() -> None:
     assert embedding.host_share > 0.1
     assert embedding.host_update[1] == pytest.approx(embedding.host_share)
     assert violations(profile, replace(config, budget_bytes=budget), solution) == []
+
+
+def test_a_program_that_goes_on_from_another_budget_ends_where_a_new_one_does() -> None:
+    profile = llama7b_b4(8)
+    config = OffmateConfig(budget_bytes=int(6e9), host_budget_bytes=int(128e9), lag=0, lookahead=0)
+    series = RelaxedPrograms(profile, config)
+    for budget, ram in ((6e9, 128e9), (8e9, 128e9), (7e9, 64e9), (6e9, 128e9)):
+        again = series.solution(int(budget), int(ram), 60.0)
+        alone = RelaxedPrograms(profile, config).solution(int(budget), int(ram), 60.0)
+        assert again.iteration_s == pytest.approx(alone.iteration_s, rel=1e-6)
+        assert again.budget_bytes == int(budget)
+    with pytest.raises(InfeasibleError):
+        series.solution(int(2e9), int(128e9), 60.0)
+    assert series.solution(int(6e9), int(128e9), 60.0).iteration_s > 0
+    with pytest.raises(ConfigError, match="too short"):
+        series.solution(int(8e9), int(128e9), 0.0)

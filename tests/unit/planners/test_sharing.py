@@ -1,4 +1,4 @@
-"""What lanes can do beside each other, as rows: nothing that the simulator can do is cut off, and little else is left."""
+"""What lanes can do beside each other, as rows: nothing that the simulator can do is cut off, little else is left."""
 
 from __future__ import annotations
 
