@@ -77,8 +77,13 @@ def test_beside_a_gpu_updates_stay_where_they_are(processor: str, runs: bool) ->
         for place in ("device", "paged", "host")
     )
     device = EmulatedDevice(BUDGET, "lazy")
-    device.torch_device = torch.device(processor)
     engine = Engine(model, optimizer, here, device, structure=structure)
-    assert engine.may_run(same)
-    assert engine.may_run(there) == runs
-    device.close()
+    engine.install()
+    try:
+        device.torch_device = torch.device(processor)
+        assert engine.may_run(same)
+        assert engine.may_run(there) == runs
+    finally:
+        device.torch_device = torch.device("cpu")
+        engine.remove()
+        device.close()
