@@ -171,7 +171,7 @@ class Sets:
     def busy_s(self) -> tuple[float, float, float, float]:
         """The seconds of work of each lane, alone: computations, copies to the device, to the host, updates there."""
         profile = self.profile
-        out = sum(self._offloaded(block) for block in range(len(profile.blocks)))
+        out = sum(self.offloaded(block) for block in range(len(profile.blocks)))
         for parts in (*self.gradients, *self.write_backs, self.written):
             out += sum(profile.tensors[t].bytes for tensors in parts for t in tensors)
         for parts in self.state_offloads:
@@ -188,7 +188,8 @@ class Sets:
             on_host / profile.optimizer.host_bytes_per_s,
         )
 
-    def _offloaded(self, block: int) -> int:
+    def offloaded(self, block: int) -> int:
+        """Return the bytes of the activations of ``block`` that travel."""
         decision = self.decisions.blocks[block]
         return 0 if decision.release_after is None else self.profile.blocks[block].option(decision.option).offload_bytes
 
@@ -255,7 +256,7 @@ class Sets:
         for block, decision in enumerate(self.decisions.blocks):
             if decision.release_after is None:
                 continue
-            nbytes = self.profile.blocks[block].option(decision.option).offload_bytes
+            nbytes = self.offloaded(block)
             need = self.decisions.activations_needed(block, self.profile)
             self.stays.append(
                 Stay(
