@@ -274,7 +274,7 @@ class _Selection:
         """Stream everything, as other runtimes do: to compare with, and so that there soon is a plan."""
         for host_update in (True, False) if self.config.host_update else (False,):
             options = option_sets(self.profile, self.request.allowed)[0]
-            decisions = streaming_decisions(self.profile, options, host_update=host_update, lead=0, lag=0)
+            decisions = streaming_decisions(self.profile, options, host_update=host_update)
             name = f"stream all, update on the {'host' if host_update else 'device'}"
             self.candidates.add(Proposal(name=name, decisions=decisions), careful=False)
 

@@ -278,9 +278,10 @@ def test_a_replayed_plan_stays_as_it_is(least: int, monkeypatch: pytest.MonkeyPa
 # -- what cannot be corrected ----------------------------------------------------------------------------------------
 
 
-def test_after_two_corrections_a_difference_is_said_once(
+def test_after_the_last_correction_a_difference_is_said_once(
     stock: Run, least: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(replan, "_CORRECTIONS", 2)
     true = dict(FAST_COPIES)
     machine = Machine(monkeypatch, FAST_COPIES, true)
     trace = machine.trace

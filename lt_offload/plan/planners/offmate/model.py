@@ -241,13 +241,11 @@ class Program:
     """Whether the host may update a group whose next forward follows its last backward at once (the embedding); the
     forward then waits for the update."""
 
-    def __init__(
-        self, profile: Profile, config: OffmateConfig, objective: Objective = "time", pace: Pace | None = None
-    ) -> None:
+    def __init__(self, profile: Profile, config: OffmateConfig, objective: Objective = "time") -> None:
         self.profile, self.config, self.objective = profile, config, objective
         self.timeline = timeline(profile)
         self.steps = len(self.timeline)
-        self.pace = pace or Pace(profile)
+        self.pace = Pace(profile)
         self.options = [_options(block, config) for block in profile.blocks]
         self.groups = groups(profile)
         # The solver sees units that make its absolute tolerances meaningful: the largest group and the mean step.

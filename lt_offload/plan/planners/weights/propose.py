@@ -57,7 +57,7 @@ def propose_l2l(request: Request) -> list[Proposal]:
     profile = request.profile
     usable = zip(profile.blocks, self_contained(request.allowed), strict=True)
     options = tuple(_recomputing(block, options).name for block, options in usable)
-    decisions = streaming_decisions(profile, options, host_update=request.settings.host_update, lead=0, lag=0)
+    decisions = streaming_decisions(profile, options, host_update=request.settings.host_update)
     needed = Sets(decisions, profile).room_needed
     if needed > request.capacity_bytes:
         missing = format_bytes(needed - request.capacity_bytes)
