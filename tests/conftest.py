@@ -1,10 +1,12 @@
-"""Which device the tests of tests/gpu run on. All others are about the emulated device and see no GPU."""
+"""Which device the tests of tests/gpu run on, and how much of large grids. All others than those see no GPU."""
 
 from __future__ import annotations
 
 import os
 
 import pytest
+
+from tests.support import sampling
 
 DEVICES = ("cuda", "cpu", "model")
 
@@ -18,9 +20,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "without it a few of its tests run on the emulated device",
     )
     group.addoption("--figures", metavar="FILE", help="JSON file for what tests/gpu measures")
+    group.addoption("--full", action="store_true", help="all rows of the grids of which a run takes a sample otherwise")
+    group.addoption("--sample-seed", type=int, metavar="N", default=sampling.SEED, help="draws the samples")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return "grids: all rows" if sampling.FULL else f"grids: a sample by --sample-seed {sampling.SEED}; --full takes all"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    sampling.FULL, sampling.SEED = config.getoption("full"), config.getoption("sample_seed")
     if config.getoption("device") != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return

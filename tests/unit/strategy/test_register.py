@@ -32,26 +32,25 @@ ORDERS = {
     "before its submodules": "import lt_offload; from {namespace}.strategies import Strategy; {lightning}",
     "before and after": "import importlib, lt_offload; {lightning}; import lt_offload; importlib.reload(lt_offload)",
 }
-CASES: dict[str, list[str]] = {
-    f"{order}, {namespace}": [code.format(lightning=lightning, namespace=namespace), TRAINER, SHOW]
-    for order, code in ORDERS.items()
-    for namespace, lightning in NAMESPACES.items()
-}
-CASES["both namespaces"] = [
-    "import lt_offload",
-    *(line for lightning in NAMESPACES.values() for line in (lightning, TRAINER, SHOW)),
-]
 INSTANCE = "strategy=lt_offload.OffmateStrategy(memory='1GB')"
 GIVEN = [
     TRAINER.replace("strategy='offmate'", INSTANCE),
     SHOW,
     "show(strategy.memory, trainer.precision_plugin is strategy.precision_plugin, strategy.root_device.type)",
 ]
-CASES |= {
-    f"object, {order}, {namespace}": [code.format(lightning=lightning, namespace=namespace), *GIVEN]
+BY_NAME = [TRAINER, SHOW]
+CASES: dict[str, list[str]] = {
+    f"{order}, {namespace}": [code.format(lightning=lightning, namespace=namespace), *first, *second]
     for order, code in ORDERS.items()
-    for namespace, lightning in NAMESPACES.items()
+    for (namespace, lightning), first, second in zip(
+        NAMESPACES.items(), (BY_NAME, GIVEN), (GIVEN, BY_NAME), strict=True
+    )
 }
+"""A trainer that knows the strategy by its name, and one that is given an object; which comes first, differs."""
+CASES["both namespaces"] = [
+    "import lt_offload",
+    *(line for lightning in NAMESPACES.values() for line in (lightning, *BY_NAME)),
+]
 CASES["object made before"] = [
     f"import lt_offload; {INSTANCE}",
     NAMESPACES["pytorch_lightning"],
@@ -153,16 +152,10 @@ def answers() -> dict[str, list[list[object]]]:
 @pytest.mark.parametrize("namespace", NAMESPACES)
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_import_order(answers: dict[str, list[list[object]]], order: str, namespace: str) -> None:
-    assert answers[f"{order}, {namespace}"] == [["OffmateStrategy", namespace, True]]
-
-
-@pytest.mark.parametrize("namespace", NAMESPACES)
-@pytest.mark.parametrize("order", ORDERS)
-def test_every_trainer_takes_the_public_class(
-    answers: dict[str, list[list[object]]], order: str, namespace: str
-) -> None:
-    found = answers[f"object, {order}, {namespace}"]
-    assert found == [["OffmateStrategy", namespace, True], [10**9, True, "cpu"]]
+    """By its name and as an object of the public class."""
+    shown, given = ["OffmateStrategy", namespace, True], [10**9, True, "cpu"]
+    expected = [shown, shown, given] if namespace == "lightning.pytorch" else [shown, given, shown]
+    assert answers[f"{order}, {namespace}"] == expected
 
 
 def test_an_object_older_than_the_namespace(answers: dict[str, list[list[object]]]) -> None:
