@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
 
-from tests.support import sampling
+from tests import sampling
 
 DEVICES = ("cuda", "cpu", "model")
 
@@ -38,6 +39,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if not torch.cuda.is_available():
         pytest.exit(f"--device cuda: torch {torch.__version__} finds no GPU here", returncode=1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def settled_heap() -> None:
+    """Leave what imports and earlier modules have made out of every look at the heap, for garbage or for who holds it.
+
+    A process that has run a thousand tests has millions of objects; looking at them takes up to a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from tests.support import sampling
+from tests import sampling
 from tests.support.engines import OPTIMIZERS, Case, changed, differences, offloaded, plain
 from tests.support.models import FAMILIES
 

@@ -14,7 +14,8 @@ from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
-from tests.support import models, sampling
+from tests import sampling
+from tests.support import models
 from tests.support.engines import make_optimizer
 
 LAYERS = 6

@@ -24,7 +24,8 @@ from lt_offload.plan.planners.request import NotApplicable, Request, allowed_opt
 from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan, PlannerName
 from lt_offload.schema.profile import Profile
-from tests.support import models, sampling
+from tests import sampling
+from tests.support import models
 from tests.support.engines import make_optimizer
 
 PLANNERS: tuple[PlannerName, ...] = ("offmate", "greedy", "l2l", "memferry", "pofo", "resident")

@@ -26,7 +26,8 @@ from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import profile
 from lt_offload.schema.plan import Plan, Save
 from lt_offload.schema.profile import OptionName, Profile
-from tests.support import models, plans, sampling
+from tests import sampling
+from tests.support import models, plans
 from tests.support.engines import make_optimizer
 
 LAYERS = 5

@@ -23,7 +23,7 @@ from lt_offload.plan.iteration.memory import device_bytes
 from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import OptionName, Profile
-from tests.support import sampling
+from tests import sampling
 from tests.support.engines import Case, Result, batches, build, changed, differences, make_optimizer, plain, trained_on
 from tests.support.gpu_model import Gpu
 

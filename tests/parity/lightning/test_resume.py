@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from lt_offload.strategy import sample
 from lt_offload.strategy.checkpoint.resume import FILE, _warn_of_workers
+from tests import sampling
 from tests.support.trainers import Forced, Run, fit, seeded_module, state_differences
 
 pytestmark = [
@@ -104,8 +105,7 @@ def same_end(whole: tuple[Run, list[tuple[Any, ...]]], resumed: tuple[Run, list[
     return found
 
 
-@pytest.mark.parametrize("saver", SAVERS)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(("setting", "saver"), sampling.grid(SETTINGS, SAVERS, count=6))
 def test_a_run_resumed_from_any_checkpoint_equals_one_run(setting: str, saver: str, tmp_path: Path) -> None:
     settings = SETTINGS[setting]
     if saver == "validation end" and settings.get("limit_val_batches") == 0:

@@ -118,9 +118,9 @@ def throughput(plan: Plan) -> float:
 
 
 def test_sizes_that_the_planner_does_not_apply_to_are_not_chosen() -> None:
-    decision = choose_batch(affine(3), Settings(memory=12_000, planner="pofo"), candidates=[1, 2, 64])
+    decision = choose_batch(affine(3), Settings(memory=16_000, planner="pofo"), candidates=[1, 2, 64])
     assert decision.batch_size < 64
-    assert "64 does not fit in 12 kB" in decision.why
+    assert "64 does not fit in 16 kB" in decision.why
     assert "does not apply" in decision.curve[-1].reason
     with pytest.raises(UnsupportedError, match="planner='pofo' does not apply"):
         choose_batch(affine(3), Settings(memory=4_000, planner="pofo"), candidates=[1, 2])

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from tests.support import sampling
+from tests import sampling
 from tests.support.profiles.golden_plans import FILE, PLANNERS, SEEDS, row
 
 ROWS = json.loads(FILE.read_text())

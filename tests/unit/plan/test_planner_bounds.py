@@ -13,7 +13,7 @@ from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.schema.plan import PlannerName
 from lt_offload.schema.profile import Profile, ReadProfile, TensorProfile, ZeroCopyProfile
-from tests.support import sampling
+from tests import sampling
 from tests.support.profiles.program_rules import random_profile
 from tests.support.profiles.small import chained
 

@@ -21,7 +21,7 @@ from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import OptionProfile, Profile
 from scripts.papers.pofo_heuristics import from_scratch
-from tests.support import sampling
+from tests import sampling
 from tests.support.profiles.small import HUGE, chained, small_profile
 
 FIXED = 70

@@ -20,7 +20,7 @@ from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
-from tests.support import sampling
+from tests import sampling
 from tests.support.profiles.fixtures import GB, llama7b_b4
 from tests.support.profiles.program_rules import random_profile
 from tests.support.profiles.small import small_profile

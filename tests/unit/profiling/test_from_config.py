@@ -16,7 +16,8 @@ from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import profile
 from lt_offload.resources import shipped_files
 from lt_offload.schema.profile import Profile
-from tests.support import models, sampling
+from tests import sampling
+from tests.support import models
 
 SIZES = (
     *("saved_bytes", "keeps_input", "offload_bytes"),
