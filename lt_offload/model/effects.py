@@ -415,8 +415,8 @@ def _below(values: Iterable[Any]) -> Iterator[Any]:
 
 def _same(value: Any, held: Any) -> bool:
     """Return whether a container holds the very objects that its copy ``held`` holds."""
-    if len(value) != len(held):
-        return False
+    if len(value) != len(held) or not value:
+        return len(value) == len(held)
     if isinstance(value, dict):
         return all(held.get(key, _MISSING) is item for key, item in value.items())
     return value == held if isinstance(value, set) else all(map(_is, value, held))
