@@ -11,8 +11,8 @@ them. Ops name groups.
 
 1. ``prefetch`` ops: device memory is taken, then the copies are queued in this order;
 2. (backward) forwards that run again, ascending; then the step's one ``forward`` or ``backward`` op;
-3. (backward) ``offload`` of gradients and ``update`` on the device, carried out tensor by tensor as each gradient is
-   complete, and the host ``update`` ops that become possible with this step's gradients;
+3. (backward) ``offload`` of gradients and ``update`` or ``accumulate`` on the device, carried out tensor by tensor as
+   each gradient is complete, and the ops of the host that become possible with this step's gradients;
 4. other ``offload`` ops (saved activations, updated weights, states), then ``drop`` ops.
 
 ``Op.after`` are ids of ops that must have ended before this one starts; an id that is not smaller than the op's own
@@ -33,6 +33,14 @@ replaces what the block had saved. A block of option ``discard`` has saved nothi
 A computation may read some weights directly in host memory (``Op.zero_copy``): they need no device copy for it, and
 what it reads crosses the link to the device while it runs. An ``offload`` of gradients on the ``compute`` lane is the
 same the other way: the backward itself writes them to host memory, tensor by tensor, and nothing is held afterwards.
+
+**Windows.** A plan of ``window`` above 1 serves any number of micro-batches per update. Each is one *pass* through the
+timeline: all but the last are *accumulating*, the last one is *updating*, and both begin and end with the same groups
+at the same places, so that they may follow each other in any order. ``Op.only`` names the passes that carry an op out.
+Gradients are added up in groups of payload ``sum``: they are where the states of their tensors are, so that whoever
+updates finds them. An ``accumulate`` adds the gradients of a pass to them, or begins with them in the first one; an
+``update`` adds the last ones and uses the sums up. ``Op.after`` means the latest issue of the other op, in whichever
+pass that was.
 
 Device memory is two pools: the *arena* holds weights and optimizer states at offsets fixed by the plan, everything else
 (activations, gradients, workspaces) is allocated as the framework goes. Arena memory released by an op may be reused by
@@ -61,7 +69,9 @@ PLAN_SCHEMA = 2
 ALIGNMENT = 512
 """Every arena offset is a multiple of this many bytes."""
 
-Payload = Literal["weight", "grad", "state", "activation"]
+Payload = Literal["weight", "grad", "state", "sum", "activation"]
+Pass = Literal["accumulating", "updating"]
+"""What one micro-batch of a window does with its gradients."""
 UpdatePlace = Literal["device", "paged", "host", "none"]
 PlannerName = Literal["auto", "offmate", "stream", "greedy", "l2l", "memferry", "pofo", "resident"]
 Save = Literal["nothing", "input", "all"]
@@ -116,11 +126,11 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorGroup:
-    """Weights, optimizer states or gradients that are in the same ops and travel in one copy."""
+    """Weights, optimizer states, gradients or sums of them that are in the same ops and travel in one copy."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    payload: Literal["weight", "state", "grad"]
+    payload: Literal["weight", "state", "sum", "grad"]
     tensors: tuple[int, ...]
     """Indices into ``Profile.tensors``, in the order in which they lie side by side."""
     sizes: tuple[int, ...]
@@ -174,6 +184,12 @@ class Op:
     """For a forward that runs again, in a backward step: what it saves. None: a first forward, its option says it."""
     zero_copy: tuple[int, ...] = ()
     """For computations: the groups of weights that they read in host memory."""
+    only: Pass | None = None
+    """The passes that carry it out; None: all."""
+
+    def runs(self, which: Pass) -> bool:
+        """Return whether a pass of this kind carries it out."""
+        return self.only is None or self.only == which
 
     @property
     def label(self) -> str:
@@ -193,9 +209,14 @@ class Op:
         """Whether this is an update by the host."""
         return self.kind == "update" and self.lane == "host"
 
+    @property
+    def uses_gradients(self) -> bool:
+        """Whether this adds gradients up or updates with them."""
+        return self.kind in ("update", "accumulate")
+
 
 def deadlines(ops: Sequence[Op]) -> dict[int, int]:
-    """Return, per update on the host, the position of the first op that waits for it.
+    """Return, per op on the host's lane, the position of the first op that waits for it.
 
     That may be a copy of gradients to the memory that the update reads: what has to make room is taken before what only
     the next forward needs.
@@ -204,7 +225,7 @@ def deadlines(ops: Sequence[Op]) -> dict[int, int]:
     first: dict[int, int] = {}
     for op in ops:
         for other in op.after:
-            if ops[other].updates_on_host:
+            if ops[other].lane == "host" and op.lane != "host":
                 position = op.id if other < op.id else op.id + len(ops)
                 first[other] = min(position, first.get(other, position))
     return first
@@ -310,9 +331,15 @@ class Plan:
     """Threads with which the host shall update; 0: as many as torch uses, or the plan does not say."""
     context_bytes: int = 0
     """Device memory that is left to the context and to workspaces of libraries; 0 in plans that do not say."""
+    window: int = 1
+    """Micro-batches per update that it was made for. With more than one it serves any number; see the first lines."""
     chunk_tokens: int = 0
     """Tokens of which the last block has logits at a time, if it is ``chunked``: they decide about last bits."""
     schema: int = PLAN_SCHEMA
+
+    def ops_of(self, which: Pass) -> list[Op]:
+        """Return the ops of a pass, in the order of issue."""
+        return [op for op in self.ops if op.runs(which)]
 
     def tensors(self, op: Op) -> tuple[int, ...]:
         """Return the tensors of the groups that ``op`` names."""
@@ -356,6 +383,10 @@ def problems(plan: Plan) -> Iterator[str]:
     sizes += [predicted.device_peak_bytes, predicted.host_peak_bytes]
     if min(sizes) < 0 or min(predicted.iteration_s, predicted.lower_bound_s, predicted.no_offload_s) < 0:
         yield "a size or time is negative"
+    if plan.window < 1:
+        yield f"window is {plan.window}, it has to be at least 1"
+    if plan.window == 1 and any(op.only is not None for op in plan.ops):
+        yield "ops name the passes of a window, and the window is 1"
     if not plan.options:
         yield "it has no blocks"
     if any(option in WITH_LOSS for option in plan.options[:-1]):
@@ -405,5 +436,5 @@ def _of_op(op: Op, position: int, plan: Plan) -> Iterator[str]:
         yield "a size or time is negative"
     if any(plan.groups[group].payload != (op.payload or "weight") for group in groups):
         yield f"it names groups of another payload than {op.payload or 'weight'}"
-    if op.payload in ("weight", "state") and op.kind == "prefetch" and len(op.offsets) != len(op.groups):
+    if op.payload in ("weight", "state", "sum") and op.kind == "prefetch" and len(op.offsets) != len(op.groups):
         yield f"{len(op.offsets)} offsets for {len(op.groups)} groups"

@@ -1,0 +1,64 @@
+"""Plans for several micro-batches per update: made for one, taken apart into passes, and priced by the window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from lt_offload.plan.assembly.window import uncounted_bytes, windowed, with_sums
+from lt_offload.plan.planners.baselines import no_offload_s
+from lt_offload.plan.settings import Settings
+from lt_offload.plan.verify.check import check
+from lt_offload.plan.verify.simulate import simulate
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
+from lt_offload.units import format_seconds
+
+
+def plan_windows(profile: Profile, settings: Settings, plan_one: Callable[[Profile, Settings], Plan]) -> Plan:
+    """Return the plan for windows of ``settings.accumulate`` micro-batches.
+
+    Args:
+        profile: what model and machine cost.
+        settings: budgets and switches.
+        plan_one: plans for one micro-batch per update; its errors are passed on.
+    """
+    ram = settings.host_budget(profile.hardware)
+    for_one = replace(settings, accumulate=1, host_memory=max(1, ram - uncounted_bytes(profile)))
+    plan = windowed(plan_one(with_sums(profile, settings.accumulate), for_one), profile, settings.accumulate)
+    return priced(replace(plan, host_budget_bytes=ram), profile)
+
+
+def priced(plan: Plan, profile: Profile) -> Plan:
+    """Return ``plan``, for windows, checked and with the times of a window on the machine of ``profile``.
+
+    Alternatives keep the times of the mean pass that they were compared by. The lower bound is that of the
+    computations alone.
+    """
+    violations = check(plan, profile)
+    assert not violations, violations[:3]
+    trace, window = simulate(plan, profile), plan.window
+    computing = sum(
+        min(o.forward_s + o.backward_s * block.has_backward for o in block.options) for block in profile.blocks
+    )
+    update = sum(tensor.bytes for tensor in profile.tensors if tensor.trainable) / profile.optimizer.device_bytes_per_s
+    alone = simulate_alone(plan, profile)
+    predicted = replace(
+        plan.predicted,
+        iteration_s=trace.iteration_time,
+        lower_bound_s=min(window * computing, trace.iteration_time),
+        no_offload_s=window * (no_offload_s(profile) - update) + update,
+        device_peak_bytes=trace.device_peak,
+        host_peak_bytes=trace.host_peak,
+    )
+    note = (
+        f"a window of {window} micro-batches takes {format_seconds(trace.iteration_time)}: {window - 1} times about "
+        f"{format_seconds(alone)} to add gradients up, and the rest with the update"
+    )
+    return replace(plan, predicted=predicted, notes=(*plan.notes, note))
+
+
+def simulate_alone(plan: Plan, profile: Profile) -> float:
+    """Return the seconds of an accumulating pass that follows others."""
+    long, longer = (simulate(replace(plan, window=window), profile).iteration_time for window in (4, 5))
+    return longer - long
