@@ -494,10 +494,16 @@ GRADIENTS = _while_running(
     instead="leave gradients alone; engine.iteration(grad_norm=True) measures their norm",
 )
 ONE_BACKWARD = _while_running(
-    "several backwards per optimizer step, or none: accumulation, skipped steps, retain_graph",
-    why="every backward updates the weights, also one that fails on its way",
-    instead="call forward, backward and optimizer.step() once each per iteration, with a larger batch instead of "
-    "accumulation; after an error in a backward go on from a checkpoint",
+    "more backwards per optimizer step than was said, or none: skipped steps, retain_graph",
+    why="the last backward updates the weights, also one that fails on its way",
+    instead="call forward, backward and optimizer.step() once each per iteration, or as often as accumulate=... of "
+    "offloaded says; after an error in a backward go on from a checkpoint",
+)
+WINDOW = _while_running(
+    "windows of other numbers of micro-batches than was said, last micro-batches without a loss",
+    why="the last backward of a window updates the weights, so that it has to be known before it begins",
+    instead="set accumulate=... of offloaded, or engine.accumulate before a window, to the number of backwards per "
+    "optimizer.step(); return a loss for the last micro-batch",
 )
 BACKWARD_OUTSIDE = _while_running(
     "a backward through the model outside the training step (in a callback or hook)",

@@ -1,9 +1,10 @@
 """Carries out a plan: the only owner of what is where. What it does is decided in ``plan/``.
 
-The engine wraps each block's ``forward``, or its compiled call. The first block's forward with gradients begins an
-iteration; the backward of the first block, followed by :meth:`Engine.finish`, ends it. Every step issues its
-prefetches, runs its computation, then issues what follows, exactly in the order of the plan. The calling thread waits
-for an event only where its computation reads what a copy brings.
+The engine wraps each block's ``forward``, or its compiled call. The first block's forward with gradients begins a pass,
+the backward of the first block ends it. The last pass of a window updates, and :meth:`Engine.finish` ends the
+iteration; those before it add gradients up. Every step issues its prefetches, runs its computation, then issues what
+follows, exactly in the order of the plan. The calling thread waits for an event only where its computation reads what a
+copy brings.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
-from lt_offload.errors import OverBudget, UnsupportedError
+from lt_offload.errors import ConfigError, OverBudget, PlanError, UnsupportedError
 from lt_offload.execute.activations import ROUNDING, HostPool
 from lt_offload.execute.block_graph import BlockFunction, Frame
 from lt_offload.execute.bound_weights import BoundWeights, expose
@@ -34,13 +35,15 @@ from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.groups import Layout
 from lt_offload.execute.inference import Streaming, room
 from lt_offload.execute.optimizer import Updates
-from lt_offload.execute.program import Walk, check_match, program
+from lt_offload.execute.program import Walk, check_match
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.compiled import called, intercept
-from lt_offload.schema.plan import Plan
+from lt_offload.schema.plan import Pass, Plan
 from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes
+
+_STEPS = ("forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +96,8 @@ class Engine:
         self.gradients: Gradients | None = None
         self.installed = False
         self._undo: list[Callable[[], None]] = []
-        self._steps = program(plan) if plan is not None else []
+        self._computing = {op.step: op.id for op in plan.ops if op.kind in _STEPS and op.save is None} if plan else {}
+        """By step: its forward or backward."""
         self._anchor = torch.zeros((), requires_grad=True)
         self._frames = Frames(device, self.pool, self.structure, plan)
         check_hooks(self.structure, self._frames.repeated)
@@ -116,7 +120,12 @@ class Engine:
         self.own_loop: OwnLoop | None = None
         """Follows a loop that is not ours; elsewhere :meth:`iteration` encloses every backward."""
         self._within = False
-        """Inside :meth:`iteration`, and not at its end yet."""
+        """Inside :meth:`iteration` or :meth:`accumulation`, and not at its end yet."""
+        self._which: Pass = "updating"
+        """What the present pass does with its gradients, or the next one."""
+        self._accumulate = plan.window if plan is not None else 1
+        self._added = 0
+        """Passes of the present window whose gradients have been added up."""
         self._accounting = ExitStack()
         """Of the memory that the iteration takes."""
         self._step_hook: Any = None
@@ -154,7 +163,6 @@ class Engine:
             }
             self._walk = Walk(
                 plan,
-                self._steps,
                 self.weights,
                 residency=self.residency,
                 gradients=self.gradients,
@@ -188,8 +196,14 @@ class Engine:
 
     def follow(self, optimizer: Optimizer) -> None:
         """Follow a loop that is not ours: ``optimizer.step()`` ends an iteration."""
-        self.own_loop = OwnLoop(self._consumed, optimizer, self.finish)
+        self.own_loop = OwnLoop(self._consumed, optimizer, self._end_backward, self.finish)
         self._undo.append(self.own_loop.remove)
+
+    def _end_backward(self) -> None:
+        """A backward of a loop that is not ours has ended."""
+        if self._which == "accumulating":
+            with self._guard.suspended:
+                self._end_pass()
 
     def _watch_optimizer(self) -> None:
         """Let the optimizer's states be complete when they are saved, and be taken over when they are loaded."""
@@ -284,6 +298,7 @@ class Engine:
                 self.device.drain()
             finally:
                 self._reset()
+                self._forget_sums()
                 for weight in self.weights:
                     weight.param.data = weight.host
                 self.residency.run_releases()
@@ -302,7 +317,7 @@ class Engine:
         """
         assert self.gradients is not None, "training needs a plan"
         self.gradients.square_sums = [] if grad_norm else None
-        self._within = True
+        self._within, self._which = True, "updating"
         with self._guard.suspended:
             self._consumed.drop()
         try:
@@ -316,6 +331,78 @@ class Engine:
             raise
         finally:
             self._within = False
+
+    @contextmanager
+    def accumulation(self, *, signature: object = None) -> Iterator[None]:
+        """Enclose forward and backward of a micro-batch that others of the same window follow.
+
+        Args:
+            signature: shapes of the batch; see ``Device.accounting``.
+
+        Raises:
+            PlanError: if the plan is one for windows of 1.
+        """
+        self._require_window()
+        self._within, self._which = True, "accumulating"
+        with self._guard.suspended:
+            self._consumed.drop()
+        try:
+            with self.device.accounting(signature):
+                yield
+            with self._guard.suspended:
+                self._end_pass()
+        except BaseException:
+            self.abort()
+            raise
+        finally:
+            self._within, self._which = False, "updating"
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per ``optimizer.step()`` in a loop of one's own; may be set between two iterations.
+
+        Raises:
+            ConfigError: when it is set, if it is not a number of micro-batches, or in the middle of a window.
+            PlanError: when it is set, if the plan is one for windows of 1.
+        """
+        return self._accumulate
+
+    @accumulate.setter
+    def accumulate(self, count: int) -> None:
+        if not isinstance(count, int) or count < 1:
+            raise ConfigError(f"accumulate={count!r} must be at least 1: micro-batches per optimizer.step()")
+        if self._added or self._ran_backward:
+            raise ConfigError(
+                f"accumulate={count} was set after {self._added + self._ran_backward} of {self._accumulate} "
+                "micro-batches; set it before the first one, or after optimizer.step()"
+            )
+        if count > 1:
+            self._require_window()
+        self._accumulate = count
+
+    @property
+    def added(self) -> int:
+        """How many micro-batches of the present window have been added up without an update."""
+        return self._added
+
+    def _require_window(self) -> None:
+        if self.plan is None or self.plan.window == 1:
+            raise PlanError(
+                "the plan is one for 1 micro-batch per update, which has no room for sums of gradients; plan again "
+                "with accumulate=2 or more"
+            )
+
+    def _end_pass(self) -> None:
+        """End a pass that adds gradients up."""
+        if not self._ran_backward:
+            if self._walk.cursor:
+                self._restart()
+            return
+        self._check_complete()
+        self._frames.clear()
+        self._walk.finish()
+        self._added += 1
+        self._ran_backward = False
 
     def _end_step(self) -> None:
         self._within = False
@@ -342,20 +429,16 @@ class Engine:
 
     def _finish(self) -> None:
         if not self._ran_backward:
+            if self._added:
+                raise limits.WINDOW.error(f"the update after {self._added} micro-batches had no backward of its own")
             self._restart()
             return
-        self._walk.skip_to(len(self._steps))
         assert self.gradients is not None and self.updates is not None
-        unfinished = [w.label for w in self.weights if w.seen]
-        if unfinished or self._frames.open:
-            raise RuntimeError(
-                f"the backward did not reach every block that took part in the forward (open: {unfinished[:3]}); "
-                "the loss must depend on the output of the whole model"
-            )
-        sums, self.gradients.square_sums = self.gradients.square_sums, None
-        self._grad_norm = torch.stack(sums).sum().sqrt() if sums else None
+        self._walk.finish()
+        self._check_complete()
+        self._grad_norm = self._norm()
         self._frames.clear()
-        self._walk.cursor, self._ran_backward = 0, False
+        self._ran_backward, self._added = False, 0
         if self.updates.states_move or self.updates.counts:
             # Whoever looks for a state that is not there yet, or for a number, asks no tensor.
             self.updates.states_move = False
@@ -365,6 +448,23 @@ class Engine:
         self.recorder.end()
         if self.recorder.iterations == 1:  # by now there are optimizer states
             self._check_host()
+
+    def _check_complete(self) -> None:
+        unfinished = [w.label for w in self.weights if w.seen]
+        if unfinished or self._frames.open:
+            raise RuntimeError(
+                f"the backward did not reach every block that took part in the forward (open: {unfinished[:3]}); "
+                "the loss must depend on the output of the whole model"
+            )
+
+    def _norm(self) -> Tensor | None:
+        """Return the norm of the gradients, if it was asked for."""
+        assert self.gradients is not None
+        sums, self.gradients.square_sums = self.gradients.square_sums, None
+        if sums is not None and self._added:
+            self.device.drain()  # the host has squared its sums
+            sums = [square.cpu() for square in sums]
+        return torch.stack(sums).sum().sqrt() if sums else None
 
     def _check_host(self) -> None:
         assert self.plan is not None
@@ -445,9 +545,7 @@ class Engine:
         step = self._walk.timeline.forward(index)
         self._walk.begin(step)
         weights = self._blocks[index]
-        op = self._steps[step].compute
-        assert op is not None
-        with self._presence[op.id]:
+        with self._presence[self._computing[step]]:
             out = self._run_forward(index, forward, weights, args, kwargs)
         self._walk.end()
         return out
@@ -479,14 +577,15 @@ class Engine:
     def _begin_backward(self) -> None:
         self._fixed.check_hooks()
         if self.own_loop is not None:
-            self.own_loop.begin_backward()
+            self.own_loop.begin_backward(updating=self._which == "updating")
         elif not self._within:
             raise limits.BACKWARD_OUTSIDE.error("a backward ran through the model outside the training step")
         else:
             assert self.updates is not None
             after: Any = self.updates.optimizer._optimizer_step_post_hooks
             after.move_to_end(self._step_hook.id, last=False)
-        self._ran_backward = self._guard.halfway = True
+        self._ran_backward = True
+        self._guard.halfway = self._which == "updating"
 
     def _backward_of(self, frame: Frame, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         assert self.gradients is not None
@@ -495,11 +594,10 @@ class Engine:
         self._walk.skip_to(step)
         self._walk.begin(step)
         self._run_again(step)
-        op = self._steps[step].compute
-        assert op is not None
+        op = self._computing[step]
         if frame.offloader is not None:
-            frame.offloader.fetch(op.id)
-        with self._presence[op.id]:
+            frame.offloader.fetch(op)
+        with self._presence[op]:
             self.gradients.begin_block(self._blocks[index])
             found = frame.backward(anchor, grads)
             self._consumers.given(index, found)
@@ -512,7 +610,7 @@ class Engine:
         """Run the forwards again that the plan wants before the backward of ``step``."""
         handed: list[Tensor] | None = None
         block = -1
-        for op in self._steps[step].again:
+        for op in self._walk.again(step):
             if op.block != block + 1:
                 handed = None
             block = op.block
@@ -533,11 +631,23 @@ class Engine:
         self._guard.check_thread()
         self._fixed.check()
         self._guard.begin()
+        self._begin_pass()
         if not self.residency.settled:
             self.residency.settle()
         for weight in self.weights:
             weight.uses = 0
-        self.recorder.begin()
+        if not self._added:
+            self.recorder.begin()
+
+    def _begin_pass(self) -> None:
+        assert self.gradients is not None
+        if self.own_loop is not None:
+            self._which = "updating" if self._added + 1 >= self._accumulate else "accumulating"
+            if self._added:
+                self._consumed.check(present=True)
+                self._consumed.drop()
+        self._walk.start(self._which)
+        self.gradients.start(self._which)
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------
 
@@ -552,6 +662,11 @@ class Engine:
             self.gradients.reset(self.weights)
             self._walk.cursor, self._ran_backward = 0, False
         self._guard.halfway = False
+
+    def _forget_sums(self) -> None:
+        self._added = 0
+        if self.gradients is not None:
+            self.gradients.forget_sums()
 
     def _move_rest(self, device: torch.device) -> None:
         """Parameters and buffers outside the blocks' tensors live on the device all the time."""

@@ -2,6 +2,9 @@
 
 A complete gradient drives the plan: the op that takes it, an update on the device or an offload, runs at once. On the
 host, gradients arrive where their group has its place, and each copy waits for the updates that read what was there.
+
+In windows of several micro-batches the first pass stores its gradients as sums and the others add theirs, one
+micro-batch after the other, as plain PyTorch adds to ``p.grad``: on whatever processor, an addition is exact.
 """
 
 from __future__ import annotations
@@ -9,7 +12,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, get_args
 from weakref import WeakMethod
 
 import torch
@@ -20,7 +23,7 @@ from lt_offload.errors import PlanError
 from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.tensors import Weight, carve, distinct
-from lt_offload.schema.plan import ALIGNMENT, Op, Plan
+from lt_offload.schema.plan import ALIGNMENT, Op, Pass, Plan
 from lt_offload.schema.profile import COLLECTED_BELOW, GATHERED_BELOW
 from lt_offload.units import round_up
 
@@ -49,9 +52,9 @@ class Slots:
 
     def __init__(self, device: Device, plan: Plan, weights: Sequence[Weight]) -> None:
         copies = [op for op in plan.ops if op.payload == "grad" and not op.writes_gradients]
-        self._updates = {op.id for op in plan.ops if op.updates_on_host}
+        self._updates = {op.id for op in plan.ops if op.lane == "host"}
         self._events: dict[int, list[Event]] = {}
-        """By update: what has to be over before memory that it reads is overwritten."""
+        """By op of the host: what has to be over before memory that it reads is overwritten."""
         ranges = {op.id: _range(op, plan) for op in copies}
         self._boxes = [GradientOffloads(device, op, [weights[t] for t in plan.tensors(op)]) for op in copies]
         self.of: dict[int, GradientOffloads] = {box.op.id: box for box in self._boxes}
@@ -72,11 +75,11 @@ class Slots:
         return box.send(items, self._freed(box.op))
 
     def updated(self, op: int, event: Event) -> None:
-        """Note that the update ``op`` has been queued, which reads what has arrived."""
+        """Note that ``op`` of the host has been queued, which reads what has arrived."""
         self._events[op] = [event]
 
     def skipped(self, op: int, weights: Iterable[Weight]) -> None:
-        """Note that nothing has arrived for the update ``op``: what was at its addresses before may be there still."""
+        """Note that nothing has arrived for ``op`` of the host: what was at its addresses before may be there still."""
         boxes = dict.fromkeys(self._box_of[w.index] for w in weights if w.index in self._box_of)
         self._events[op] = distinct(event for box in boxes for event in self._freed(box.op))
 
@@ -199,13 +202,16 @@ class Gradients:
         self._slots = Slots(device, plan, weights)
         for box in self._slots.of.values():
             self._host_grads.update(box.hosts)
-        self._taker = _takers(plan, weights)
+        self._takers = {which: _takers(plan, which, weights) for which in get_args(Pass)}
+        self._which: Pass = "updating"
         for op in plan.ops:
             if op.writes_gradients:
                 self._receive([weights[t] for t in plan.tensors(op)])
         self._arrived: dict[int, Event] = {}
-        self._complete: defaultdict[int, list[tuple[Weight, Tensor]]] = defaultdict(list)
-        """By op that takes them: complete gradients."""
+        self._read: dict[int, Event] = {}
+        """By weight whose gradient the backward writes to the host: when the last one has been added to the sum."""
+        self._complete: defaultdict[int, list[tuple[Weight, Tensor | None]]] = defaultdict(list)
+        """By op that takes them: complete gradients; None of a weight that has some of other micro-batches only."""
         self._written: list[Weight] = []
         self._touched: set[int] = set()
         self._expected: set[int] = set()
@@ -239,6 +245,16 @@ class Gradients:
         self._touched.clear()
         self._expected.clear()
 
+    def start(self, which: Pass) -> None:
+        """Do with gradients what this kind of pass does, from now on."""
+        self._which = which
+
+    def forget_sums(self) -> None:
+        """Begin a window anew."""
+        for weight in self._weights:
+            if weight.total is not None:
+                weight.total.filled = weight.total.group.dirty = False
+
     def begin_block(self, weights: Sequence[Weight]) -> None:
         """A block's backward begins, which gives ``weights`` gradients, each once."""
         self._expected = {weight.index for weight in weights}
@@ -263,20 +279,22 @@ class Gradients:
     def _completed(self, weight: Weight) -> None:
         """Give a complete gradient to the op that takes it."""
         grad, weight.grad, weight.seen = weight.grad, None, 0
+        op = self._takers[self._which][weight.index]
         if grad is None:
+            if op.kind == "update" and _filled(weight):
+                self._complete[op.id].append((weight, None))
             return
-        if self.square_sums is not None:
-            self.square_sums.append(torch.linalg.vector_norm(grad, dtype=torch.float32).square_())
-        op = self._taker[weight.index]
+        if self.square_sums is not None and not _filled(weight):
+            self.square_sums.append(_square_sum(grad))
         if op.writes_gradients:
             self._write_out(weight, grad)
             return
         self._complete[op.id].append((weight, grad))
-        if op.kind == "update" and grad.nbytes >= COLLECTED_BELOW:
-            self.update_on_device()  # at once, so that the memory of a large gradient is free again
+        if op.uses_gradients and grad.nbytes >= COLLECTED_BELOW:
+            self.use_on_device()  # at once, so that the memory of a large gradient is free again
 
     def end_block(self, weights: Sequence[Weight]) -> None:
-        """Count the uses that gave no gradient, and update what is left of the block on the device."""
+        """Count the uses that gave no gradient, and use what is left of the block on the device."""
         for weight in weights:
             if weight.param.requires_grad and weight.index not in self._touched:
                 weight.seen += 1
@@ -284,31 +302,58 @@ class Gradients:
                     self._completed(weight)
         self._touched.clear()
         self._expected.clear()
-        self.update_on_device()
+        self.use_on_device()
 
-    def update_on_device(self) -> None:
-        """Carry out the updates on the device for every tensor whose gradient is complete."""
+    def use_on_device(self) -> None:
+        """Add up, or update with, every complete gradient that is used on the device."""
         updates = [op for op in self._complete if op not in self._slots.of]
         items = [item for op in updates for item in self._complete.pop(op)]
         if not items:
             return
         weights = [weight for weight, _ in items]
-        groups = list(dict.fromkeys(p for w in weights for p in (w.group, w.states.group) if p is not None))
+        totals = [weight.total for weight in weights if weight.total is not None]
+        updating = self._which == "updating"
+        used = [p for w in weights for p in (w.group, w.states.group) if p is not None] if updating else []
+        sums = list(dict.fromkeys(total.group for total in totals))
+        groups = list(dict.fromkeys([*used, *sums]))
         self.device.wait(
             *distinct(group.ready for group in groups),
             writes=[group.buffer for group in groups if group.buffer is not None],
         )
         for group in groups:
             group.ready = None
-        self.updates.update_on_device(weights, [grad for _, grad in items])
+        grads = [self._added(weight, grad) for weight, grad in items]
+        del items  # what has been added up is free
+        if not updating:
+            for group in groups:
+                group.dirty = True
+            return
+        self.updates.update_on_device(weights, grads)
         for group in groups:
-            group.dirty = group.buffer is not None
-        self.updated += len(items)
+            group.dirty = group.buffer is not None and group not in sums
+        for total in totals:
+            total.filled = False
+        self.updated += len(weights)
+
+    def _added(self, weight: Weight, grad: Tensor | None) -> Tensor:
+        """Return the sum of a weight's gradients on the device, ``grad`` included, where there is or has to be one."""
+        total = weight.total
+        if total is None or (self._which == "updating" and not total.filled):
+            assert grad is not None
+            return grad
+        assert total.view is not None
+        if grad is not None:
+            with torch.no_grad():
+                total.view.add_(grad) if total.filled else total.view.copy_(grad)
+        if self.square_sums is not None and self._which == "updating":
+            self.square_sums.append(_square_sum(total.view))
+        total.filled = True
+        return total.view
 
     def _write_out(self, weight: Weight, grad: Tensor) -> None:
         """Write a gradient to host memory from the compute lane; nobody keeps it on the device."""
         # The last update, which read the host buffer, is over: the forward has seen the weight that it made.
-        self.device.wait(writes=[weight.grad_cell])
+        self.device.wait(*distinct([self._read.pop(weight.index, None)]), writes=[weight.grad_cell])
         self.device.cross("d2h", grad.nbytes)
         with torch.no_grad():
             self._direct_grads[weight.index].copy_(grad)
@@ -322,52 +367,105 @@ class Gradients:
             self._written.clear()
         sent = []
         for op in list(self._complete):
-            box, members = self._slots.of[op], self._complete.pop(op)
+            box = self._slots.of[op]
+            members = [(weight, grad) for weight, grad in self._complete.pop(op) if grad is not None]
             offload = self._slots.send(box, members)
             sent.append((box.op, offload))
             self._arrived.update((weight.index, offload.event) for weight, _ in members)
         return sent
 
-    def update_on_host(self, weights: Sequence[Weight], label: str, op: int, urgency: int = 0) -> Event | None:
-        """Queue the host's update of those ``weights`` whose gradients have been sent; return its event."""
-        ready = [w for w in weights if w.index in self._arrived]
+    def use_on_host(self, op: Op, weights: Sequence[Weight], urgency: int) -> Event | None:
+        """Queue what the host does with the gradients of ``weights`` that have been sent; return its event."""
+        updating = op.kind == "update"
+        ready = [w for w in weights if w.index in self._arrived or (updating and _filled(w))]
         if not ready:
-            self._slots.skipped(op, weights)
+            self._slots.skipped(op.id, weights)
             return None
-        run = self.updates.prepare(ready, "host", [self._host_grads[w.index] for w in ready])
-        groups = list(dict.fromkeys(w.group for w in ready))
+        arrived = [w for w in ready if w.index in self._arrived]
+        adding = self._adding(arrived, updating=updating)
+        groups = list(dict.fromkeys(total.group for w in ready if (total := w.total) is not None))
+        update: Callable[[], None] | None = None
+        if updating:
+            grads = [w.total.host if _filled(w) and w.total else self._host_grads[w.index] for w in ready]
+            update = self.updates.prepare(ready, "host", grads)
+            groups += dict.fromkeys(w.group for w in ready)
+            self.updated += len(ready)
+        sums = None
+        if updating and self.square_sums is not None:
+            sums = self.square_sums, [w.total.host for w in ready if _filled(w) and w.total]
         event = self.device.submit(
             "host",
-            run,
+            _using(adding, sums, update),
             # Gradients arrive after the last computation that may have read the weights in host memory.
-            after=distinct([*(self._arrived.pop(w.index) for w in ready), *(p.current for p in groups)]),
-            reads=list(dict.fromkeys(w.grad_cell for w in ready)),
+            after=distinct([*(self._arrived.pop(w.index) for w in arrived), *(p.current for p in groups)]),
+            reads=list(dict.fromkeys(w.grad_cell for w in arrived)),
             writes=[group.host_cell for group in groups],
-            label=label,
-            op=op,
+            label=f"{op.kind} {op.block}",
+            op=op.id,
             urgency=urgency,
         )
-        self._slots.updated(op, event)
+        self._slots.updated(op.id, event)
         for group in groups:
             group.current = event
-        self.updated += len(ready)
+        for weight in ready:
+            if weight.total is not None:
+                weight.total.filled = not updating
+            if weight.index in self._direct_grads:
+                self._read[weight.index] = event
         return event
 
+    def _adding(self, weights: Sequence[Weight], *, updating: bool) -> list[tuple[Tensor, Tensor, bool]]:
+        """Return what to add where, and whether there is something already; in updates only where there is."""
+        found = []
+        for weight in weights:
+            total = weight.total
+            if total is not None and (total.filled or not updating):
+                found.append((total.host, self._host_grads[weight.index], total.filled))
+        return found
 
-def _takers(plan: Plan, weights: Sequence[Weight]) -> dict[int, Op]:
-    """Return, by trainable tensor, the op that takes its gradient: an offload, or an update on the device.
+
+def _using(
+    adding: Sequence[tuple[Tensor, Tensor, bool]],
+    sums: tuple[list[Tensor], list[Tensor]] | None,
+    update: Callable[[], None] | None,
+) -> Callable[[], None]:
+    """Return what adds gradients up, notes the squares of sums if somebody asked for them, and updates."""
+
+    def run() -> None:
+        for total, grad, filled in adding:
+            total.add_(grad) if filled else total.copy_(grad)
+        if sums is not None:
+            found, totals = sums
+            found += map(_square_sum, totals)
+        if update is not None:
+            update()
+
+    return run
+
+
+def _filled(weight: Weight) -> bool:
+    return weight.total is not None and weight.total.filled
+
+
+def _square_sum(grad: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)
+    return norm.square_()
+
+
+def _takers(plan: Plan, which: Pass, weights: Sequence[Weight]) -> dict[int, Op]:
+    """Return, by trainable tensor, the op that takes its gradient in a pass: an offload, or what uses it on the device.
 
     Raises:
         PlanError: if there is none, so that the tensor would never be updated.
     """
     takers = {
         tensor: op
-        for op in plan.ops
-        if op.payload == "grad" or (op.kind == "update" and not op.updates_on_host)
+        for op in plan.ops_of(which)
+        if op.payload == "grad" or (op.uses_gradients and op.lane != "host")
         for tensor in plan.tensors(op)
     }
     for weight in weights:
-        if weight.param.requires_grad and weight.index not in takers:
+        if which == "updating" and weight.param.requires_grad and weight.index not in takers:
             raise PlanError(f"no op of the plan takes the gradient of {weight.label}; plan again")
     return takers
 

@@ -102,15 +102,24 @@ class OwnLoop:
     Args:
         gradients: what parameters hold after a backward.
         optimizer: whose step ends an iteration.
-        finish: ends it.
+        end_backward: is called at the end of each backward.
+        finish: ends an iteration.
     """
 
-    def __init__(self, gradients: StandIns, optimizer: Optimizer, finish: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        gradients: StandIns,
+        optimizer: Optimizer,
+        end_backward: Callable[[], None],
+        finish: Callable[[], None],
+    ) -> None:
         self._gradients = gradients
-        self._finish = finish
+        self._end, self._finish = end_backward, finish
         self._in_step = False
         """``optimizer.step(closure)`` runs: the backward is part of it."""
         self._ran_backward = False
+        self._added_up = False
+        """The last backward has added its gradients up, and one is to come before the step."""
         self._optimizer = optimizer
         self._options: list[dict[str, Any]] = []
         """Of the groups, as the updates have used them."""
@@ -122,8 +131,12 @@ class OwnLoop:
         self._before.remove()
         self._after.remove()
 
-    def begin_backward(self) -> None:
-        """A backward has begun; to be called from within it."""
+    def begin_backward(self, *, updating: bool) -> None:
+        """A backward has begun; to be called from within it. ``updating``: the step follows it."""
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._added_up = not updating
+        if not updating:
+            return
         self._ran_backward = True
         self._options = _options(self._optimizer)
         # Users' hooks see gradients as other code between the backward and the step does, and weights as after it.
@@ -131,15 +144,17 @@ class OwnLoop:
         after: Any = self._optimizer._optimizer_step_post_hooks
         before.move_to_end(self._before.id)
         after.move_to_end(self._after.id, last=False)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
+        self._end()
         if not self._in_step:
             self._gradients.put()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(args) > 1 or kwargs.get("closure") is not None:
             self._in_step = True
+        elif self._added_up:
+            raise limits.WINDOW.error("optimizer.step() was called before the last micro-batch of the window")
         else:
             self._gradients.check(present=self._ran_backward)
             self._gradients.drop()

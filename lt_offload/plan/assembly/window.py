@@ -14,7 +14,7 @@ from dataclasses import replace
 
 from lt_offload.plan.iteration.durations import added, durations
 from lt_offload.plan.iteration.memory import STATE_PADDING, aligned, state_room
-from lt_offload.schema.plan import InitialCopy, Op, Pass, Plan, TensorGroup
+from lt_offload.schema.plan import InitialCopy, Op, Pass, Payload, Plan, TensorGroup
 from lt_offload.schema.profile import Profile, TensorProfile
 
 
@@ -210,9 +210,10 @@ class _Split:
                 for number, offset in zip(op.groups, op.offsets, strict=True)
                 for part in self._parts(number, offset)
             )
-            for groups, only in (([g for g in states if g not in stays], "updating"), (stays, None)):
-                yield from self._some(op, groups, "state", only=only, offsets=tuple(placed[g] for g in groups))
-            yield from self._some(op, sums, "sum", offsets=tuple(placed[g] for g in sums))
+            travelling = [g for g in states if g not in stays]
+            yield from self._some(op, travelling, "state", only="updating", offsets=[placed[g] for g in travelling])
+            yield from self._some(op, stays, "state", offsets=[placed[g] for g in stays])
+            yield from self._some(op, sums, "sum", offsets=[placed[g] for g in sums])
             return
         yield from self._some(op, states, "state", only="updating")
         yield from self._some(op, sums, "sum", only="accumulating")
@@ -220,13 +221,14 @@ class _Split:
         self._leave(op, sums, "sum", only="updating")
 
     def _some(
-        self, op: Op, groups: Sequence[int], payload: str, *, only: Pass | None = None, offsets: tuple[int, ...] = ()
+        self, op: Op, groups: Sequence[int], payload: Payload, *, only: Pass | None = None, offsets: Sequence[int] = ()
     ) -> Iterator[int]:
         if groups:
-            copied = {"payload": payload, "groups": tuple(groups), "offsets": offsets, "bytes": self._bytes(groups)}
-            yield self._add(replace(op, **copied), only=only)
+            nbytes = self._bytes(groups)
+            copy = replace(op, payload=payload, groups=tuple(groups), offsets=tuple(offsets), bytes=nbytes)
+            yield self._add(copy, only=only)
 
-    def _leave(self, op: Op, groups: Sequence[int], payload: str, *, only: Pass) -> None:
+    def _leave(self, op: Op, groups: Sequence[int], payload: Payload, *, only: Pass) -> None:
         """Drop ``groups`` in passes of a kind where ``op`` gives them back in those of the other kind."""
         if groups:
             assert op.release_after is not None

@@ -13,7 +13,7 @@ _SHOWN = 3
 
 def shown_passes(window: int) -> tuple[Pass, ...]:
     """Return the passes that stand for a window of so many micro-batches."""
-    accumulating: tuple[Pass, ...] = ("accumulating",) * (min(window, _SHOWN) - 1)
+    accumulating: list[Pass] = ["accumulating"] * (min(window, _SHOWN) - 1)
     return (*accumulating, "updating")
 
 
