@@ -115,21 +115,6 @@ def _clipping(run: Setup) -> str | None:
 
 
 @_limit(
-    "gradient accumulation",
-    "trainer",
-    why="every backward updates the weights",
-    instead="use accumulate_grad_batches=1 and a larger batch_size; recomputed activations make it fit",
-)
-def _accumulation(run: Setup) -> str | None:
-    if run.trainer.accumulate_grad_batches > 1:
-        return f"Trainer(accumulate_grad_batches={run.trainer.accumulate_grad_batches})"
-    for callback in run.trainer.callbacks:
-        if _is_a(callback, {"GradientAccumulationScheduler"}) and max(callback.scheduling.values()) > 1:
-            return f"GradientAccumulationScheduler(scheduling={callback.scheduling})"
-    return None
-
-
-@_limit(
     "mixed, fp16, double and quantized precision",
     "trainer",
     why="casts made outside the blocks and loss scaling are not reproduced exactly when a block runs again",

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
-from lt_offload.errors import ConfigError, OverBudget, PlanError, UnsupportedError
+from lt_offload.errors import OverBudget, UnsupportedError
 from lt_offload.execute.activations import ROUNDING, HostPool
 from lt_offload.execute.block_graph import BlockFunction, Frame
 from lt_offload.execute.bound_weights import BoundWeights, expose
@@ -28,18 +28,19 @@ from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.record import Recorder
 from lt_offload.execute.edges.checks import Backward, Consumers, Fixed, OwnParameters, check_hooks, may_repeat
 from lt_offload.execute.edges.consumed import OwnLoop, StandIns
-from lt_offload.execute.edges.guard import Aliases, Guard, find_aliases
+from lt_offload.execute.edges.guard import Guard, held_by_others
 from lt_offload.execute.edges.logits import LossInBlock
+from lt_offload.execute.edges.window import Window
 from lt_offload.execute.frames import Frames, repeated
 from lt_offload.execute.gradients import Gradients
-from lt_offload.execute.groups import Layout
+from lt_offload.execute.groups import Layout, move_rest
 from lt_offload.execute.inference import Streaming, room
 from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.program import Walk, check_match
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.compiled import called, intercept
-from lt_offload.schema.plan import Pass, Plan
+from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes
 
@@ -120,12 +121,8 @@ class Engine:
         self.own_loop: OwnLoop | None = None
         """Follows a loop that is not ours; elsewhere :meth:`iteration` encloses every backward."""
         self._within = False
-        """Inside :meth:`iteration` or :meth:`accumulation`, and not at its end yet."""
-        self._which: Pass = "updating"
-        """What the present pass does with its gradients, or the next one."""
-        self._accumulate = plan.window if plan is not None else 1
-        self._added = 0
-        """Passes of the present window whose gradients have been added up."""
+        """Inside :meth:`iteration`, and not at its end yet."""
+        self._window = Window(plan)
         self._accounting = ExitStack()
         """Of the memory that the iteration takes."""
         self._step_hook: Any = None
@@ -139,12 +136,12 @@ class Engine:
         """Take the model over: wrap the blocks' forwards, attach gradient hooks, make the arena."""
         assert not self.installed
         device, plan = self.device, self.plan
-        aliases = self._find_aliases()
+        aliases = held_by_others(self.model, self.structure, device.torch_device)
         self._staying = bool(aliases.held)
         self.weights = [Weight(i, name, param) for i, (name, param) in enumerate(self.structure.tensors)]
         self._blocks = [[self.weights[t] for t in block.tensors] for block in self.structure.blocks]
         layout = Layout(device, self.weights, self._blocks, plan, aliases.held)
-        self._move_rest(device.torch_device)
+        move_rest(self.model, self.structure, device.torch_device)
         if plan is not None:
             device.limit_host(self._host_limit(plan))
         device.stays(*(param.detach() for _, param in self.structure.rest), *self.model.buffers())
@@ -184,16 +181,6 @@ class Engine:
         self._guard.install()
         self.installed = True
 
-    def _find_aliases(self) -> Aliases:
-        """Find the weights that a kept state dict or array shows as they are trained, as it does in plain PyTorch.
-
-        On a GPU it does not: there the weights move to the device, and what is kept stays as it was. So it does here.
-        """
-        if self.device.torch_device.type != "cpu":
-            return Aliases()
-        rest = (param for _, param in self.structure.rest)
-        return find_aliases([param for _, param in self.structure.tensors], [*rest, *self.model.buffers()])
-
     def follow(self, optimizer: Optimizer) -> None:
         """Follow a loop that is not ours: ``optimizer.step()`` ends an iteration."""
         self.own_loop = OwnLoop(self._consumed, optimizer, self._end_backward, self.finish)
@@ -201,7 +188,7 @@ class Engine:
 
     def _end_backward(self) -> None:
         """A backward of a loop that is not ours has ended."""
-        if self._which == "accumulating":
+        if self._window.which == "accumulating":
             with self._guard.suspended:
                 self._end_pass()
 
@@ -250,7 +237,7 @@ class Engine:
                 weight.param.data = weight.host
             self.residency.close()
             self.streaming.close()
-            self._move_rest(torch.device("cpu"))
+            move_rest(self.model, self.structure, torch.device("cpu"))
 
     close = remove
 
@@ -298,7 +285,9 @@ class Engine:
                 self.device.drain()
             finally:
                 self._reset()
-                self._forget_sums()
+                self._window.added = 0
+                if self.gradients is not None:
+                    self.gradients.forget_sums()
                 for weight in self.weights:
                     weight.param.data = weight.host
                 self.residency.run_releases()
@@ -308,16 +297,22 @@ class Engine:
     # -- iterations --------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def iteration(self, *, grad_norm: bool = False, signature: object = None) -> Iterator[None]:
+    def iteration(self, *, grad_norm: bool = False, signature: object = None, last: bool = True) -> Iterator[None]:
         """Enclose forward, backward and ``optimizer.step()`` of one iteration.
 
         Args:
             grad_norm: compute the global gradient norm (one more pass over the gradients).
             signature: shapes of the batch; see ``Device.accounting``.
+            last: False encloses forward and backward of a micro-batch that others of the same window follow.
+
+        Raises:
+            PlanError: if it is not the last one and the plan is one for windows of 1.
         """
         assert self.gradients is not None, "training needs a plan"
+        if not last:
+            self._window.require()
         self.gradients.square_sums = [] if grad_norm else None
-        self._within, self._which = True, "updating"
+        self._within, self._window.which = True, "updating" if last else "accumulating"
         with self._guard.suspended:
             self._consumed.drop()
         try:
@@ -332,31 +327,6 @@ class Engine:
         finally:
             self._within = False
 
-    @contextmanager
-    def accumulation(self, *, signature: object = None) -> Iterator[None]:
-        """Enclose forward and backward of a micro-batch that others of the same window follow.
-
-        Args:
-            signature: shapes of the batch; see ``Device.accounting``.
-
-        Raises:
-            PlanError: if the plan is one for windows of 1.
-        """
-        self._require_window()
-        self._within, self._which = True, "accumulating"
-        with self._guard.suspended:
-            self._consumed.drop()
-        try:
-            with self.device.accounting(signature):
-                yield
-            with self._guard.suspended:
-                self._end_pass()
-        except BaseException:
-            self.abort()
-            raise
-        finally:
-            self._within, self._which = False, "updating"
-
     @property
     def accumulate(self) -> int:
         """Micro-batches per ``optimizer.step()`` in a loop of one's own; may be set between two iterations.
@@ -365,32 +335,16 @@ class Engine:
             ConfigError: when it is set, if it is not a number of micro-batches, or in the middle of a window.
             PlanError: when it is set, if the plan is one for windows of 1.
         """
-        return self._accumulate
+        return self._window.size
 
     @accumulate.setter
     def accumulate(self, count: int) -> None:
-        if not isinstance(count, int) or count < 1:
-            raise ConfigError(f"accumulate={count!r} must be at least 1: micro-batches per optimizer.step()")
-        if self._added or self._ran_backward:
-            raise ConfigError(
-                f"accumulate={count} was set after {self._added + self._ran_backward} of {self._accumulate} "
-                "micro-batches; set it before the first one, or after optimizer.step()"
-            )
-        if count > 1:
-            self._require_window()
-        self._accumulate = count
+        self._window.resize(count, self._window.added + self._ran_backward)
 
     @property
     def added(self) -> int:
         """How many micro-batches of the present window have been added up without an update."""
-        return self._added
-
-    def _require_window(self) -> None:
-        if self.plan is None or self.plan.window == 1:
-            raise PlanError(
-                "the plan is one for 1 micro-batch per update, which has no room for sums of gradients; plan again "
-                "with accumulate=2 or more"
-            )
+        return self._window.added
 
     def _end_pass(self) -> None:
         """End a pass that adds gradients up."""
@@ -401,14 +355,17 @@ class Engine:
         self._check_complete()
         self._frames.clear()
         self._walk.finish()
-        self._added += 1
+        self._window.added += 1
         self._ran_backward = False
 
     def _end_step(self) -> None:
         self._within = False
         self._accounting.close()
         with self._guard.suspended:
-            self._finish()
+            if self._window.which == "updating":
+                self._finish()
+            else:
+                self._end_pass()
             self._consumed.put()
 
     def _after_step(self, *_: object) -> None:
@@ -429,16 +386,15 @@ class Engine:
 
     def _finish(self) -> None:
         if not self._ran_backward:
-            if self._added:
-                raise limits.WINDOW.error(f"the update after {self._added} micro-batches had no backward of its own")
+            self._window.check_update()
             self._restart()
             return
         assert self.gradients is not None and self.updates is not None
         self._walk.finish()
         self._check_complete()
-        self._grad_norm = self._norm()
+        self._grad_norm = self.gradients.norm()
         self._frames.clear()
-        self._ran_backward, self._added = False, 0
+        self._ran_backward, self._window.added = False, 0
         if self.updates.states_move or self.updates.counts:
             # Whoever looks for a state that is not there yet, or for a number, asks no tensor.
             self.updates.states_move = False
@@ -456,15 +412,6 @@ class Engine:
                 f"the backward did not reach every block that took part in the forward (open: {unfinished[:3]}); "
                 "the loss must depend on the output of the whole model"
             )
-
-    def _norm(self) -> Tensor | None:
-        """Return the norm of the gradients, if it was asked for."""
-        assert self.gradients is not None
-        sums, self.gradients.square_sums = self.gradients.square_sums, None
-        if sums is not None and self._added:
-            self.device.drain()  # the host has squared its sums
-            sums = [square.cpu() for square in sums]
-        return torch.stack(sums).sum().sqrt() if sums else None
 
     def _check_host(self) -> None:
         assert self.plan is not None
@@ -492,12 +439,8 @@ class Engine:
     @property
     def host_bytes(self) -> int:
         """Host memory that training holds: weights, gradients, optimizer states, activations."""
-        states = 0
-        if self.updates is not None:
-            for weight in self.weights:
-                if weight.index in self._updated_on_host:
-                    values = self.updates.state(weight).values()
-                    states += sum(v.nbytes for v in values if isinstance(v, Tensor))
+        updates = self.updates
+        states = updates.bytes(w for w in self.weights if w.index in self._updated_on_host) if updates else 0
         return self.device.host_bytes + states
 
     def trace(self) -> Trace:
@@ -577,7 +520,7 @@ class Engine:
     def _begin_backward(self) -> None:
         self._fixed.check_hooks()
         if self.own_loop is not None:
-            self.own_loop.begin_backward(updating=self._which == "updating")
+            self.own_loop.begin_backward(updating=self._window.which == "updating")
         elif not self._within:
             raise limits.BACKWARD_OUTSIDE.error("a backward ran through the model outside the training step")
         else:
@@ -585,7 +528,7 @@ class Engine:
             after: Any = self.updates.optimizer._optimizer_step_post_hooks
             after.move_to_end(self._step_hook.id, last=False)
         self._ran_backward = True
-        self._guard.halfway = self._which == "updating"
+        self._guard.halfway = self._window.which == "updating"
 
     def _backward_of(self, frame: Frame, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         assert self.gradients is not None
@@ -636,18 +579,18 @@ class Engine:
             self.residency.settle()
         for weight in self.weights:
             weight.uses = 0
-        if not self._added:
+        if not self._window.added:
             self.recorder.begin()
 
     def _begin_pass(self) -> None:
         assert self.gradients is not None
         if self.own_loop is not None:
-            self._which = "updating" if self._added + 1 >= self._accumulate else "accumulating"
-            if self._added:
+            self._window.begin_pass()
+            if self._window.added:
                 self._consumed.check(present=True)
                 self._consumed.drop()
-        self._walk.start(self._which)
-        self.gradients.start(self._which)
+        self._walk.start(self._window.which)
+        self.gradients.start(self._window.which)
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------
 
@@ -662,18 +605,3 @@ class Engine:
             self.gradients.reset(self.weights)
             self._walk.cursor, self._ran_backward = 0, False
         self._guard.halfway = False
-
-    def _forget_sums(self) -> None:
-        self._added = 0
-        if self.gradients is not None:
-            self.gradients.forget_sums()
-
-    def _move_rest(self, device: torch.device) -> None:
-        """Parameters and buffers outside the blocks' tensors live on the device all the time."""
-        for _, param in self.structure.rest:
-            if param.device != device:
-                param.data = param.data.to(device)
-        for module in self.model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.device != device:
-                    module._buffers[name] = buffer.to(device)

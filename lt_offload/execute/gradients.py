@@ -255,6 +255,16 @@ class Gradients:
             if weight.total is not None:
                 weight.total.filled = weight.total.group.dirty = False
 
+    def norm(self) -> Tensor | None:
+        """Return the norm of this iteration's gradients, and forget it; None if it was not asked for."""
+        sums, self.square_sums = self.square_sums, None
+        if not sums:
+            return None
+        if any(weight.total is not None for weight in self._weights):
+            self.device.drain()  # the host has squared its sums
+            sums = [square.cpu() for square in sums]
+        return torch.stack(sums).sum().sqrt()
+
     def begin_block(self, weights: Sequence[Weight]) -> None:
         """A block's backward begins, which gives ``weights`` gradients, each once."""
         self._expected = {weight.index for weight in weights}

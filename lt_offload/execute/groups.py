@@ -6,9 +6,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
+from torch import nn
 
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.tensors import LiveGroup, Member, States, Sum, Weight
+from lt_offload.model.blocks import Structure
 from lt_offload.schema.plan import Plan
 
 
@@ -119,3 +121,14 @@ def _house(groups: Sequence[LiveGroup], device: Device) -> None:
 
 def _like(weight: Weight) -> tuple[tuple[int, ...], torch.dtype]:
     return tuple(weight.host.shape), weight.host.dtype
+
+
+def move_rest(model: nn.Module, structure: Structure, device: torch.device) -> None:
+    """Move parameters and buffers outside the blocks' tensors: in training they live on the device all the time."""
+    for _, param in structure.rest:
+        if param.device != device:
+            param.data = param.data.to(device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device != device:
+                module._buffers[name] = buffer.to(device)

@@ -70,6 +70,17 @@ def explain(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
+def headline(plan: Plan) -> str:
+    """Return one line about ``plan``."""
+    promise = plan.predicted
+    unit = "iteration" if plan.window == 1 else f"window of {plan.window} micro-batches"
+    return (
+        f"plan by {plan.planner}: {format_seconds(promise.iteration_s)} per {unit} predicted "
+        f"({promise.gap:.1%} above the bound), {format_bytes(promise.device_peak_bytes)} of "
+        f"{format_bytes(plan.budget_bytes)} on the device, {format_bytes(promise.host_peak_bytes)} on the host"
+    )
+
+
 def brief(plan: Plan) -> str:
     """Return one short paragraph about ``plan``, in at most 100 columns: time, memory, copies, updates."""
     found = plan.predicted

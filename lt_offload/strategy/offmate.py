@@ -30,7 +30,7 @@ from lt_offload.model.calls import caches_off
 from lt_offload.plan import BatchChoice, Settings, make_plan
 from lt_offload.profiling.hardware import check_memory, free_memory
 from lt_offload.report.perfetto import save_perfetto
-from lt_offload.schema.explain import brief
+from lt_offload.schema.explain import brief, headline
 from lt_offload.schema.plan import Plan, PlannerName
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
@@ -50,7 +50,8 @@ from lt_offload.strategy.checkpoint.foreign import check_checkpoint, check_optim
 from lt_offload.strategy.metrics import Metrics, logs_after
 from lt_offload.strategy.namespaces import NAMESPACES, STRATEGY_NAME, bind, namespace_of
 from lt_offload.strategy.replan import Replanning, steps_left
-from lt_offload.units import format_bytes, format_seconds, parse_bytes
+from lt_offload.strategy.windows import micro_batches, not_within_window
+from lt_offload.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -144,6 +145,8 @@ class OffmateStrategy(_Base):
         self._signature: object = None
         self._updating = False
         """Some weights of the present iteration are updated and others are not."""
+        self._micro_batch = ExitStack()
+        """Encloses one that no update follows, from its training step to the end of its backward."""
         self._undo = ExitStack()
         """What ``teardown`` puts back."""
         self._watch = ExitStack()  # holds the budget between iterations, too
@@ -222,7 +225,9 @@ class OffmateStrategy(_Base):
         limits.check("trainer", limits.Setup(trainer=trainer), training=_fitting(trainer))
         check_memory(self.memory, self.root_device)
         if self.plan_path is not None and _fitting(trainer):
-            replay.load_plan(self.plan_path, self._budget)
+            replay.load_plan(self.plan_path, self._budget, micro_batches(trainer))
+        if _fitting(trainer):
+            self.settings = replace(self.settings, accumulate=micro_batches(trainer))
         if self.batch_size is not None and _fitting(trainer):
             size = BatchSize(trainer, self.batch_size)
             if self.batch_size != "auto":
@@ -288,7 +293,7 @@ class OffmateStrategy(_Base):
         self._undo.enter_context(caches_off(self._module))
         if choice is not None:
             self.profile, self.plan = choice.profile, choice.plan
-            self._replanning = Replanning(self.settings, self.profile)
+            self._replanning = self._follow(self.profile)
         else:
             with sample.isolated(self.namespace):
                 self.profile = sample.measure(trainer, optimizer)
@@ -296,7 +301,7 @@ class OffmateStrategy(_Base):
             self.plan = self._make_plan(self.profile)
         folder = self._folder(trainer)
         self._save_plan(folder)
-        rank_zero_info(f"offmate: {_summary(self.plan)}" + (f"; saved in {folder}" if folder else ""))
+        rank_zero_info(f"offmate: {headline(self.plan)}" + (f"; saved in {folder}" if folder else ""))
         rank_zero_info(self.plan.explain() if self.explain else brief(self.plan))
         if self._replanning is not None and self.profile.scatter > _BUSY:
             rank_zero_info(
@@ -310,8 +315,12 @@ class OffmateStrategy(_Base):
             return replay.replay(self.plan_path, profile, self._budget)
         budget = self._budget
         rank_zero_info(f"offmate: planning for {format_bytes(budget)}, {self.settings.time_limit:g} s at most")
-        self._replanning = Replanning(self.settings, profile)
+        self._replanning = self._follow(profile)
         return make_plan(profile, replace(self.settings, memory=budget))
+
+    def _follow(self, profile: Profile) -> Replanning | None:
+        """Return what corrects a plan by the first iterations; plans for several micro-batches stay as they are."""
+        return Replanning(self.settings, profile) if self.settings.accumulate == 1 else None
 
     def _install(self, optimizer: Optimizer | None, plan: Plan | None, budget: int) -> None:
         threads, context = (plan.host_threads, plan.context_bytes) if plan is not None else (0, 0)
@@ -340,7 +349,7 @@ class OffmateStrategy(_Base):
 
     def _take_over(self, plan: Plan) -> None:
         """Go on with ``plan``: weights and states are complete on the host in between."""
-        rank_zero_info(f"offmate: {_summary(plan)}")
+        rank_zero_info(f"offmate: {headline(plan)}")
         self._close_engine()
         gc.collect()  # or what refers to itself in the old engine would seem to hold weights
         self._install(self.optimizers[0], plan, plan.budget_bytes)
@@ -385,15 +394,29 @@ class OffmateStrategy(_Base):
         assert self.engine is not None
         trainer = self._trainer
         norm = logs_after(trainer, trainer.global_step + 1)
+        self._micro_batch.close()
         self._replan()
         with self.engine.iteration(grad_norm=norm, signature=self._signature):
             result = super().optimizer_step(optimizer, closure, model, **kwargs)
         self._updating = False
         return result
 
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a training step; if no update follows, until after its backward gradients are added up."""
+        if self.engine is not None and self._trainer.fit_loop._should_accumulate():
+            self._micro_batch.close()  # of a step that returned no loss
+            self._micro_batch.enter_context(self.engine.iteration(last=False, signature=self._signature))
+        return super().training_step(*args, **kwargs)
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run a backward, and end a micro-batch without an update."""
+        loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
+        self._micro_batch.close()
+        return loss
+
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Note that from here until the end of the iteration some weights are updated and others are not."""
-        self._updating = True
+        self._updating = not self._trainer.fit_loop._should_accumulate()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Stream the forward."""
@@ -457,6 +480,9 @@ class OffmateStrategy(_Base):
                 "others were not; resume from the last complete checkpoint"
             )
             return
+        if self.engine is not None and self.engine.added:
+            not_within_window(filepath, self.engine.added)
+            return
         if self.profile is not None:
             record(checkpoint, self.profile.batch_size)
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -490,6 +516,7 @@ class OffmateStrategy(_Base):
         """Leave the iteration; a second error must not hide the first."""
         if self.engine is not None:
             try:
+                self._micro_batch.pop_all()  # there is nothing to end
                 self.engine.abort()
             except Exception as second:
                 rank_zero_warn(f"offmate: leaving the interrupted iteration failed, too: {second}")
@@ -575,13 +602,3 @@ def introduce() -> None:
 
 def _fitting(trainer: Any) -> bool:
     return bool(trainer.state.fn == "fit")
-
-
-def _summary(plan: Plan) -> str:
-    """Return one line about ``plan``."""
-    promise = plan.predicted
-    return (
-        f"plan by {plan.planner}: {format_seconds(promise.iteration_s)} per iteration predicted "
-        f"({promise.gap:.1%} above the bound), {format_bytes(promise.device_peak_bytes)} of "
-        f"{format_bytes(plan.budget_bytes)} on the device, {format_bytes(promise.host_peak_bytes)} on the host"
-    )

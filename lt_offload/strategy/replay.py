@@ -15,13 +15,19 @@ from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 
 
-def load_plan(path: str | Path, memory: int) -> Plan:
+def load_plan(path: str | Path, memory: int, accumulate: int = 1) -> Plan:
     """Return the saved plan at ``path``, checked as far as that goes without a model.
 
     Raises:
-        PlanError: if it is no plan, or needs more than ``memory`` bytes.
+        PlanError: if it is no plan, needs more than ``memory`` bytes, or has no room for the sums of gradients that
+            ``accumulate`` micro-batches per update need.
     """
     plan = Plan.load(path)
+    if plan.window == 1 < accumulate:
+        raise PlanError(
+            f"plan={str(path)!r} is one for 1 micro-batch per update, and accumulate_grad_batches={accumulate} needs "
+            "room for sums of gradients; plan again, or set accumulate_grad_batches=1"
+        )
     if plan.budget_bytes > memory:
         raise PlanError(
             f"plan={str(path)!r} needs memory={plan.budget_bytes}, there are {memory} bytes; raise memory or plan again"

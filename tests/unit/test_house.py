@@ -42,7 +42,7 @@ ROOMS_OF_PLAN = (
     ("assembly",),
     ("verify",),
     ("planners",),
-    ("infeasible", "correct"),
+    ("infeasible", "correct", "windows"),
     ("solve",),
     ("batch", "sweep", "what_if"),
     ("plan",),  # __init__.py

@@ -17,15 +17,22 @@ from lt_offload.plan.iteration.memory import STATE_PADDING, aligned, state_room
 from lt_offload.schema.plan import InitialCopy, Op, Pass, Payload, Plan, TensorGroup
 from lt_offload.schema.profile import Profile, TensorProfile
 
+UNCOUNTED = 1 << 16
+"""Bytes of RAM that are kept: where a tensor has no states, its sum as a state takes a few bytes less than it does."""
 
-def with_sums(profile: Profile, window: int) -> Profile:
-    """Return ``profile`` with sums of gradients as states, and with updates as fast as in the mean pass of a window."""
+
+def with_sums(profile: Profile, window: int, *, mean: bool = True) -> Profile:
+    """Return ``profile`` with sums of gradients as states.
+
+    ``mean``: with updates as fast as in the mean pass of a window; else as those of its last one.
+    """
     trained = [tensor for tensor in profile.tensors if tensor.trainable]
     updated = sum(tensor.bytes for tensor in trained)
-    share = 1 / window + (sum(map(added, trained)) / updated if updated else 0.0)
+    share = (1 / window if mean else 1.0) + (sum(map(added, trained)) / updated if updated else 0.0)
     optimizer = profile.optimizer
     return replace(
         profile,
+        hardware=replace(profile.hardware, host_bytes=max(1, profile.hardware.host_bytes - UNCOUNTED)),
         tensors=tuple(_with_sum(tensor) if tensor.trainable else tensor for tensor in profile.tensors),
         optimizer=replace(
             optimizer,
@@ -39,11 +46,6 @@ def with_sums(profile: Profile, window: int) -> Profile:
 def _with_sum(tensor: TensorProfile) -> TensorProfile:
     """Return ``tensor`` with states that take as much of the arena as its states and a sum side by side."""
     return replace(tensor, state_bytes=state_room(tensor.state_bytes) + aligned(tensor.bytes) - STATE_PADDING)
-
-
-def uncounted_bytes(profile: Profile) -> int:
-    """Return the most by which states of :func:`with_sums` take less RAM than states and sums."""
-    return STATE_PADDING * sum(tensor.trainable for tensor in profile.tensors)
 
 
 def windowed(plan: Plan, profile: Profile, window: int) -> Plan:

@@ -12,12 +12,15 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
+from lt_offload.plan.assembly.window import with_sums
 from lt_offload.plan.batch.profiles import scaled
 from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.solve import make_plan, offmate_config, without_chunks
+from lt_offload.plan.windows import for_one, for_windows
 from lt_offload.schema.plan import BatchPoint, Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
@@ -87,6 +90,8 @@ def choose_batch(
         UnsupportedError: if ``planner`` applies to no size.
         ConfigError: if there is no size to consider.
     """
+    if settings.accumulate > 1:
+        return _choose_micro_batch(profile_at, settings, most=most, candidates=candidates, on_progress=on_progress)
     sizes = None if candidates is None else sorted(set(candidates))
     if most < 1 or (sizes is not None and (not sizes or sizes[0] < 1)):
         raise ConfigError(f"there is no batch size to choose from: most={most}, candidates={candidates}")
@@ -98,6 +103,19 @@ def choose_batch(
         search.fill_curve()
         search.follow_up()
     return search.choice()
+
+
+def _choose_micro_batch(profile_at: ProfileAt, settings: Settings, **asked: Any) -> BatchChoice:
+    """Choose the size of the micro-batches of a window, by the throughput of their mean pass."""
+    measured: dict[int, Profile] = {}
+
+    def with_sums_at(size: int) -> Profile:
+        measured[size] = profile_at(size)
+        return with_sums(measured[size], settings.accumulate)
+
+    found = choose_batch(with_sums_at, for_one(settings), **asked)
+    profile = measured[found.batch_size]
+    return replace(found, plan=for_windows(found.plan, profile, settings), profile=profile)
 
 
 class _BatchSearch:
