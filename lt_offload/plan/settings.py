@@ -42,6 +42,8 @@ class Settings:
     """For ``memferry``: the part of all gradient bytes, 0 to 1, that the device may hold at a time; None: what fits."""
     accumulate: int = 1
     """Micro-batches whose gradients are added up for one update."""
+    delayed: bool = False
+    """Whether updates wait until all gradients are there, as clipping by their norm needs."""
     time_limit: float = 30.0
     """Seconds after which no further candidate is generated; ``solver_time_limit`` of the strategy."""
 

@@ -28,7 +28,7 @@ from lt_offload.plan.planners.pofo.propose import propose_pofo
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
 from lt_offload.plan.planners.weights.propose import propose_greedy, propose_l2l
 from lt_offload.plan.settings import Settings
-from lt_offload.plan.windows import plan_windows
+from lt_offload.plan.windows import has_windows, plan_windows
 from lt_offload.schema.plan import Plan, PlannerName, Prediction
 from lt_offload.schema.profile import OptionProfile, Profile
 from lt_offload.units import format_bytes, format_seconds
@@ -59,6 +59,7 @@ def solve(
     recompute: bool = True,
     gradient_reserve: float | None = None,
     accumulate: int = 1,
+    delayed: bool = False,
     time_limit: float = 30.0,
 ) -> Plan:
     """Return the fastest plan found for ``profile`` within the budgets, checked and simulated.
@@ -80,6 +81,7 @@ def solve(
         gradient_reserve: for ``memferry``: the part of all gradient bytes that the device may hold at a time, between
             0 and 1; the others are written to host memory by the backward itself. None: as much as fits.
         accumulate: micro-batches whose gradients are added up for one update.
+        delayed: whether updates wait until all gradients are there, as clipping by their norm needs.
         time_limit: seconds that planning may take, about; the best plan until then is returned, and says what was
             left out.
 
@@ -97,6 +99,7 @@ def solve(
         recompute=recompute,
         gradient_reserve=gradient_reserve,
         accumulate=accumulate,
+        delayed=delayed,
         time_limit=time_limit,
     )
     return make_plan(profile, settings)
@@ -110,7 +113,7 @@ def make_plan(profile: Profile, settings: Settings, *, exact: bool = False) -> P
         settings: budgets and switches.
         exact: no plan rather than one that sums in another order than plain PyTorch.
     """
-    if settings.accumulate > 1:
+    if has_windows(settings):
         return plan_windows(profile, settings, partial(make_plan, exact=exact))
     began = time.monotonic()
     first = without_chunks(profile)

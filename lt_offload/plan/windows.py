@@ -21,7 +21,12 @@ def for_one(settings: Settings) -> Settings:
     ram = settings.host_memory
     if ram is not None:
         ram = max(1, parse_bytes(ram, setting="host_memory") - UNCOUNTED)
-    return replace(settings, accumulate=1, host_memory=ram)
+    return replace(settings, accumulate=1, delayed=False, host_memory=ram)
+
+
+def has_windows(settings: Settings) -> bool:
+    """Return whether plans have to add gradients up."""
+    return settings.accumulate > 1 or settings.delayed
 
 
 def plan_windows(profile: Profile, settings: Settings, plan_one: Callable[[Profile, Settings], Plan]) -> Plan:
@@ -47,7 +52,8 @@ def plan_windows(profile: Profile, settings: Settings, plan_one: Callable[[Profi
 def for_windows(plan: Plan, profile: Profile, settings: Settings) -> Plan:
     """Return ``plan``, made for ``profile`` with sums, as a plan for windows, checked and priced."""
     ram = settings.host_budget(profile.hardware)
-    return priced(replace(windowed(plan, profile, settings.accumulate), host_budget_bytes=ram), profile)
+    found = windowed(plan, profile, settings.accumulate, delayed=settings.delayed)
+    return priced(replace(found, host_budget_bytes=ram), profile)
 
 
 def priced(plan: Plan, profile: Profile) -> Plan:
@@ -63,7 +69,6 @@ def priced(plan: Plan, profile: Profile) -> Plan:
         min(o.forward_s + o.backward_s * block.has_backward for o in block.options) for block in profile.blocks
     )
     update = sum(tensor.bytes for tensor in profile.tensors if tensor.trainable) / profile.optimizer.device_bytes_per_s
-    alone = _alone_s(plan, profile)
     predicted = replace(
         plan.predicted,
         iteration_s=trace.iteration_time,
@@ -72,11 +77,15 @@ def priced(plan: Plan, profile: Profile) -> Plan:
         device_peak_bytes=trace.device_peak,
         host_peak_bytes=trace.host_peak,
     )
-    note = (
-        f"a window of {window} micro-batches takes {format_seconds(trace.iteration_time)}: {window - 1} times about "
-        f"{format_seconds(alone)} to add gradients up, and the rest with the update"
-    )
-    return replace(plan, predicted=predicted, notes=(*plan.notes, note))
+    notes = list(plan.notes)
+    if window > 1:
+        notes.append(
+            f"a window of {window} micro-batches takes {format_seconds(trace.iteration_time)}; each that only adds "
+            f"gradients up takes about {format_seconds(_alone_s(plan, profile))}"
+        )
+    if plan.delayed:
+        notes.append("updates wait until all gradients are there, so that they can be clipped by their norm")
+    return replace(plan, predicted=predicted, notes=tuple(notes))
 
 
 def _alone_s(plan: Plan, profile: Profile) -> float:

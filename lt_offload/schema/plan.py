@@ -42,6 +42,10 @@ updates finds them. An ``accumulate`` adds the gradients of a pass to them, or b
 ``update`` adds the last ones and uses the sums up. ``Op.after`` means the latest issue of the other op, in whichever
 pass that was.
 
+Where updates wait until all gradients are there (``Plan.delayed``), because their norm decides about them, every
+micro-batch is an accumulating pass, and a *settling* pass follows: the steps of an updating one without computations,
+gradients, and copies of what they alone need. Its updates use the sums as they are.
+
 Device memory is two pools: the *arena* holds weights and optimizer states at offsets fixed by the plan, everything else
 (activations, gradients, workspaces) is allocated as the framework goes. Arena memory released by an op may be reused by
 any op issued later; the later op is ordered after the release by events.
@@ -70,8 +74,8 @@ ALIGNMENT = 512
 """Every arena offset is a multiple of this many bytes."""
 
 Payload = Literal["weight", "grad", "state", "sum", "activation"]
-Pass = Literal["accumulating", "updating"]
-"""What one micro-batch of a window does with its gradients."""
+Pass = Literal["accumulating", "updating", "settling"]
+"""What one micro-batch of a window does with its gradients; and the updates after all of them."""
 UpdatePlace = Literal["device", "paged", "host", "none"]
 PlannerName = Literal["auto", "offmate", "stream", "greedy", "l2l", "memferry", "pofo", "resident"]
 Save = Literal["nothing", "input", "all"]
@@ -333,13 +337,42 @@ class Plan:
     """Device memory that is left to the context and to workspaces of libraries; 0 in plans that do not say."""
     window: int = 1
     """Micro-batches per update that it was made for. With more than one it serves any number; see the first lines."""
+    delayed: bool = False
+    """Whether updates wait until all gradients are there, as clipping by their norm needs."""
     chunk_tokens: int = 0
     """Tokens of which the last block has logits at a time, if it is ``chunked``: they decide about last bits."""
     schema: int = PLAN_SCHEMA
 
+    @property
+    def adds_up(self) -> bool:
+        """Whether it has sums of gradients."""
+        return self.window > 1 or self.delayed
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """The kinds of passes that may follow each other."""
+        if self.delayed:
+            return ("accumulating", "settling")
+        return ("accumulating", "updating") if self.window > 1 else ("updating",)
+
     def ops_of(self, which: Pass) -> list[Op]:
         """Return the ops of a pass, in the order of issue."""
-        return [op for op in self.ops if op.runs(which)]
+        if which != "settling":
+            return [op for op in self.ops if op.runs(which)]
+        moving = self._settling_groups()
+        return [op for op in self.ops if op.runs("updating") and _settles(op, moving)]
+
+    def _settling_groups(self) -> set[int]:
+        """Return the groups that move in a settling pass: what is there at its start, what is updated on the device."""
+        moving = {copy.group for copy in self.initial}
+        moving |= {g for op in self.ops if op.kind == "update" and op.lane != "host" for g in op.groups}
+        moving |= {g for g, group in enumerate(self.groups) if group.payload in ("state", "sum")}
+        moves = [set(op.groups) for op in self.ops if op.payload == "weight"]
+        while True:  # what moves together with something
+            found = moving.union(*(groups for groups in moves if not moving.isdisjoint(groups)))
+            if found == moving:
+                return moving
+            moving = found
 
     def tensors(self, op: Op) -> tuple[int, ...]:
         """Return the tensors of the groups that ``op`` names."""
@@ -372,6 +405,13 @@ class Plan:
         return explain(self)
 
 
+def _settles(op: Op, moving: set[int]) -> bool:
+    """Return whether a settling pass carries out ``op``; ``moving``: the groups that it moves."""
+    if op.payload in ("weight", "state", "sum"):
+        return not moving.isdisjoint(op.groups)
+    return op.kind == "update"
+
+
 def problems(plan: Plan) -> Iterator[str]:
     """Yield what contradicts itself in ``plan``, one sentence each; nothing if it is sound."""
     tensors = len(plan.update_places)
@@ -385,8 +425,8 @@ def problems(plan: Plan) -> Iterator[str]:
         yield "a size or time is negative"
     if plan.window < 1:
         yield f"window is {plan.window}, it has to be at least 1"
-    if plan.window == 1 and any(op.only is not None for op in plan.ops):
-        yield "ops name the passes of a window, and the window is 1"
+    if not plan.adds_up and any(op.only is not None for op in plan.ops):
+        yield "ops name the passes of a window, and there is one"
     if not plan.options:
         yield "it has no blocks"
     if any(option in WITH_LOSS for option in plan.options[:-1]):

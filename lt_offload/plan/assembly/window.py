@@ -48,19 +48,21 @@ def _with_sum(tensor: TensorProfile) -> TensorProfile:
     return replace(tensor, state_bytes=state_room(tensor.state_bytes) + aligned(tensor.bytes) - STATE_PADDING)
 
 
-def windowed(plan: Plan, profile: Profile, window: int) -> Plan:
+def windowed(plan: Plan, profile: Profile, window: int, *, delayed: bool = False) -> Plan:
     """Return the plan for windows that ``plan`` has room for; its prediction is that of ``plan``.
 
     Args:
         plan: made for :func:`with_sums` of ``profile``.
         profile: what it is for.
         window: micro-batches per update.
+        delayed: whether updates wait until all gradients are there.
     """
-    split = _Split(plan, profile)
+    split = _Split(plan, profile, delayed=delayed)
     split.run()
     found = replace(
         plan,
         window=window,
+        delayed=delayed,
         groups=tuple(split.groups),
         initial=tuple(split.initial),
         ops=tuple(split.linked()),
@@ -68,15 +70,40 @@ def windowed(plan: Plan, profile: Profile, window: int) -> Plan:
             note.replace("of optimizer states", "of optimizer states and sums of gradients") for note in plan.notes
         ),
     )
+    if delayed:
+        found = replace(found, ops=tuple(_after_former_occupants(found)))
     timed = zip(found.ops, durations(found, profile), strict=True)
     return replace(found, ops=tuple(replace(op, seconds=seconds) for op, seconds in timed))
+
+
+def _after_former_occupants(plan: Plan) -> Iterator[Op]:
+    """Yield the ops of ``plan``, copies to the device after all that any pass may have had in their ranges.
+
+    As a rule the last occupant of a range has waited for those before. In a settling pass it may not have been there.
+    """
+    ranges: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    leaves: dict[int, list[int]] = defaultdict(list)
+    for copy in plan.initial:
+        ranges[copy.group].add((copy.offset, copy.offset + plan.groups[copy.group].bytes))
+    for op in plan.ops:
+        for g, offset in zip(op.groups, op.offsets, strict=False):
+            ranges[g].add((offset, offset + plan.groups[g].bytes))
+        for g in op.groups if op.kind in ("offload", "drop") else ():
+            leaves[g].append(op.id)
+    occupants = [(low, high, leaves[g]) for g, found in ranges.items() for low, high in found]
+    for op in plan.ops:
+        after = set(op.after)
+        for g, offset in zip(op.groups, op.offsets, strict=False):
+            end = offset + plan.groups[g].bytes
+            after.update(*(left for low, high, left in occupants if low < end and offset < high))
+        yield replace(op, after=tuple(sorted(after)))
 
 
 class _Split:
     """The ops of ``plan`` for windows. An op of ``plan`` may become several, and others may wait for all of them."""
 
-    def __init__(self, plan: Plan, profile: Profile) -> None:
-        self.plan, self.profile = plan, profile
+    def __init__(self, plan: Plan, profile: Profile, *, delayed: bool) -> None:
+        self.plan, self.profile, self.delayed = plan, profile, delayed
         self.groups: list[TensorGroup] = list(plan.groups)
         self.initial: list[InitialCopy] = []
         self.ops: list[Op] = []
@@ -93,6 +120,10 @@ class _Split:
         """By update of ``plan``: the op that adds up instead."""
         self._ends: dict[int, list[Op]] = defaultdict(list)
         """By step: drops that stand at its end."""
+        self._backwards: dict[int, int] = {}
+        """By block."""
+        self._fetches: dict[int, set[int]] = defaultdict(set)
+        """By tensor: the copies of its weight to the device."""
         self._divide_groups()
 
     def run(self) -> None:
@@ -112,13 +143,20 @@ class _Split:
         for update, adds in self._added.items():
             for t in self.plan.tensors(self.plan.ops[update]):
                 readers[t].append(adds)
-        backwards = {op.step: op.id for op in self.ops if op.kind == "backward"}
+        self._backwards = {op.block: op.id for op in self.ops if op.kind == "backward"}
+        for op in self.ops:
+            if op.kind == "prefetch" and op.payload == "weight":
+                for t in (t for g in op.groups for t in self.groups[g].tensors):
+                    self._fetches[t].add(op.id)
         waits: dict[int, set[int]] = defaultdict(set)
         for op in self.ops:
             if op.payload == "grad":  # the sums have taken what came in the pass before
                 waits[op.id] = {adds for t in self.plan.tensors(op) for adds in readers[t]}
                 if op.writes_gradients:
-                    waits[backwards[op.step]] |= waits[op.id]
+                    waits[self._backwards[op.block]] |= waits[op.id]
+        if self.delayed:
+            for op in self.ops:
+                waits[op.id] |= self._before_settling(op)
         for op in self.ops:
             after = {new for old in op.after for new in self._became[old]} | waits[op.id]
             if op.payload == "grad":  # what was at its place has been used
@@ -128,6 +166,18 @@ class _Split:
             elif op.updates_on_host:
                 after |= {op.id - 1}
             yield replace(op, after=tuple(sorted(after)))
+
+    def _before_settling(self, op: Op) -> set[int]:
+        """Return what ``op`` has to wait for, too, where no computations have waited in the same pass.
+
+        Updates wait for the copies of their weights, and the next occupants of a range for the last computation there.
+        """
+        tensors = {t for g in op.groups for t in self.groups[g].tensors}
+        if op.kind == "update":
+            return {fetch for t in tensors for fetch in self._fetches[t]}
+        if op.kind == "drop" and op.payload == "weight":
+            return {self._backwards[block] for t in tensors for block in self.profile.tensors[t].blocks}
+        return set()
 
     # -- groups ------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from lt_offload.plan.batch.profiles import scaled
 from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.solve import make_plan, offmate_config, without_chunks
-from lt_offload.plan.windows import for_one, for_windows
+from lt_offload.plan.windows import for_one, for_windows, has_windows
 from lt_offload.schema.plan import BatchPoint, Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
@@ -90,7 +90,7 @@ def choose_batch(
         UnsupportedError: if ``planner`` applies to no size.
         ConfigError: if there is no size to consider.
     """
-    if settings.accumulate > 1:
+    if has_windows(settings):
         return _choose_micro_batch(profile_at, settings, most=most, candidates=candidates, on_progress=on_progress)
     sizes = None if candidates is None else sorted(set(candidates))
     if most < 1 or (sizes is not None and (not sizes or sizes[0] < 1)):

@@ -7,19 +7,23 @@ from dataclasses import replace
 
 from lt_offload.schema.plan import Op, Pass, Plan
 
-_SHOWN = 3
+_SHOWN = 2
 """In longer windows every accumulating pass but the first is like the second."""
 
 
-def shown_passes(window: int) -> tuple[Pass, ...]:
-    """Return the passes that stand for a window of so many micro-batches."""
-    accumulating: list[Pass] = ["accumulating"] * (min(window, _SHOWN) - 1)
-    return (*accumulating, "updating")
+def shown_passes(plan: Plan) -> tuple[Pass, ...]:
+    """Return the passes that stand for a window of ``plan``."""
+    accumulating: list[Pass] = ["accumulating"] * min(_accumulating(plan), _SHOWN)
+    return (*accumulating, plan.passes[-1])
 
 
-def more_passes(window: int) -> int:
+def more_passes(plan: Plan) -> int:
     """Return how many passes like the second there are besides the shown ones."""
-    return max(window - _SHOWN, 0)
+    return max(_accumulating(plan) - _SHOWN, 0)
+
+
+def _accumulating(plan: Plan) -> int:
+    return plan.window if plan.delayed else plan.window - 1
 
 
 def unrolled(plan: Plan, passes: Sequence[Pass]) -> tuple[tuple[Op, ...], tuple[int, ...]]:
@@ -28,9 +32,9 @@ def unrolled(plan: Plan, passes: Sequence[Pass]) -> tuple[tuple[Op, ...], tuple[
     In ``after``, an id that is not smaller than the op's own means the passes before, as in a plan. Nothing is said
     about ops that none of ``passes`` carries out.
     """
-    if len(passes) == 1 and all(op.runs(passes[0]) for op in plan.ops):
+    if not plan.adds_up:
         return plan.ops, tuple(range(len(plan.ops)))
-    issued = [op for which in passes for op in plan.ops if op.runs(which)]
+    issued = [op for which in passes for op in plan.ops_of(which)]
     last = {op.id: new for new, op in enumerate(issued)}
     latest: dict[int, int] = {}
     """By op of the plan: its latest issue so far."""

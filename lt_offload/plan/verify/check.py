@@ -83,7 +83,7 @@ def _groups(plan: Plan, profile: Profile) -> Iterator[str]:
     for t, tensor in enumerate(profile.tensors):
         if ("weight", t) not in seen:
             yield f"tensor {tensor.name}: groups: its weight is in none"
-        if ("sum", t) not in seen and tensor.trainable and plan.window > 1:
+        if ("sum", t) not in seen and tensor.trainable and plan.adds_up:
             yield f"tensor {tensor.name}: groups: the sum of its gradients is in none"
 
 
@@ -132,7 +132,7 @@ def _structure(plan: Plan, profile: Profile) -> Iterator[str]:
         lanes = [lane.name for lane in LANES if op.kind in lane.kinds] or ["none"]
         if op.lane not in lanes or (op.kind == "offload" and op.lane == "compute" and op.payload != "grad"):
             yield f"{name}: lane: it occupies {op.lane}, it should be {' or '.join(lanes)}"
-        if op.only is not None and plan.window == 1:
+        if op.only is not None and not plan.adds_up:
             yield f"{name}: only: there are no {op.only} passes in windows of 1"
         if op.release_after is not None and not op.step <= op.release_after < len(plan.timeline):
             yield f"{name}: release_after: step {op.release_after} is not one of the rest of the iteration"
@@ -276,7 +276,7 @@ def _updates(plan: Plan, profile: Profile) -> Iterator[str]:
             yield f"tensor {tensor.name}: update: place {place!r} for a {kind} tensor"
         elif tensor.trainable and t not in seen:
             yield f"tensor {tensor.name}: update: no op updates it"
-        elif tensor.trainable and plan.window > 1 and t not in added:
+        elif tensor.trainable and plan.adds_up and t not in added:
             yield f"tensor {tensor.name}: accumulate: no op adds its gradients up"
         elif tensor.trainable:
             complete = _complete(tensor, profile)

@@ -22,16 +22,10 @@ _Clock = tuple[int, int, int, int]
 """How many ops of each copy or compute lane have ended, and the host updates that have, as a set of bits."""
 _START: _Clock = (0, 0, 0, 0)
 _Key = tuple[str, int]
-_PASSES: tuple[Pass, ...] = (
-    "updating",
-    "updating",
-    "accumulating",
-    "accumulating",
-    "updating",
-    "accumulating",
-    "updating",
-)
-"""Every pass after every other one."""
+_ORDER = (1, 0, 0, 1, 0, 1, 1, 0)
+"""Of two kinds of passes, every one after every other."""
+_SETTLED = (0, 1, 0, 0, 1, 0, 1)
+"""The same where the second kind only follows the first."""
 
 
 def describe(op: Op) -> str:
@@ -42,8 +36,8 @@ def describe(op: Op) -> str:
 def misordered(plan: Plan, profile: Profile) -> list[str]:
     """Return the violations of residency and order that a walk through ``plan`` meets."""
     walk = _Ordering(plan, profile)
-    for which in _PASSES if plan.window > 1 else _PASSES[:2]:
-        walk.iteration(which)
+    for number in _SETTLED if plan.delayed else _ORDER if plan.adds_up else (0, 0):
+        walk.iteration(plan.passes[number])
     return list(dict.fromkeys(walk.violations))
 
 
@@ -220,21 +214,23 @@ class _Ordering:
         for t in self.plan.tensors(op):
             weight = ("weight", t)
             if op.lane == "host":
-                self._read(access, clock, self.cells["host", "grad", t], ("grad", t))
-                if self.plan.window > 1:
+                if not self.plan.delayed:
+                    self._read(access, clock, self.cells["host", "grad", t], ("grad", t))
+                if self.plan.adds_up:
                     self._write(access, clock, self.cells["host", "sum", t], ("sum", t))
                 self._write(access, clock, self.cells["host", "weight", t], weight)
                 if weight in self.live:
                     self.live[weight].outdated = True
                 continue
-            self._read(access, clock, self.cells["device", "grad", t], ("grad", t))
+            if not self.plan.delayed:
+                self._read(access, clock, self.cells["device", "grad", t], ("grad", t))
             for key in (weight, ("state", t)) if self.profile.tensors[t].state_bytes else (weight,):
                 buffer = self._on_device(op, key)
                 if buffer is not None:
                     self._write(access, clock, buffer.cell, key)
                     buffer.newer = True
                     self.outdated_hosts.add(key)
-            if self.plan.window > 1:
+            if self.plan.adds_up:
                 buffer = self._on_device(op, ("sum", t))
                 if buffer is not None:
                     self._write(access, clock, buffer.cell, ("sum", t))

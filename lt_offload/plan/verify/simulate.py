@@ -61,7 +61,7 @@ class _Simulation:
     """The ops of all iterations in time; their numbers are counted on from iteration to iteration."""
 
     def __init__(self, plan: Plan, profile: Profile) -> None:
-        ops, self.origin = unrolled(plan, shown_passes(plan.window))
+        ops, self.origin = unrolled(plan, shown_passes(plan))
         self.ops = len(ops)
         self.count = _ITERATIONS * self.ops
         seconds = durations(plan, profile)
@@ -236,9 +236,9 @@ def _trace(plan: Plan, profile: Profile, found: _Simulation) -> Trace:
     ops = [(at, plan.ops[number]) for at, number in enumerate(found.origin)]
     computations = [at for at, op in ops if op.kind in ("forward", "backward")]
     seconds = (found.computed[-1] - found.computed[-1 - _MEASURED]) / _MEASURED
-    if more_passes(plan.window):
+    if more_passes(plan):
         first, second = (end[computations[(at + 1) * len(memory) - 1]] for at in (0, 1))
-        seconds += more_passes(plan.window) * (second - first)
+        seconds += more_passes(plan) * (second - first)
     return Trace(
         source="simulated",
         iteration_time=seconds,
