@@ -474,15 +474,20 @@ DURING_FORWARD = _while_running(
     instead="write before the forward or after optimizer.step()",
 )
 GRADIENTS = _while_running(
-    "gradients in a loop of one's own: clipping, GradScaler, edits, reading p.grad",
+    "gradients in a loop of one's own: torch's clipping functions, GradScaler, edits, reading p.grad",
     why="each gradient is consumed by its update during the backward",
-    instead="leave gradients alone; engine.iteration(grad_norm=True) measures their norm",
+    instead="leave gradients alone; clip with engine.clip_value or engine.clip_grad_norm_(...)",
 )
 ONE_BACKWARD = _while_running(
     "more backwards per optimizer step than was said, or none: skipped steps, retain_graph",
     why="the last backward updates the weights, also one that fails on its way",
     instead="call forward, backward and optimizer.step() once each per iteration, or as often as accumulate=... of "
     "offloaded says; after an error in a backward go on from a checkpoint",
+)
+CLIPPING = _while_running(
+    "clipping by norm in a loop of one's own without delayed=True",
+    why="updates run during the backward, before the norm of all gradients is known",
+    instead="offloaded(..., delayed=True) lets updates wait for optimizer.step()",
 )
 WINDOW = _while_running(
     "windows of other numbers of micro-batches than was said, last micro-batches without a loss",

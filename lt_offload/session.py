@@ -55,7 +55,10 @@ def offloaded(
         accelerator: ``"auto"``, ``"cuda"``, ``"cuda:1"`` (that GPU is the current one within the context) or ``"cpu"``
             (the emulated device).
         accumulate: backwards per ``optimizer.step()``; what each adds to the gradients is up to the loss, as always.
-        **switches: ``host_memory``, ``planner`` and what else :func:`lt_offload.solve` takes.
+            With ``delayed=True`` (see below) any number will do.
+        **switches: ``delayed=True`` lets updates wait for ``optimizer.step()``, so that
+            ``engine.clip_grad_norm_(1.0)`` can clip gradients before; ``host_memory``, ``planner`` and what else
+            :func:`lt_offload.solve` takes.
 
     Yields:
         The engine, for ``stats`` and ``trace()``.

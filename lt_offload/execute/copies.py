@@ -56,7 +56,7 @@ class Transfer:
             nbytes=self._nbytes,
         )
         for item in items:
-            item.ready = event
+            item.ready = item.fetched = event
         return event
 
     def write_back(self) -> Event | None:

@@ -10,7 +10,7 @@ copy brings.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +28,7 @@ from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.record import Recorder
 from lt_offload.execute.edges.checks import Backward, Consumers, Fixed, OwnParameters, check_hooks, may_repeat
 from lt_offload.execute.edges.consumed import OwnLoop, StandIns
+from lt_offload.execute.edges.controls import Controls
 from lt_offload.execute.edges.guard import Guard, held_by_others
 from lt_offload.execute.edges.logits import LossInBlock
 from lt_offload.execute.edges.window import Window
@@ -59,7 +60,7 @@ class EngineStats:
     """Global L2 norm of the gradients, where it was asked for."""
 
 
-class Engine:
+class Engine(Controls):
     """Trains ``model`` by ``plan`` on ``device``; without a plan it streams forwards only.
 
     Args:
@@ -183,7 +184,7 @@ class Engine:
 
     def follow(self, optimizer: Optimizer) -> None:
         """Follow a loop that is not ours: ``optimizer.step()`` ends an iteration."""
-        self.own_loop = OwnLoop(self._consumed, optimizer, self._end_backward, self.finish)
+        self.own_loop = OwnLoop(self._consumed, optimizer, self._end_backward, self._begin_step, self.finish)
         self._undo.append(self.own_loop.remove)
 
     def _end_backward(self) -> None:
@@ -191,6 +192,14 @@ class Engine:
         if self._window.which == "accumulating":
             with self._guard.suspended:
                 self._end_pass()
+
+    def _begin_step(self) -> bool:
+        """``optimizer.step()`` of such a loop begins; return whether there is something to update with."""
+        if self._window.delayed:
+            self._take_stand_ins()
+        elif self._window.added and not self._ran_backward:
+            raise limits.WINDOW.error("optimizer.step() was called before the last micro-batch of the window")
+        return self._ran_backward or self._window.added > 0
 
     def _watch_optimizer(self) -> None:
         """Let the optimizer's states be complete when they are saved, and be taken over when they are loaded."""
@@ -285,9 +294,7 @@ class Engine:
                 self.device.drain()
             finally:
                 self._reset()
-                self._window.added = 0
-                if self.gradients is not None:
-                    self.gradients.forget_sums()
+                self._forget_sums()
                 for weight in self.weights:
                     weight.param.data = weight.host
                 self.residency.run_releases()
@@ -312,7 +319,8 @@ class Engine:
         if not last:
             self._window.require()
         self.gradients.square_sums = [] if grad_norm else None
-        self._within, self._window.which = True, "updating" if last else "accumulating"
+        self._within = True
+        self._window.begin_pass(last=last)
         with self._guard.suspended:
             self._consumed.drop()
         try:
@@ -326,25 +334,6 @@ class Engine:
             raise
         finally:
             self._within = False
-
-    @property
-    def accumulate(self) -> int:
-        """Micro-batches per ``optimizer.step()`` in a loop of one's own; may be set between two iterations.
-
-        Raises:
-            ConfigError: when it is set, if it is not a number of micro-batches, or in the middle of a window.
-            PlanError: when it is set, if the plan is one for windows of 1.
-        """
-        return self._window.size
-
-    @accumulate.setter
-    def accumulate(self, count: int) -> None:
-        self._window.resize(count, self._window.added + self._ran_backward)
-
-    @property
-    def added(self) -> int:
-        """How many micro-batches of the present window have been added up without an update."""
-        return self._window.added
 
     def _end_pass(self) -> None:
         """End a pass that adds gradients up."""
@@ -362,7 +351,7 @@ class Engine:
         self._within = False
         self._accounting.close()
         with self._guard.suspended:
-            if self._window.which == "updating":
+            if self._window.last:
                 self._finish()
             else:
                 self._end_pass()
@@ -370,7 +359,7 @@ class Engine:
 
     def _after_step(self, *_: object) -> None:
         """End the iteration before other hooks of ``optimizer.step()`` are called, which see weights as after it."""
-        if self._within and self._ran_backward:
+        if self._within and (self._ran_backward or self._window.added):
             self._end_step()
 
     @contextmanager
@@ -385,15 +374,24 @@ class Engine:
             self._finish()
 
     def _finish(self) -> None:
-        if not self._ran_backward:
+        assert self.gradients is not None and self.updates is not None
+        if self._window.delayed:
+            self._end_pass()
+            if not self._window.added:
+                return
+            if not self.residency.settled:
+                self.residency.settle()
+            self._guard.halfway = True
+            self._walk.settle()
+        elif not self._ran_backward:
             self._window.check_update()
             self._restart()
             return
-        assert self.gradients is not None and self.updates is not None
-        self._walk.finish()
-        self._check_complete()
+        else:
+            self._walk.finish()
+            self._check_complete()
+            self._frames.clear()
         self._grad_norm = self.gradients.norm()
-        self._frames.clear()
         self._ran_backward, self._window.added = False, 0
         if self.updates.states_move or self.updates.counts:
             # Whoever looks for a state that is not there yet, or for a number, asks no tensor.
@@ -587,10 +585,24 @@ class Engine:
         if self.own_loop is not None:
             self._window.begin_pass()
             if self._window.added:
-                self._consumed.check(present=True)
-                self._consumed.drop()
+                self._take_stand_ins()
         self._walk.start(self._window.which)
         self.gradients.start(self._window.which)
+
+    def _undisturbed(self) -> AbstractContextManager[None]:
+        return self._guard.suspended
+
+    def _take_stand_ins(self) -> None:
+        """Take what stands for gradients away; if a loop has done so already, forget the sums of gradients."""
+        if self._window.delayed and self._consumed.gone:
+            self._forget_sums()
+        self._consumed.check(present=bool(self._window.added))
+        self._consumed.drop()
+
+    def _forget_sums(self) -> None:
+        self._window.added = 0
+        if self.gradients is not None:
+            self.gradients.forget_sums()
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------
 

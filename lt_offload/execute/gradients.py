@@ -12,17 +12,18 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any, get_args
+from typing import Any
 from weakref import WeakMethod
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from lt_offload import limits
 from lt_offload.errors import PlanError
 from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.optimizer import Updates
-from lt_offload.execute.tensors import Weight, carve, distinct
+from lt_offload.execute.tensors import LiveGroup, Weight, carve, distinct
 from lt_offload.schema.plan import ALIGNMENT, Op, Pass, Plan
 from lt_offload.schema.profile import COLLECTED_BELOW, GATHERED_BELOW
 from lt_offload.units import round_up
@@ -202,8 +203,14 @@ class Gradients:
         self._slots = Slots(device, plan, weights)
         for box in self._slots.of.values():
             self._host_grads.update(box.hosts)
-        self._takers = {which: _takers(plan, which, weights) for which in get_args(Pass)}
-        self._which: Pass = "updating"
+        self._takers: dict[Pass, dict[int, Op]] = {
+            which: _takers(plan, which, weights) for which in plan.passes if which != "settling"
+        }
+        self._which: Pass = plan.passes[0]
+        self.clip_value: float | None = None
+        """What complete gradients are clamped to before updates use them."""
+        self._scale: Tensor | None = None
+        """What they are multiplied by, in a settling pass."""
         for op in plan.ops:
             if op.writes_gradients:
                 self._receive([weights[t] for t in plan.tensors(op)])
@@ -251,6 +258,7 @@ class Gradients:
 
     def forget_sums(self) -> None:
         """Begin a window anew."""
+        self._scale = None
         for weight in self._weights:
             if weight.total is not None:
                 weight.total.filled = weight.total.group.dirty = False
@@ -326,24 +334,85 @@ class Gradients:
         used = [p for w in weights for p in (w.group, w.states.group) if p is not None] if updating else []
         sums = list(dict.fromkeys(total.group for total in totals))
         groups = list(dict.fromkeys([*used, *sums]))
-        self.device.wait(
-            *distinct(group.ready for group in groups),
-            writes=[group.buffer for group in groups if group.buffer is not None],
-        )
-        for group in groups:
-            group.ready = None
+        self._take(groups)
         grads = [self._added(weight, grad) for weight, grad in items]
         del items  # what has been added up is free
         if not updating:
             for group in groups:
                 group.dirty = True
             return
+        self._update_on_device(weights, grads, groups)
+
+    def settle_on_device(self, weights: Sequence[Weight]) -> None:
+        """Update those of ``weights`` on the device that have gradients: the sums are all there is."""
+        weights = [weight for weight in weights if _filled(weight)]
+        if not weights:
+            return
+        totals = [weight.total for weight in weights if weight.total is not None]
+        used = [p for w in weights for p in (w.group, w.states.group) if p is not None]
+        groups = list(dict.fromkeys([*used, *(total.group for total in totals)]))
+        self._take(groups)
+        self._update_on_device(weights, [total.view for total in totals if total.view is not None], groups)
+
+    def _take(self, groups: Sequence[LiveGroup]) -> None:
+        """Order the compute lane after the copies that bring ``groups``, which it will write."""
+        self.device.wait(
+            *distinct(group.ready for group in groups),
+            writes=[group.buffer for group in groups if group.buffer is not None],
+        )
+        for group in groups:
+            group.ready = None
+
+    def _update_on_device(self, weights: Sequence[Weight], grads: list[Tensor], groups: Sequence[LiveGroup]) -> None:
+        """Update ``weights``, whose ``groups`` are there, and use the sums up."""
+        edit = self._edit()
+        if edit is not None:
+            for grad in grads:
+                edit(grad)
         self.updates.update_on_device(weights, grads)
+        totals = [weight.total for weight in weights if weight.total is not None]
+        sums = {total.group for total in totals}
         for group in groups:
             group.dirty = group.buffer is not None and group not in sums
         for total in totals:
             total.filled = False
         self.updated += len(weights)
+
+    def _edit(self) -> Callable[[Tensor], None] | None:
+        """Return what is done to gradients before updates use them, as it is now; None: nothing."""
+        value, scale = self.clip_value, self._scale
+
+        def edit(grad: Tensor) -> None:
+            with torch.no_grad():
+                if value is not None:
+                    grad.clamp_(-value, value)
+                if scale is not None:
+                    grad.mul_(scale.to(grad.device))
+
+        return edit if value is not None or scale is not None else None
+
+    def clip_norm(
+        self, params: Iterable[Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+    ) -> Tensor:
+        """Let the coming updates use gradients of a norm of at most ``max_norm``; return their norm.
+
+        Every sum is complete, on the device or on the host, and is read where it is: with the very function of
+        torch, which takes the norm of the norms of the tensors, in the order of ``params``.
+
+        Raises:
+            RuntimeError: with ``error_if_nonfinite``, if the norm is not finite.
+        """
+        totals = {id(w.param): w.total for w in self._weights if w.total is not None and w.total.filled}
+        found = [totals[id(param)] for param in params if id(param) in totals]
+        groups = list(dict.fromkeys(total.group for total in found))
+        here = [group for group in groups if group.buffer is not None]
+        self.device.wait(*distinct(g.ready for g in here), reads=[g.buffer for g in here if g.buffer is not None])
+        self.device.synchronize(*distinct(group.current for group in groups if group.buffer is None))
+        sums = [total.host if total.view is None else total.view for total in found]
+        with torch.no_grad():
+            norm: Tensor = get_total_norm(sums, norm_type, error_if_nonfinite)
+            self._scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        return norm
 
     def _added(self, weight: Weight, grad: Tensor | None) -> Tensor:
         """Return the sum of a weight's gradients on the device, ``grad`` included, where there is or has to be one."""
@@ -395,19 +464,25 @@ class Gradients:
         adding = self._adding(arrived, updating=updating)
         groups = list(dict.fromkeys(total.group for w in ready if (total := w.total) is not None))
         update: Callable[[], None] | None = None
+        grads: list[Tensor] = []
         if updating:
             grads = [w.total.host if _filled(w) and w.total else self._host_grads[w.index] for w in ready]
             update = self.updates.prepare(ready, "host", grads)
             groups += dict.fromkeys(w.group for w in ready)
             self.updated += len(ready)
-        sums = None
+        sums, edit = None, None
+        read: list[Event | None] = []
+        if updating:
+            edit = self._edit()
         if updating and self.square_sums is not None:
             sums = self.square_sums, [w.total.host for w in ready if _filled(w) and w.total]
+        if self._which == "settling":  # no gradient that arrives comes after what has read the weights
+            read = [self.device.mark(), *(group.fetched for group in groups)]
         event = self.device.submit(
             "host",
-            _using(adding, sums, update),
+            _using(adding, sums, [(edit, grads)] if edit is not None else [], update),
             # Gradients arrive after the last computation that may have read the weights in host memory.
-            after=distinct([*(self._arrived.pop(w.index) for w in arrived), *(p.current for p in groups)]),
+            after=distinct([*(self._arrived.pop(w.index) for w in arrived), *(p.current for p in groups), *read]),
             reads=list(dict.fromkeys(w.grad_cell for w in arrived)),
             writes=[group.host_cell for group in groups],
             label=f"{op.kind} {op.block}",
@@ -437,9 +512,10 @@ class Gradients:
 def _using(
     adding: Sequence[tuple[Tensor, Tensor, bool]],
     sums: tuple[list[Tensor], list[Tensor]] | None,
+    edits: Sequence[tuple[Callable[[Tensor], None], Sequence[Tensor]]],
     update: Callable[[], None] | None,
 ) -> Callable[[], None]:
-    """Return what adds gradients up, notes the squares of sums if somebody asked for them, and updates."""
+    """Return what adds gradients up, notes the squares of sums if somebody asked for them, edits them, and updates."""
 
     def run() -> None:
         for total, grad, filled in adding:
@@ -447,6 +523,9 @@ def _using(
         if sums is not None:
             found, totals = sums
             found += map(_square_sum, totals)
+        for edit, grads in edits:
+            for grad in grads:
+                edit(grad)
         if update is not None:
             update()
 
@@ -475,7 +554,7 @@ def _takers(plan: Plan, which: Pass, weights: Sequence[Weight]) -> dict[int, Op]
         for tensor in plan.tensors(op)
     }
     for weight in weights:
-        if which == "updating" and weight.param.requires_grad and weight.index not in takers:
+        if weight.param.requires_grad and weight.index not in takers:
             raise PlanError(f"no op of the plan takes the gradient of {weight.label}; plan again")
     return takers
 

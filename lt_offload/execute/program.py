@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import get_args
 
 from torch.optim import Optimizer
 
@@ -33,8 +32,8 @@ class Walk:
         frames: Frames,
         recorder: Recorder,
     ) -> None:
-        self._programs: dict[Pass, list[StepOps]] = {which: program(plan, which) for which in get_args(Pass)}
-        self._steps = self._programs["updating"]
+        self._programs: dict[Pass, list[StepOps]] = {which: program(plan, which) for which in plan.passes}
+        self._steps = self._programs[plan.passes[0]]
         self._weights = weights
         self._residency, self._gradients = residency, gradients
         self._frames, self._recorder = frames, recorder
@@ -50,6 +49,17 @@ class Walk:
         """Carry out the ops of this kind of pass from now on."""
         assert self.cursor == 0
         self._steps = self._programs[which]
+
+    def settle(self) -> None:
+        """Carry out the updates for which all gradients are there."""
+        self.start("settling")
+        self._gradients.start("settling")
+        for at, step in enumerate(self._steps):
+            self.begin(at)
+            for op in step.settled:
+                self._gradients.settle_on_device([self._weights[t] for t in self._plan.tensors(op)])
+            self.end()
+        self.finish()
 
     def finish(self) -> None:
         """Go through what is left of the pass, and be ready for the next."""
@@ -127,6 +137,8 @@ class StepOps:
     compute: Op | None = None
     updates: list[Op] = field(default_factory=list)
     """What the host does with gradients."""
+    settled: list[Op] = field(default_factory=list)
+    """Updates on the device that no gradient drives."""
     after: list[Op] = field(default_factory=list)
     """Other offloads, then drops."""
 
@@ -152,10 +164,12 @@ def program(plan: Plan, which: Pass) -> list[StepOps]:
         elif op.uses_gradients:
             if op.lane == "host":
                 step.updates.append(op)
+            elif which == "settling":
+                step.settled.append(op)
         elif op.payload != "grad":
             step.after.append(op)
     for index, step in enumerate(steps):
-        if step.compute is None:
+        if step.compute is None and which != "settling":
             raise PlanError(f"step {index} of the plan has no computation")
     return steps
 

@@ -306,6 +306,7 @@ class LiveGroup:
         "current",
         "device",
         "dirty",
+        "fetched",
         "host",
         "host_cell",
         "label",
@@ -329,6 +330,8 @@ class LiveGroup:
         self.buffer: Buffer | None = None
         self.ready: Event | None = None
         """The device copy is complete; None: the compute lane is ordered after that, or there is none."""
+        self.fetched: Event | None = None
+        """The last copy from the host copy to the device."""
         self.leaving: Event | None = None
         """The last copy from the device copy to the host."""
         self.current: Event | None = None

@@ -30,6 +30,8 @@ class Training:
     start: nn.Module
     windows: Sequence[Sequence[Shape]]
     optimizer: str = "adamw-fused"
+    clip_norm: float | None = None
+    clip_value: float | None = None
 
     def batches(self) -> list[list[dict[str, torch.Tensor]]]:
         """Return the micro-batches; no two are alike."""
@@ -57,6 +59,10 @@ class Training:
                 loss = model(**batch).loss / len(window)
                 loss.backward()
                 losses.append(loss.detach())
+            if self.clip_norm is not None:
+                losses.append(torch.nn.utils.clip_grad_norm_(model.parameters(), self.clip_norm))
+            if self.clip_value is not None:
+                torch.nn.utils.clip_grad_value_(model.parameters(), self.clip_value)
             optimizer.step()
             optimizer.zero_grad()
         return Result(losses, model, optimizer)
@@ -70,16 +76,21 @@ class Training:
         try:
             engine.install()
             engine.follow(optimizer)
+            engine.clip_value = self.clip_value
             torch.manual_seed(7)
             losses = []
             for window in self.batches():
-                engine.accumulate = len(window)
+                if plan.window > 1:
+                    engine.accumulate = len(window)
                 for batch in window:
                     with device.accounting():
                         loss = model(**batch).loss / len(window)
                         loss.backward()
                     losses.append(loss.detach().clone())
-                optimizer.step()
+                if self.clip_norm is not None:
+                    losses.append(engine.clip_grad_norm_(self.clip_norm))
+                with device.accounting():
+                    optimizer.step()
                 optimizer.zero_grad()
             assert engine.stats.iterations == len(self.windows)
             assert engine.stats.device_peak_bytes <= plan.budget_bytes

@@ -15,8 +15,12 @@ class Window:
     """
 
     def __init__(self, plan: Plan | None) -> None:
-        self.which: Pass = "updating"
+        self.delayed = plan is not None and plan.delayed
+        """Updates wait until all gradients are there: every pass adds up."""
+        self.which: Pass = plan.passes[0] if plan is not None else "updating"
         """What the present pass does with its gradients, or the next one."""
+        self.last = True
+        """Whether the present pass is the last one of its window."""
         self.added = 0
         """Passes of the present window whose gradients have been added up."""
         self._largest = plan.window if plan is not None else 1
@@ -51,15 +55,16 @@ class Window:
 
     def require(self) -> None:
         """Raise ``PlanError`` if the plan is one for windows of 1."""
-        if self._largest == 1:
+        if self._largest == 1 and not self.delayed:
             raise PlanError(
                 "the plan is one for 1 micro-batch per update, which has no room for sums of gradients; plan again "
                 "with accumulate=2 or more"
             )
 
-    def begin_pass(self) -> None:
-        """The next pass of a loop of one's own begins."""
-        self.which = "updating" if self.added + 1 >= self._size else "accumulating"
+    def begin_pass(self, *, last: bool | None = None) -> None:
+        """The next pass begins; ``last``: whether it is the last one, None: as many as were said are to come."""
+        self.last = self.added + 1 >= self._size if last is None else last
+        self.which = "updating" if self.last and not self.delayed else "accumulating"
 
     def check_update(self) -> None:
         """Raise ``UnsupportedError`` if there is something to update with, and the last micro-batch had no backward."""
