@@ -100,21 +100,6 @@ def _limit(
 
 
 @_limit(
-    "gradient clipping",
-    "trainer",
-    why="weights are updated inside the backward, so Lightning would find nothing to clip",
-    instead="set gradient_clip_val=None and lower the learning rate or lengthen its warm-up",
-)
-def _clipping(run: Setup) -> str | None:
-    value = run.trainer.gradient_clip_val
-    if not value or value <= 0:
-        return None
-    algorithm = run.trainer.gradient_clip_algorithm
-    named = f", gradient_clip_algorithm={str(getattr(algorithm, 'value', algorithm))!r}" if algorithm else ""
-    return f"Trainer(gradient_clip_val={value}{named})"
-
-
-@_limit(
     "mixed, fp16, double and quantized precision",
     "trainer",
     why="casts made outside the blocks and loss scaling are not reproduced exactly when a block runs again",

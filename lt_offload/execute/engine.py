@@ -10,7 +10,7 @@ copy brings.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,15 @@ from lt_offload.execute.bound_weights import BoundWeights, expose
 from lt_offload.execute.copies import Residency
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.record import Recorder
-from lt_offload.execute.edges.checks import Backward, Consumers, Fixed, OwnParameters, check_hooks, may_repeat
+from lt_offload.execute.edges.checks import (
+    Backward,
+    Consumers,
+    Fixed,
+    OwnParameters,
+    check_hooks,
+    check_reached,
+    may_repeat,
+)
 from lt_offload.execute.edges.consumed import OwnLoop, StandIns
 from lt_offload.execute.edges.controls import Controls
 from lt_offload.execute.edges.guard import Guard, held_by_others
@@ -44,8 +52,6 @@ from lt_offload.model.compiled import called, intercept
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes
-
-_STEPS = ("forward", "backward")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +104,8 @@ class Engine(Controls):
         self.gradients: Gradients | None = None
         self.installed = False
         self._undo: list[Callable[[], None]] = []
-        self._computing = {op.step: op.id for op in plan.ops if op.kind in _STEPS and op.save is None} if plan else {}
+        ops = plan.ops if plan is not None else ()
+        self._computing = {op.step: op.id for op in ops if op.kind in ("forward", "backward") and op.save is None}
         """By step: its forward or backward."""
         self._anchor = torch.zeros((), requires_grad=True)
         self._frames = Frames(device, self.pool, self.structure, plan)
@@ -267,8 +274,7 @@ class Engine(Controls):
     def may_run(self, plan: Plan) -> bool:
         """Return whether ``plan`` can do what users do beside training.
 
-        That is: their hooks allow that it runs other blocks a second time, and its arena is large enough for forwards
-        without gradients (validation), or not smaller than it was.
+        That is: their hooks allow that it runs other blocks a second time, and its arena has room for validation.
         """
         assert self.plan is not None
         arena = min(room(self._blocks, 0), self.plan.arena_bytes)
@@ -341,7 +347,7 @@ class Engine(Controls):
             if self._walk.cursor:
                 self._restart()
             return
-        self._check_complete()
+        check_reached(self.weights, self._frames)
         self._frames.clear()
         self._walk.finish()
         self._window.added += 1
@@ -351,10 +357,7 @@ class Engine(Controls):
         self._within = False
         self._accounting.close()
         with self._guard.suspended:
-            if self._window.last:
-                self._finish()
-            else:
-                self._end_pass()
+            self._finish() if self._window.last else self._end_pass()
             self._consumed.put()
 
     def _after_step(self, *_: object) -> None:
@@ -389,7 +392,7 @@ class Engine(Controls):
             return
         else:
             self._walk.finish()
-            self._check_complete()
+            check_reached(self.weights, self._frames)
             self._frames.clear()
         self._grad_norm = self.gradients.norm()
         self._ran_backward, self._window.added = False, 0
@@ -402,14 +405,6 @@ class Engine(Controls):
         self.recorder.end()
         if self.recorder.iterations == 1:  # by now there are optimizer states
             self._check_host()
-
-    def _check_complete(self) -> None:
-        unfinished = [w.label for w in self.weights if w.seen]
-        if unfinished or self._frames.open:
-            raise RuntimeError(
-                f"the backward did not reach every block that took part in the forward (open: {unfinished[:3]}); "
-                "the loss must depend on the output of the whole model"
-            )
 
     def _check_host(self) -> None:
         assert self.plan is not None
@@ -543,7 +538,6 @@ class Engine(Controls):
             found = frame.backward(anchor, grads)
             self._consumers.given(index, found)
             self.gradients.end_block(self._blocks[index])
-        self._send_gradients(step)
         self._walk.end()
         return found
 
@@ -558,11 +552,6 @@ class Engine(Controls):
             with self._presence[op.id]:
                 handed = self._frames.recompute(op, self._anchor, handed)
 
-    def _send_gradients(self, step: int) -> None:
-        assert self.gradients is not None
-        for op, departure in self.gradients.send():
-            self.residency.release_at(step if op.release_after is None else op.release_after, departure)
-
     def _begin_iteration(self) -> None:
         assert self.updates is not None
         if self._ran_backward:
@@ -572,25 +561,17 @@ class Engine(Controls):
         self._guard.check_thread()
         self._fixed.check()
         self._guard.begin()
-        self._begin_pass()
+        if self.own_loop is not None:
+            self._window.begin_pass()
+            if self._window.added:
+                self._take_stand_ins()
+        self._walk.start(self._window.which)
         if not self.residency.settled:
             self.residency.settle()
         for weight in self.weights:
             weight.uses = 0
         if not self._window.added:
             self.recorder.begin()
-
-    def _begin_pass(self) -> None:
-        assert self.gradients is not None
-        if self.own_loop is not None:
-            self._window.begin_pass()
-            if self._window.added:
-                self._take_stand_ins()
-        self._walk.start(self._window.which)
-        self.gradients.start(self._window.which)
-
-    def _undisturbed(self) -> AbstractContextManager[None]:
-        return self._guard.suspended
 
     def _take_stand_ins(self) -> None:
         """Take what stands for gradients away; if a loop has done so already, forget the sums of gradients."""

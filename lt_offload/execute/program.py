@@ -49,11 +49,11 @@ class Walk:
         """Carry out the ops of this kind of pass from now on."""
         assert self.cursor == 0
         self._steps = self._programs[which]
+        self._gradients.start(which)
 
     def settle(self) -> None:
         """Carry out the updates for which all gradients are there."""
         self.start("settling")
-        self._gradients.start("settling")
         for at, step in enumerate(self._steps):
             self.begin(at)
             for op in step.settled:
@@ -95,6 +95,8 @@ class Walk:
     def end(self) -> None:
         """Issue what follows the computation of the step that was begun last."""
         at = self.cursor - 1
+        for op, departure in self._gradients.send():
+            self._residency.release_at(at if op.release_after is None else op.release_after, departure)
         for op in self._steps[at].updates:
             weights = [self._weights[t] for t in self._plan.tensors(op)]
             self._gradients.use_on_host(op, weights, self._urgency(op))

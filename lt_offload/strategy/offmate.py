@@ -34,7 +34,7 @@ from lt_offload.schema.explain import brief, headline
 from lt_offload.schema.plan import Plan, PlannerName
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
-from lt_offload.strategy import replay, sample
+from lt_offload.strategy import replay, sample, windows
 from lt_offload.strategy.batch_size import (
     BatchSize,
     choose,
@@ -49,8 +49,7 @@ from lt_offload.strategy.checkpoint.files import AtomicCheckpointIO, load_optimi
 from lt_offload.strategy.checkpoint.foreign import check_checkpoint, check_optimizer, check_weights, loading_state
 from lt_offload.strategy.metrics import Metrics, logs_after
 from lt_offload.strategy.namespaces import NAMESPACES, STRATEGY_NAME, bind, namespace_of
-from lt_offload.strategy.replan import Replanning, steps_left
-from lt_offload.strategy.windows import micro_batches, not_within_window
+from lt_offload.strategy.replan import Replanning, follow, steps_left
 from lt_offload.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -145,8 +144,7 @@ class OffmateStrategy(_Base):
         self._signature: object = None
         self._updating = False
         """Some weights of the present iteration are updated and others are not."""
-        self._micro_batch = ExitStack()
-        """Encloses one that no update follows, from its training step to the end of its backward."""
+        self._micro_batch = ExitStack()  # encloses one that no update follows, until its backward has ended
         self._undo = ExitStack()
         """What ``teardown`` puts back."""
         self._watch = ExitStack()  # holds the budget between iterations, too
@@ -217,18 +215,18 @@ class OffmateStrategy(_Base):
     def process_dataloader(self, dataloader: object) -> object:
         """Let the epochs of training loaders begin again, so that a resumed run has the order of the first one."""
         trainer = self._trainer
-        return repeatable(dataloader) if _fitting(trainer) and trainer.training else dataloader
+        return repeatable(dataloader) if windows.fitting(trainer) and trainer.training else dataloader
 
     def setup_environment(self) -> None:
         """Refuse what the Trainer asks for and cannot have, before anything is downloaded or loaded."""
         trainer = self._trainer
-        limits.check("trainer", limits.Setup(trainer=trainer), training=_fitting(trainer))
+        limits.check("trainer", limits.Setup(trainer=trainer), training=windows.fitting(trainer))
         check_memory(self.memory, self.root_device)
-        if self.plan_path is not None and _fitting(trainer):
-            replay.load_plan(self.plan_path, self._budget, micro_batches(trainer))
-        if _fitting(trainer):
-            self.settings = replace(self.settings, accumulate=micro_batches(trainer))
-        if self.batch_size is not None and _fitting(trainer):
+        if windows.fitting(trainer):
+            self.settings = windows.asked(self.settings, trainer)
+            if self.plan_path is not None:
+                replay.load_plan(self.plan_path, self._budget, self.settings)
+        if self.batch_size is not None and windows.fitting(trainer):
             size = BatchSize(trainer, self.batch_size)
             if self.batch_size != "auto":
                 size.value = self.batch_size
@@ -255,9 +253,9 @@ class OffmateStrategy(_Base):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        limits.check("model", limits.Setup(model=self.model), training=_fitting(trainer))
+        limits.check("model", limits.Setup(model=self.model), training=windows.fitting(trainer))
         choice = None
-        if _fitting(trainer):
+        if windows.fitting(trainer):
             if self.batch_size == "auto":
                 choice = self._set_batch_size(trainer)
             self.setup_optimizers(trainer)
@@ -265,7 +263,7 @@ class OffmateStrategy(_Base):
             if self.plan_path is not None:
                 replay.check_same_model(self.plan_path, self._module, self.optimizers[0])
         self.setup_precision_plugin()
-        if _fitting(trainer):
+        if windows.fitting(trainer):
             self._prepare_training(trainer, choice)
         else:
             self._install(None, None, self._budget)
@@ -291,9 +289,10 @@ class OffmateStrategy(_Base):
             )
         self.trace, self._replanning = None, None
         self._undo.enter_context(caches_off(self._module))
+        self._undo.enter_context(windows.clipping(trainer, self._clipper))
         if choice is not None:
             self.profile, self.plan = choice.profile, choice.plan
-            self._replanning = self._follow(self.profile)
+            self._replanning = follow(self.settings, self.profile)
         else:
             with sample.isolated(self.namespace):
                 self.profile = sample.measure(trainer, optimizer)
@@ -315,18 +314,20 @@ class OffmateStrategy(_Base):
             return replay.replay(self.plan_path, profile, self._budget)
         budget = self._budget
         rank_zero_info(f"offmate: planning for {format_bytes(budget)}, {self.settings.time_limit:g} s at most")
-        self._replanning = self._follow(profile)
+        self._replanning = follow(self.settings, profile)
         return make_plan(profile, replace(self.settings, memory=budget))
 
-    def _follow(self, profile: Profile) -> Replanning | None:
-        """Return what corrects a plan by the first iterations; plans for several micro-batches stay as they are."""
-        return Replanning(self.settings, profile) if self.settings.accumulate == 1 else None
+    def _clipper(self) -> Engine:
+        assert self.engine is not None
+        self._updating = True  # the updates follow
+        return self.engine
 
     def _install(self, optimizer: Optimizer | None, plan: Plan | None, budget: int) -> None:
         threads, context = (plan.host_threads, plan.context_bytes) if plan is not None else (0, 0)
         self._device = open_device(budget, str(self.root_device), host_threads=threads or None, context=context)
         self.engine = Engine(self._module, optimizer, plan, self._device)
         self.engine.install()
+        windows.clip_by_value(self._trainer, self.engine)
         self._watch.enter_context(self._device.between())
 
     def _replan(self) -> None:
@@ -402,7 +403,7 @@ class OffmateStrategy(_Base):
         return result
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run a training step; if no update follows, until after its backward gradients are added up."""
+        """Run a training step; if no update follows, begin what ends after its backward."""
         if self.engine is not None and self._trainer.fit_loop._should_accumulate():
             self._micro_batch.close()  # of a step that returned no loss
             self._micro_batch.enter_context(self.engine.iteration(last=False, signature=self._signature))
@@ -416,7 +417,7 @@ class OffmateStrategy(_Base):
 
     def pre_backward(self, closure_loss: Tensor) -> None:
         """Note that from here until the end of the iteration some weights are updated and others are not."""
-        self._updating = not self._trainer.fit_loop._should_accumulate()
+        self._updating = windows.updates_during(self._trainer, self.plan)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Stream the forward."""
@@ -480,8 +481,7 @@ class OffmateStrategy(_Base):
                 "others were not; resume from the last complete checkpoint"
             )
             return
-        if self.engine is not None and self.engine.added:
-            not_within_window(filepath, self.engine.added)
+        if windows.within_window(self.engine, filepath):
             return
         if self.profile is not None:
             record(checkpoint, self.profile.batch_size)
@@ -598,7 +598,3 @@ def introduce() -> None:
         for other, (strategy, _) in _named.items():
             if base is not None and other != namespace:
                 base.register(strategy)
-
-
-def _fitting(trainer: Any) -> bool:
-    return bool(trainer.state.fn == "fit")

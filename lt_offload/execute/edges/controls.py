@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from contextlib import AbstractContextManager
 
 from torch import Tensor, nn
 
 from lt_offload import limits
 from lt_offload.errors import ConfigError
+from lt_offload.execute.edges.guard import Guard
 from lt_offload.execute.edges.window import Window
 from lt_offload.execute.gradients import Gradients
 
@@ -20,11 +20,8 @@ class Controls(ABC):
     model: nn.Module
     gradients: Gradients | None
     _window: Window
+    _guard: Guard
     _ran_backward: bool
-
-    @abstractmethod
-    def _undisturbed(self) -> AbstractContextManager[None]:
-        """Return a context in which the engine itself works."""
 
     @abstractmethod
     def _end_pass(self) -> None:
@@ -87,7 +84,7 @@ class Controls(ABC):
         if not self._window.delayed:
             raise limits.CLIPPING.error("engine.clip_grad_norm_() was called")
         assert self.gradients is not None
-        with self._undisturbed():
+        with self._guard.suspended:
             self._end_pass()
             params = self.model.parameters() if parameters is None else parameters
             return self.gradients.clip_norm(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)

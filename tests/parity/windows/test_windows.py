@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from lt_offload.plan import solve
+from tests.parity.windows.training import Training, budgets, require_equal
 from tests.support import models
-from tests.support.windows import Training, budgets, require_equal
 
 UNEQUAL = [[(2, 12)], [(2, 12), (1, 9)], [(2, 12), (2, 7), (1, 12)], [(2, 12), (2, 12)], [(1, 5)]]
 """Windows of one to three micro-batches with unequal token counts, and a last short group."""

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable
-from functools import partial
-from typing import Any
-
-import pytest
 import torch
-from torch import nn
-from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
-from lt_offload.errors import UnsupportedError
-from lt_offload.execute.engine import Engine
 from lt_offload.plan import solve
+from tests.parity.windows.training import Training, budgets, require_equal
 from tests.support import models
-from tests.support.engines import Result, differences, installed, make_optimizer
-from tests.support.windows import Training, budgets, require_equal
 
 UNEQUAL = [[(2, 12)], [(2, 12), (1, 9)], [(2, 12), (2, 7), (1, 12)], [(1, 5)]]
 
