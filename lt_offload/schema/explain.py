@@ -73,9 +73,8 @@ def explain(plan: Plan) -> str:
 def headline(plan: Plan) -> str:
     """Return one line about ``plan``."""
     promise = plan.predicted
-    unit = "iteration" if plan.window == 1 else f"window of {plan.window} micro-batches"
     return (
-        f"plan by {plan.planner}: {format_seconds(promise.iteration_s)} per {unit} predicted "
+        f"plan by {plan.planner}: {format_seconds(promise.iteration_s)} per {plan.unit} predicted "
         f"({promise.gap:.1%} above the bound), {format_bytes(promise.device_peak_bytes)} of "
         f"{format_bytes(plan.budget_bytes)} on the device, {format_bytes(promise.host_peak_bytes)} on the host"
     )
@@ -122,7 +121,7 @@ def _prediction(plan: Plan) -> Iterator[tuple[str, str]]:
     slower = found.iteration_s / found.no_offload_s if found.no_offload_s else 1.0
     about = "about " if plan.estimated else ""
     yield (
-        "iteration",
+        "iteration" if plan.window == 1 else f"{plan.window} batches",
         f"{about}{format_seconds(found.iteration_s)}, {found.gap:.1%} above the lower bound of "
         f"{format_seconds(found.lower_bound_s)}; {slower:.2f} times the {format_seconds(found.no_offload_s)} "
         "of a device with enough memory",
@@ -155,11 +154,11 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
 def _traffic(plan: Plan) -> Iterator[tuple[str, str]]:
     moved: dict[str, int] = defaultdict(int)
     busy: dict[str, float] = defaultdict(float)
-    for op in plan.ops:
-        moved["written" if op.writes_gradients else op.lane] += op.bytes
-        busy[op.lane] += op.seconds
+    for op, count in zip(plan.ops, plan.counts, strict=True):
+        moved["written" if op.writes_gradients else op.lane] += count * op.bytes
+        busy[op.lane] += count * op.seconds
     to_device, to_host = format_bytes(moved["h2d"]), format_bytes(moved["d2h"])
-    copies = f"{to_device} to the device, {to_host} to the host per iteration"
+    copies = f"{to_device} to the device, {to_host} to the host per {plan.unit}"
     if moved["compute"]:
         copies += f"; {format_bytes(moved['compute'])} read directly"
     if moved["written"]:
@@ -229,13 +228,14 @@ class _BlockRow:
 
 def _blocks(plan: Plan) -> list[_BlockRow]:
     blocks = [_BlockRow(index, option) for index, option in enumerate(plan.options)]
-    for op in plan.ops:
+    for op, count in zip(plan.ops, plan.counts, strict=True):
         if op.writes_gradients:
-            blocks[op.block].written += op.bytes
+            blocks[op.block].written += count * op.bytes
         elif op.payload is not None:
-            blocks[op.block].moved[op.kind, op.payload] += op.bytes
-        elif op.kind != "update":
-            blocks[op.block].read += op.bytes
+            payload = "state" if op.payload == "sum" else op.payload
+            blocks[op.block].moved[op.kind, payload] += count * op.bytes
+        elif not op.uses_gradients:
+            blocks[op.block].read += count * op.bytes
             blocks[op.block].again += op.save is not None
         if op.kind == "update":
             for tensor in plan.tensors(op):

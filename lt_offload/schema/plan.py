@@ -374,6 +374,18 @@ class Plan:
                 return moving
             moving = found
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """By op: how often an iteration, up to an update, carries it out."""
+        adding = self.window if self.delayed else self.window - 1
+        last = {op.id for op in self.ops_of(self.passes[-1])}
+        return tuple(adding * op.runs("accumulating") + (op.id in last) for op in self.ops)
+
+    @property
+    def unit(self) -> str:
+        """What people call what an update needs, e.g. ``"iteration"`` or ``"window of 4 micro-batches"``."""
+        return "iteration" if self.window == 1 else f"window of {self.window} micro-batches"
+
     def tensors(self, op: Op) -> tuple[int, ...]:
         """Return the tensors of the groups that ``op`` names."""
         return tuple(tensor for group in op.groups for tensor in self.groups[group].tensors)
