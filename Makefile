@@ -1,5 +1,6 @@
 # make quickstart   fine-tune a real model in a fifth of the memory that it takes
 # make test         run the tests
+# make full         run the tests with every row of the grids of which make test takes a sample (half an hour)
 # make lint         check style and types
 # make bench        what the engine costs on the emulated device, against plain Lightning (two minutes)
 # make papers       the tables of the papers beside what the planners say: results/papers.md (a few minutes)
@@ -12,7 +13,7 @@ BIN := .venv/bin
 PYTHON_GPU ?= $(BIN)/python
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: quickstart test lint bench papers gpu gpu-there clean
+.PHONY: quickstart test full lint bench papers gpu gpu-there clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/quickstart.done
@@ -21,6 +22,9 @@ quickstart: .venv/quickstart.done
 # Each process takes a stretch of the tests, so that what they share (profiles, plans, plain runs) is made once.
 test: .venv/dev.done
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
+
+full: .venv/dev.done
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal --full
 
 lint: .venv/dev.done
 	$(BIN)/ruff check .

@@ -67,6 +67,30 @@ def bench_emulated(results: Sequence[Result]) -> str:
     return _section("Cost on the emulated device", "scripts.bench.emulated", results, head, rows)
 
 
+def bench_predictions(results: Sequence[Result]) -> str:
+    """What plans said beside what was measured, the worst first."""
+    cases = [case for result in results for case in result["figures"]["cases"]]
+    rows = [
+        [
+            f"{case['name']}, {case['shape'][0]} x {case['shape'][1]}, {format_bytes(case['budget_bytes'])}",
+            format_seconds(case["step_s"]),
+            f"{case['first_error']:+.0%}",
+            str(case["corrections"]),
+            f"{case['last_error']:+.1%}",
+            f"{case['goal']:.0%}",
+        ]
+        for case in sorted(cases, key=lambda case: -abs(case["last_error"]))
+    ]
+    head = ["model, batch, budget", "measured", "predicted at first", "corrections", "predicted then", "goal"]
+    return _section(
+        "Predicted and measured iterations, emulated device",
+        "scripts.bench.emulated --predictions",
+        results,
+        head,
+        rows,
+    )
+
+
 OVERLAPPED = ("copies in beside computations", "copies out", "host updates")
 
 
@@ -271,6 +295,7 @@ def bench(results: Sequence[Result]) -> str:
 TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "compare": compare,
     "bench-emulated": bench_emulated,
+    "bench-predictions": bench_predictions,
     "bench-launch": bench_launch,
     "guard": guard,
     "bench-update": bench_update,

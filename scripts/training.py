@@ -39,6 +39,8 @@ class Recorder(Callback):
         self.checkpoint = checkpoint
         self.losses: list[float] = []
         self.seconds: list[float] = []
+        self.predicted: list[float] = []
+        """Per timed step, what the plan of that step says."""
         self.device_peak = 0
         self._account: Account | None = None
         self._last = 0.0
@@ -62,10 +64,12 @@ class Recorder(Callback):
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         now = time.perf_counter()
+        engine = _engine(trainer)
         if len(self.losses) >= self.warm_up:
             self.seconds.append(now - self._last)
+            if engine is not None:
+                self.predicted.append(engine.plan.predicted.iteration_s)
         self.losses.append(float(outputs["loss"]))
-        engine = _engine(trainer)
         if self._account is not None:
             self._account.__exit__(None, None, None)
             self.device_peak, self._account = self._account.peak, None
@@ -85,6 +89,7 @@ class Recorder(Callback):
         }
         engine = _engine(trainer)
         if engine is not None:
+            figures["predicted_s"] = self.predicted
             figures["host_peak_bytes"] = engine.stats.host_peak_bytes
             figures["plan"] = describe(engine.plan, trainer.strategy.profile)
             figures["lanes"] = overlap(engine.trace(), engine.plan, trainer.strategy.profile)

@@ -1,10 +1,13 @@
-"""Which device the tests of tests/gpu run on. All others are about the emulated device and see no GPU."""
+"""Which device the tests of tests/gpu run on, and how much of large grids. All others than those see no GPU."""
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
+
+from tests import sampling
 
 DEVICES = ("cuda", "cpu", "model")
 
@@ -18,9 +21,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "without it a few of its tests run on the emulated device",
     )
     group.addoption("--figures", metavar="FILE", help="JSON file for what tests/gpu measures")
+    group.addoption("--full", action="store_true", help="all rows of the grids of which a run takes a sample otherwise")
+    group.addoption("--sample-seed", type=int, metavar="N", default=sampling.SEED, help="draws the samples")
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    return "grids: all rows" if sampling.FULL else f"grids: a sample by --sample-seed {sampling.SEED}; --full takes all"
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    sampling.FULL, sampling.SEED = config.getoption("full"), config.getoption("sample_seed")
     if config.getoption("device") != "cuda":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
@@ -29,6 +39,16 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if not torch.cuda.is_available():
         pytest.exit(f"--device cuda: torch {torch.__version__} finds no GPU here", returncode=1)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def settled_heap() -> None:
+    """Leave what imports and earlier modules have made out of every look at the heap, for garbage or for who holds it.
+
+    A process that has run a thousand tests has millions of objects; looking at them takes up to a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import TYPE_CHECKING
 
 from lt_offload.errors import ConfigError
@@ -50,8 +51,8 @@ def open_device(budget: int, accelerator: str = "auto", *, host_threads: int | N
     Args:
         budget: device memory in bytes that may be used.
         accelerator: see :func:`find_device`.
-        host_threads: threads that an update on the host may use; None: as many as torch uses, beside a GPU less those
-            that it needs.
+        host_threads: threads that an update on the host may use, of those that the machine has; None: as many as torch
+            uses, beside a GPU less those that it needs.
         context: device memory that was planned for the context and for workspaces; 0: not known.
 
     Raises:
@@ -59,6 +60,8 @@ def open_device(budget: int, accelerator: str = "auto", *, host_threads: int | N
         OverBudget: if the device has less than ``budget``.
     """
     place = find_device(accelerator)
+    if host_threads is not None:  # a plan may be for a machine with more cores
+        host_threads = min(host_threads, os.cpu_count() or host_threads)
     if place.type == "cuda":
         from lt_offload.execute.device.cuda import CudaDevice
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -25,7 +24,7 @@ from lt_offload.execute.block_graph import BlockFunction, Frame
 from lt_offload.execute.bound_weights import BoundWeights, expose
 from lt_offload.execute.copies import Residency
 from lt_offload.execute.device.base import Device
-from lt_offload.execute.device.record import Recorder
+from lt_offload.execute.device.record import EngineStats, Recorder
 from lt_offload.execute.edges.checks import (
     Backward,
     Consumers,
@@ -52,18 +51,6 @@ from lt_offload.model.compiled import called, intercept
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineStats:
-    """Figures of the last complete iteration; sizes in bytes, time in seconds."""
-
-    iterations: int
-    iteration_s: float
-    device_peak_bytes: int
-    host_peak_bytes: int
-    grad_norm: float | None
-    """Global L2 norm of the gradients, where it was asked for."""
 
 
 class Engine(Controls):
@@ -274,9 +261,14 @@ class Engine(Controls):
     def may_run(self, plan: Plan) -> bool:
         """Return whether ``plan`` can do what users do beside training.
 
-        That is: their hooks allow that it runs other blocks a second time, and its arena has room for validation.
+        That is: their hooks allow that it runs other blocks a second time, and its arena is large enough for forwards
+        without gradients (validation), or not smaller than it was. Beside a GPU, whose updates differ from the host's
+        in the last bits, it also has to leave every update where it was: numbers do not depend on clocks.
         """
         assert self.plan is not None
+        here, there = ([place == "host" for place in p.update_places] for p in (self.plan, plan))
+        if self.device.torch_device.type != "cpu" and here != there:
+            return False
         arena = min(room(self._blocks, 0), self.plan.arena_bytes)
         return plan.arena_bytes >= arena and may_repeat(self.structure, repeated(plan))
 
@@ -421,13 +413,7 @@ class Engine(Controls):
     @property
     def stats(self) -> EngineStats:
         """Figures of the last complete iteration."""
-        return EngineStats(
-            iterations=self.recorder.iterations,
-            iteration_s=self.recorder.iteration_s,
-            device_peak_bytes=self.recorder.device_peak,
-            host_peak_bytes=self.host_bytes,
-            grad_norm=None if self._grad_norm is None else float(self._grad_norm),
-        )
+        return self.recorder.stats(self.host_bytes, None if self._grad_norm is None else float(self._grad_norm))
 
     @property
     def host_bytes(self) -> int:

@@ -178,6 +178,7 @@ def _request(profile: Profile, settings: Settings) -> Request:
         host_budget_bytes=settings.host_budget(profile.hardware),
         allowed=tuple(allowed_options(block, settings) for block in profile.blocks),
         settings=settings,
+        deadline=time.monotonic() + settings.time_limit,
     )
 
 
@@ -200,9 +201,8 @@ class _Selection:
     def __init__(self, request: Request, config: OffmateConfig, planner: PlannerName) -> None:
         self.request, self.config, self.planner = request, config, planner
         self.profile = request.profile
-        self.deadline = time.monotonic() + config.time_limit
         self.bound = 0.0
-        self.candidates = Candidates(request, self.deadline)
+        self.candidates = Candidates(request)
 
     def run(self) -> Plan:
         """Return the best plan."""
@@ -229,7 +229,7 @@ class _Selection:
     @property
     def _left(self) -> float:
         """Seconds until the time limit."""
-        return self.deadline - time.monotonic()
+        return self.request.deadline - time.monotonic()
 
     # -- candidates --------------------------------------------------------------------------------------------------
 
@@ -254,7 +254,7 @@ class _Selection:
             self.candidates.cut_short(name)
             return
         try:
-            proposals = propose(self.request)
+            proposals = propose(replace(self.request, beat_s=self.candidates.fastest_s) if auto else self.request)
         except NotApplicable as reason:
             if not auto:
                 raise self._does_not_apply(name, str(reason)) from None
@@ -265,7 +265,8 @@ class _Selection:
 
     def _does_not_apply(self, name: PlannerName, reason: str) -> UnsupportedError:
         """Return the error that says why, and what does apply."""
-        best = _Selection(self.request, self.config, "auto").run()
+        again = replace(self.request, deadline=time.monotonic() + self.config.time_limit)
+        best = _Selection(again, self.config, "auto").run()
         seconds = format_seconds(best.predicted.iteration_s)
         return UnsupportedError(
             f"planner={name!r} does not apply: {reason}; planner='auto' plans this model in {seconds} per iteration "
@@ -283,7 +284,7 @@ class _Selection:
         """Stream everything, as other runtimes do: to compare with, and so that there soon is a plan."""
         for host_update in (True, False) if self.config.host_update else (False,):
             options = option_sets(self.profile, self.request.allowed)[0]
-            decisions = streaming_decisions(self.profile, options, host_update=host_update, lead=0, lag=0)
+            decisions = streaming_decisions(self.profile, options, host_update=host_update)
             name = f"stream all, update on the {'host' if host_update else 'device'}"
             self.candidates.add(Proposal(name=name, decisions=decisions), careful=False)
 
@@ -319,7 +320,10 @@ class _Selection:
 
         Returns False if even that has no solution; the bound is then that of the computations alone.
         """
-        self.bound = sum(min(o.forward_s + o.backward_s for o in options) for options in self.request.allowed)
+        self.bound = sum(
+            min(o.forward_s + block.has_backward * o.backward_s for o in options)
+            for block, options in zip(self.profile.blocks, self.request.allowed, strict=True)
+        )
         optimistic = replace(
             self.config, pools="shared", phi=0.0, lag=0, lookahead=0, optimistic=True, time_limit=self._left
         )

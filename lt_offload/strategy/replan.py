@@ -26,7 +26,10 @@ from lt_offload.schema.trace import Trace
 _WARM_UP = 2
 """Iterations of an engine that do not count: optimizer states are made, and memory is touched for the first time."""
 _MEASURED = 3
-_CORRECTIONS = 2
+_PLANS = 2
+"""So often the run is planned again."""
+_CORRECTIONS = 5
+"""So often the profile is corrected: the last plan, too, says at the end what an iteration of it takes."""
 _GAIN = 0.02
 """A plan that is faster by less than this part does not take over."""
 _SHARE = 0.1
@@ -62,7 +65,7 @@ class Replanning:
         self._skip = _WARM_UP
         self._seen = 0
         self._traces: list[Trace] = []
-        self._corrections = 0
+        self._corrections = self._plans = 0
 
     def due(self, engine: Engine) -> bool:
         """Take the record of the iteration that has ended; return whether there are enough to compare."""
@@ -103,8 +106,10 @@ class Replanning:
         """Return a plan that is worth taking over, if there is one, and ``plan`` with what was learnt about it."""
         now = plan.predicted.iteration_s
         limit = min(self._settings.time_limit, _SHARE * steps_left * now)
-        if limit < min(_LEAST_S, self._settings.time_limit) or not engine.may_be_replaced():
+        enough = limit >= min(_LEAST_S, self._settings.time_limit)
+        if self._plans == _PLANS or not enough or not engine.may_be_replaced():
             return None, plan
+        self._plans += 1
         rank_zero_info(f"offmate: planning again, {limit:.3g} s at most")
         settings = replace(self._settings, memory=plan.budget_bytes, time_limit=limit)
         try:

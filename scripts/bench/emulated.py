@@ -1,6 +1,7 @@
 """What offloading costs on the emulated device, as ratios against plain Lightning in one run.
 
     python -m scripts.bench.emulated [--small] [--steps N] [--rounds N] [--links 1GB,4GB]
+    python -m scripts.bench.emulated --predictions
 
 Cases, each in a process of its own, round after round:
 
@@ -14,6 +15,9 @@ Besides step times: which share of the copies and host updates ran beside comput
 how fast the host updated, from the recorded iteration. Compute, copies and updates share the processor's cores here, so
 what overlaps still costs; on a GPU it does not. ``--small`` takes a model of 20 million parameters instead of SmolLM2:
 two minutes, for keeping an eye on changes of the engine.
+
+``--predictions``: what plans say an iteration takes, before and after the first iterations have corrected the profile,
+beside what it takes: the quickstart's model and three small ones in half of the memory that they would take.
 """
 
 from __future__ import annotations
@@ -36,6 +40,11 @@ from scripts.common import arguments, in_child, read_json, save, serve_child
 from scripts.planning import stream_all
 
 GOALS = {"resident": 1.10, "streamed": 1.60}
+PREDICTION_GOAL = 0.10
+"""Of an iteration, on two cores that computations, copies and updates share."""
+PREDICTED_STEPS = 40
+SETTLED = 20
+"""Steps at the end of a run, after all corrections."""
 WARM_UP = 3
 BUDGET_SHARE = 0.5
 SMALL = {
@@ -50,6 +59,8 @@ SMALL = {
     "tie_word_embeddings": True,
 }
 """About 17 million parameters."""
+BLOOM = {"model_type": "bloom", "vocab_size": 8192, "hidden_size": 384, "n_layer": 8, "n_head": 6}
+PHI = SMALL | {"model_type": "phi", "tie_word_embeddings": False}
 
 
 def make_plans(model: str, shape: list[int], folder: str, links: list[int]) -> dict[str, Any]:
@@ -74,8 +85,10 @@ def make_plans(model: str, shape: list[int], folder: str, links: list[int]) -> d
     return {"model": profile.model, "blocks": len(profile.blocks)}
 
 
-def train(model: str, shape: list[int], folder: str, case: str, steps: int, link: int | None) -> dict[str, Any]:
-    """Train for ``steps`` timed steps and return what was recorded."""
+def train(
+    model: str, shape: list[int], folder: str, case: str, steps: int, link: int | None, memory: int | None = None
+) -> dict[str, Any]:
+    """Train for ``steps`` timed steps and return what was recorded; ``memory``: for the case ``planned``."""
     import torch
     from lightning.pytorch import Trainer
     from torch.utils.data import DataLoader
@@ -90,6 +103,8 @@ def train(model: str, shape: list[int], folder: str, case: str, steps: int, link
     strategy: Any = "auto"
     if case == "resident":
         strategy = OffmateStrategy(planner="resident", host_update=False)
+    elif case == "planned":
+        strategy = OffmateStrategy(memory=memory)
     elif case != "plain":
         strategy = OffmateStrategy(plan=Path(folder) / f"{case}.json")
     with _throttled(link):
@@ -109,6 +124,36 @@ def train(model: str, shape: list[int], folder: str, case: str, steps: int, link
     return read_json(Path(folder) / "figures.json")
 
 
+def predict(model: str, shape: list[int], folder: str) -> dict[str, Any]:
+    """Train with a plan of the strategy's own and return what was predicted and measured."""
+    import torch
+
+    import lt_offload
+
+    module = _module(model, folder)
+    module.configure_model()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+    profile = lt_offload.profile(module.model, _batch(shape), optimizer=optimizer)
+    resident = lt_offload.solve(profile, memory=profile.hardware.device_bytes, planner="resident", host_update=False)
+    budget = int(BUDGET_SHARE * resident.predicted.device_peak_bytes)
+    del module, optimizer
+    ran = train(model, shape, folder, "planned", PREDICTED_STEPS, None, memory=budget)
+    measured = statistics.median(ran["steps_s"][-SETTLED:])
+    first, last = ran["predicted_s"][0], ran["predicted_s"][-1]
+    return {
+        "name": model,
+        "shape": shape,
+        "budget_bytes": budget,
+        "first_s": first,
+        "last_s": last,
+        "corrections": len(set(ran["predicted_s"])) - 1,
+        "step_s": measured,
+        "step_quartiles_s": statistics.quantiles(ran["steps_s"][-SETTLED:], n=4)[::2],
+        "first_error": first / measured - 1,
+        "last_error": last / measured - 1,
+    }
+
+
 def _case(link: int) -> str:
     from lt_offload.units import format_bytes
 
@@ -119,12 +164,12 @@ def _module(model: str, folder: str) -> Any:
     from lt_offload.finetune.load import SMOLLM2
     from lt_offload.finetune.module import FineTune
 
-    if model != "small":
+    if model == "smollm2":
         return FineTune(SMOLLM2, lr=1e-4, schedule="constant")
-    path = Path(folder) / "small.json"
+    path = Path(folder) / f"{model}.json"
     if not path.exists():
-        path.write_text(json.dumps(SMALL), encoding="utf-8")
-    return FineTune("small", architecture=str(path), init="random", lr=1e-4, schedule="constant")
+        path.write_text(json.dumps({"small": SMALL, "bloom": BLOOM, "phi": PHI}[model]), encoding="utf-8")
+    return FineTune(model, architecture=str(path), init="random", lr=1e-4, schedule="constant")
 
 
 def _batch(shape: list[int], seed: int = 0) -> dict[str, Any]:
@@ -175,6 +220,23 @@ def _row(case: str, times: dict[str, list[float]], ran: dict[str, Any], link: in
     }
 
 
+def predictions(folder: Path) -> Path:
+    """Compare predicted and measured iterations of four models, print and save; return the file."""
+    from lt_offload.units import format_seconds
+
+    cases = []
+    for model, shape in (("smollm2", [1, 256]), ("small", [4, 128]), ("bloom", [4, 128]), ("phi", [4, 128])):
+        with tempfile.TemporaryDirectory() as place:
+            case = in_child("scripts.bench.emulated", "predict", model=model, shape=shape, folder=place)
+        cases.append(case | {"goal": PREDICTION_GOAL})
+        print(
+            f"{model:8s} {format_seconds(case['step_s'])} a step; predicted {case['first_error']:+.1%} before "
+            f"{case['corrections']} corrections, {case['last_error']:+.1%} after"
+        )
+    settings = {"steps": PREDICTED_STEPS, "settled": SETTLED, "budget_share": BUDGET_SHARE}
+    return save("bench-predictions", "bench-predictions", settings, {"cases": cases}, folder)
+
+
 def main() -> int:
     """Measure, print and save."""
     from lt_offload.units import format_bytes, format_seconds, parse_bytes
@@ -188,7 +250,11 @@ def main() -> int:
     parser.add_argument(
         "--links", metavar="SIZES", default=None, help='bytes per second, "1GB,4GB" (default; small: 1GB)'
     )
+    parser.add_argument("--predictions", action="store_true", help="predicted beside measured iterations instead")
     options = parser.parse_args()
+    if options.predictions:
+        print(predictions(options.results))
+        return 0
     given = (options.links or ("1GB" if options.small else "1GB,4GB")).split(",")
     links = [parse_bytes(link, setting="--links") for link in given]
     steps = options.steps or (12 if options.small else 8)
@@ -224,5 +290,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    serve_child(make_plans, train)
+    serve_child(make_plans, train, predict)
     raise SystemExit(main())

@@ -126,18 +126,32 @@ def trained_on(device: Device, case: Case, plan: Plan) -> tuple[Result, int]:
     """Return the model trained by ``plan``, and the peak of device memory; closes ``device``."""
     model = build(case)
     optimizer = make_optimizer(model, case.optimizer)
-    schedule = scheduler(optimizer)
+    made = batches(case, model, device.torch_device)
+    return trained_by(device, plan, model, optimizer, made, seed=case.seed + 1, after=scheduler(optimizer).step)
+
+
+def trained_by(
+    device: Device,
+    plan: Plan,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: list[dict[str, torch.Tensor]],
+    *,
+    seed: int = 0,
+    after: Callable[[], None] = lambda: None,
+) -> tuple[Result, int]:
+    """Train ``model``, an iteration per batch and ``after`` each; return it and the peak of device memory."""
     engine = Engine(model, optimizer, plan, device)
     losses, peak = [], 0
     try:
         engine.install()
-        torch.manual_seed(case.seed + 1)
-        for batch in batches(case, model, device.torch_device):
+        torch.manual_seed(seed)
+        for batch in batches:
             with engine.iteration():
                 loss = model(**batch).loss
                 loss.backward()
                 optimizer.step()
-            schedule.step()
+            after()
             losses.append(loss.detach().clone())
             peak = max(peak, engine.stats.device_peak_bytes)
         engine.drain()

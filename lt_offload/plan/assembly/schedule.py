@@ -379,7 +379,7 @@ class _ScheduleRun:
             self.ends[step] = end = max(end, self.starts[step] + seconds)
             self._update_on_host(sets.written[position], end, step)
         block = sets.timeline.block(position)
-        nbytes = self._offloaded(block)
+        nbytes = sets.offloaded(block)
         if nbytes and not sets.timeline.is_backward(position):
             self.back = self.activations_out[block] = max(self.back, end) + nbytes / rate
             self.departures.append(_Departure(self.back, nbytes, step))
@@ -420,12 +420,6 @@ class _ScheduleRun:
                 self._updated(t)  # that of the iteration before, for which nobody has waited
         self.waiting.update(tensors)
         self.updates.append(_WaitingUpdate(ready, step + min(waits, default=self.steps), seconds, tensors))
-
-    def _offloaded(self, block: int) -> int:
-        decision = self.sets.decisions.blocks[block]
-        if decision.release_after is None:
-            return 0
-        return self.profile.blocks[block].option(decision.option).offload_bytes
 
     # -- the result --------------------------------------------------------------------------------------------------
 

@@ -141,6 +141,11 @@ class Sets:
         return sum(group.room for group in self.always) + place(moving, self.steps).extent
 
     @property
+    def least_room(self) -> int:
+        """The device bytes below which there is no schedule, besides those that no plan changes."""
+        return self.least_arena + self.least_framework
+
+    @property
     def room_needed(self) -> int:
         """The device bytes with which there is a schedule for certain, besides those that no plan changes."""
         return self.tight_arena + self.least_framework
@@ -156,10 +161,17 @@ class Sets:
         return int(self.framework.max())
 
     @property
-    def busiest_s(self) -> float:
-        """The seconds that the lane with the most work needs for it: no schedule is shorter."""
+    def least_s(self) -> float:
+        """No schedule is shorter: the time of the lane with the most work, or of what all need of what they share."""
+        shares, busy_s = self.profile.contention, self.busy_s
+        shared = zip((shares.compute, shares.h2d, shares.d2h, shares.host), busy_s, strict=True)
+        return max(*busy_s, sum(share * seconds for share, seconds in shared))
+
+    @property
+    def busy_s(self) -> tuple[float, float, float, float]:
+        """The seconds of work of each lane, alone: computations, copies to the device, to the host, updates there."""
         profile = self.profile
-        out = sum(self._offloaded(block) for block in range(len(profile.blocks)))
+        out = sum(self.offloaded(block) for block in range(len(profile.blocks)))
         for parts in (*self.gradients, *self.write_backs, self.written):
             out += sum(profile.tensors[t].bytes for tensors in parts for t in tensors)
         for parts in self.state_offloads:
@@ -169,14 +181,15 @@ class Sets:
             for tensor, decision in zip(profile.tensors, self.decisions.tensors, strict=True)
             if decision.place == "host"
         )
-        return max(
+        return (
             sum(self.seconds),
             sum(self.reads) + sum(stay.seconds for stay in self.stays),
             out / profile.hardware.d2h_bytes_per_s,
             on_host / profile.optimizer.host_bytes_per_s,
         )
 
-    def _offloaded(self, block: int) -> int:
+    def offloaded(self, block: int) -> int:
+        """Return the bytes of the activations of ``block`` that travel."""
         decision = self.decisions.blocks[block]
         return 0 if decision.release_after is None else self.profile.blocks[block].option(decision.option).offload_bytes
 
@@ -243,7 +256,7 @@ class Sets:
         for block, decision in enumerate(self.decisions.blocks):
             if decision.release_after is None:
                 continue
-            nbytes = self.profile.blocks[block].option(decision.option).offload_bytes
+            nbytes = self.offloaded(block)
             need = self.decisions.activations_needed(block, self.profile)
             self.stays.append(
                 Stay(

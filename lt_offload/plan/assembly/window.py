@@ -72,7 +72,7 @@ def windowed(plan: Plan, profile: Profile, window: int, *, delayed: bool = False
     )
     if delayed:
         found = replace(found, ops=tuple(_after_former_occupants(found)))
-    timed = zip(found.ops, durations(found, profile), strict=True)
+    timed = zip(found.ops, durations(found, profile.with_host_threads(plan.host_threads)), strict=True)
     return replace(found, ops=tuple(replace(op, seconds=seconds) for op, seconds in timed))
 
 

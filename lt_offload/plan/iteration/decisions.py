@@ -119,7 +119,7 @@ def resident_tensors(profile: Profile) -> tuple[TensorDecision, ...]:
 
 
 def block_decisions(
-    profile: Profile, options: tuple[OptionName, ...], *, lag: int, lead: int
+    profile: Profile, options: tuple[OptionName, ...], *, lag: int = 0, lead: int = 0
 ) -> tuple[BlockDecision, ...]:
     """Return the blocks' choices: offloaded activations leave ``lag`` steps late and return ``lead`` steps early.
 

@@ -59,7 +59,7 @@ def resident_decisions(profile: Profile, allowed: Allowed) -> Iterator[tuple[Dec
 
 
 def streaming_decisions(
-    profile: Profile, options: tuple[OptionName, ...], *, host_update: bool, lead: int, lag: int
+    profile: Profile, options: tuple[OptionName, ...], *, host_update: bool, lead: int = 0, lag: int = 0
 ) -> Decisions:
     """Return choices that drop every weight after each use and fetch it ``lead`` steps before the next.
 
@@ -123,7 +123,7 @@ def smallest(profile: Profile, allowed: Allowed, *, host_update: bool, host_budg
     found: list[Smallest] = []
     for options in option_sets(profile, allowed):
         for on_host in (True, False) if host_update else (False,):
-            decisions = streaming_decisions(profile, options, host_update=on_host, lead=0, lag=0)
+            decisions = streaming_decisions(profile, options, host_update=on_host)
             ram = decisions.least_host_bytes(profile)
             if host_budget is None or ram <= host_budget:
                 needed = budget_for(Sets(decisions, profile).room_needed, profile)

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-import math
-import time
 from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError
-from lt_offload.plan.planners.request import Proposal, Request
+from lt_offload.plan.planners.request import Proposal, Request, hopeless
 from lt_offload.plan.planners.slots import share_slots
-from lt_offload.plan.planners.slowdown import Slower
 from lt_offload.plan.planners.timed_plan import PlanScheduler
 from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import Alternative, Plan
 from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes
-
-_HOPELESS = 1.05
-"""A proposal that takes so many times as long as the best plan is not scheduled with care."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,9 +39,8 @@ class Missed:
 class Candidates:
     """Every proposal for one request so far: those that fit, and why the others did not."""
 
-    def __init__(self, request: Request, deadline: float = math.inf) -> None:
-        """``deadline``: when to stop improving, on the monotonic clock."""
-        self.request, self._deadline = request, deadline
+    def __init__(self, request: Request) -> None:
+        self.request = request
         self.fitting: list[Candidate] = []
         self.slower_ones: list[tuple[str, float]] = []
         """Names and times of those that were slower than another one when they came."""
@@ -55,8 +48,6 @@ class Candidates:
         self._started: dict[str, PlanScheduler] = {}
         """By name: proposals that have been estimated only."""
         self._unfinished: list[tuple[float, Proposal, PlanScheduler]] = []
-        self.slower: Slower | None = None
-        """How slow lanes are that slow each other down, as the last plan has shown."""
         self.cut: list[str] = []
         """What was not tried, or not to its end, for lack of time."""
         self.out_of_time: ConfigError | None = None
@@ -75,11 +66,10 @@ class Candidates:
         search = self._started.pop(proposal.name, None) or self._start(proposal)
         if isinstance(search, Missed):
             return search
-        found = search.finish(_HOPELESS * self.fastest_s if careful else -math.inf)
-        self.slower = search.slower
+        found = search.finish(self.fastest_s if careful else 0.0)
         if not careful:
             self._unfinished.append((found.seconds, proposal, search))
-        elif self._deadline <= time.monotonic():
+        elif request.late:
             self.cut_short(f"schedules of {proposal.name}")
         self._keep(Candidate(proposal=replace(proposal, decisions=found.decisions), plan=found.plan, trace=found.trace))
         return Missed(device=0, host=0)
@@ -87,9 +77,8 @@ class Candidates:
     def finish(self) -> None:
         """Look for better schedules of those that were not added with care, as far as they may win."""
         for seconds, proposal, search in sorted(self._unfinished, key=lambda item: item[0]):
-            hopeless = _HOPELESS * self.fastest_s
-            if seconds <= hopeless and self._deadline > time.monotonic():
-                found = search.finish(hopeless)
+            if not hopeless(seconds, self.fastest_s) and not self.request.late:
+                found = search.finish(self.fastest_s)
                 decided = replace(proposal, decisions=found.decisions)
                 self._keep(Candidate(proposal=decided, plan=found.plan, trace=found.trace))
         self._unfinished.clear()
@@ -99,9 +88,7 @@ class Candidates:
         self.cut.append(what)
 
     def _start(self, proposal: Proposal, *, anyhow: bool = True) -> PlanScheduler | Missed:
-        search = PlanScheduler(
-            proposal.name.partition(",")[0], proposal.decisions, self.request, self.slower, self._deadline
-        )
+        search = PlanScheduler(proposal.name.partition(",")[0], proposal.decisions, self.request)
         misfit = search.start(anyhow=anyhow)
         if misfit is None:
             return search

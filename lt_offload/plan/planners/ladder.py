@@ -39,13 +39,15 @@ class OptionLadder:
 def ladder(profile: Profile, allowed: Allowed, *, link_price: float = 1.0) -> OptionLadder:
     """Return the ladder of ``profile``; of equal prices the first block comes first: it holds its memory longest.
 
-    ``link_price``: what a second of copying costs: 1 if computations wait for it, less if it hides behind them.
+    ``link_price``: what a second of copying costs: 1 if computations wait for it, less if it hides behind them. What
+    takes longer than the block's own computations cannot hide.
     """
     usable, hardware = self_contained(allowed), profile.hardware
 
     def seconds(option: OptionProfile) -> float:
-        copied = option.offload_bytes / hardware.d2h_bytes_per_s + option.offload_bytes / hardware.h2d_bytes_per_s
-        return option.forward_s + option.backward_s + link_price * copied
+        out, back = option.offload_bytes / hardware.d2h_bytes_per_s, option.offload_bytes / hardware.h2d_bytes_per_s
+        exposed = max(out - option.forward_s, 0.0) + max(back - option.backward_s, 0.0)
+        return option.forward_s + option.backward_s + exposed + link_price * (out + back - exposed)
 
     top = tuple(min(options, key=seconds) for options in usable)
     rungs = [

@@ -14,7 +14,7 @@ Term: TypeAlias = pulp.LpVariable | float
 Pair: TypeAlias = tuple[float, Term]
 Outcome = Literal["solved", "infeasible", "stopped"]
 """``stopped``: the time limit came before any usable solution."""
-
+Method = Literal["interior", "simplex", "again"]
 
 _SENSE = {"<=": pulp.LpConstraintLE, ">=": pulp.LpConstraintGE, "==": pulp.LpConstraintEQ}
 
@@ -45,21 +45,49 @@ def pairs(row: pulp.LpAffineExpression) -> list[Pair]:
     return [*((factor, term) for term, factor in row.items()), (row.constant, 1.0)]
 
 
-def run(problem: pulp.LpProblem, *, time_limit: float, gap: float | None = None) -> Outcome:
+class _Again(pulp.HiGHS):  # type: ignore[misc]
+    """HiGHS, going on from the basis in which the last run of the same rows has ended.
+
+    Bounds of variables may have changed since. The dual simplex method has little to do then, see Koberstein, "The dual
+    simplex method, techniques for a fast and stable implementation" (2005).
+    """
+
+    def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
+        model = lp.solverModel
+        model.setOptionValue("solver", "simplex")
+        model.setOptionValue("time_limit", model.getRunTime() + self.timeLimit)
+
+    def buildSolverModel(self, lp: pulp.LpProblem) -> None:
+        infinity = highspy.kHighsInf
+        for variable in lp.variables():
+            low = -infinity if variable.lowBound is None else variable.lowBound
+            high = infinity if variable.upBound is None else variable.upBound
+            lp.solverModel.changeColBounds(variable.index, low, high)
+
+
+def run(
+    problem: pulp.LpProblem, *, time_limit: float, gap: float | None = None, method: Method = "interior"
+) -> Outcome:
     """Solve ``problem`` in place.
 
     Args:
         problem: the program; its variables receive their values unless the outcome is ``infeasible`` or ``stopped``.
         time_limit: seconds.
         gap: relative gap at which branching may stop; None solves the continuous relaxation, to optimality.
+        method: for the relaxation: the interior point method or the dual simplex method, or ``again`` for a problem
+            that has been solved before and has the same rows, but other bounds of variables.
     """
     if time_limit <= 0:
         return "stopped"
-    # The interior point method is several times faster than the simplex method on these staircase programs. The number
-    # of threads is left to HiGHS: it has one scheduler per process and refuses to run when asked for another number.
-    options = {"solver": "ipm"} if gap is None else {}
+    # The number of threads is left to HiGHS: it has one scheduler per process and refuses to run when asked for another
+    # number.
+    if method == "again" and gap is None:
+        solver = _Again(msg=False, mip=False, timeLimit=time_limit)
+    else:
+        options = {"solver": "ipm" if method == "interior" else "simplex"} if gap is None else {}
+        solver = pulp.HiGHS(msg=False, mip=gap is not None, gapRel=gap, timeLimit=time_limit, **options)
     try:
-        problem.solve(pulp.HiGHS(msg=False, mip=gap is not None, gapRel=gap, timeLimit=time_limit, **options))
+        problem.solve(solver)
     except IndexError as error:  # HiGHS has refused the matrix, and PuLP looks for its rows
         raise PlanError(
             "no program can be solved for this profile: its sizes and times differ by more than numbers can hold; "

@@ -5,6 +5,8 @@ And what all planners ask about a block: which options it may use, and what they
 
 from __future__ import annotations
 
+import math
+import time
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -92,11 +94,20 @@ class Request:
     """Per block: the activation options that the settings leave."""
     settings: Settings = DEFAULTS
     """The switches; budgets are above, in bytes."""
+    deadline: float = math.inf
+    """When to be content with what there is, on the monotonic clock."""
+    beat_s: float = math.inf
+    """There is a plan that takes so long."""
 
     @property
     def capacity_bytes(self) -> int:
         """Device bytes that a plan may use for what it decides about."""
         return room_within(self.budget_bytes, self.profile)
+
+    @property
+    def late(self) -> bool:
+        """Whether the time for planning is over."""
+        return time.monotonic() >= self.deadline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +117,15 @@ class Proposal:
     name: str
     """Planner and variant, e.g. ``"greedy, margin of 1 layer"``."""
     decisions: Decisions
+
+
+_TOO_LONG = 1.05
+"""Estimates are that much too long at most."""
+
+
+def hopeless(seconds: float, beat_s: float) -> bool:
+    """Return whether a plan that is estimated to take ``seconds`` will not beat ``beat_s`` with any amount of care."""
+    return seconds > _TOO_LONG * beat_s
 
 
 class NotApplicable(Exception):

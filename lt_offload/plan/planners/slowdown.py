@@ -6,6 +6,7 @@ its clock uses speeds that are slower by what the last simulation has shown on a
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 
 from lt_offload.plan.verify.lanes import COMPUTE, D2H, H2D, HOST, rates
@@ -66,6 +67,28 @@ def at_worst(profile: Profile) -> Slower:
     return Slower(compute=1 / rate[COMPUTE], h2d=1 / rate[H2D], d2h=1 / rate[D2H], host=1 / rate[HOST])
 
 
+def expected(profile: Profile, busy_s: tuple[float, float, float, float]) -> Slower:
+    """Return how slow lanes with so much work are on average if they are busy at independent times.
+
+    Args:
+        profile: what lanes take from each other.
+        busy_s: seconds of work alone: computations, copies to the device, copies to the host, updates on the host.
+    """
+    slow = [1.0] * len(_LANES)
+    busy = [rates(profile.contention, mask) for mask in range(1 << len(_LANES))]
+    for _ in range(_ROUNDS):
+        taken = [seconds * factor for seconds, factor in zip(busy_s, slow, strict=True)]
+        part = [seconds / max(taken) if max(taken) else 0.0 for seconds in taken]
+        for lane, alone in enumerate(busy_s):
+            mean = 0.0
+            for mask, rate in enumerate(busy):
+                if mask >> lane & 1:
+                    others = (part[o] if mask >> o & 1 else 1 - part[o] for o in range(len(_LANES)) if o != lane)
+                    mean += rate[lane] * math.prod(others)
+            slow[lane] = 1 / mean if alone else 1.0
+    return Slower(**dict(zip(_LANES, slow, strict=True)))
+
+
 def slower(plan: Plan, trace: Trace) -> Slower:
     """Return how much longer the work of each lane took in ``trace``, a simulation of ``plan``."""
     alone, taken = dict.fromkeys(_LANES, 0.0), dict.fromkeys(_LANES, 0.0)
@@ -78,3 +101,5 @@ def slower(plan: Plan, trace: Trace) -> Slower:
 
 
 _LANES = ("compute", "h2d", "d2h", "host")
+_ROUNDS = 6
+"""Of a fixed point: how busy lanes are depends on how slow they are."""

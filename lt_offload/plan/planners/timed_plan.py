@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from lt_offload.plan.assembly.just_in_time import Misfit, Scheduler
 from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.assembly.schedule import Timetable
+from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
-from lt_offload.plan.planners.request import Request
-from lt_offload.plan.planners.slowdown import Slower, at_worst, slower
+from lt_offload.plan.planners.request import Request, hopeless
+from lt_offload.plan.planners.slowdown import Slower, at_worst, expected, slower
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
@@ -51,19 +52,12 @@ class PlanScheduler:
         planner: str,
         decisions: Decisions,
         request: Request,
-        expected: Slower | None = None,
-        deadline: float = math.inf,
     ) -> None:
-        """``expected``: how slow lanes were in another plan; ``deadline``: when to stop looking for better ones."""
         self._planner, self._request, self._profile = planner, request, request.profile
-        self._slower = expected or at_worst(request.profile)
-        self._search = Scheduler(decisions, self._slower.applied_to(self._profile), request.capacity_bytes, deadline)
+        self._slower = expected(request.profile, Sets(decisions, request.profile).busy_s)
+        profile = self._slower.applied_to(self._profile)
+        self._search = Scheduler(decisions, profile, request.capacity_bytes, request.deadline)
         self.best: TimedPlan | None = None
-
-    @property
-    def slower(self) -> Slower:
-        """How slow lanes were in the last plan."""
-        return self._slower
 
     def start(self, *, anyhow: bool = True) -> Misfit | None:
         """Try a few schedules; return by how much the sets miss the budget if there is none.
@@ -79,14 +73,14 @@ class PlanScheduler:
         assert self._search.best is not None
         return self._search.best.seconds
 
-    def finish(self, hopeless_s: float) -> TimedPlan:
-        """Return the fastest plan found; with less care if it takes more than ``hopeless_s`` anyway."""
+    def finish(self, beat_s: float = math.inf) -> TimedPlan:
+        """Return the fastest plan found; with less care if one that takes ``beat_s`` is out of reach."""
         assert self._search.best is not None
         if self.best is None:
             self.best = self._build(self._search.best, self._profile)
             if self._shares:
                 self._correct()
-        if self.best.seconds > hopeless_s:
+        if hopeless(self.best.seconds, beat_s):
             return self.best
         self._build(self._search.finish(), self._profile)
         if self._shares:
@@ -135,7 +129,8 @@ class PlanScheduler:
             factor = self._profile.optimizer.host_bytes_per_s / slowed.optimizer.host_bytes_per_s
             if not work or factor <= 1 or _SPARE * factor * work > self.best.seconds:
                 continue
-            timetable = self._search.again(at_worst(slowed).applied_to(slowed))
+            busy = Sets(self.best.decisions, slowed).busy_s
+            timetable = self._search.again(expected(slowed, busy).applied_to(slowed))
             if timetable is not None:
                 found = self._build(timetable, slowed)
                 shown = slower(found.plan, found.trace)
@@ -148,14 +143,15 @@ class PlanScheduler:
 def timed_plan(planner: str, decisions: Decisions, request: Request) -> TimedPlan | Misfit:
     """Return the fastest plan found for the sets of ``decisions``."""
     search = PlanScheduler(planner, decisions, request)
-    return search.start() or search.finish(math.inf)
+    return search.start() or search.finish()
 
 
 def estimated_s(decisions: Decisions, request: Request) -> float:
     """Return about how long the sets of ``decisions`` take, to compare those of one kind; infinity if they do not fit.
 
-    One schedule, as if all lanes were busy all the time.
+    One schedule, with lanes as slow as they would be if each were busy at any time.
     """
-    profile = at_worst(request.profile).applied_to(request.profile)
+    profile = request.profile
+    profile = expected(profile, Sets(decisions, profile).busy_s).applied_to(profile)
     found = Scheduler(decisions, profile, request.capacity_bytes).start(tries=1, anyhow=False)
     return math.inf if isinstance(found, Misfit) else found.seconds

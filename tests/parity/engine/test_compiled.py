@@ -26,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit.*:DeprecationWarning", "ignore:The .grad attribute of a Tensor:UserWarning"
 )
 
-QUICKLY = {"cpp.simdlen": 1, "cpp_cache_precompile_headers": False, "compile_threads": 1}
+QUICKLY = {"cpp.simdlen": 1, "compile_threads": 1}
 """Compile for no particular processor."""
 
 SHAPES = ((2, 12), (2, 12), (2, 8), (2, 10))

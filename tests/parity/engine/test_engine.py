@@ -6,6 +6,7 @@ import random
 
 import pytest
 
+from tests import sampling
 from tests.support.engines import OPTIMIZERS, Case, changed, differences, offloaded, plain
 from tests.support.models import FAMILIES
 
@@ -44,7 +45,7 @@ def sample(count: int) -> list[Case]:
     return [Case(**{axis: columns[axis][i] for axis in axes}, seed=i) for i in range(count)]
 
 
-@pytest.mark.parametrize("case", sample(48), ids=str)
+@pytest.mark.parametrize("case", sample(480 if sampling.FULL else 24), ids=str)
 def test_equal_to_plain_pytorch(case: Case) -> None:
     expected = plain(case)
     actual = offloaded(case)

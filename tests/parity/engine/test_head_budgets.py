@@ -11,7 +11,6 @@ from torch import nn
 
 from lt_offload.errors import InfeasibleError
 from lt_offload.execute.device.emulated import EmulatedDevice
-from lt_offload.execute.engine import Engine
 from lt_offload.model import head
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.solve import make_plan
@@ -20,7 +19,7 @@ from lt_offload.profiling.measure import profile
 from lt_offload.schema.profile import Profile
 from tests.parity.engine.test_head import use_reference
 from tests.support import models
-from tests.support.engines import Result, differences, make_optimizer
+from tests.support.engines import Result, differences, make_optimizer, trained_by
 
 VOCABULARY = 4096
 CHUNK = 32
@@ -90,26 +89,11 @@ def within(memory: int) -> tuple[Result, str]:
     notes = " ".join(plan.notes)
     assert ("chunked_loss_reference" in notes) == (plan.options[-1] == "chunked")
     model = build()
-    optimizer = make_optimizer(model, "adamw-fused")
     device = EmulatedDevice(plan.budget_bytes, "lazy", check=True)
-    engine = Engine(model, optimizer, plan, device)
-    losses, peak = [], 0
-    try:
-        engine.install()
-        for batch in batches():
-            with engine.iteration():
-                loss = model(**batch).loss
-                loss.backward()
-                optimizer.step()
-            losses.append(loss.detach().clone())
-            peak = max(peak, engine.stats.device_peak_bytes)
-        engine.drain()
-    finally:
-        engine.remove()
-        device.close()
+    found, peak = trained_by(device, plan, model, make_optimizer(model, "adamw-fused"), batches())
     assert peak <= plan.predicted.device_peak_bytes <= memory
     assert peak >= 0.9 * plan.predicted.device_peak_bytes
-    return Result(losses, model, optimizer), plan.options[-1]
+    return found, plan.options[-1]
 
 
 def test_budgets() -> None:

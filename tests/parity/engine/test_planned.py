@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
+from tests import sampling
 from tests.support import models
 from tests.support.engines import make_optimizer
 
@@ -24,7 +26,9 @@ def fresh(family: str = "llama") -> tuple[torch.nn.Module, torch.optim.Optimizer
     return model, make_optimizer(model, "adamw-fused")
 
 
-def trained(family: str, batch: dict[str, torch.Tensor], steps: int = 3) -> tuple[list[torch.Tensor], torch.nn.Module]:
+@functools.cache
+def trained(family: str, steps: int = 3) -> tuple[list[torch.Tensor], torch.nn.Module]:
+    batch = profiled(family)[1]
     model, optimizer = fresh(family)
     torch.manual_seed(1)
     losses = []
@@ -37,6 +41,7 @@ def trained(family: str, batch: dict[str, torch.Tensor], steps: int = 3) -> tupl
     return losses, model
 
 
+@functools.cache
 def profiled(family: str) -> tuple[Profile, dict[str, torch.Tensor]]:
     model, optimizer = fresh(family)
     batch = models.batch(model)
@@ -65,24 +70,27 @@ def run(plan: Plan, family: str, batch: dict[str, torch.Tensor], steps: int = 3)
     return losses, model, peak
 
 
-def floor(profile: Profile) -> int:
+@functools.cache
+def floor(family: str) -> int:
     """The planner's own smallest budget."""
     with pytest.raises(InfeasibleError) as error:
-        lt_offload.solve(profile, memory=10_000)
+        lt_offload.solve(profiled(family)[0], memory=10_000)
     assert error.value.needed_bytes is not None
     return error.value.needed_bytes
 
 
-@pytest.mark.parametrize("family", [*models.FAMILIES, "gemma3"])
-@pytest.mark.parametrize("share", [0.0, 0.3, 2.0], ids=["smallest", "tight", "ample"])
-def test_exact_within_a_hard_budget(family: str, share: float) -> None:
+SHARES = {"smallest": 0.0, "tight": 0.3, "ample": 2.0}
+
+
+@pytest.mark.parametrize(("family", "share"), sampling.grid([*models.FAMILIES, "gemma3"], SHARES, count=9))
+def test_exact_within_a_hard_budget(family: str, share: str) -> None:
     """At the planner's floor, somewhat above it, and where everything fits; the plan says how much it will take."""
     profile, batch = profiled(family)
-    smallest = floor(profile)
+    smallest = floor(family)
     state = sum(t.bytes * 2 + t.state_bytes for t in profile.tensors)
-    plan = lt_offload.solve(profile, memory=int(smallest + share * max(state - smallest, 0)))
+    plan = lt_offload.solve(profile, memory=int(smallest + SHARES[share] * max(state - smallest, 0)))
     losses, model, peak = run(plan, family, batch)
-    expected, reference = trained(family, batch)
+    expected, reference = trained(family)
     assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
     assert peak <= plan.budget_bytes
@@ -99,7 +107,7 @@ def test_exact_where_gradients_take_turns_in_little_ram(family: str) -> None:
     plan = lt_offload.solve(profile, planner="l2l", host_memory=ram)
     assert plan.gradient_bytes == max(copies) < sum(copies)
     losses, model, _ = run(plan, family, batch)
-    expected, reference = trained(family, batch)
+    expected, reference = trained(family)
     assert all(torch.equal(a, b) for a, b in zip(expected, losses, strict=True))
     assert all(torch.equal(a, b) for a, b in zip(reference.parameters(), model.parameters(), strict=True))
 
@@ -108,7 +116,7 @@ def test_exact_where_gradients_take_turns_in_little_ram(family: str) -> None:
 def test_the_smallest_budget_is_what_the_planner_says(family: str) -> None:
     """Bisect the budget at which the smallest plan still runs."""
     profile, batch = profiled(family)
-    plan = lt_offload.solve(profile, memory=floor(profile))
+    plan = lt_offload.solve(profile, memory=floor(family))
     low, high = 1, plan.budget_bytes
     while high - low > high // 200:
         middle = (low + high) // 2
@@ -133,7 +141,7 @@ def test_the_smallest_budget_is_what_the_planner_says(family: str) -> None:
 
 def test_plain_loop() -> None:
     batch = profiled("llama")[1]
-    expected, reference = trained("llama", batch)
+    expected, reference = trained("llama")
     model, optimizer = fresh("llama")
     model.config.use_cache = True
     with lt_offload.offloaded(model, optimizer, batch, memory="700kB", accelerator="cpu") as engine:

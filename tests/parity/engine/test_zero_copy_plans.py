@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -22,6 +23,7 @@ from lt_offload.plan.iteration.memory import device_bytes
 from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import OptionName, Profile
+from tests import sampling
 from tests.support.engines import Case, Result, batches, build, changed, differences, make_optimizer, plain, trained_on
 from tests.support.gpu_model import Gpu
 
@@ -87,6 +89,7 @@ def decisions(profile: Profile, case: Case, how: How, *, grad_zero_copy: bool) -
     return replace(base, tensors=tuple(tensors))
 
 
+@functools.cache
 def profiled(case: Case) -> Profile:
     model = build(case)
     return lt_offload.profile(model, batches(case, model)[0], optimizer=make_optimizer(model, case.optimizer))
@@ -253,8 +256,7 @@ def test_a_plan_that_would_read_an_outdated_copy_is_refused() -> None:
         trained(case, spoilt, 1 << 30)
 
 
-@pytest.mark.parametrize("mode", ["lazy", "random", "thread"])
-@pytest.mark.parametrize("how", [everything, mixture, embedding])
+@pytest.mark.parametrize(("how", "mode"), sampling.grid([everything, mixture, embedding], ["lazy", "random", "thread"]))
 def test_validation_reads_what_the_arena_has_no_room_for(how: How, mode: str) -> None:
     """Between two iterations, while updates on the host are under way."""
     case = Case(places=HOST, mode=mode)

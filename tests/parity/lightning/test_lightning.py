@@ -30,6 +30,7 @@ from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
 from lt_offload.strategy import offmate
 from lt_offload.strategy.metrics import Metrics
+from tests import sampling
 from tests.support.trainers import (
     BATCHES,
     Forced,
@@ -60,18 +61,17 @@ def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
 # -- one fit ----------------------------------------------------------------------------------------------------------
 
 
+MODELS: list[dict[str, Any]] = [
+    {"dropout": 0.1},
+    {"dropout": 0.1, "lora": True},
+    {"family": "llama-tied", "use_cache": True},
+    {"family": "bloom", "dropout": 0.1},
+]
+PRECISIONS = ["32-true", "bf16-true"]
+
+
 @pytest.mark.usefixtures("_hostile")
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"dropout": 0.1},
-        {"dropout": 0.1, "lora": True},
-        {"family": "llama-tied", "use_cache": True},
-        {"family": "bloom", "dropout": 0.1},
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize(("options", "precision"), sampling.grid(MODELS, PRECISIONS), ids=str)
 def test_every_option_and_place_equals_stock(options: dict[str, Any], precision: Any) -> None:
     stock = fit("auto", seeded_module(**options), precision=precision)
     ours = fit(Forced(), seeded_module(**options), precision=precision)
@@ -149,7 +149,7 @@ def test_validate_and_predict_without_training_then_train(memory: str) -> None:
         (metrics,) = made.validate(module, verbose=False)
         (logits,) = made.predict(module)
         answers.append((metrics["val_loss"], logits))
-        runs.append(fit(OffmateStrategy(memory=MEMORY) if ours else "auto", module))
+        runs.append(fit(OffmateStrategy(memory=MEMORY) if ours else "auto", module, max_epochs=1))
     assert answers[0][0] == answers[1][0]
     assert torch.equal(answers[0][1], answers[1][1])
     assert differences(*runs) == []
@@ -176,9 +176,11 @@ def half(strategy: Any, folder: Path, **settings: Any) -> Path:
 
 
 @pytest.mark.usefixtures("_hostile")
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-@pytest.mark.parametrize(("first", "second"), [("ours", "ours"), ("ours", "stock"), ("stock", "ours")])
-def test_resumed_training_equals_one_run(first: str, second: str, precision: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("order", "precision"), sampling.grid([("ours", "ours"), ("ours", "stock"), ("stock", "ours")], PRECISIONS), ids=str
+)
+def test_resumed_training_equals_one_run(order: tuple[str, str], precision: Any, tmp_path: Path) -> None:
+    first, second = order
     whole = fit("auto", seeded_module(shuffle=False), precision=precision)
     path = half(MAKERS[first](), tmp_path, precision=precision)
     other = seeded_module(seed=99, shuffle=False)

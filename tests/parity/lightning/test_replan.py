@@ -27,6 +27,7 @@ from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import OptionProfile, Profile
 from lt_offload.schema.trace import Trace
 from lt_offload.strategy import offmate, replan, sample
+from tests import sampling
 from tests.support.engines import equal
 from tests.support.trainers import Run, differences, fit, seeded_module
 
@@ -136,12 +137,13 @@ def train(memory: float, made: Any = None, epochs: int = EPOCHS, **settings: Any
 @pytest.mark.parametrize(
     ("share", "wrong", "true", "hostile"),
     [
-        (TIGHT, FAST_COPIES, SLOW_COPIES, False),
-        (TIGHT, SLOW_COPIES, FAST_COPIES, True),
-        (MIDDLE, FAST_COPIES, SLOW_COPIES, True),
-        (MIDDLE, SLOW_COPIES, FAST_COPIES, False),
+        pytest.param(TIGHT, SLOW_COPIES, FAST_COPIES, True, id="tight, hostile, states on the device at first"),
+        pytest.param(MIDDLE, FAST_COPIES, SLOW_COPIES, True, id="middle, hostile"),
+        *[
+            pytest.param(TIGHT, FAST_COPIES, SLOW_COPIES, False, id="tight"),
+            pytest.param(MIDDLE, SLOW_COPIES, FAST_COPIES, False, id="middle, states on the device at first"),
+        ][: 2 * sampling.FULL],
     ],
-    ids=["tight", "tight, hostile, states on the device at first", "middle, hostile", "middle, states on the device"],
 )
 def test_a_better_plan_takes_over_and_no_number_changes(
     share: float,
@@ -278,9 +280,10 @@ def test_a_replayed_plan_stays_as_it_is(least: int, monkeypatch: pytest.MonkeyPa
 # -- what cannot be corrected ----------------------------------------------------------------------------------------
 
 
-def test_after_two_corrections_a_difference_is_said_once(
+def test_after_the_last_correction_a_difference_is_said_once(
     stock: Run, least: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
+    monkeypatch.setattr(replan, "_CORRECTIONS", 2)
     true = dict(FAST_COPIES)
     machine = Machine(monkeypatch, FAST_COPIES, true)
     trace = machine.trace

@@ -12,9 +12,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests import sampling
 from tests.support import user_nets
 from tests.support.engines import differences
 from tests.support.user_nets import (
+    RUNS,
     Loop,
     Net,
     adamw,
@@ -127,8 +129,7 @@ HOLDERS: dict[str, Callable[[nn.Module], list[Any]]] = {
 }
 
 
-@in_every_run
-@pytest.mark.parametrize("name", HOLDERS)
+@pytest.mark.parametrize(("name", "options"), sampling.grid(HOLDERS, RUNS.values(), count=7))
 def test_memory_that_somebody_holds_before_training(name: str, options: tuple[str, ...]) -> None:
     make, loop = holding(HOLDERS[name])
     expected, found = plain(make, loop), ours(make, options, loop)

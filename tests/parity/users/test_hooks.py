@@ -22,6 +22,7 @@ from lt_offload.plan import solve
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy import offmate as lifecycle
 from lt_offload.strategy import sample as prepare
+from tests import sampling
 from tests.support.trainers import Forced, Run, differences, fit, seeded_module
 
 OPTIONS: dict[str, Any] = {"family": "llama-tied", "dropout": 0.1}
@@ -222,8 +223,7 @@ def stock(act: Callable[..., Any], hook: str) -> tuple[Run, list[Any]]:
     return trained("auto", act, hook)
 
 
-@pytest.mark.parametrize("hook", HOOKS)
-@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize(("budget", "hook"), sampling.grid(BUDGETS, HOOKS, count=12))
 def test_reading_in_a_hook(budget: str, hook: str) -> None:
     plain, expected = stock(reads, hook)
     ours, seen = trained(strategy(budget), reads, hook)
@@ -295,8 +295,7 @@ def writes(name: str) -> Callable[[Any, Any, int], Any]:
     return act
 
 
-@pytest.mark.parametrize("budget", BUDGETS)
-@pytest.mark.parametrize("name", WRITES)
+@pytest.mark.parametrize(("name", "budget"), sampling.grid(WRITES, BUDGETS, count=16))
 def test_writing_between_steps(name: str, budget: str) -> None:
     act = writes(name)
     hook = "on_train_batch_end" if budget in ("tight", "middle") else "on_train_batch_start"

@@ -7,11 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from lt_offload.plan.assembly.just_in_time import Misfit, just_in_time
 from lt_offload.plan.assembly.plan import build
-from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, TensorDecision, block_decisions
-from lt_offload.plan.iteration.memory import budget_for, framework_bytes, usage
+from lt_offload.plan.iteration.memory import framework_bytes, usage
 from lt_offload.plan.iteration.timeline import Pace
 from lt_offload.plan.planners.baselines import streaming_decisions
 from lt_offload.plan.planners.offmate.rounding import Slack, nearest_subset, round_tensors
@@ -21,7 +19,7 @@ from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests.support.profiles.program_rules import random_profile
-from tests.support.profiles.random_solutions import random_solution
+from tests.support.profiles.random_solutions import random_slack, random_solution
 from tests.support.profiles.small import HUGE, changed, intervals, named, resident, small_profile, waits_for, words
 
 KINDS = ("plain", "tied", "half", "lora", "frozen start")
@@ -29,11 +27,6 @@ KINDS = ("plain", "tied", "half", "lora", "frozen start")
 
 def built(decisions: Decisions, profile: Profile, budget: int = HUGE) -> Plan:
     return build(decisions, profile, planner="test", budget_bytes=budget, host_budget_bytes=HUGE)
-
-
-def random_slack(rng: np.random.Generator) -> Slack:
-    lag, lead, grads = (int(rng.integers(3)) for _ in range(3))
-    return Slack(activation_lag=lag, activation_lead=lead, grad_lag=grads)
 
 
 # -- ops ---------------------------------------------------------------------------------------------------------------
@@ -292,28 +285,6 @@ def test_any_solution_becomes_a_plan_without_violations(seed: int) -> None:
     peak = simulate(plan, profile).device_peak
     assert check(replace(plan, budget_bytes=peak), profile) == []
     assert "budget" in check(replace(plan, budget_bytes=peak - 1), profile)[0]
-
-
-@pytest.mark.parametrize("seed", range(40, 60))
-def test_what_is_needed_at_least_is_enough(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    profile = random_profile(rng, KINDS[seed % len(KINDS)])
-    decisions = round_tensors(random_solution(rng, profile), profile, random_slack(rng))
-    sets = Sets(decisions, profile)
-    for part in (1.0, rng.uniform(1.0, 1.3)):
-        room = int(part * sets.room_needed)
-        found = just_in_time(decisions, profile, room)
-        assert not isinstance(found, Misfit)
-        plan = build(
-            found.decisions,
-            profile,
-            planner="test",
-            budget_bytes=room + budget_for(0, profile),
-            host_budget_bytes=HUGE,
-            scheduled=found,
-        )
-        assert check(plan, profile) == []
-    assert isinstance(just_in_time(decisions, profile, sets.least_arena + sets.least_framework - 1), Misfit)
 
 
 @pytest.mark.parametrize("blocks", [1, 2, 3])

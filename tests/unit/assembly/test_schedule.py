@@ -15,7 +15,7 @@ from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.iteration.memory import room_within
 from lt_offload.plan.planners.baselines import option_sets, streaming_decisions
 from lt_offload.plan.planners.offmate.config import OffmateConfig
-from lt_offload.plan.planners.offmate.program import relaxed_solution
+from lt_offload.plan.planners.offmate.program import RelaxedPrograms
 from lt_offload.plan.planners.offmate.rounding import Slack, round_tensors
 from lt_offload.plan.planners.request import allowed_options
 from lt_offload.schema.profile import Profile
@@ -28,7 +28,7 @@ HUGE = 1 << 50
 def sets_of(profile: Profile, budget: int) -> Decisions | None:
     config = OffmateConfig(budget_bytes=budget, host_budget_bytes=HUGE, lag=0, lookahead=0)
     try:
-        return round_tensors(relaxed_solution(profile, config), profile, Slack())
+        return round_tensors(RelaxedPrograms(profile, config).solution(budget, HUGE, 60.0), profile, Slack())
     except InfeasibleError:
         return None
 
@@ -79,7 +79,7 @@ def test_little_is_lost_to_the_program(memory: int) -> None:
     """The program counts what is on its way for whole steps, so that a schedule may even be faster."""
     profile, budget = llama7b_b4(8), int(memory * GB)
     config = OffmateConfig(budget_bytes=budget, host_budget_bytes=HUGE, lag=1, lookahead=1)
-    expected = relaxed_solution(profile, config).iteration_s
+    expected = RelaxedPrograms(profile, config).solution(budget, HUGE, 60.0).iteration_s
     decisions = sets_of(profile, budget)
     assert decisions is not None
     found = just_in_time(decisions, profile, room_within(budget, profile))

@@ -57,19 +57,18 @@ def interrupt(monkeypatch: pytest.MonkeyPatch, number: int, step: int) -> None:
     """Let a signal come in the middle of the given step."""
     training_step = FineTune.training_step
 
-    def interrupted(module: FineTune, batch: Any, batch_idx: int) -> Any:
+    def step_with_signal(module: FineTune, batch: Any, batch_idx: int) -> Any:
         if module.global_step == step and not module.trainer.sanity_checking and module.trainer.training:
             os.kill(os.getpid(), number)
         return training_step(module, batch, batch_idx)
 
-    monkeypatch.setattr(FineTune, "training_step", interrupted)
+    monkeypatch.setattr(FineTune, "training_step", step_with_signal)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_an_interrupted_run_is_taken_up_and_ends_like_one_that_was_not(
+def interrupted(
     number: int, code: int, recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([recipe, "--trainer.default_root_dir", "whole"]) == 0
+) -> Path:
+    """Run ``recipe`` until a signal comes, which must end it with ``code``; return the run's folder."""
     with monkeypatch.context() as patched:
         # the signal handler is there from the first step on, profiling runs the step before that
         patched.setattr(FineTune, "on_train_start", lambda self: interrupt(patched, number, 3), raising=False)
@@ -79,6 +78,20 @@ def test_an_interrupted_run_is_taken_up_and_ends_like_one_that_was_not(
     assert "continue with --resume" in error
     [folder] = Path("runs").iterdir()
     assert torch.load(folder / "checkpoints" / "interrupted.ckpt")["global_step"] == 4
+    return folder
+
+
+def test_a_run_that_is_to_end_writes_a_checkpoint(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    interrupted(signal.SIGTERM, 143, recipe, monkeypatch, capsys)
+
+
+def test_an_interrupted_run_is_taken_up_and_ends_like_one_that_was_not(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([recipe, "--trainer.default_root_dir", "whole"]) == 0
+    folder = interrupted(signal.SIGINT, 130, recipe, monkeypatch, capsys)
     first = (folder / "metrics.csv").read_text()
 
     assert main([recipe, "--resume"]) == 0

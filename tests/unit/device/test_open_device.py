@@ -37,12 +37,13 @@ def test_the_gpu_that_was_asked_for(two, accelerator, index):
 
 
 def test_updates_leave_cores_to_the_threads_that_launch(two, monkeypatch):
-    """Where neither plan nor profile says with how many threads the host updates."""
+    """Where neither plan nor profile says with how many threads the host updates; never more than there are cores."""
     monkeypatch.setattr(cuda.os, "sched_getaffinity", lambda _: set(range(16)))
+    monkeypatch.setattr(cuda.os, "cpu_count", lambda: 16)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 16)
     seen = []
     monkeypatch.setattr(torch, "set_num_threads", seen.append)
-    for given, expected in ((None, 14), (5, 5)):
+    for given, expected in ((None, 14), (5, 5), (99, 16)):
         device = open_device(1 << 20, "cuda", host_threads=given)
         device.synchronize(device.submit("host", lambda: None))
         device.close()

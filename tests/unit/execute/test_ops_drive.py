@@ -64,3 +64,26 @@ def test_places_alone_change_nothing() -> None:
     """What is updated where is what the ops say; the plan's list of places is for people."""
     changed = trained(lambda plan: replace(plan, update_places=("none",) * len(plan.update_places)))
     assert all(changed.values())
+
+
+@pytest.mark.parametrize(("processor", "runs"), [("cpu", True), ("cuda", False)])
+def test_beside_a_gpu_updates_stay_where_they_are(processor: str, runs: bool) -> None:
+    """Its updates differ from the host's in the last bits; which plan takes over depends on what clocks have shown."""
+    model = models.build("llama")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    structure = find_blocks(model)
+    here, same, there = (
+        plans.streamed(structure, optimizer, options=("keep",), places=(place,))
+        for place in ("device", "paged", "host")
+    )
+    device = EmulatedDevice(BUDGET, "lazy")
+    engine = Engine(model, optimizer, here, device, structure=structure)
+    engine.install()
+    try:
+        device.torch_device = torch.device(processor)
+        assert engine.may_run(same)
+        assert engine.may_run(there) == runs
+    finally:
+        device.torch_device = torch.device("cpu")
+        engine.remove()
+        device.close()

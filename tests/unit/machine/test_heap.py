@@ -70,12 +70,8 @@ def run(code: str, **environment: str) -> None:
     subprocess.run([sys.executable, "-c", MEASURE + code], env=env | environment, check=True)
 
 
-def test_freed_memory_is_kept_until_nobody_asks_for_it_any_more() -> None:
-    run(KEPT)
-
-
-def test_an_emulated_device_asks_for_it_as_long_as_it_lives() -> None:
-    run(DEVICE)
+def test_freed_memory_is_kept_while_somebody_asks_for_it_as_an_emulated_device_does() -> None:
+    run(KEPT + DEVICE)
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from lt_offload.plan.verify.check import check
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile, ReadProfile, TensorProfile, ZeroCopyProfile
 from lt_offload.schema.trace import Trace
+from tests import sampling
 from tests.support.profiles.fixtures import llama7b_b4, with_bandwidth
 from tests.support.profiles.random_solutions import random_solution
 from tests.support.profiles.small import changed, intervals, small_profile
@@ -356,7 +357,7 @@ def test_arbitrary_small_models() -> None:
     """Weights of one size, arbitrary costs of direct access, some without, and budgets from hopeless to ample."""
     rng = np.random.default_rng(8)
     planned_ones, reasons = 0, []
-    for _ in range(60):
+    for _ in range(60 if sampling.FULL else 30):
         blocks = int(rng.integers(1, 7))
         frozen = tuple(int(block) for block in np.flatnonzero(rng.uniform(size=blocks) < rng.choice([0.0, 0.4])))
         tied = blocks > 1 and 0 not in frozen and blocks - 1 not in frozen and bool(rng.uniform() < 0.3)
@@ -374,7 +375,7 @@ def test_arbitrary_small_models() -> None:
         for proposal in found:
             planned(proposal.decisions, asked)
         planned_ones += 1
-    assert planned_ones > 25
+    assert planned_ones > 12
     assert all(reason.startswith(("its smallest plan", "the profile has no figures")) for reason in reasons)
 
 

@@ -53,6 +53,23 @@ BENCH = {
         ],
     },
 }
+PREDICTIONS = {
+    "figures": {
+        "cases": [
+            {
+                "name": name,
+                "shape": [4, 128],
+                "budget_bytes": 10**9,
+                "step_s": 0.5,
+                "first_error": -0.2,
+                "corrections": 1,
+                "last_error": error,
+                "goal": 0.1,
+            }
+            for name, error in (("near", 0.012), ("far", -0.23))
+        ]
+    }
+}
 BUDGET = {
     "settings": {"recipe": "quickstart"},
     "figures": {"runs_bytes": 4 * 10**8, "floor_bytes": 39 * 10**7, "model_bytes": 2 * 10**9},
@@ -176,6 +193,7 @@ KINDS = {
     "guard": GUARD,
     "bench-emulated": BENCH,
     "bench-launch": LAUNCH,
+    "bench-predictions": PREDICTIONS,
     "bench-update": UPDATE,
     "bench-packing": PACKING,
     "smallest-budget": BUDGET,
@@ -197,6 +215,7 @@ def results(tmp_path: Path) -> Path:
 def test_tables_show_figures_with_machine_and_date(results: Path) -> None:
     block = tables.render(results)
     assert "| `quickstart` | 20 | 0 | 0 | 1.5e-08 | 1.23 | 2.5 GB | 430 MB |" in block
+    assert "| far, 4 x 128, 1 GB | 500 ms | -20% | 1 | -23.0% | 10% |\n| near" in block
     assert "| Llama, streamed | 1.05 s | 1.05 | 1.60 | 94% | 50% |  | 1 GB |" in block
     assert "| `quickstart` | 400 MB | 390 MB | 2 GB | 20% |" in block
     assert "| llama2-7b, 40 layers | 100 GB | 11 GB | 4.5 s | 10 s | 2.1% | 1.50 |" in block

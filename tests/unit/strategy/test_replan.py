@@ -97,6 +97,29 @@ def test_an_engine_that_stays_is_warm(asked: list[Settings]) -> None:
     assert due_after(replanning, engine) == 3
 
 
+def test_the_last_plan_is_corrected_too(asked: list[Settings]) -> None:
+    """Two plans take over at most; what an iteration of the second takes is known at the end."""
+    replanning, engine = Replanning(Settings(), PROFILE), FakeEngine()
+    over = []
+    for slower in range(1, 10):
+        engine.true = replace(
+            SLOW,
+            blocks=tuple(
+                replace(b, options=tuple(replace(o, forward_s=slower * o.forward_s) for o in b.options))
+                for b in SLOW.blocks
+            ),
+        )
+        due_after(replanning, engine)
+        found = replanning.correct(engine, 1e6)  # type: ignore[arg-type]
+        if found is None:
+            break
+        over.append(found.takes_over)
+        engine.plan = timed(found.plan, found.profile)
+        assert engine.plan.predicted.iteration_s == pytest.approx(engine.trace().iteration_time)
+    assert over == [True, True, False, False, False]
+    assert len(asked) == 2
+
+
 @pytest.mark.parametrize(("steps", "limit"), [(float("inf"), 30.0), (1.0, 0.1 * 183), (0.05, None), (0.0, None)])
 def test_planning_takes_a_part_of_the_time_that_is_left(
     steps: float, limit: float | None, asked: list[Settings]

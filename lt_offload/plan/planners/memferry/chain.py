@@ -102,7 +102,7 @@ def to_decisions(
         if tensor.trainable and index not in written:
             decision = replace(decision, grad_release_after=backward_steps(tensor.blocks, profile)[-1])
         tensors.append(decision)
-    return Decisions(tensors=tuple(tensors), blocks=block_decisions(profile, options, lag=0, lead=0))
+    return Decisions(tensors=tuple(tensors), blocks=block_decisions(profile, options))
 
 
 def _stays(profile: Profile, tensor: TensorProfile, reading: Reading) -> Iterator[Interval]:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -32,7 +31,7 @@ from lt_offload.plan.planners.memferry.model import (
     uniform,
 )
 from lt_offload.plan.planners.memferry.savings import Given, savings, with_savings
-from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, self_contained
+from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, hopeless, self_contained
 from lt_offload.plan.planners.timed_plan import estimated_s
 from lt_offload.schema.plan import UpdatePlace
 from lt_offload.schema.profile import OptionName, TensorProfile
@@ -76,11 +75,12 @@ def propose_memferry(request: Request) -> list[Proposal]:
     planner = _Planner(request)
     proposals: list[Proposal] = []
     seen: list[Given] = []
-    deadline = time.monotonic() + request.settings.time_limit
     for variant in _VARIANTS:
         given = planner.given(variant)
-        if given in seen or (proposals and time.monotonic() > deadline):
+        if given in seen:
             continue
+        if proposals and (request.late or planner.hopeless):
+            break
         seen.append(given)
         found = planner.fastest(given)
         if found is not None:
@@ -141,6 +141,8 @@ class _Planner:
         self.least = sys.maxsize
         """Bytes that the smallest plan needs, as far as is known."""
         self._manner: _Manner | None = None
+        self.hopeless = False
+        """Whether another planner's plan is out of reach for the first variant, and so for all."""
 
     def fastest(self, given: Given) -> Decisions | None:
         """Return the fastest decisions found that begin with ``given`` and fit; None if there are none.
@@ -152,7 +154,10 @@ class _Planner:
         else:
             manners = [_Manner(share=share, link_price=price, written=self.written[0]) for share, price in _MANNERS]
             found = [self._attempt(given, manners[0])]
-            if found[0].given_up:
+            self.hopeless = found[0].least_bytes <= self.request.capacity_bytes and hopeless(
+                found[0].seconds, self.request.beat_s
+            )
+            if found[0].given_up and not self.hopeless:
                 found += [self._attempt(given, manner) for manner in manners[1:]]
                 best = min(found, key=_rank)
                 found += [self._attempt(given, replace(best.manner, written=other)) for other in self.written[1:]]
@@ -177,7 +182,7 @@ class _Planner:
         low, high = 0, len(steps)
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if Sets(decisions(middle), profile).room_needed <= room else (middle + 1, high)
+            low, high = (low, middle) if Sets(decisions(middle), profile).least_room <= room else (middle + 1, high)
         return _Attempt(
             manner=manner,
             decisions=decisions(low),

@@ -36,8 +36,6 @@ class OffmateConfig:
     lookahead: int = 1
     """Offloaded activations take device memory this many steps before their backward and are fetched during any of
     them. With 0 a fetch is supposed to overlap with the backward that needs it."""
-    unshared: float = 0.0
-    """What lanes share on the host is counted as so much more, 0.1 being 10 %: no plan fills it all the time."""
     optimistic: bool = False
     """For bounds of any planner's plans: also allow for activations that are dropped and computed again, at the cost of
     one forward, and let embeddings that can be read in host memory cost neither copies nor device memory."""
@@ -61,7 +59,6 @@ class OffmateConfig:
             "traffic_weight": 0,
             "phi": 0,
             "gap": 0,
-            "unshared": 0,
         }
         for name, smallest in least.items():
             if getattr(self, name) < smallest:

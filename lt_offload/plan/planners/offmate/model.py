@@ -30,8 +30,8 @@ to the host and ``OP`` updated there, of Wg (4); ``Time`` of a step (2).
   forget,
 - C14 and at least the host's updates; all launches together bound the iteration only, as updates run on other threads
   (in (23) they interrupt each other).
-- C15 and at least what its computations, copies and updates together need of what they share on the host, the bandwidth
-  of its memory (:class:`lt_offload.schema.profile.Contention`; the paper's model has no such limit).
+- C15 and at least what its computations, copies and updates need beside each other, because they share the bandwidth of
+  the host's memory (:mod:`lt_offload.plan.planners.sharing`; the paper's model has no such limit).
 
 A group whose first forward directly follows its last backward (``tau_f = 1``, the embedding) has no step between in
 which the host could update it. The paper leaves it to the device, with states that may not fit; here its forward may
@@ -57,6 +57,7 @@ from lt_offload.plan.planners.lp import Pair, Term, add, pairs, require
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.solution import Group, groups
 from lt_offload.plan.planners.request import allowed_options, held_bytes
+from lt_offload.plan.planners.sharing import sharing_rows
 from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile, TensorProfile
 
 Objective = Literal["time", "device", "host"]
@@ -240,13 +241,11 @@ class Program:
     """Whether the host may update a group whose next forward follows its last backward at once (the embedding); the
     forward then waits for the update."""
 
-    def __init__(
-        self, profile: Profile, config: OffmateConfig, objective: Objective = "time", pace: Pace | None = None
-    ) -> None:
+    def __init__(self, profile: Profile, config: OffmateConfig, objective: Objective = "time") -> None:
         self.profile, self.config, self.objective = profile, config, objective
         self.timeline = timeline(profile)
         self.steps = len(self.timeline)
-        self.pace = pace or Pace(profile)
+        self.pace = Pace(profile)
         self.options = [_options(block, config) for block in profile.blocks]
         self.groups = groups(profile)
         # The solver sees units that make its absolute tolerances meaningful: the largest group and the mean step.
@@ -290,8 +289,19 @@ class Program:
             self._count_transfers(builder.terms)
         self.device_budget = self._limit_device()
         self.host_budget = self._limit_host()
+        self.limit(config.budget_bytes, config.host_budget_bytes)
         self.times = self._limit_times()
         self._set_objective()
+
+    def limit(self, budget_bytes: int | None, host_budget_bytes: int | None) -> None:
+        """Fix the budgets that are not minimised; both are variables, so that a solved program can begin again."""
+        fixed = (
+            ("device", self.device_budget, budget_bytes and room_within(budget_bytes, self.profile)),
+            ("host", self.host_budget, host_budget_bytes),
+        )
+        for objective, budget, count in fixed:
+            if budget is not None and count is not None and objective != self.objective:
+                budget.lowBound = budget.upBound = self._size(count)
 
     def _size(self, count: float) -> float:
         return count / self.bytes_unit
@@ -499,13 +509,13 @@ class Program:
 
     # Rows over all blocks and groups
 
-    def _limit_device(self) -> Term | None:
-        """Add C9; return what the budget leaves a plan: a variable if it is minimised, None without limit."""
-        budget: Term | None = None
+    def _limit_device(self) -> pulp.LpVariable | None:
+        """Add C9; return what the budget leaves a plan, None without limit."""
+        budget: pulp.LpVariable | None = None
         if self.objective == "device":
             budget = self.problem.add_variable("budget", 0)
         elif self.config.budget_bytes is not None:
-            budget = self._size(room_within(self.config.budget_bytes, self.profile))
+            budget = self.problem.add_variable("budget")
         if budget is None:
             return None
         split = self.config.pools == "split"
@@ -519,13 +529,13 @@ class Program:
             require(self.problem, [*pairs(row), (1, extent), (-1, budget)], "<=")  # C9
         return budget
 
-    def _limit_host(self) -> Term | None:
+    def _limit_host(self) -> pulp.LpVariable | None:
         """Add C10; return the budget like :meth:`_limit_device`."""
-        budget: Term | None = None
+        budget: pulp.LpVariable | None = None
         if self.objective == "host":
             budget = self.problem.add_variable("budget", 0)
         elif self.config.host_budget_bytes is not None:
-            budget = self._size(self.config.host_budget_bytes)
+            budget = self.problem.add_variable("host_budget")
         if budget is not None:
             gradients = self.gradients_on_host()
             require(self.problem, [*pairs(self.host_memory), *gradients, (-1, budget)], "<=")  # C10
@@ -544,26 +554,16 @@ class Program:
         times = [self.problem.add_variable(f"t{step:03d}", 0) for step in range(self.steps)]
         computed = [[*pairs(own), *pairs(waits)] for own, waits in zip(self.compute, self.exposed, strict=True)]
         copied = [[pairs(row) for row in rows] for rows in (self.h2d, self.d2h, self.host)]
-        shared = [self._shared(step) for step in range(self.steps)]
-        for rows in (computed, *copied, shared if any(shared) else []):  # C11 to C15
-            for row, time in zip(rows, times, strict=False):
+        direct = self.config.optimistic and any(tensor.zero_copy for tensor in self.profile.tensors)
+        for factors in sharing_rows(self.profile.contention, direct=direct):
+            lanes = zip(factors, (self.compute, self.h2d, self.d2h, self.host), strict=True)
+            used = [(factor, rows) for factor, rows in lanes if factor]
+            copied.append([[(f * a, x) for f, rows in used for a, x in pairs(rows[t])] for t in range(self.steps)])
+        for rows in (computed, *copied):  # C11 to C15
+            for row, time in zip(rows, times, strict=True):
                 require(self.problem, [*row, (-1, time)], "<=")
         require(self.problem, [*pairs(self.launched), *((-1, time) for time in times)], "<=")
         return times
-
-    def _shared(self, step: int) -> list[Pair]:
-        """Return what the lanes need of what they share on the host; nothing if they fit beside each other anyway."""
-        shares = self.profile.contention
-        lanes = (
-            (shares.compute, self.compute),
-            (shares.h2d, self.h2d),
-            (shares.d2h, self.d2h),
-            (shares.host, self.host),
-        )
-        if sum(share for share, _ in lanes) <= 1:
-            return []
-        more = 1 + self.config.unshared
-        return [(more * share * factor, term) for share, rows in lanes if share for factor, term in pairs(rows[step])]
 
     def _set_objective(self) -> None:
         goal = pulp.LpAffineExpression()

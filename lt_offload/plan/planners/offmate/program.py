@@ -17,7 +17,7 @@ import pulp
 
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.iteration.memory import budget_for
-from lt_offload.plan.planners.lp import Outcome, Term, run
+from lt_offload.plan.planners.lp import Method, Outcome, Term, run
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.model import GroupTerms, Objective, Program
 from lt_offload.plan.planners.offmate.rounding import round_options
@@ -46,16 +46,28 @@ def solve_offmate(profile: Profile, config: OffmateConfig, program: type[Program
     return search.solution()
 
 
-def relaxed_solution(profile: Profile, config: OffmateConfig) -> Solution:
-    """Return the relaxation's flows with rounded options: what a schedule needs that finds all times anew.
+class RelaxedPrograms:
+    """The relaxation for a series of budgets of one model.
 
-    Errors as :func:`solve_offmate`.
+    Only two bounds differ between them, so that each begins with the solution of the one before.
     """
-    search = _ProgramSearch(profile, config, Program)
-    if not search.relax():
-        raise _infeasible(profile, config, Program)
-    search.round()
-    return search.solution()
+
+    def __init__(self, profile: Profile, config: OffmateConfig) -> None:
+        self._search = _ProgramSearch(profile, config, Program)
+        self._method: Method = "interior"
+
+    def solution(self, budget_bytes: int, host_budget_bytes: int | None, time_limit: float) -> Solution:
+        """Return the relaxation's flows with rounded options: what a schedule needs that finds all times anew.
+
+        Errors as :func:`solve_offmate`.
+        """
+        search = self._search
+        search.limit(budget_bytes, host_budget_bytes, time_limit)
+        method, self._method = self._method, "again"
+        if not search.relax(method):
+            raise _infeasible(search.program.profile, search.config, Program)
+        search.round()
+        return search.solution()
 
 
 def lower_bound(profile: Profile, config: OffmateConfig, program: type[Program] = Program) -> float:
@@ -64,7 +76,7 @@ def lower_bound(profile: Profile, config: OffmateConfig, program: type[Program] 
     Solves the relaxation only. Errors as :func:`solve_offmate`.
     """
     search = _ProgramSearch(profile, config, program)
-    if not search.relax():
+    if not search.relax("simplex"):
         raise _infeasible(profile, config, program)
     return search.bound * search.program.seconds_unit
 
@@ -136,9 +148,17 @@ class _ProgramSearch:
         self.chosen = self._round(fractions)
         return fractions
 
-    def relax(self) -> bool:
+    def limit(self, budget_bytes: int, host_budget_bytes: int | None, time_limit: float) -> None:
+        """Set other budgets and a new time limit."""
+        self.config = replace(
+            self.config, budget_bytes=budget_bytes, host_budget_bytes=host_budget_bytes, time_limit=time_limit
+        )
+        self.deadline = time.monotonic() + time_limit
+        self.program.limit(budget_bytes, host_budget_bytes)
+
+    def relax(self, method: Method = "interior") -> bool:
         """Solve the relaxation and set the bound; returns False if it is infeasible."""
-        if not self._solved(self._solve(None)):
+        if not self._solved(self._solve(None, method)):
             return False
         # The traffic term of a solution is at most twice its time per unit of weight, because every step lasts at least
         # as long as its copies in each direction; so this is a bound of the time alone.
@@ -177,11 +197,11 @@ class _ProgramSearch:
             return float(sum(step.varValue for step in program.times))
         return float(pulp.value(program.problem.objective))
 
-    def _solve(self, gap: float | None) -> Outcome:
+    def _solve(self, gap: float | None, method: Method = "interior") -> Outcome:
         remaining = self.deadline - time.monotonic()
         if gap is not None:
             remaining = min(remaining, _BRANCHING_S)
-        return run(self.program.problem, time_limit=remaining, gap=gap)
+        return run(self.program.problem, time_limit=remaining, gap=gap, method=method)
 
     def _solved(self, outcome: Outcome) -> bool:
         if outcome == "stopped":

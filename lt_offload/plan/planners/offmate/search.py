@@ -9,7 +9,7 @@ from dataclasses import replace
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.planners.candidates import Candidates, Missed
 from lt_offload.plan.planners.offmate.config import OffmateConfig
-from lt_offload.plan.planners.offmate.program import relaxed_solution
+from lt_offload.plan.planners.offmate.program import RelaxedPrograms
 from lt_offload.plan.planners.offmate.rounding import Slack, round_tensors
 from lt_offload.plan.planners.request import Proposal
 from lt_offload.units import format_bytes
@@ -23,9 +23,7 @@ _SCHEDULED = 2
 """Of so many of those the schedule is looked for with care."""
 _LEAST_S = 10.0
 """So long the first program may take even if there is no time left, where nothing else has given a plan."""
-_UNSHARED = 0.1
-"""Of the host's bandwidth so much is left: where copies and updates meet is not the program's to say."""
-_FIRST = 1.05
+_FIRST = 1.0
 _LARGEST = 1.35
 _STEP = 0.07
 _NEAR = 0.01
@@ -44,29 +42,22 @@ def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough_s: f
     request = candidates.request
     search = _BudgetSearch(request.budget_bytes)
     ram = request.host_budget_bytes
-    deadline = time.monotonic() + config.time_limit
+    # What is on its way is the schedule's to see to.
+    programs = RelaxedPrograms(
+        request.profile, replace(config, budget_bytes=search.next, lag=0, lookahead=0, phi=1.0, host_budget_bytes=ram)
+    )
     found: list[tuple[float, Proposal]] = []
     least, most = _SOLVED
     for turn in range(min(max(_SOLVED_BLOCKS // len(request.profile.blocks), least), most)):
-        left = deadline - time.monotonic()
+        left = request.deadline - time.monotonic()
         if left <= 0 and (turn or candidates.fitting):
             candidates.cut_short("more budgets of the program" if turn else "the program")
             break
         if not candidates.fitting and not found:
             left = max(left, _LEAST_S)
         name = f"offmate, solved for {format_bytes(search.next)}"
-        now = replace(
-            config,
-            budget_bytes=search.next,
-            host_budget_bytes=ram,
-            lag=0,  # what is on its way is the schedule's to see to
-            lookahead=0,
-            phi=1.0,
-            unshared=_UNSHARED,
-            time_limit=left,
-        )
         try:
-            solution = relaxed_solution(request.profile, now)
+            solution = programs.solution(search.next, ram, left)
         except InfeasibleError as error:
             candidates.fail(name, "the program has no solution")
             if not search.raise_to(error.needed_bytes):

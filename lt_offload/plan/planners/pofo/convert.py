@@ -94,7 +94,7 @@ def as_decisions(
         run = []
     found = Decisions(
         tensors=resident_tensors(profile),
-        blocks=block_decisions(profile, tuple(options), lag=0, lead=0),
+        blocks=block_decisions(profile, tuple(options)),
         recomputations=recomputations,
     )
     # What runs again may need it before its backward.

@@ -112,4 +112,4 @@ class Setting:
         return replace(decision, state_interval=Interval(start=backward, end=backward), state_offload_after=backward)
 
     def _with(self, tensors: Iterable[TensorDecision]) -> Decisions:
-        return Decisions(tensors=tuple(tensors), blocks=block_decisions(self.profile, self.options, lag=0, lead=0))
+        return Decisions(tensors=tuple(tensors), blocks=block_decisions(self.profile, self.options))

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ from lt_offload.plan.assembly.sets import Sets
 from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.baselines import option_sets, streaming_decisions
 from lt_offload.plan.planners.ladder import ladder
-from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, held_bytes, self_contained
+from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, held_bytes, hopeless, self_contained
 from lt_offload.plan.planners.timed_plan import estimated_s
 from lt_offload.plan.planners.weights.decisions import Setting
 from lt_offload.plan.planners.weights.model import select_gaps
@@ -37,7 +38,10 @@ moments do. Where the host updates, it mostly sets the pace, and margins matter 
 _LEVELS = 20
 """In how many steps activations are given up."""
 _PATIENCE = 10
-"""How many selections in a row that are no better end the search; those with the least work for any lane come first."""
+"""How many selections in a row that are no better end the search for one place of updates; those with the least work
+for any lane come first."""
+_HASTE = 2
+"""The same while another planner's plan is out of reach."""
 _BEST = 3
 """How many are proposed, each of another margin or place of update."""
 
@@ -53,7 +57,7 @@ def propose_l2l(request: Request) -> list[Proposal]:
     profile = request.profile
     usable = zip(profile.blocks, self_contained(request.allowed), strict=True)
     options = tuple(_recomputing(block, options).name for block, options in usable)
-    decisions = streaming_decisions(profile, options, host_update=request.settings.host_update, lead=0, lag=0)
+    decisions = streaming_decisions(profile, options, host_update=request.settings.host_update)
     needed = Sets(decisions, profile).room_needed
     if needed > request.capacity_bytes:
         missing = format_bytes(needed - request.capacity_bytes)
@@ -80,23 +84,29 @@ def propose_greedy(request: Request) -> list[Proposal]:
     if not fitting:
         _require_ram(request, selections[0].proposal.decisions)
     found: list[tuple[float, Proposal]] = []
-    least, failed = math.inf, 0
+    least = math.inf
+    failed: Counter[str] = Counter()
     for selection in sorted(fitting, key=lambda selection: selection.least_s):
-        if selection.least_s >= least or failed >= _PATIENCE:
+        if found and selection.least_s >= min(least, request.beat_s):
             break
+        if failed[selection.place] >= (_HASTE if hopeless(least, request.beat_s) else _PATIENCE):
+            continue
         seconds = estimated_s(selection.proposal.decisions, request)
         found.append((seconds, selection.proposal))
-        failed = 0 if seconds < least else failed + 1
+        failed[selection.place] = 0 if seconds < least else failed[selection.place] + 1
         least = min(least, seconds)
     best: dict[str, Proposal] = {}
-    for _, proposal in sorted(found, key=lambda item: item[0]):
-        best.setdefault(proposal.name, proposal)
+    for seconds, proposal in sorted(found, key=lambda item: item[0]):
+        if not best or not hopeless(seconds, request.beat_s):
+            best.setdefault(proposal.name, proposal)
     return list(best.values())[:_BEST]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _GreedySelection:
     proposal: Proposal
+    place: str
+    """Of updates."""
     least_s: float
     """No schedule is shorter."""
 
@@ -117,9 +127,10 @@ def _selections(request: Request) -> tuple[list[_GreedySelection], int]:
                     short = min(short, error.needed_bytes or short)
                     break
                 name = f"greedy, margin of {margin} {'layer' if margin == 1 else 'layers'}, update on the {where}"
-                least_s = Sets(decisions, request.profile).busiest_s
+                least_s = Sets(decisions, request.profile).least_s
                 if not any(decisions == other.proposal.decisions for other in found):
-                    found.append(_GreedySelection(proposal=Proposal(name=name, decisions=decisions), least_s=least_s))
+                    proposal = Proposal(name=name, decisions=decisions)
+                    found.append(_GreedySelection(proposal=proposal, place=where, least_s=least_s))
     return found, short
 
 
