@@ -7,6 +7,7 @@ starts, :func:`markdown` prints it for the README, and what shows only while tra
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -150,18 +151,41 @@ def _manual(run: Setup) -> str | None:
     return None if module.automatic_optimization else f"{type(module).__name__}.automatic_optimization=False"
 
 
-_STEP_HOOKS = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "backward")
+_STEP_HOOKS = ("optimizer_step", "optimizer_zero_grad", "backward")
 _GRADIENT_HOOKS = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
 
 
 @_limit(
-    "own optimizer_step, optimizer_zero_grad, configure_gradient_clipping or backward",
+    "own optimizer_step, optimizer_zero_grad or backward",
     "trainer",
     why="the hook acts on an update that has happened already",
     instead="remove it; schedule the learning rate with an lr_scheduler of interval='step'",
 )
 def _step_hook(run: Setup) -> str | None:
     return _overridden([run.trainer.lightning_module], _STEP_HOOKS)
+
+
+@_limit(
+    "own configure_gradient_clipping that does not call self.clip_gradients",
+    "trainer",
+    why="gradients are where the plan has them, not in p.grad, and are clipped there",
+    instead="call self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm='norm' or 'value') in "
+    "it, as often and with what values it decides",
+)
+def _clipping_hook(run: Setup) -> str | None:
+    name = "configure_gradient_clipping"
+    module = run.trainer.lightning_module
+    if not overrides(module, name):
+        return None
+    called = _names(getattr(inspect.unwrap(getattr(module, name)), "__code__", None))
+    return None if called & {name, "clip_gradients"} else f"{type(module).__name__}.{name}"
+
+
+def _names(code: Any) -> set[str]:
+    """Return the attributes and globals that a function's code, and that of functions in it, names."""
+    if not hasattr(code, "co_names"):
+        return set()
+    return {*code.co_names, *(name for constant in code.co_consts for name in _names(constant))}
 
 
 @_limit(
@@ -470,9 +494,14 @@ ONE_BACKWARD = _while_running(
     "offloaded says; after an error in a backward go on from a checkpoint",
 )
 CLIPPING = _while_running(
-    "clipping by norm in a loop of one's own without delayed=True",
-    why="updates run during the backward, before the norm of all gradients is known",
-    instead="offloaded(..., delayed=True) lets updates wait for optimizer.step()",
+    "engine.clip_grad_norm_ and engine.clip_grad_value_ in a loop of one's own without delayed=True",
+    why="updates run during the backward, before all gradients are there",
+    instead="offloaded(..., delayed=True) lets updates wait for optimizer.step(); engine.clip_value needs no waiting",
+)
+CLIPPED = _while_running(
+    "gradients that are clipped by norm after by value, twice by norm, or before the last backward",
+    why="they are clipped when updates use them, all of them once: first by norm, then by value",
+    instead="clip once, after the last backward, by norm before by value",
 )
 WINDOW = _while_running(
     "windows of other numbers of micro-batches than was said, last micro-batches without a loss",
@@ -564,11 +593,14 @@ def _is_a(thing: object, names: set[str]) -> bool:
 _LIGHTNING_BASE = re.compile(r"(lightning\.pytorch|pytorch_lightning)\.(core\.|callbacks\.callback$)")
 
 
+def overrides(thing: object, hook: str) -> bool:
+    """Return whether ``thing`` defines ``hook`` itself instead of inheriting it from Lightning."""
+    owner = next((cls for cls in type(thing).__mro__ if hook in vars(cls)), None)
+    return hook in vars(thing) or (owner is not None and _LIGHTNING_BASE.match(owner.__module__) is None)
+
+
 def _overridden(things: Sequence[Any], hooks: Sequence[str]) -> str | None:
-    """Return the first hook that one of ``things`` defines itself instead of inheriting it from Lightning."""
-    for thing in things:
-        for hook in hooks:
-            owner = next((cls for cls in type(thing).__mro__ if hook in vars(cls)), None)
-            if hook in vars(thing) or (owner is not None and _LIGHTNING_BASE.match(owner.__module__) is None):
-                return f"{type(thing).__name__}.{hook}"
-    return None
+    """Return the first hook that one of ``things`` overrides."""
+    return next(
+        (f"{type(thing).__name__}.{hook}" for thing in things for hook in hooks if overrides(thing, hook)), None
+    )

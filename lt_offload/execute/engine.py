@@ -122,6 +122,7 @@ class Engine(Controls):
         """Of the memory that the iteration takes."""
         self._step_hook: Any = None
         self._ran_backward = False
+        self._left: str | None = None
         self._grad_norm: Tensor | None = None
         """On the device: nobody waits for it before somebody asks."""
 
@@ -286,6 +287,7 @@ class Engine(Controls):
         """Leave an iteration that failed: await what is in flight, drop what was saved, bring newer copies home."""
         if not self.installed:
             return
+        self._left = self.unfinished()
         with self._guard.suspended:
             self._frames.close()
             try:
@@ -386,7 +388,7 @@ class Engine(Controls):
             self._walk.finish()
             check_reached(self.weights, self._frames)
             self._frames.clear()
-        self._grad_norm = self.gradients.norm()
+        self._grad_norm = self.gradients.end_iteration()
         self._ran_backward, self._window.added = False, 0
         if self.updates.states_move or self.updates.counts:
             # Whoever looks for a state that is not there yet, or for a number, asks no tensor.
@@ -394,6 +396,7 @@ class Engine(Controls):
             self.device.drain()
             self.updates.order_states()
         self._guard.end()
+        self._left = None
         self.recorder.end()
         if self.recorder.iterations == 1:  # by now there are optimizer states
             self._check_host()

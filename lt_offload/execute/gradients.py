@@ -210,7 +210,9 @@ class Gradients:
         self.clip_value: float | None = None
         """What complete gradients are clamped to before updates use them."""
         self._scale: Tensor | None = None
-        """What they are multiplied by, in a settling pass."""
+        """What they are multiplied by before that, in the coming settling pass."""
+        self._clamp: float | None = None
+        """What they are clamped to after that, in the coming settling pass."""
         for op in plan.ops:
             if op.writes_gradients:
                 self._receive([weights[t] for t in plan.tensors(op)])
@@ -253,18 +255,29 @@ class Gradients:
         self._expected.clear()
 
     def start(self, which: Pass) -> None:
-        """Do with gradients what this kind of pass does, from now on."""
+        """Do with gradients what this kind of pass does, from now on.
+
+        Raises:
+            UnsupportedError: if there are to be more gradients after they have been clipped.
+        """
+        if which != "settling" and self._clipped:
+            raise limits.CLIPPED.error("the model was called after its gradients had been clipped, before the step")
         self._which = which
+
+    @property
+    def _clipped(self) -> bool:
+        return self._scale is not None or self._clamp is not None
 
     def forget_sums(self) -> None:
         """Begin a window anew."""
-        self._scale = None
+        self._scale = self._clamp = None
         for weight in self._weights:
             if weight.total is not None:
                 weight.total.filled = weight.total.group.dirty = False
 
-    def norm(self) -> Tensor | None:
-        """Return the norm of this iteration's gradients, and forget it; None if it was not asked for."""
+    def end_iteration(self) -> Tensor | None:
+        """Forget how gradients were clipped; return their norm before that, None if it was not asked for."""
+        self._scale = self._clamp = None
         sums, self.square_sums = self.square_sums, None
         if not sums:
             return None
@@ -302,7 +315,7 @@ class Gradients:
             if op.kind == "update" and _filled(weight):
                 self._complete[op.id].append((weight, None))
             return
-        if self.square_sums is not None and not _filled(weight):
+        if self.square_sums is not None and self._which == "updating" and not _filled(weight):
             self.square_sums.append(_square_sum(grad))
         if op.writes_gradients:
             self._write_out(weight, grad)
@@ -352,7 +365,10 @@ class Gradients:
         used = [p for w in weights for p in (w.group, w.states.group) if p is not None]
         groups = list(dict.fromkeys([*used, *(total.group for total in totals)]))
         self._take(groups)
-        self._update_on_device(weights, [total.view for total in totals if total.view is not None], groups)
+        sums = [total.view for total in totals if total.view is not None]
+        if self.square_sums is not None:
+            self.square_sums += map(_square_sum, sums)
+        self._update_on_device(weights, sums, groups)
 
     def _take(self, groups: Sequence[LiveGroup]) -> None:
         """Order the compute lane after the copies that bring ``groups``, which it will write."""
@@ -380,14 +396,15 @@ class Gradients:
 
     def _edit(self) -> Callable[[Tensor], None] | None:
         """Return what is done to gradients before updates use them, as it is now; None: nothing."""
-        value, scale = self.clip_value, self._scale
+        scale = self._scale
+        value = min((v for v in (self.clip_value, self._clamp) if v is not None), default=None)
 
         def edit(grad: Tensor) -> None:
             with torch.no_grad():
-                if value is not None:
-                    grad.clamp_(-value, value)
                 if scale is not None:
                     grad.mul_(scale.to(grad.device))
+                if value is not None:
+                    grad.clamp_(-value, value)
 
         return edit if value is not None or scale is not None else None
 
@@ -400,8 +417,11 @@ class Gradients:
         torch, which takes the norm of the norms of the tensors, in the order of ``params``.
 
         Raises:
+            UnsupportedError: if they have been clipped already.
             RuntimeError: with ``error_if_nonfinite``, if the norm is not finite.
         """
+        if self._clipped or self.clip_value is not None:
+            raise limits.CLIPPED.error("gradients that are clipped already were to be clipped by their norm")
         totals = {id(w.param): w.total for w in self._weights if w.total is not None and w.total.filled}
         found = [totals[id(param)] for param in params if id(param) in totals]
         groups = list(dict.fromkeys(total.group for total in found))
@@ -411,8 +431,14 @@ class Gradients:
         sums = [total.host if total.view is None else total.view for total in found]
         with torch.no_grad():
             norm: Tensor = get_total_norm(sums, norm_type, error_if_nonfinite)
-            self._scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            if found:
+                self._scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         return norm
+
+    def clip_each(self, value: float) -> None:
+        """Let the coming updates use gradients between ``-value`` and ``value``."""
+        if any(map(_filled, self._weights)):
+            self._clamp = value if self._clamp is None else min(self._clamp, value)
 
     def _added(self, weight: Weight, grad: Tensor | None) -> Tensor:
         """Return the sum of a weight's gradients on the device, ``grad`` included, where there is or has to be one."""

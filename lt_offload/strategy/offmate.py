@@ -142,8 +142,8 @@ class OffmateStrategy(_Base):
         self._replanning: Replanning | None = None
         """Present while the first iterations may correct the plan."""
         self._signature: object = None
-        self._updating = False
-        """Some weights of the present iteration are updated and others are not."""
+        self._unfinished: str | None = None
+        """Why no checkpoint may be written after a run that has failed."""
         self._micro_batch = ExitStack()  # encloses one that no update follows, until its backward has ended
         self._undo = ExitStack()
         """What ``teardown`` puts back."""
@@ -249,7 +249,7 @@ class OffmateStrategy(_Base):
     def setup(self, trainer: Any) -> None:
         """Make optimizers, profile, plan, and install the engine."""
         assert self.accelerator is not None and self.model is not None
-        self._updating = False
+        self._unfinished = None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -289,7 +289,7 @@ class OffmateStrategy(_Base):
             )
         self.trace, self._replanning = None, None
         self._undo.enter_context(caches_off(self._module))
-        self._undo.enter_context(windows.clipping(trainer, self._clipper))
+        self._undo.enter_context(windows.clipping(trainer, lambda: self.engine))
         if choice is not None:
             self.profile, self.plan = choice.profile, choice.plan
             self._replanning = follow(self.settings, self.profile)
@@ -316,11 +316,6 @@ class OffmateStrategy(_Base):
         rank_zero_info(f"offmate: planning for {format_bytes(budget)}, {self.settings.time_limit:g} s at most")
         self._replanning = follow(self.settings, profile)
         return make_plan(profile, replace(self.settings, memory=budget))
-
-    def _clipper(self) -> Engine:
-        assert self.engine is not None
-        self._updating = True  # the updates follow
-        return self.engine
 
     def _install(self, optimizer: Optimizer | None, plan: Plan | None, budget: int) -> None:
         threads, context = (plan.host_threads, plan.context_bytes) if plan is not None else (0, 0)
@@ -398,26 +393,28 @@ class OffmateStrategy(_Base):
         self._micro_batch.close()
         self._replan()
         with self.engine.iteration(grad_norm=norm, signature=self._signature):
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._updating = False
-        return result
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a training step; if no update follows, begin what ends after its backward."""
-        if self.engine is not None and self._trainer.fit_loop._should_accumulate():
-            self._micro_batch.close()  # of a step that returned no loss
-            self._micro_batch.enter_context(self.engine.iteration(last=False, signature=self._signature))
-        return super().training_step(*args, **kwargs)
+        with ExitStack() as opened:
+            if self.engine is not None and self._trainer.fit_loop._should_accumulate():
+                self._micro_batch.close()  # of a step that returned no loss
+                opened.enter_context(self.engine.iteration(last=False, signature=self._signature))
+            found = super().training_step(*args, **kwargs)
+            self._micro_batch = opened.pop_all()
+        return found
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run a backward, and end a micro-batch without an update."""
-        loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
-        self._micro_batch.close()
+        with self._micro_batch:
+            loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
         return loss
 
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        """Note that from here until the end of the iteration some weights are updated and others are not."""
-        self._updating = windows.updates_during(self._trainer, self.plan)
+    def on_train_start(self) -> None:
+        """Say what windows look like where that may surprise."""
+        super().on_train_start()
+        windows.warn_of_short_ones(self._trainer)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Stream the forward."""
@@ -474,14 +471,10 @@ class OffmateStrategy(_Base):
         return super().optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write the checkpoint, unless an iteration was interrupted between two updates."""
-        if self._updating:
-            rank_zero_warn(
-                f"offmate: {filepath} is not written: the iteration was interrupted when some weights were updated and "
-                "others were not; resume from the last complete checkpoint"
-            )
-            return
-        if windows.within_window(self.engine, filepath):
+        """Write the checkpoint, unless it would not be complete."""
+        unfinished = self._unfinished if self.engine is None else self.engine.unfinished()
+        if unfinished is not None:
+            rank_zero_warn(f"offmate: {filepath} is not written: {unfinished}")
             return
         if self.profile is not None:
             record(checkpoint, self.profile.batch_size)
@@ -520,6 +513,7 @@ class OffmateStrategy(_Base):
                 self.engine.abort()
             except Exception as second:
                 rank_zero_warn(f"offmate: leaving the interrupted iteration failed, too: {second}")
+            self._unfinished = self.engine.unfinished()
 
     def teardown(self) -> None:
         """Give the model back with complete host weights and release the device."""
@@ -548,7 +542,7 @@ class OffmateStrategy(_Base):
 
     def _complete(self) -> None:
         """Wait for what is on its way to the host, unless the iteration was left halfway."""
-        if self.engine is not None and not self._updating:
+        if self.engine is not None and not self.engine.halfway:
             self.engine.drain()
 
     @contextmanager

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lt_offload import limits
+from lt_offload.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -23,8 +26,16 @@ def fitting(trainer: Any) -> bool:
 
 
 def asked(settings: Settings, trainer: Any) -> Settings:
-    """Return ``settings`` with what ``trainer`` asks for."""
-    return replace(settings, accumulate=micro_batches(trainer), delayed=clips_norm(trainer))
+    """Return ``settings`` with what ``trainer`` asks for.
+
+    Raises:
+        ConfigError: if it asks for a clipping that there is not.
+    """
+    value = trainer.gradient_clip_val
+    if value is not None and not value >= 0:
+        raise ConfigError(f"gradient_clip_val={value} must be more than 0, or None to leave gradients as they are")
+    delayed = _clips_by_norm(trainer) or _clips_by_hook(trainer)
+    return replace(settings, accumulate=micro_batches(trainer), delayed=delayed)
 
 
 def micro_batches(trainer: Any) -> int:
@@ -35,33 +46,29 @@ def micro_batches(trainer: Any) -> int:
     return most
 
 
-def within_window(engine: Engine | None, filepath: Any) -> bool:
-    """Return whether gradients of some micro-batches wait for an update; say that no checkpoint is written then."""
-    if engine is None or not engine.added:
-        return False
-    rank_zero_warn(
-        f"offmate: {filepath} is not written: the gradients of {engine.added} micro-batches since the last update are "
-        "in no checkpoint; save after an optimizer step, for example with every_n_train_steps"
-    )
-    return True
+def warn_of_short_ones(trainer: Any) -> None:
+    """Say that windows are shorter than ``trainer`` asks for, if its loops, which begin now, will make them so."""
+    asked, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
+    if asked > batches:
+        rank_zero_warn(
+            f"accumulate_grad_batches={asked} is more than the {batches} batches of an epoch, with whose end every "
+            f"window ends: each update has the gradients of {batches} at most, divided by {asked}"
+        )
+    seen = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    if 0 < seen < batches and seen % asked:
+        rank_zero_warn(
+            f"the checkpoint was written after {seen} batches of its epoch, where no window of "
+            f"accumulate_grad_batches={asked} ends: the first update has the gradients of {asked - seen % asked}"
+        )
 
 
-def updates_during(trainer: Any, plan: Plan | None) -> bool:
-    """Return whether the backward that begins updates weights."""
-    waits = plan is not None and plan.delayed
-    return not waits and not trainer.fit_loop._should_accumulate()
+def _clips_by_norm(trainer: Any) -> bool:
+    return bool(trainer.gradient_clip_val) and not _by_value(trainer)
 
 
-def clips_norm(trainer: Any) -> bool:
-    """Return whether ``trainer`` clips gradients by their norm."""
-    return bool(trainer.gradient_clip_val and trainer.gradient_clip_val > 0) and not _by_value(trainer)
-
-
-def clip_by_value(trainer: Any, engine: Engine) -> None:
-    """Let ``engine`` clamp gradients if ``trainer`` does."""
-    value = trainer.gradient_clip_val
-    if engine.plan is not None and value and value > 0 and _by_value(trainer):
-        engine.clip_value = float(value)
+def _clips_by_hook(trainer: Any) -> bool:
+    """Return whether the module decides itself how gradients are clipped."""
+    return limits.overrides(trainer.lightning_module, "configure_gradient_clipping")
 
 
 def _by_value(trainer: Any) -> bool:
@@ -69,20 +76,60 @@ def _by_value(trainer: Any) -> bool:
     return str(getattr(algorithm, "value", algorithm)) == "value"
 
 
+def clip_by_value(trainer: Any, engine: Engine) -> None:
+    """Let ``engine`` clamp gradients if ``trainer`` always does."""
+    value = trainer.gradient_clip_val
+    if engine.plan is not None and value and _by_value(trainer) and not _clips_by_hook(trainer):
+        engine.clip_value = float(value)
+
+
 @contextmanager
-def clipping(trainer: Any, engine: Callable[[], Engine]) -> Iterator[None]:
+def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[None]:
     """Let the engine clip where the Trainer's precision plugin would look for gradients.
 
-    The norms are put together in the order of the optimizer's parameters, as the plugin does.
+    The norms are put together in the order of the optimizer's parameters, as the plugin does. A hook of the module
+    that looks at gradients itself is told that they are gone.
+
+    Args:
+        trainer: about to train.
+        present: returns its engine.
     """
-    plugin = trainer.precision_plugin
+    plugin, module = trainer.precision_plugin, trainer.lightning_module
 
-    def clip_gradients(optimizer: Any, clip_val: float = 0.0, *_: Any, **__: Any) -> None:
-        if clip_val and clip_val > 0 and clips_norm(trainer):
+    def engine() -> Engine:
+        found = present()
+        assert found is not None
+        return found
+
+    def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        if not clip_val > 0:
+            return
+        if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "norm":
             engine().clip_grad_norm_(clip_val, parameters=plugin.main_params(optimizer))
+        elif _clips_by_hook(trainer):
+            engine().clip_grad_value_(clip_val)
 
-    plugin.clip_gradients = clip_gradients
+    hooked = module.configure_gradient_clipping
+
+    def configure_gradient_clipping(*args: Any, **kwargs: Any) -> None:
+        with engine().without_gradients():
+            hooked(*args, **kwargs)
+
+    with ExitStack() as undo:
+        undo.enter_context(_attribute(plugin, "clip_gradients", clip_gradients))
+        if _clips_by_hook(trainer):
+            undo.enter_context(_attribute(module, "configure_gradient_clipping", configure_gradient_clipping))
+        yield
+
+
+@contextmanager
+def _attribute(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Let ``owner`` have this attribute of its own within the context."""
+    before = dict(vars(owner))
+    vars(owner)[name] = value
     try:
         yield
     finally:
-        del plugin.clip_gradients
+        del vars(owner)[name]
+        if name in before:
+            vars(owner)[name] = before[name]
