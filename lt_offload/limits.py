@@ -151,10 +151,6 @@ def _manual(run: Setup) -> str | None:
     return None if module.automatic_optimization else f"{type(module).__name__}.automatic_optimization=False"
 
 
-_STEP_HOOKS = ("optimizer_step", "optimizer_zero_grad", "backward")
-_GRADIENT_HOOKS = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
-
-
 @_limit(
     "own optimizer_step, optimizer_zero_grad or backward",
     "trainer",
@@ -162,7 +158,7 @@ _GRADIENT_HOOKS = ("on_before_zero_grad", "on_after_backward", "on_before_optimi
     instead="remove it; schedule the learning rate with an lr_scheduler of interval='step'",
 )
 def _step_hook(run: Setup) -> str | None:
-    return _overridden([run.trainer.lightning_module], _STEP_HOOKS)
+    return _overridden([run.trainer.lightning_module], ("optimizer_step", "optimizer_zero_grad", "backward"))
 
 
 @_limit(
@@ -175,8 +171,6 @@ def _step_hook(run: Setup) -> str | None:
 def _clipping_hook(run: Setup) -> str | None:
     name = "configure_gradient_clipping"
     module = run.trainer.lightning_module
-    if not overrides(module, name):
-        return None
     called = _names(getattr(inspect.unwrap(getattr(module, name)), "__code__", None))
     return None if called & {name, "clip_gradients"} else f"{type(module).__name__}.{name}"
 
@@ -195,7 +189,8 @@ def _names(code: Any) -> set[str]:
     instead="remove it; the gradient norm is logged as 'grad_norm'",
 )
 def _gradient_hook(run: Setup) -> str | None:
-    return _overridden([run.trainer.lightning_module, *run.trainer.callbacks], _GRADIENT_HOOKS)
+    things = [run.trainer.lightning_module, *run.trainer.callbacks]
+    return _overridden(things, ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step"))
 
 
 _REWRITING = {"BaseFinetuning", "BatchSizeFinder", "LearningRateFinder", "ModelPruning"}
@@ -601,6 +596,5 @@ def overrides(thing: object, hook: str) -> bool:
 
 def _overridden(things: Sequence[Any], hooks: Sequence[str]) -> str | None:
     """Return the first hook that one of ``things`` overrides."""
-    return next(
-        (f"{type(thing).__name__}.{hook}" for thing in things for hook in hooks if overrides(thing, hook)), None
-    )
+    found = (f"{type(thing).__name__}.{hook}" for thing in things for hook in hooks if overrides(thing, hook))
+    return next(found, None)

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 
     from lt_offload.execute.engine import Engine
     from lt_offload.plan import Settings
-    from lt_offload.schema.plan import Plan
 
 
 def fitting(trainer: Any) -> bool:
