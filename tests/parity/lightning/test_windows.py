@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import signal
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,7 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
 from torch import Tensor
 
-from lt_offload import OffmateStrategy
+from lt_offload import ExactResume, OffmateStrategy
 from lt_offload.errors import PlanError, UnsupportedError
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.strategy import offmate
@@ -38,9 +41,10 @@ def both(options: dict[str, Any], memory: int | str, **settings: Any) -> tuple[R
     return stock, ours
 
 
-def small(options: dict[str, Any]) -> int:
-    """A budget in which weights and states have to travel."""
-    return 2 * sum(p.nbytes for p in seeded_module(**options).parameters())
+def budgets(options: dict[str, Any]) -> tuple[int, ...]:
+    """Budgets in which weights and states have to travel, some of them have to, and all may stay."""
+    weights = sum(p.nbytes for p in seeded_module(**options).parameters())
+    return 2 * weights, 5 * weights, 200_000_000
 
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
@@ -50,16 +54,27 @@ def small(options: dict[str, Any]) -> int:
     ids=str,
 )
 def test_windows_with_a_last_short_one_equal_stock(options: dict[str, Any], precision: Any) -> None:
-    for memory in (small(options), "200MB"):  # 3 batches per epoch: windows of 2 and 1
+    for memory in budgets(options):  # 3 batches per epoch: windows of 2 and 1
         stock, ours = both(options, memory, precision=precision, accumulate_grad_batches=2)
         assert differences(stock, ours) == []
         assert stock.trainer.global_step == 4
         assert ours.trainer.strategy.plan.window == 2
 
 
+@pytest.mark.parametrize("window", [3, 4])
+def test_windows_of_several_lengths_over_several_epochs(window: int) -> None:
+    options: dict[str, Any] = {"dropout": 0.1, "layers": 6, "batch_size": 1}  # 6 batches per epoch
+    for memory in budgets(options):
+        stock, ours = both(options, memory, accumulate_grad_batches=window, max_epochs=3, log_every_n_steps=1)
+        assert differences(stock, ours) == []
+        assert stock.trainer.global_step == 6
+        logged = stock.trainer.callback_metrics
+        assert all(torch.equal(value, ours.trainer.callback_metrics[name]) for name, value in logged.items())
+
+
 def test_a_schedule_of_windows_equals_stock() -> None:
     options = {"layers": 6, "batch_size": 1}
-    for memory in (small(options), "200MB"):
+    for memory in budgets(options):
         schedule = {0: 1, 1: 4, 2: 3}
         runs = [
             fit(
@@ -77,7 +92,7 @@ def test_a_schedule_of_windows_equals_stock() -> None:
 
 def test_validation_in_the_middle_of_a_window() -> None:
     options = {"layers": 6, "batch_size": 1}
-    for memory in (small(options), "200MB"):
+    for memory in budgets(options):
         stock, ours = both(options, memory, accumulate_grad_batches=4, val_check_interval=1)
         assert differences(stock, ours) == []
         assert len(ours.module.validation) > 6
@@ -157,6 +172,87 @@ def test_a_run_with_windows_is_resumed_as_if_it_had_not_ended(tmp_path: Path) ->
         weights, found = expected.module.state_dict(), resumed.module.state_dict()
         assert all(torch.equal(weights[name], found[name]) for name in weights)
         assert resumed.trainer.global_step == expected.trainer.global_step == 4
+
+
+@pytest.mark.parametrize(("saved", "then"), [(2, 3), (3, 2), (3, 1)])
+def test_a_run_goes_on_with_other_windows_as_stock_does(saved: int, then: int, tmp_path: Path) -> None:
+    """From a checkpoint of stock and from one of ours, at the end of a window in the middle of an epoch."""
+    resumed = []
+    for name, strategy in (("stock", "auto"), ("ours", OffmateStrategy(memory="200MB"))):
+        saver = ModelCheckpoint(tmp_path / name, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        fit(
+            strategy,
+            seeded_module(batch_size=1),
+            accumulate_grad_batches=saved,
+            callbacks=[saver, ExactResume()],
+            enable_checkpointing=True,
+            max_epochs=1,
+        )
+    surprising = saved % then != 0
+    for name, strategy in (("stock", "auto"), ("ours", "auto"), ("ours", OffmateStrategy(memory="200MB"))):
+        says = pytest.warns(UserWarning, match=f"after {saved} batches") if surprising and strategy != "auto" else None
+        with says or nullcontext():
+            resumed.append(
+                fit(
+                    strategy,
+                    seeded_module(batch_size=1),
+                    ckpt=tmp_path / name / "step=1.ckpt",
+                    accumulate_grad_batches=then,
+                    callbacks=[ExactResume()],
+                )
+            )
+    first, *others = resumed
+    for other in others:
+        assert differences(first, other) == []
+
+
+def test_a_window_longer_than_the_epoch_is_said_and_trained_as_in_stock() -> None:
+    stock = fit("auto", accumulate_grad_batches=8)
+    with pytest.warns(UserWarning, match="accumulate_grad_batches=8 is more than the 3 batches of an epoch"):
+        ours = fit(OffmateStrategy(memory="200MB"), accumulate_grad_batches=8)
+    assert differences(stock, ours) == []
+    assert ours.trainer.global_step == 2
+
+
+def test_ctrl_c_waits_for_the_end_of_the_window(tmp_path: Path) -> None:
+    class Interrupting(lightning.pytorch.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=100)
+    settings: dict[str, Any] = {"accumulate_grad_batches": 3, "enable_checkpointing": True}
+    with pytest.raises(SystemExit):
+        fit(OffmateStrategy(memory="200MB"), seeded_module(batch_size=1), callbacks=[saver, Interrupting()], **settings)
+    path = tmp_path / "interrupted.ckpt"
+    assert torch.load(path)["global_step"] == 2
+    resumed = fit(OffmateStrategy(memory="200MB"), seeded_module(batch_size=1), ckpt=path, accumulate_grad_batches=3)
+    expected = fit("auto", seeded_module(batch_size=1), accumulate_grad_batches=3)
+    weights, found = expected.module.state_dict(), resumed.module.state_dict()
+    assert all(torch.equal(weights[name], found[name]) for name in weights)
+
+
+def test_an_error_in_the_middle_of_a_window_saves_nothing(tmp_path: Path) -> None:
+    module = seeded_module(batch_size=1)
+    step = module.training_step
+
+    def failing(batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 4:
+            raise RuntimeError("on purpose")
+        loss: Tensor = step(batch, batch_idx)
+        return loss
+
+    module.training_step = failing
+    saver = ModelCheckpoint(tmp_path, filename="last", save_on_exception=True)
+    with pytest.warns(UserWarning, match="gradients of 1 micro-batches"), pytest.raises(RuntimeError, match="purpose"):
+        fit(
+            OffmateStrategy(memory="200MB"),
+            module,
+            accumulate_grad_batches=3,
+            callbacks=[saver],
+            enable_checkpointing=True,
+        )
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_plan_for_one_micro_batch_is_refused_before_training(tmp_path: Path) -> None:
