@@ -270,14 +270,18 @@ class OffmateStrategy(_Base):
 
     def _set_batch_size(self, trainer: Any) -> BatchChoice | None:
         """Set the batch size of a run with ``batch_size="auto"``; return the choice if one had to be made."""
-        size = BatchSize(trainer, "auto")
+        size, choice = BatchSize(trainer, "auto"), None
+        effective = windows.effective_batch(trainer, size.value)
         known = size_of_the_run(trainer, self.plan_path)
-        if known is not None:
-            size.value = known
-            return None
-        with sample.isolated(self.namespace), spare_optimizer(trainer) as optimizer:
-            choice = choose(trainer, optimizer, size, replace(self.settings, memory=self._budget))
-        size.value = choice.batch_size
+        if known is None:
+            settings = replace(self.settings, memory=self._budget)
+            with sample.isolated(self.namespace), spare_optimizer(trainer) as optimizer:
+                choice = choose(trainer, optimizer, size, settings, effective)
+            known = choice.batch_size
+        size.value = known
+        if effective is not None:
+            windows.split(trainer, effective, known)
+            self.settings = windows.asked(self.settings, trainer)
         return choice
 
     def _prepare_training(self, trainer: Any, choice: BatchChoice | None) -> None:

@@ -45,6 +45,30 @@ def micro_batches(trainer: Any) -> int:
     return most
 
 
+def effective_batch(trainer: Any, batch_size: int) -> int | None:
+    """Return the samples per update that a run asks for by ``batch_size`` and a fixed number of micro-batches.
+
+    None if there is one batch per update, whose size is anybody's to choose, or a schedule.
+    """
+    count: int = trainer.accumulate_grad_batches
+    return count * batch_size if count > 1 and micro_batches(trainer) == count else None
+
+
+def split(trainer: Any, effective: int, batch_size: int) -> None:
+    """Let ``trainer`` accumulate micro-batches of ``batch_size`` until they are ``effective`` samples.
+
+    Raises:
+        ConfigError: if there is no such number of micro-batches.
+    """
+    if effective % batch_size:
+        raise ConfigError(
+            f"batch_size='auto': {effective} samples per update (batch_size times accumulate_grad_batches) are no "
+            f"multiple of batch_size={batch_size}, which is that of the plan or the checkpoint; change batch_size or "
+            "accumulate_grad_batches so that they are"
+        )
+    trainer.accumulate_grad_batches = effective // batch_size
+
+
 def warn_of_short_ones(trainer: Any) -> None:
     """Say that windows are shorter than ``trainer`` asks for, if its loops, which begin now, will make them so."""
     asked, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
@@ -67,7 +91,8 @@ def _clips_by_norm(trainer: Any) -> bool:
 
 def _clips_by_hook(trainer: Any) -> bool:
     """Return whether the module decides itself how gradients are clipped."""
-    return limits.overrides(trainer.lightning_module, "configure_gradient_clipping")
+    module = trainer.lightning_module
+    return module is not None and limits.overrides(module, "configure_gradient_clipping")
 
 
 def _by_value(trainer: Any) -> bool:

@@ -15,9 +15,9 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelChec
 from torch import Tensor
 
 from lt_offload import ExactResume, OffmateStrategy
-from lt_offload.errors import PlanError, UnsupportedError
+from lt_offload.errors import ConfigError, PlanError, UnsupportedError
 from lt_offload.execute.device.emulated import EmulatedDevice
-from lt_offload.strategy import offmate
+from lt_offload.strategy import offmate, windows
 from tests.support.trainers import Run, differences, fit, seeded_module, trainer
 
 pytestmark = [
@@ -98,13 +98,31 @@ def test_validation_in_the_middle_of_a_window() -> None:
         assert len(ours.module.validation) > 6
 
 
-def test_batch_size_auto_with_windows() -> None:
-    options = {"layers": 4}
-    module = seeded_module(**options)
-    ours = fit(OffmateStrategy(memory="100MB", batch_size="auto"), module, accumulate_grad_batches=2, max_epochs=1)
-    assert ours.trainer.strategy.plan.window == 2
-    stock = fit("auto", seeded_module(batch_size=module.batch_size, **options), accumulate_grad_batches=2, max_epochs=1)
-    assert differences(stock, ours) == []
+def test_batch_size_auto_splits_the_samples_of_an_update() -> None:
+    options: dict[str, Any] = {"layers": 4}
+    for memory in budgets(options):
+        module = seeded_module(**options)
+        ours = fit(OffmateStrategy(memory=memory, batch_size="auto"), module, accumulate_grad_batches=3, max_epochs=1)
+        size, count = module.batch_size, ours.trainer.accumulate_grad_batches
+        assert size * count == 2 * 3
+        assert ours.trainer.strategy.plan.window == count
+        assert ours.trainer.strategy.plan.batch_size == size
+        stock = fit("auto", seeded_module(batch_size=size, **options), accumulate_grad_batches=count, max_epochs=1)
+        assert differences(stock, ours) == []
+
+
+def test_batch_size_auto_keeps_the_split_of_the_run_that_goes_on(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 1}
+    module = seeded_module(batch_size=1)
+    saving = {"callbacks": [saver], "enable_checkpointing": True}
+    fit(OffmateStrategy(memory="200MB"), module, **settings, **saving)  # size 1, twice
+    resumed = seeded_module(batch_size=2)
+    path = tmp_path / "step=1.ckpt"
+    ours = fit(OffmateStrategy(memory="200MB", batch_size="auto"), resumed, ckpt=path, **settings)
+    assert (resumed.batch_size, ours.trainer.accumulate_grad_batches) == (1, 4)
+    with pytest.raises(ConfigError, match="3 samples per update .* no multiple of batch_size=2"):
+        windows.split(ours.trainer, 3, 2)
 
 
 @pytest.mark.parametrize("at", [1, 3])
