@@ -74,7 +74,8 @@ class OffmateStrategy(_Base):
         planner: which planner to use; ``"auto"`` simulates several and takes the fastest.
         batch_size: set as ``batch_size`` of the datamodule (or of the module, if that makes the loader) before loaders
             and schedules are made; ``"auto"``: the size with the highest throughput, at most the number of samples, or
-            that of the run whose checkpoint is resumed; None: as it is.
+            that of the run whose checkpoint is resumed (with ``accumulate_grad_batches`` above 1 the best split of the
+            samples per update that both settings say); None: as it is.
         host_update: allow optimizer updates on the host.
         activation_offload: allow activations to travel to the host and back.
         recompute: allow activations to be computed again.

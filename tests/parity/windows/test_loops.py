@@ -113,7 +113,33 @@ def clamped(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine |
         optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("steps", [clipped, skipping, by_closure])
+def sometimes(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    """Clip every second update, by norm and then by value."""
+    for seed in range(4):
+        backward(model, seed)
+        if seed % 2:
+            clip(model, engine)
+            if engine is None:
+                nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+            else:
+                engine.clip_grad_value_(1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clipped_and_skipped(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    """What was clipped and thrown away does not count for the next update."""
+    for seed in range(4):
+        backward(model, seed)
+        if seed % 2:
+            clip(model, engine)
+            optimizer.zero_grad()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("steps", [clipped, skipping, by_closure, sometimes, clipped_and_skipped])
 def test_updates_that_wait_for_the_step(steps: Any) -> None:
     require_equal(steps, delayed=True)
 
@@ -148,8 +174,12 @@ def test_what_is_refused() -> None:
             engine.accumulate = 2
         with pytest.raises(UnsupportedError, match="delayed=True"):
             engine.clip_grad_norm_(1.0)
-        with pytest.raises(ConfigError, match="clip_value=0"):
+        with pytest.raises(UnsupportedError, match="delayed=True.*engine.clip_value needs no waiting"):
+            engine.clip_grad_value_(1.0)
+        with pytest.raises(ConfigError, match="clip_value=0 must be more than 0"):
             engine.clip_value = 0
+        with pytest.raises(ConfigError, match="max_norm=-1"):
+            engine.clip_grad_norm_(-1)
     with pytest.raises(ConfigError, match="accumulate=0 must be at least 1"), ours(accumulate=0):
         pass
 
@@ -187,6 +217,18 @@ def not_zeroing(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engi
         optimizer.step()
 
 
+def clipped_twice(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    backward(model, 0)
+    clip(model, engine)
+    clip(model, engine)
+
+
+def clipped_too_early(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    backward(model, 0)
+    clip(model, engine)
+    backward(model, 1)
+
+
 def run(steps: Any, **settings: Any) -> None:
     with ours(**settings) as (model, optimizer, engine):
         steps(model, optimizer, engine)
@@ -206,7 +248,15 @@ def test_other_numbers_of_micro_batches_than_was_said(steps: Any, message: str) 
         run(steps, accumulate=2)
 
 
-@pytest.mark.parametrize(("steps", "message"), [(by_torch, "engine.clip_grad_norm_"), (not_zeroing, "weight")])
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        (by_torch, "engine.clip_grad_norm_"),
+        (not_zeroing, "weight"),
+        (clipped_twice, "clipped already"),
+        (clipped_too_early, "called after its gradients had been clipped"),
+    ],
+)
 def test_gradients_that_nobody_has_are_not_used_silently(steps: Any, message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         run(steps, delayed=True)
