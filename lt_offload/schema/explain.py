@@ -88,7 +88,7 @@ def brief(plan: Plan) -> str:
     options = ", ".join(f"{count} {option}" for option, count in Counter(plan.options).most_common())
     fields = dict([*_prediction(plan), *_traffic(plan)])
     text = (
-        f"{_inputs(plan)}. {_sentence(fields['iteration'])}. "
+        f"{_inputs(plan)}. {_sentence(fields['iteration'], plan)}. "
         f"Device memory: {format_bytes(found.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}; RAM: "
         f"{format_bytes(found.host_peak_bytes)} of {format_bytes(plan.host_budget_bytes)}. "
         f"Copied: {fields['copies']}. Activations of blocks: {options}. "
@@ -100,8 +100,9 @@ def brief(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _sentence(iteration: str) -> str:
-    return "It was not simulated" if iteration == _NOT_SIMULATED else f"An iteration takes {iteration}"
+def _sentence(iteration: str, plan: Plan) -> str:
+    unit = "An iteration" if plan.window == 1 else f"A {plan.unit}"
+    return "It was not simulated" if iteration == _NOT_SIMULATED else f"{unit} takes {iteration}"
 
 
 # -- totals ----------------------------------------------------------------------------------------------------------
@@ -109,6 +110,8 @@ def _sentence(iteration: str) -> str:
 
 def _inputs(plan: Plan) -> str:
     tokens = f"batch {plan.batch_size} x {plan.sequence_length} tokens"
+    if plan.window > 1:
+        tokens = f"{plan.window} micro-batches of {plan.batch_size} x {plan.sequence_length} tokens"
     estimated = "; the profile was estimated, not measured" if plan.estimated else ""
     return f"{plan.model}, {len(plan.options)} blocks, {tokens}, planner {plan.planner}{estimated}"
 
@@ -121,7 +124,7 @@ def _prediction(plan: Plan) -> Iterator[tuple[str, str]]:
     slower = found.iteration_s / found.no_offload_s if found.no_offload_s else 1.0
     about = "about " if plan.estimated else ""
     yield (
-        "iteration" if plan.window == 1 else f"{plan.window} batches",
+        "iteration",
         f"{about}{format_seconds(found.iteration_s)}, {found.gap:.1%} above the lower bound of "
         f"{format_seconds(found.lower_bound_s)}; {slower:.2f} times the {format_seconds(found.no_offload_s)} "
         "of a device with enough memory",

@@ -15,6 +15,7 @@ from lt_offload.plan.batch.profiles import scaled
 from lt_offload.plan.planners.baselines import no_offload_s
 from lt_offload.plan.settings import Settings
 from lt_offload.report.page import write_plan_report
+from lt_offload.schema.explain import brief
 from lt_offload.schema.profile import Contention, Profile
 from tests.support.profiles.fixtures import llama7b_b4
 from tests.support.profiles.program_rules import random_profile
@@ -95,6 +96,8 @@ def test_a_plan_is_saved_told_and_drawn(mode: dict[str, Any], tmp_path: Path) ->
     text = plan.explain()
     if plan.window > 1:
         assert f"a window of {plan.window} micro-batches takes" in text
+        assert f"{plan.window} micro-batches of" in brief(plan)
+        assert f"A window of {plan.window} micro-batches takes" in brief(plan).replace("\n", " ")
         assert f"to the host per window of {plan.window} micro-batches" in text
     assert ("so that they can be clipped" in text) is plan.delayed
     page = write_plan_report(tmp_path / "plan.html", plan, profile, simulate(plan, profile)).read_text()
