@@ -28,13 +28,16 @@ def asked(settings: Settings, trainer: Any) -> Settings:
     """Return ``settings`` with what ``trainer`` asks for.
 
     Raises:
-        ConfigError: if it asks for a clipping that there is not.
+        ConfigError: if it asks for a clipping, or a number of micro-batches, that there is not.
     """
     value = trainer.gradient_clip_val
     if value is not None and not value >= 0:
         raise ConfigError(f"gradient_clip_val={value} must be more than 0, or None to leave gradients as they are")
+    count = micro_batches(trainer)
+    if count < 1:
+        raise ConfigError(f"accumulate_grad_batches={count} must be at least 1: micro-batches per update")
     delayed = _clips_by_norm(trainer) or _clips_by_hook(trainer)
-    return replace(settings, accumulate=micro_batches(trainer), delayed=delayed)
+    return replace(settings, accumulate=count, delayed=delayed)
 
 
 def micro_batches(trainer: Any) -> int:

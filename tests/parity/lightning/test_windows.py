@@ -194,7 +194,7 @@ def test_a_run_with_windows_is_resumed_as_if_it_had_not_ended(tmp_path: Path) ->
 
 
 class Changing(lightning.pytorch.Callback):
-    """Accumulates ``then`` micro-batches after the first ``saved``."""
+    """Accumulates ``then`` micro-batches after the first ``saved``; stock would add to gradients that were used."""
 
     def __init__(self, saved: int, then: int) -> None:
         self.saved, self.then = saved, then
@@ -202,6 +202,7 @@ class Changing(lightning.pytorch.Callback):
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if batch_idx == self.saved - 1:
             trainer.accumulate_grad_batches = self.then
+            trainer.optimizers[0].zero_grad()
 
 
 @pytest.mark.parametrize(("saved", "then"), [(2, 3), (3, 2), (3, 1)])
