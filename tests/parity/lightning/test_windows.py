@@ -199,8 +199,8 @@ class Changing(lightning.pytorch.Callback):
     def __init__(self, saved: int, then: int) -> None:
         self.saved, self.then = saved, then
 
-    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
-        if batch_idx == self.saved - 1:
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.saved and trainer.current_epoch == 0:
             trainer.accumulate_grad_batches = self.then
             trainer.optimizers[0].zero_grad()
 
