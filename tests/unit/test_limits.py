@@ -105,6 +105,24 @@ TRAINERS: dict[str, tuple[Callable[[], Trainer], str]] = {
 }
 
 
+class Deciding(Module):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        def clip() -> None:
+            self.clip_gradients(optimizer, 1.0, "norm")
+
+        clip()
+
+
+class Inheriting(Module):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        super().configure_gradient_clipping(*args, **kwargs)
+
+
+@pytest.mark.parametrize("module", [Module, Deciding, Inheriting])
+def test_a_hook_that_lets_the_trainer_clip_passes(module: type[Module]) -> None:
+    check("trainer", Setup(trainer=trainer(module())))
+
+
 @pytest.mark.parametrize("name", TRAINERS)
 def test_trainer_settings(name: str) -> None:
     make, setting = TRAINERS[name]

@@ -27,7 +27,7 @@ def test_a_sample_of_every_kind(tmp_path: Path) -> None:
     assert len(said) == len(shares) == len(fuzz.KINDS)
     for kind, counts in result.counts.items():
         assert counts["refused"], f"nothing of {kind} was broken"
-    assert sum(counts["accepted"] for counts in result.counts.values()) > 30, "everything was broken"
+    assert sum(counts["accepted"] for counts in result.counts.values()) > 25, "everything was broken"
     json.dumps(result.to_json(), allow_nan=False)
 
 
