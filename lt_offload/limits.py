@@ -7,6 +7,7 @@ starts, :func:`markdown` prints it for the README, and what shows only while tra
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -100,36 +101,6 @@ def _limit(
 
 
 @_limit(
-    "gradient clipping",
-    "trainer",
-    why="weights are updated inside the backward, so Lightning would find nothing to clip",
-    instead="set gradient_clip_val=None and lower the learning rate or lengthen its warm-up",
-)
-def _clipping(run: Setup) -> str | None:
-    value = run.trainer.gradient_clip_val
-    if not value or value <= 0:
-        return None
-    algorithm = run.trainer.gradient_clip_algorithm
-    named = f", gradient_clip_algorithm={str(getattr(algorithm, 'value', algorithm))!r}" if algorithm else ""
-    return f"Trainer(gradient_clip_val={value}{named})"
-
-
-@_limit(
-    "gradient accumulation",
-    "trainer",
-    why="every backward updates the weights",
-    instead="use accumulate_grad_batches=1 and a larger batch_size; recomputed activations make it fit",
-)
-def _accumulation(run: Setup) -> str | None:
-    if run.trainer.accumulate_grad_batches > 1:
-        return f"Trainer(accumulate_grad_batches={run.trainer.accumulate_grad_batches})"
-    for callback in run.trainer.callbacks:
-        if _is_a(callback, {"GradientAccumulationScheduler"}) and max(callback.scheduling.values()) > 1:
-            return f"GradientAccumulationScheduler(scheduling={callback.scheduling})"
-    return None
-
-
-@_limit(
     "mixed, fp16, double and quantized precision",
     "trainer",
     why="casts made outside the blocks and loss scaling are not reproduced exactly when a block runs again",
@@ -180,18 +151,35 @@ def _manual(run: Setup) -> str | None:
     return None if module.automatic_optimization else f"{type(module).__name__}.automatic_optimization=False"
 
 
-_STEP_HOOKS = ("optimizer_step", "optimizer_zero_grad", "configure_gradient_clipping", "backward")
-_GRADIENT_HOOKS = ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step")
-
-
 @_limit(
-    "own optimizer_step, optimizer_zero_grad, configure_gradient_clipping or backward",
+    "own optimizer_step, optimizer_zero_grad or backward",
     "trainer",
     why="the hook acts on an update that has happened already",
     instead="remove it; schedule the learning rate with an lr_scheduler of interval='step'",
 )
 def _step_hook(run: Setup) -> str | None:
-    return _overridden([run.trainer.lightning_module], _STEP_HOOKS)
+    return _overridden([run.trainer.lightning_module], ("optimizer_step", "optimizer_zero_grad", "backward"))
+
+
+@_limit(
+    "own configure_gradient_clipping that does not call self.clip_gradients",
+    "trainer",
+    why="gradients are where the plan has them, not in p.grad, and are clipped there",
+    instead="call self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm='norm' or 'value') in "
+    "it, as often and with what values it decides",
+)
+def _clipping_hook(run: Setup) -> str | None:
+    name = "configure_gradient_clipping"
+    module = run.trainer.lightning_module
+    called = _names(getattr(inspect.unwrap(getattr(module, name)), "__code__", None))
+    return None if called & {name, "clip_gradients"} else f"{type(module).__name__}.{name}"
+
+
+def _names(code: Any) -> set[str]:
+    """Return the attributes and globals that a function's code, and that of functions in it, names."""
+    if not hasattr(code, "co_names"):
+        return set()
+    return {*code.co_names, *(name for constant in code.co_consts for name in _names(constant))}
 
 
 @_limit(
@@ -201,7 +189,8 @@ def _step_hook(run: Setup) -> str | None:
     instead="remove it; the gradient norm is logged as 'grad_norm'",
 )
 def _gradient_hook(run: Setup) -> str | None:
-    return _overridden([run.trainer.lightning_module, *run.trainer.callbacks], _GRADIENT_HOOKS)
+    things = [run.trainer.lightning_module, *run.trainer.callbacks]
+    return _overridden(things, ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step"))
 
 
 _REWRITING = {"BaseFinetuning", "BatchSizeFinder", "LearningRateFinder", "ModelPruning"}
@@ -489,15 +478,31 @@ DURING_FORWARD = _while_running(
     instead="write before the forward or after optimizer.step()",
 )
 GRADIENTS = _while_running(
-    "gradients in a loop of one's own: clipping, GradScaler, edits, reading p.grad",
+    "gradients in a loop of one's own: torch's clipping functions, GradScaler, edits, reading p.grad",
     why="each gradient is consumed by its update during the backward",
-    instead="leave gradients alone; engine.iteration(grad_norm=True) measures their norm",
+    instead="leave gradients alone; clip with engine.clip_value or engine.clip_grad_norm_(...)",
 )
 ONE_BACKWARD = _while_running(
-    "several backwards per optimizer step, or none: accumulation, skipped steps, retain_graph",
-    why="every backward updates the weights, also one that fails on its way",
-    instead="call forward, backward and optimizer.step() once each per iteration, with a larger batch instead of "
-    "accumulation; after an error in a backward go on from a checkpoint",
+    "more backwards per optimizer step than was said, or none: skipped steps, retain_graph",
+    why="the last backward updates the weights, also one that fails on its way",
+    instead="call forward, backward and optimizer.step() once each per iteration, or as often as accumulate=... of "
+    "offloaded says; after an error in a backward go on from a checkpoint",
+)
+CLIPPING = _while_running(
+    "engine.clip_grad_norm_ and engine.clip_grad_value_ in a loop of one's own without delayed=True",
+    why="updates run during the backward, before all gradients are there",
+    instead="offloaded(..., delayed=True) lets updates wait for optimizer.step(); engine.clip_value needs no waiting",
+)
+CLIPPED = _while_running(
+    "gradients that are clipped by norm after by value, twice by norm, or before the last backward",
+    why="they are clipped when updates use them, all of them once: first by norm, then by value",
+    instead="clip once, after the last backward, by norm before by value",
+)
+WINDOW = _while_running(
+    "windows of other numbers of micro-batches than was said, last micro-batches without a loss",
+    why="the last backward of a window updates the weights, so that it has to be known before it begins",
+    instead="set accumulate=... of offloaded, or engine.accumulate before a window, to the number of backwards per "
+    "optimizer.step(); return a loss for the last micro-batch",
 )
 BACKWARD_OUTSIDE = _while_running(
     "a backward through the model outside the training step (in a callback or hook)",
@@ -583,11 +588,13 @@ def _is_a(thing: object, names: set[str]) -> bool:
 _LIGHTNING_BASE = re.compile(r"(lightning\.pytorch|pytorch_lightning)\.(core\.|callbacks\.callback$)")
 
 
+def overrides(thing: object, hook: str) -> bool:
+    """Return whether ``thing`` defines ``hook`` itself instead of inheriting it from Lightning."""
+    owner = next((cls for cls in type(thing).__mro__ if hook in vars(cls)), None)
+    return hook in vars(thing) or (owner is not None and _LIGHTNING_BASE.match(owner.__module__) is None)
+
+
 def _overridden(things: Sequence[Any], hooks: Sequence[str]) -> str | None:
-    """Return the first hook that one of ``things`` defines itself instead of inheriting it from Lightning."""
-    for thing in things:
-        for hook in hooks:
-            owner = next((cls for cls in type(thing).__mro__ if hook in vars(cls)), None)
-            if hook in vars(thing) or (owner is not None and _LIGHTNING_BASE.match(owner.__module__) is None):
-                return f"{type(thing).__name__}.{hook}"
-    return None
+    """Return the first hook that one of ``things`` overrides."""
+    found = (f"{type(thing).__name__}.{hook}" for thing in things for hook in hooks if overrides(thing, hook))
+    return next(found, None)

@@ -35,14 +35,16 @@ def offloaded(
     memory: str | int | None = None,
     plan: Plan | None = None,
     accelerator: str = "auto",
+    accumulate: int = 1,
     **switches: Any,
 ) -> Iterator[Engine]:
     """Train ``model`` in the loop you have, within ``memory`` bytes of device memory.
 
-    Inside the context call the model, ``loss.backward()`` and ``optimizer.step()`` as always, once each per iteration.
-    Weights and optimizer states may be read and written between iterations as always, too. Weights are updated during
-    the backward; ``optimizer.step()`` only marks the end of the iteration, and ``param.grad`` afterwards holds an
-    object that raises an error when it is used.
+    Inside the context call the model, ``loss.backward()`` and ``optimizer.step()`` as always, once each per iteration;
+    with ``accumulate=4`` the model and the backward four times. ``engine.accumulate = 3`` says between two iterations
+    that the next ones have three, a last short group for example. Weights and optimizer states may be read and written
+    between iterations as always, too. Weights are updated during the last backward; ``optimizer.step()`` only marks the
+    end of the iteration, and ``param.grad`` afterwards holds an object that raises an error when it is used.
 
     Args:
         model: a model with a block sequence; returned with complete weights when the context ends.
@@ -52,7 +54,11 @@ def offloaded(
         plan: a plan to replay instead of profiling and solving.
         accelerator: ``"auto"``, ``"cuda"``, ``"cuda:1"`` (that GPU is the current one within the context) or ``"cpu"``
             (the emulated device).
-        **switches: ``host_memory``, ``planner`` and what else :func:`lt_offload.solve` takes.
+        accumulate: backwards per ``optimizer.step()``; what each adds to the gradients is up to the loss, as always.
+            With ``delayed=True`` (see below) any number will do.
+        **switches: ``delayed=True`` lets updates wait for ``optimizer.step()``, so that
+            ``engine.clip_grad_norm_(1.0)`` can clip gradients before; ``host_memory``, ``planner`` and what else
+            :func:`lt_offload.solve` takes.
 
     Yields:
         The engine, for ``stats`` and ``trace()``.
@@ -66,7 +72,7 @@ def offloaded(
     structure = find_blocks(model)
     torch_device = find_device(accelerator)
     budget = None if memory is None else parse_bytes(memory, least=1)
-    settings = Settings(memory=budget, **switches)
+    settings = Settings(memory=budget, accumulate=accumulate, **switches)
     check_memory(budget, torch_device)
     if plan is None:
         profile = measure(model, sample_batch, optimizer=optimizer, device=torch_device, structure=structure)
@@ -78,6 +84,7 @@ def offloaded(
         _check_replay(plan, budget, switches)
         check_use(model, sample_batch, device=torch_device, optimizer=optimizer, structure=structure)
     with _installed(model, optimizer, plan, structure, torch_device) as engine:
+        engine.accumulate = accumulate
         yield engine
 
 

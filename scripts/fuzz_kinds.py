@@ -110,6 +110,8 @@ class Plans(_InFolder):
         floor = 700_000_000  # the context of the card counts
         planners: tuple[Any, ...] = ("resident", "offmate", "greedy", "l2l", "memferry")
         made = [solve(self.profile, memory=floor, planner=planner, time_limit=2) for planner in planners]
+        made.append(solve(self.profile, memory=floor, accumulate=3, time_limit=2))
+        made.append(solve(self.profile, memory=floor, accumulate=2, delayed=True, time_limit=2))
         self.sound = [json.loads(to_json(plan)) for plan in made]
 
     def attempt(self, random: Random) -> None:
@@ -134,7 +136,14 @@ class Profiles(_InFolder):
         """See the class."""
         profile = Profile.load(_write_json(self.folder / "profile.json", random, random.choice(self.sound)))
         planner: Any = random.choice(("resident", "l2l", "greedy", "offmate"))
-        plan = solve(profile, memory=random.choice(("510MB", "600MB", "12GB")), planner=planner, time_limit=1)
+        plan = solve(
+            profile,
+            memory=random.choice(("510MB", "600MB", "12GB")),
+            planner=planner,
+            accumulate=random.choice((1, 2, 5)),
+            delayed=random.random() < 0.3,
+            time_limit=1,
+        )
         assert check(plan, profile) == []
 
 
@@ -180,6 +189,7 @@ class CommandLines(_InFolder):
             *(f"data.{n}" for n in ("path", "batch_size", "max_length", "format", "validation_share", "seed")),
             *(f"model.{n}" for n in ("lr", "lora.r", "lora", "name", "dtype", "betas", "warmup_steps")),
             *(f"trainer.{n}" for n in ("max_steps", "callbacks", "precision", "devices", "accelerator", "strategy")),
+            *(f"trainer.{n}" for n in ("accumulate_grad_batches", "gradient_clip_val", "gradient_clip_algorithm")),
             *(f"trainer.strategy.{n}" for n in ("memory", "host_memory", "planner", "batch_size", "plan")),
             *("trainer", "model", "data", "ckpt_path", "base", "gpu", "config", "seed_everything"),
             "trainer.default_root_dir",

@@ -16,6 +16,7 @@ from lt_offload.plan.sweep import Question, SweepRange, parse_sweep, run_sweep
 from lt_offload.plan.what_if import Solver, gains
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.schema.explain import brief
+from lt_offload.strategy.windows import asked, effective_batch
 from lt_offload.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -95,6 +96,7 @@ def _with_best_batch(app: App, memory: str | None, hardware: str | None) -> tupl
     choice = choose_batch(
         lambda size: first if size == 1 else estimate(app, machine, size),
         replace(settings, memory=_budget(settings, memory, machine)),
+        effective=effective_batch(app.trainer, app.datamodule.batch_size),
         on_progress=_say,
     )
     return choice.profile, choice.plan
@@ -182,9 +184,9 @@ def _solver(app: App, seconds: float) -> Solver:
 
 
 def _settings(app: App) -> Settings:
-    """Return what the strategy plans with; the defaults if it is another than offmate."""
+    """Return what the strategy plans with; the defaults if it is another than offmate. Windows are the Trainer's."""
     settings = getattr(app.trainer.strategy, "settings", None)
-    return settings if isinstance(settings, Settings) else Settings()
+    return asked(settings if isinstance(settings, Settings) else Settings(), app.trainer)
 
 
 def _budget(settings: Settings, memory: str | None, machine: HardwareProfile) -> int:

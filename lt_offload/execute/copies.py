@@ -18,6 +18,7 @@ from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.tensors import LiveGroup, distinct
 from lt_offload.schema.plan import Op, Plan
 
+_MOVED = ("weight", "state", "sum")
 Pair = tuple[Tensor, Tensor]
 """A range of host memory and one of the arena, of as many bytes."""
 
@@ -55,7 +56,7 @@ class Transfer:
             nbytes=self._nbytes,
         )
         for item in items:
-            item.ready = event
+            item.ready = item.fetched = event
         return event
 
     def write_back(self) -> Event | None:
@@ -160,10 +161,10 @@ class Residency:
         self._moves: dict[int, _Move] = {}
         if plan is not None:
             self._initial = _placed([(copy.group, copy.offset) for copy in plan.initial], layout)
-            self._moves = {op.id: self._move(op, layout) for op in plan.ops if op.payload in ("weight", "state")}
+            self._moves = {op.id: self._move(op, layout) for op in plan.ops if op.payload in _MOVED}
 
     def issue(self, op: Op) -> None:
-        """Carry out a prefetch, offload or drop of weights or states."""
+        """Carry out a prefetch, offload or drop of weights, states or sums of gradients."""
         move = self._moves[op.id]
         if op.kind == "prefetch":
             for group, offset in zip(move.groups, move.offsets, strict=True):

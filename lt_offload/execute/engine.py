@@ -1,16 +1,16 @@
 """Carries out a plan: the only owner of what is where. What it does is decided in ``plan/``.
 
-The engine wraps each block's ``forward``, or its compiled call. The first block's forward with gradients begins an
-iteration; the backward of the first block, followed by :meth:`Engine.finish`, ends it. Every step issues its
-prefetches, runs its computation, then issues what follows, exactly in the order of the plan. The calling thread waits
-for an event only where its computation reads what a copy brings.
+The engine wraps each block's ``forward``, or its compiled call. The first block's forward with gradients begins a pass,
+the backward of the first block ends it. The last pass of a window updates, and :meth:`Engine.finish` ends the
+iteration; those before it add gradients up. Every step issues its prefetches, runs its computation, then issues what
+follows, exactly in the order of the plan. The calling thread waits for an event only where its computation reads what a
+copy brings.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,17 +24,27 @@ from lt_offload.execute.block_graph import BlockFunction, Frame
 from lt_offload.execute.bound_weights import BoundWeights, expose
 from lt_offload.execute.copies import Residency
 from lt_offload.execute.device.base import Device
-from lt_offload.execute.device.record import Recorder
-from lt_offload.execute.edges.checks import Backward, Consumers, Fixed, OwnParameters, check_hooks, may_repeat
+from lt_offload.execute.device.record import EngineStats, Recorder
+from lt_offload.execute.edges.checks import (
+    Backward,
+    Consumers,
+    Fixed,
+    OwnParameters,
+    check_hooks,
+    check_reached,
+    may_repeat,
+)
 from lt_offload.execute.edges.consumed import OwnLoop, StandIns
-from lt_offload.execute.edges.guard import Aliases, Guard, find_aliases
+from lt_offload.execute.edges.controls import Controls
+from lt_offload.execute.edges.guard import Guard, held_by_others
 from lt_offload.execute.edges.logits import LossInBlock
+from lt_offload.execute.edges.window import Window
 from lt_offload.execute.frames import Frames, repeated
 from lt_offload.execute.gradients import Gradients
-from lt_offload.execute.groups import Layout
+from lt_offload.execute.groups import Layout, move_rest
 from lt_offload.execute.inference import Streaming, room
 from lt_offload.execute.optimizer import Updates
-from lt_offload.execute.program import Walk, check_match, program
+from lt_offload.execute.program import Walk, check_match
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.compiled import called, intercept
@@ -43,19 +53,7 @@ from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EngineStats:
-    """Figures of the last complete iteration; sizes in bytes, time in seconds."""
-
-    iterations: int
-    iteration_s: float
-    device_peak_bytes: int
-    host_peak_bytes: int
-    grad_norm: float | None
-    """Global L2 norm of the gradients, where it was asked for."""
-
-
-class Engine:
+class Engine(Controls):
     """Trains ``model`` by ``plan`` on ``device``; without a plan it streams forwards only.
 
     Args:
@@ -93,7 +91,9 @@ class Engine:
         self.gradients: Gradients | None = None
         self.installed = False
         self._undo: list[Callable[[], None]] = []
-        self._steps = program(plan) if plan is not None else []
+        ops = plan.ops if plan is not None else ()
+        self._computing = {op.step: op.id for op in ops if op.kind in ("forward", "backward") and op.save is None}
+        """By step: its forward or backward."""
         self._anchor = torch.zeros((), requires_grad=True)
         self._frames = Frames(device, self.pool, self.structure, plan)
         check_hooks(self.structure, self._frames.repeated)
@@ -117,10 +117,12 @@ class Engine:
         """Follows a loop that is not ours; elsewhere :meth:`iteration` encloses every backward."""
         self._within = False
         """Inside :meth:`iteration`, and not at its end yet."""
+        self._window = Window(plan)
         self._accounting = ExitStack()
         """Of the memory that the iteration takes."""
         self._step_hook: Any = None
         self._ran_backward = False
+        self._left: str | None = None
         self._grad_norm: Tensor | None = None
         """On the device: nobody waits for it before somebody asks."""
 
@@ -130,12 +132,12 @@ class Engine:
         """Take the model over: wrap the blocks' forwards, attach gradient hooks, make the arena."""
         assert not self.installed
         device, plan = self.device, self.plan
-        aliases = self._find_aliases()
+        aliases = held_by_others(self.model, self.structure, device.torch_device)
         self._staying = bool(aliases.held)
         self.weights = [Weight(i, name, param) for i, (name, param) in enumerate(self.structure.tensors)]
         self._blocks = [[self.weights[t] for t in block.tensors] for block in self.structure.blocks]
         layout = Layout(device, self.weights, self._blocks, plan, aliases.held)
-        self._move_rest(device.torch_device)
+        move_rest(self.model, self.structure, device.torch_device)
         if plan is not None:
             device.limit_host(self._host_limit(plan))
         device.stays(*(param.detach() for _, param in self.structure.rest), *self.model.buffers())
@@ -154,7 +156,6 @@ class Engine:
             }
             self._walk = Walk(
                 plan,
-                self._steps,
                 self.weights,
                 residency=self.residency,
                 gradients=self.gradients,
@@ -176,20 +177,24 @@ class Engine:
         self._guard.install()
         self.installed = True
 
-    def _find_aliases(self) -> Aliases:
-        """Find the weights that a kept state dict or array shows as they are trained, as it does in plain PyTorch.
-
-        On a GPU it does not: there the weights move to the device, and what is kept stays as it was. So it does here.
-        """
-        if self.device.torch_device.type != "cpu":
-            return Aliases()
-        rest = (param for _, param in self.structure.rest)
-        return find_aliases([param for _, param in self.structure.tensors], [*rest, *self.model.buffers()])
-
     def follow(self, optimizer: Optimizer) -> None:
         """Follow a loop that is not ours: ``optimizer.step()`` ends an iteration."""
-        self.own_loop = OwnLoop(self._consumed, optimizer, self.finish)
+        self.own_loop = OwnLoop(self._consumed, optimizer, self._end_backward, self._begin_step, self.finish)
         self._undo.append(self.own_loop.remove)
+
+    def _end_backward(self) -> None:
+        """A backward of a loop that is not ours has ended."""
+        if self._window.which == "accumulating":
+            with self._guard.suspended:
+                self._end_pass()
+
+    def _begin_step(self) -> bool:
+        """``optimizer.step()`` of such a loop begins; return whether there is something to update with."""
+        if self._window.delayed:
+            self._take_stand_ins()
+        elif self._window.added and not self._ran_backward:
+            raise limits.WINDOW.error("optimizer.step() was called before the last micro-batch of the window")
+        return self._ran_backward or self._window.added > 0
 
     def _watch_optimizer(self) -> None:
         """Let the optimizer's states be complete when they are saved, and be taken over when they are loaded."""
@@ -236,7 +241,7 @@ class Engine:
                 weight.param.data = weight.host
             self.residency.close()
             self.streaming.close()
-            self._move_rest(torch.device("cpu"))
+            move_rest(self.model, self.structure, torch.device("cpu"))
 
     close = remove
 
@@ -282,12 +287,14 @@ class Engine:
         """Leave an iteration that failed: await what is in flight, drop what was saved, bring newer copies home."""
         if not self.installed:
             return
+        self._left = self.unfinished()
         with self._guard.suspended:
             self._frames.close()
             try:
                 self.device.drain()
             finally:
                 self._reset()
+                self._forget_sums()
                 for weight in self.weights:
                     weight.param.data = weight.host
                 self.residency.run_releases()
@@ -297,16 +304,23 @@ class Engine:
     # -- iterations --------------------------------------------------------------------------------------------------
 
     @contextmanager
-    def iteration(self, *, grad_norm: bool = False, signature: object = None) -> Iterator[None]:
+    def iteration(self, *, grad_norm: bool = False, signature: object = None, last: bool = True) -> Iterator[None]:
         """Enclose forward, backward and ``optimizer.step()`` of one iteration.
 
         Args:
             grad_norm: compute the global gradient norm (one more pass over the gradients).
             signature: shapes of the batch; see ``Device.accounting``.
+            last: False encloses forward and backward of a micro-batch that others of the same window follow.
+
+        Raises:
+            PlanError: if it is not the last one and the plan is one for windows of 1.
         """
         assert self.gradients is not None, "training needs a plan"
+        if not last:
+            self._window.require()
         self.gradients.square_sums = [] if grad_norm else None
         self._within = True
+        self._window.begin_pass(last=last)
         with self._guard.suspended:
             self._consumed.drop()
         try:
@@ -321,16 +335,28 @@ class Engine:
         finally:
             self._within = False
 
+    def _end_pass(self) -> None:
+        """End a pass that adds gradients up."""
+        if not self._ran_backward:
+            if self._walk.cursor:
+                self._restart()
+            return
+        check_reached(self.weights, self._frames)
+        self._frames.clear()
+        self._walk.finish()
+        self._window.added += 1
+        self._ran_backward = False
+
     def _end_step(self) -> None:
         self._within = False
         self._accounting.close()
         with self._guard.suspended:
-            self._finish()
+            self._finish() if self._window.last else self._end_pass()
             self._consumed.put()
 
     def _after_step(self, *_: object) -> None:
         """End the iteration before other hooks of ``optimizer.step()`` are called, which see weights as after it."""
-        if self._within and self._ran_backward:
+        if self._within and (self._ran_backward or self._window.added):
             self._end_step()
 
     @contextmanager
@@ -345,27 +371,32 @@ class Engine:
             self._finish()
 
     def _finish(self) -> None:
-        if not self._ran_backward:
+        assert self.gradients is not None and self.updates is not None
+        if self._window.delayed:
+            self._end_pass()
+            if not self._window.added:
+                return
+            if not self.residency.settled:
+                self.residency.settle()
+            self._guard.halfway = True
+            self._walk.settle()
+        elif not self._ran_backward:
+            self._window.check_update()
             self._restart()
             return
-        self._walk.skip_to(len(self._steps))
-        assert self.gradients is not None and self.updates is not None
-        unfinished = [w.label for w in self.weights if w.seen]
-        if unfinished or self._frames.open:
-            raise RuntimeError(
-                f"the backward did not reach every block that took part in the forward (open: {unfinished[:3]}); "
-                "the loss must depend on the output of the whole model"
-            )
-        sums, self.gradients.square_sums = self.gradients.square_sums, None
-        self._grad_norm = torch.stack(sums).sum().sqrt() if sums else None
-        self._frames.clear()
-        self._walk.cursor, self._ran_backward = 0, False
+        else:
+            self._walk.finish()
+            check_reached(self.weights, self._frames)
+            self._frames.clear()
+        self._grad_norm = self.gradients.end_iteration()
+        self._ran_backward, self._window.added = False, 0
         if self.updates.states_move or self.updates.counts:
             # Whoever looks for a state that is not there yet, or for a number, asks no tensor.
             self.updates.states_move = False
             self.device.drain()
             self.updates.order_states()
         self._guard.end()
+        self._left = None
         self.recorder.end()
         if self.recorder.iterations == 1:  # by now there are optimizer states
             self._check_host()
@@ -385,23 +416,13 @@ class Engine:
     @property
     def stats(self) -> EngineStats:
         """Figures of the last complete iteration."""
-        return EngineStats(
-            iterations=self.recorder.iterations,
-            iteration_s=self.recorder.iteration_s,
-            device_peak_bytes=self.recorder.device_peak,
-            host_peak_bytes=self.host_bytes,
-            grad_norm=None if self._grad_norm is None else float(self._grad_norm),
-        )
+        return self.recorder.stats(self.host_bytes, None if self._grad_norm is None else float(self._grad_norm))
 
     @property
     def host_bytes(self) -> int:
         """Host memory that training holds: weights, gradients, optimizer states, activations."""
-        states = 0
-        if self.updates is not None:
-            for weight in self.weights:
-                if weight.index in self._updated_on_host:
-                    values = self.updates.state(weight).values()
-                    states += sum(v.nbytes for v in values if isinstance(v, Tensor))
+        updates = self.updates
+        states = updates.bytes(w for w in self.weights if w.index in self._updated_on_host) if updates else 0
         return self.device.host_bytes + states
 
     def trace(self) -> Trace:
@@ -449,9 +470,7 @@ class Engine:
         step = self._walk.timeline.forward(index)
         self._walk.begin(step)
         weights = self._blocks[index]
-        op = self._steps[step].compute
-        assert op is not None
-        with self._presence[op.id]:
+        with self._presence[self._computing[step]]:
             out = self._run_forward(index, forward, weights, args, kwargs)
         self._walk.end()
         return out
@@ -483,14 +502,15 @@ class Engine:
     def _begin_backward(self) -> None:
         self._fixed.check_hooks()
         if self.own_loop is not None:
-            self.own_loop.begin_backward()
+            self.own_loop.begin_backward(updating=self._window.which == "updating")
         elif not self._within:
             raise limits.BACKWARD_OUTSIDE.error("a backward ran through the model outside the training step")
         else:
             assert self.updates is not None
             after: Any = self.updates.optimizer._optimizer_step_post_hooks
             after.move_to_end(self._step_hook.id, last=False)
-        self._ran_backward = self._guard.halfway = True
+        self._ran_backward = True
+        self._guard.halfway = self._window.which == "updating"
 
     def _backward_of(self, frame: Frame, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         assert self.gradients is not None
@@ -499,16 +519,14 @@ class Engine:
         self._walk.skip_to(step)
         self._walk.begin(step)
         self._run_again(step)
-        op = self._steps[step].compute
-        assert op is not None
+        op = self._computing[step]
         if frame.offloader is not None:
-            frame.offloader.fetch(op.id)
-        with self._presence[op.id]:
+            frame.offloader.fetch(op)
+        with self._presence[op]:
             self.gradients.begin_block(self._blocks[index])
             found = frame.backward(anchor, grads)
             self._consumers.given(index, found)
             self.gradients.end_block(self._blocks[index])
-        self._send_gradients(step)
         self._walk.end()
         return found
 
@@ -516,17 +534,12 @@ class Engine:
         """Run the forwards again that the plan wants before the backward of ``step``."""
         handed: list[Tensor] | None = None
         block = -1
-        for op in self._steps[step].again:
+        for op in self._walk.again(step):
             if op.block != block + 1:
                 handed = None
             block = op.block
             with self._presence[op.id]:
                 handed = self._frames.recompute(op, self._anchor, handed)
-
-    def _send_gradients(self, step: int) -> None:
-        assert self.gradients is not None
-        for op, departure in self.gradients.send():
-            self.residency.release_at(step if op.release_after is None else op.release_after, departure)
 
     def _begin_iteration(self) -> None:
         assert self.updates is not None
@@ -537,11 +550,29 @@ class Engine:
         self._guard.check_thread()
         self._fixed.check()
         self._guard.begin()
+        if self.own_loop is not None:
+            self._window.begin_pass()
+            if self._window.added:
+                self._take_stand_ins()
+        self._walk.start(self._window.which)
         if not self.residency.settled:
             self.residency.settle()
         for weight in self.weights:
             weight.uses = 0
-        self.recorder.begin()
+        if not self._window.added:
+            self.recorder.begin()
+
+    def _take_stand_ins(self) -> None:
+        """Take what stands for gradients away; if a loop has done so already, forget the sums of gradients."""
+        if self._window.delayed and self._consumed.gone:
+            self._forget_sums()
+        self._consumed.check(present=bool(self._window.added))
+        self._consumed.drop()
+
+    def _forget_sums(self) -> None:
+        self._window.added = 0
+        if self.gradients is not None:
+            self.gradients.forget_sums()
 
     # -- bookkeeping -------------------------------------------------------------------------------------------------
 
@@ -556,13 +587,3 @@ class Engine:
             self.gradients.reset(self.weights)
             self._walk.cursor, self._ran_backward = 0, False
         self._guard.halfway = False
-
-    def _move_rest(self, device: torch.device) -> None:
-        """Parameters and buffers outside the blocks' tensors live on the device all the time."""
-        for _, param in self.structure.rest:
-            if param.device != device:
-                param.data = param.data.to(device)
-        for module in self.model.modules():
-            for name, buffer in module.named_buffers(recurse=False):
-                if buffer.device != device:
-                    module._buffers[name] = buffer.to(device)

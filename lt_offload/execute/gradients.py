@@ -2,6 +2,9 @@
 
 A complete gradient drives the plan: the op that takes it, an update on the device or an offload, runs at once. On the
 host, gradients arrive where their group has its place, and each copy waits for the updates that read what was there.
+
+In windows of several micro-batches the first pass stores its gradients as sums and the others add theirs, one
+micro-batch after the other, as plain PyTorch adds to ``p.grad``: on whatever processor, an addition is exact.
 """
 
 from __future__ import annotations
@@ -14,13 +17,14 @@ from weakref import WeakMethod
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from lt_offload import limits
 from lt_offload.errors import PlanError
 from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.optimizer import Updates
-from lt_offload.execute.tensors import Weight, carve, distinct
-from lt_offload.schema.plan import ALIGNMENT, Op, Plan
+from lt_offload.execute.tensors import LiveGroup, Weight, carve, distinct
+from lt_offload.schema.plan import ALIGNMENT, Op, Pass, Plan
 from lt_offload.schema.profile import COLLECTED_BELOW, GATHERED_BELOW
 from lt_offload.units import round_up
 
@@ -49,9 +53,9 @@ class Slots:
 
     def __init__(self, device: Device, plan: Plan, weights: Sequence[Weight]) -> None:
         copies = [op for op in plan.ops if op.payload == "grad" and not op.writes_gradients]
-        self._updates = {op.id for op in plan.ops if op.updates_on_host}
+        self._updates = {op.id for op in plan.ops if op.lane == "host"}
         self._events: dict[int, list[Event]] = {}
-        """By update: what has to be over before memory that it reads is overwritten."""
+        """By op of the host: what has to be over before memory that it reads is overwritten."""
         ranges = {op.id: _range(op, plan) for op in copies}
         self._boxes = [GradientOffloads(device, op, [weights[t] for t in plan.tensors(op)]) for op in copies]
         self.of: dict[int, GradientOffloads] = {box.op.id: box for box in self._boxes}
@@ -72,11 +76,11 @@ class Slots:
         return box.send(items, self._freed(box.op))
 
     def updated(self, op: int, event: Event) -> None:
-        """Note that the update ``op`` has been queued, which reads what has arrived."""
+        """Note that ``op`` of the host has been queued, which reads what has arrived."""
         self._events[op] = [event]
 
     def skipped(self, op: int, weights: Iterable[Weight]) -> None:
-        """Note that nothing has arrived for the update ``op``: what was at its addresses before may be there still."""
+        """Note that nothing has arrived for ``op`` of the host: what was at its addresses before may be there still."""
         boxes = dict.fromkeys(self._box_of[w.index] for w in weights if w.index in self._box_of)
         self._events[op] = distinct(event for box in boxes for event in self._freed(box.op))
 
@@ -199,13 +203,24 @@ class Gradients:
         self._slots = Slots(device, plan, weights)
         for box in self._slots.of.values():
             self._host_grads.update(box.hosts)
-        self._taker = _takers(plan, weights)
+        self._takers: dict[Pass, dict[int, Op]] = {
+            which: _takers(plan, which, weights) for which in plan.passes if which != "settling"
+        }
+        self._which: Pass = plan.passes[0]
+        self.clip_value: float | None = None
+        """What complete gradients are clamped to before updates use them."""
+        self._scale: Tensor | None = None
+        """What they are multiplied by before that, in the coming settling pass."""
+        self._clamp: float | None = None
+        """What they are clamped to after that, in the coming settling pass."""
         for op in plan.ops:
             if op.writes_gradients:
                 self._receive([weights[t] for t in plan.tensors(op)])
         self._arrived: dict[int, Event] = {}
-        self._complete: defaultdict[int, list[tuple[Weight, Tensor]]] = defaultdict(list)
-        """By op that takes them: complete gradients."""
+        self._read: dict[int, Event] = {}
+        """By weight whose gradient the backward writes to the host: when the last one has been added to the sum."""
+        self._complete: defaultdict[int, list[tuple[Weight, Tensor | None]]] = defaultdict(list)
+        """By op that takes them: complete gradients; None of a weight that has some of other micro-batches only."""
         self._written: list[Weight] = []
         self._touched: set[int] = set()
         self._expected: set[int] = set()
@@ -239,6 +254,38 @@ class Gradients:
         self._touched.clear()
         self._expected.clear()
 
+    def start(self, which: Pass) -> None:
+        """Do with gradients what this kind of pass does, from now on.
+
+        Raises:
+            UnsupportedError: if there are to be more gradients after they have been clipped.
+        """
+        if which != "settling" and self._clipped:
+            raise limits.CLIPPED.error("the model was called after its gradients had been clipped, before the step")
+        self._which = which
+
+    @property
+    def _clipped(self) -> bool:
+        return self._scale is not None or self._clamp is not None
+
+    def forget_sums(self) -> None:
+        """Begin a window anew."""
+        self._scale = self._clamp = None
+        for weight in self._weights:
+            if weight.total is not None:
+                weight.total.filled = weight.total.group.dirty = False
+
+    def end_iteration(self) -> Tensor | None:
+        """Forget how gradients were clipped; return their norm before that, None if it was not asked for."""
+        self._scale = self._clamp = None
+        sums, self.square_sums = self.square_sums, None
+        if not sums:
+            return None
+        if any(weight.total is not None for weight in self._weights):
+            self.device.drain()  # the host has squared its sums
+            sums = [square.cpu() for square in sums]
+        return torch.stack(sums).sum().sqrt()
+
     def begin_block(self, weights: Sequence[Weight]) -> None:
         """A block's backward begins, which gives ``weights`` gradients, each once."""
         self._expected = {weight.index for weight in weights}
@@ -263,20 +310,22 @@ class Gradients:
     def _completed(self, weight: Weight) -> None:
         """Give a complete gradient to the op that takes it."""
         grad, weight.grad, weight.seen = weight.grad, None, 0
+        op = self._takers[self._which][weight.index]
         if grad is None:
+            if op.kind == "update" and _filled(weight):
+                self._complete[op.id].append((weight, None))
             return
-        if self.square_sums is not None:
-            self.square_sums.append(torch.linalg.vector_norm(grad, dtype=torch.float32).square_())
-        op = self._taker[weight.index]
+        if self.square_sums is not None and self._which == "updating" and not _filled(weight):
+            self.square_sums.append(_square_sum(grad))
         if op.writes_gradients:
             self._write_out(weight, grad)
             return
         self._complete[op.id].append((weight, grad))
-        if op.kind == "update" and grad.nbytes >= COLLECTED_BELOW:
-            self.update_on_device()  # at once, so that the memory of a large gradient is free again
+        if op.uses_gradients and grad.nbytes >= COLLECTED_BELOW:
+            self.use_on_device()  # at once, so that the memory of a large gradient is free again
 
     def end_block(self, weights: Sequence[Weight]) -> None:
-        """Count the uses that gave no gradient, and update what is left of the block on the device."""
+        """Count the uses that gave no gradient, and use what is left of the block on the device."""
         for weight in weights:
             if weight.param.requires_grad and weight.index not in self._touched:
                 weight.seen += 1
@@ -284,31 +333,132 @@ class Gradients:
                     self._completed(weight)
         self._touched.clear()
         self._expected.clear()
-        self.update_on_device()
+        self.use_on_device()
 
-    def update_on_device(self) -> None:
-        """Carry out the updates on the device for every tensor whose gradient is complete."""
+    def use_on_device(self) -> None:
+        """Add up, or update with, every complete gradient that is used on the device."""
         updates = [op for op in self._complete if op not in self._slots.of]
         items = [item for op in updates for item in self._complete.pop(op)]
         if not items:
             return
         weights = [weight for weight, _ in items]
-        groups = list(dict.fromkeys(p for w in weights for p in (w.group, w.states.group) if p is not None))
+        totals = [weight.total for weight in weights if weight.total is not None]
+        updating = self._which == "updating"
+        used = [p for w in weights for p in (w.group, w.states.group) if p is not None] if updating else []
+        sums = list(dict.fromkeys(total.group for total in totals))
+        groups = list(dict.fromkeys([*used, *sums]))
+        self._take(groups)
+        grads = [self._added(weight, grad) for weight, grad in items]
+        del items  # what has been added up is free
+        if not updating:
+            for group in groups:
+                group.dirty = True
+            return
+        self._update_on_device(weights, grads, groups)
+
+    def settle_on_device(self, weights: Sequence[Weight]) -> None:
+        """Update those of ``weights`` on the device that have gradients: the sums are all there is."""
+        weights = [weight for weight in weights if _filled(weight)]
+        if not weights:
+            return
+        totals = [weight.total for weight in weights if weight.total is not None]
+        used = [p for w in weights for p in (w.group, w.states.group) if p is not None]
+        groups = list(dict.fromkeys([*used, *(total.group for total in totals)]))
+        self._take(groups)
+        sums = [total.view for total in totals if total.view is not None]
+        if self.square_sums is not None:
+            self.square_sums += map(_square_sum, sums)
+        self._update_on_device(weights, sums, groups)
+
+    def _take(self, groups: Sequence[LiveGroup]) -> None:
+        """Order the compute lane after the copies that bring ``groups``, which it will write."""
         self.device.wait(
             *distinct(group.ready for group in groups),
             writes=[group.buffer for group in groups if group.buffer is not None],
         )
         for group in groups:
             group.ready = None
-        self.updates.update_on_device(weights, [grad for _, grad in items])
+
+    def _update_on_device(self, weights: Sequence[Weight], grads: list[Tensor], groups: Sequence[LiveGroup]) -> None:
+        """Update ``weights``, whose ``groups`` are there, and use the sums up."""
+        edit = self._edit()
+        if edit is not None:
+            for grad in grads:
+                edit(grad)
+        self.updates.update_on_device(weights, grads)
+        totals = [weight.total for weight in weights if weight.total is not None]
+        sums = {total.group for total in totals}
         for group in groups:
-            group.dirty = group.buffer is not None
-        self.updated += len(items)
+            group.dirty = group.buffer is not None and group not in sums
+        for total in totals:
+            total.filled = False
+        self.updated += len(weights)
+
+    def _edit(self) -> Callable[[Tensor], None] | None:
+        """Return what is done to gradients before updates use them, as it is now; None: nothing."""
+        scale = self._scale
+        value = min((v for v in (self.clip_value, self._clamp) if v is not None), default=None)
+
+        def edit(grad: Tensor) -> None:
+            with torch.no_grad():
+                if scale is not None:
+                    grad.mul_(scale.to(grad.device))
+                if value is not None:
+                    grad.clamp_(-value, value)
+
+        return edit if value is not None or scale is not None else None
+
+    def clip_norm(
+        self, params: Iterable[Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+    ) -> Tensor:
+        """Let the coming updates use gradients of a norm of at most ``max_norm``; return their norm.
+
+        Every sum is complete, on the device or on the host, and is read where it is: with the very function of
+        torch, which takes the norm of the norms of the tensors, in the order of ``params``.
+
+        Raises:
+            UnsupportedError: if they have been clipped already.
+            RuntimeError: with ``error_if_nonfinite``, if the norm is not finite.
+        """
+        if self._clipped or self.clip_value is not None:
+            raise limits.CLIPPED.error("gradients that are clipped already were to be clipped by their norm")
+        totals = {id(w.param): w.total for w in self._weights if w.total is not None and w.total.filled}
+        found = [totals[id(param)] for param in params if id(param) in totals]
+        groups = list(dict.fromkeys(total.group for total in found))
+        here = [group for group in groups if group.buffer is not None]
+        self.device.wait(*distinct(g.ready for g in here), reads=[g.buffer for g in here if g.buffer is not None])
+        self.device.synchronize(*distinct(group.current for group in groups if group.buffer is None))
+        sums = [total.host if total.view is None else total.view for total in found]
+        with torch.no_grad():
+            norm: Tensor = get_total_norm(sums, norm_type, error_if_nonfinite)
+            if found:
+                self._scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+        return norm
+
+    def clip_each(self, value: float) -> None:
+        """Let the coming updates use gradients between ``-value`` and ``value``."""
+        if any(map(_filled, self._weights)):
+            self._clamp = value if self._clamp is None else min(self._clamp, value)
+
+    def _added(self, weight: Weight, grad: Tensor | None) -> Tensor:
+        """Return the sum of a weight's gradients on the device, ``grad`` included, where there is or has to be one."""
+        total = weight.total
+        if total is None or (self._which == "updating" and not total.filled):
+            assert grad is not None
+            return grad
+        assert total.view is not None
+        if grad is not None:
+            with torch.no_grad():
+                total.view.add_(grad) if total.filled else total.view.copy_(grad)
+        if self.square_sums is not None and self._which == "updating":
+            self.square_sums.append(_square_sum(total.view))
+        total.filled = True
+        return total.view
 
     def _write_out(self, weight: Weight, grad: Tensor) -> None:
         """Write a gradient to host memory from the compute lane; nobody keeps it on the device."""
         # The last update, which read the host buffer, is over: the forward has seen the weight that it made.
-        self.device.wait(writes=[weight.grad_cell])
+        self.device.wait(*distinct([self._read.pop(weight.index, None)]), writes=[weight.grad_cell])
         self.device.cross("d2h", grad.nbytes)
         with torch.no_grad():
             self._direct_grads[weight.index].copy_(grad)
@@ -322,48 +472,111 @@ class Gradients:
             self._written.clear()
         sent = []
         for op in list(self._complete):
-            box, members = self._slots.of[op], self._complete.pop(op)
+            box = self._slots.of[op]
+            members = [(weight, grad) for weight, grad in self._complete.pop(op) if grad is not None]
             offload = self._slots.send(box, members)
             sent.append((box.op, offload))
             self._arrived.update((weight.index, offload.event) for weight, _ in members)
         return sent
 
-    def update_on_host(self, weights: Sequence[Weight], label: str, op: int, urgency: int = 0) -> Event | None:
-        """Queue the host's update of those ``weights`` whose gradients have been sent; return its event."""
-        ready = [w for w in weights if w.index in self._arrived]
+    def use_on_host(self, op: Op, weights: Sequence[Weight], urgency: int) -> Event | None:
+        """Queue what the host does with the gradients of ``weights`` that have been sent; return its event."""
+        updating = op.kind == "update"
+        ready = [w for w in weights if w.index in self._arrived or (updating and _filled(w))]
         if not ready:
-            self._slots.skipped(op, weights)
+            self._slots.skipped(op.id, weights)
             return None
-        run = self.updates.prepare(ready, "host", [self._host_grads[w.index] for w in ready])
-        groups = list(dict.fromkeys(w.group for w in ready))
+        arrived = [w for w in ready if w.index in self._arrived]
+        adding = self._adding(arrived, updating=updating)
+        groups = list(dict.fromkeys(total.group for w in ready if (total := w.total) is not None))
+        update: Callable[[], None] | None = None
+        grads: list[Tensor] = []
+        if updating:
+            grads = [w.total.host if _filled(w) and w.total else self._host_grads[w.index] for w in ready]
+            update = self.updates.prepare(ready, "host", grads)
+            groups += dict.fromkeys(w.group for w in ready)
+            self.updated += len(ready)
+        sums, edit = None, None
+        read: list[Event | None] = []
+        if updating:
+            edit = self._edit()
+        if updating and self.square_sums is not None:
+            sums = self.square_sums, [w.total.host for w in ready if _filled(w) and w.total]
+        if self._which == "settling":  # no gradient that arrives comes after what has read the weights
+            read = [self.device.mark(), *(group.fetched for group in groups)]
         event = self.device.submit(
             "host",
-            run,
+            _using(adding, sums, [(edit, grads)] if edit is not None else [], update),
             # Gradients arrive after the last computation that may have read the weights in host memory.
-            after=distinct([*(self._arrived.pop(w.index) for w in ready), *(p.current for p in groups)]),
-            reads=list(dict.fromkeys(w.grad_cell for w in ready)),
+            after=distinct([*(self._arrived.pop(w.index) for w in arrived), *(p.current for p in groups), *read]),
+            reads=list(dict.fromkeys(w.grad_cell for w in arrived)),
             writes=[group.host_cell for group in groups],
-            label=label,
-            op=op,
+            label=f"{op.kind} {op.block}",
+            op=op.id,
             urgency=urgency,
         )
-        self._slots.updated(op, event)
+        self._slots.updated(op.id, event)
         for group in groups:
             group.current = event
-        self.updated += len(ready)
+        for weight in ready:
+            if weight.total is not None:
+                weight.total.filled = not updating
+            if weight.index in self._direct_grads:
+                self._read[weight.index] = event
         return event
 
+    def _adding(self, weights: Sequence[Weight], *, updating: bool) -> list[tuple[Tensor, Tensor, bool]]:
+        """Return what to add where, and whether there is something already; in updates only where there is."""
+        found = []
+        for weight in weights:
+            total = weight.total
+            if total is not None and (total.filled or not updating):
+                found.append((total.host, self._host_grads[weight.index], total.filled))
+        return found
 
-def _takers(plan: Plan, weights: Sequence[Weight]) -> dict[int, Op]:
-    """Return, by trainable tensor, the op that takes its gradient: an offload, or an update on the device.
+
+def _using(
+    adding: Sequence[tuple[Tensor, Tensor, bool]],
+    sums: tuple[list[Tensor], list[Tensor]] | None,
+    edits: Sequence[tuple[Callable[[Tensor], None], Sequence[Tensor]]],
+    update: Callable[[], None] | None,
+) -> Callable[[], None]:
+    """Return what adds gradients up, notes the squares of sums if somebody asked for them, edits them, and updates."""
+
+    def run() -> None:
+        for total, grad, filled in adding:
+            total.add_(grad) if filled else total.copy_(grad)
+        if sums is not None:
+            found, totals = sums
+            found += map(_square_sum, totals)
+        for edit, grads in edits:
+            for grad in grads:
+                edit(grad)
+        if update is not None:
+            update()
+
+    return run
+
+
+def _filled(weight: Weight) -> bool:
+    return weight.total is not None and weight.total.filled
+
+
+def _square_sum(grad: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)
+    return norm.square_()
+
+
+def _takers(plan: Plan, which: Pass, weights: Sequence[Weight]) -> dict[int, Op]:
+    """Return, by trainable tensor, the op that takes its gradient in a pass: an offload, or what uses it on the device.
 
     Raises:
         PlanError: if there is none, so that the tensor would never be updated.
     """
     takers = {
         tensor: op
-        for op in plan.ops
-        if op.payload == "grad" or (op.kind == "update" and not op.updates_on_host)
+        for op in plan.ops_of(which)
+        if op.payload == "grad" or (op.uses_gradients and op.lane != "host")
         for tensor in plan.tensors(op)
     }
     for weight in weights:

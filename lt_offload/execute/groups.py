@@ -6,9 +6,11 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 
 import torch
+from torch import nn
 
 from lt_offload.execute.device.base import Device
-from lt_offload.execute.tensors import LiveGroup, Member, Weight
+from lt_offload.execute.tensors import LiveGroup, Member, States, Sum, Weight
+from lt_offload.model.blocks import Structure
 from lt_offload.schema.plan import Plan
 
 
@@ -52,6 +54,11 @@ class Layout:
             for number in numbers:
                 planned = plan.groups[number]
                 grouped: list[Member] = [weights[tensor] for tensor in planned.tensors]
+                if planned.payload == "sum":
+                    totals = [Sum(weights[tensor]) for tensor in planned.tensors]
+                    for total in totals:
+                        total.weight.total = total
+                    grouped = list(totals)
                 if planned.payload == "state":
                     grouped = [weights[tensor].states for tensor in planned.tensors]
                     for tensor, size in zip(planned.tensors, planned.sizes, strict=True):
@@ -94,16 +101,34 @@ def _house(groups: Sequence[LiveGroup], device: Device) -> None:
         groups[0].host = groups[0].span = first.host.view(-1).view(torch.uint8)
         return
     parts = [
-        (tuple(m.host.shape), m.host.dtype) if isinstance(m, Weight) else ((m.room,), torch.uint8) for m in members
+        ((m.room,), torch.uint8) if isinstance(m, States) else _like(m if isinstance(m, Weight) else m.weight)
+        for m in members
     ]
     span, tensors = device.host_group(parts)
     for member, tensor in zip(members, tensors, strict=True):
         if isinstance(member, Weight):
             tensor.copy_(member.host)
             member.rehost(tensor)
+        elif isinstance(member, Sum):
+            member.host = tensor
         else:
             member.slot = tensor
     at = 0
     for group in groups:
         group.host, group.span = span[at : at + group.nbytes], span
         at += group.room
+
+
+def _like(weight: Weight) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(weight.host.shape), weight.host.dtype
+
+
+def move_rest(model: nn.Module, structure: Structure, device: torch.device) -> None:
+    """Move parameters and buffers outside the blocks' tensors: in training they live on the device all the time."""
+    for _, param in structure.rest:
+        if param.device != device:
+            param.data = param.data.to(device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device != device:
+                module._buffers[name] = buffer.to(device)

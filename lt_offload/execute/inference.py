@@ -12,7 +12,7 @@ from lt_offload.errors import OverBudget
 from lt_offload.execute.copies import Transfer
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.groups import Layout
-from lt_offload.execute.tensors import LiveGroup, States, Weight, distinct
+from lt_offload.execute.tensors import LiveGroup, Weight, distinct
 from lt_offload.schema.plan import ALIGNMENT
 from lt_offload.units import format_bytes, round_up
 
@@ -25,7 +25,8 @@ class Streaming:
         self.blocks = blocks
         self._groups = [list(dict.fromkeys(weight.group for weight in block)) for block in blocks]
         """Of each block, the groups of its weights."""
-        self._states = [group for group in layout.all if isinstance(group.members[0], States)]
+        self._states = [group for group in layout.all if not isinstance(group.members[0], Weight)]
+        """And those of states and sums of gradients, which no forward reads."""
         self._transfers: dict[tuple[LiveGroup, ...], Transfer] = {}
 
     def forward(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -98,7 +99,7 @@ class Streaming:
                 self._evict(victims.pop(0))
 
     def _victims(self, index: int, needed: Sequence[LiveGroup]) -> list[LiveGroup]:
-        """Return what may leave: first optimizer states, which no forward reads, then the weights needed last."""
+        """Return what may leave: first what no forward reads, then the weights needed last."""
         distance: dict[LiveGroup, int] = {}
         for position, block in enumerate(self._groups):
             for group in block:

@@ -14,7 +14,7 @@ would have other last bits.
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from operator import is_
 from types import NoneType
@@ -178,6 +178,11 @@ class Updates:
         """Return the live state dictionary of ``weight``, or a new one that the optimizer does not know yet."""
         state: dict[str, Any] = self.optimizer.state.get(weight.param, {})
         return state
+
+    def bytes(self, weights: Iterable[Weight]) -> int:
+        """Return the bytes of the states of ``weights``."""
+        values = [value for weight in weights for value in self.state(weight).values()]
+        return sum(value.nbytes for value in values if isinstance(value, Tensor))
 
     def order_states(self) -> None:
         """Put the states in the order of the parameters, as one step of all would have made them; none is made now."""

@@ -15,17 +15,16 @@ from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure
 from lt_offload.model.compiled import is_compiled
-from lt_offload.schema.plan import Op, Plan, Timeline, deadlines
+from lt_offload.schema.plan import Op, Pass, Plan, Timeline, deadlines
 from lt_offload.schema.profile import fingerprint
 
 
 class Walk:
-    """One pass through the steps per iteration."""
+    """One pass through the steps per micro-batch."""
 
     def __init__(
         self,
         plan: Plan,
-        steps: Sequence[StepOps],
         weights: Sequence[Weight],
         *,
         residency: Residency,
@@ -33,7 +32,9 @@ class Walk:
         frames: Frames,
         recorder: Recorder,
     ) -> None:
-        self._steps, self._weights = steps, weights
+        self._programs: dict[Pass, list[StepOps]] = {which: program(plan, which) for which in plan.passes}
+        self._steps = self._programs[plan.passes[0]]
+        self._weights = weights
         self._residency, self._gradients = residency, gradients
         self._frames, self._recorder = frames, recorder
         self._plan, self._ops = plan, len(plan.ops)
@@ -41,6 +42,30 @@ class Walk:
         self._deadlines = deadlines(plan.ops)
         self.cursor = 0
         """The next step."""
+        self.passes = 0
+        """Complete ones so far."""
+
+    def start(self, which: Pass) -> None:
+        """Carry out the ops of this kind of pass from now on."""
+        assert self.cursor == 0
+        self._steps = self._programs[which]
+        self._gradients.start(which)
+
+    def settle(self) -> None:
+        """Carry out the updates for which all gradients are there."""
+        self.start("settling")
+        for at, step in enumerate(self._steps):
+            self.begin(at)
+            for op in step.settled:
+                self._gradients.settle_on_device([self._weights[t] for t in self._plan.tensors(op)])
+            self.end()
+        self.finish()
+
+    def finish(self) -> None:
+        """Go through what is left of the pass, and be ready for the next."""
+        self.skip_to(len(self._steps))
+        self.cursor = 0
+        self.passes += 1
 
     def awaits(self, kind: str, block: int) -> bool:
         """Return whether the next step is this one."""
@@ -55,6 +80,10 @@ class Walk:
         step = self._plan.timeline[self.cursor]
         return f"block {step.block}" if step.kind == "forward" else f"the {step.kind} of block {step.block}"
 
+    def again(self, step: int) -> Sequence[Op]:
+        """Return the forwards that run again in ``step``."""
+        return self._steps[step].again
+
     def begin(self, at: int) -> None:
         """Issue what precedes the computation of step ``at``."""
         assert at == self.cursor, f"step {at} after step {self.cursor - 1}"
@@ -66,9 +95,11 @@ class Walk:
     def end(self) -> None:
         """Issue what follows the computation of the step that was begun last."""
         at = self.cursor - 1
+        for op, departure in self._gradients.send():
+            self._residency.release_at(at if op.release_after is None else op.release_after, departure)
         for op in self._steps[at].updates:
             weights = [self._weights[t] for t in self._plan.tensors(op)]
-            self._gradients.update_on_host(weights, f"update {op.block}", op.id, self._urgency(op))
+            self._gradients.use_on_host(op, weights, self._urgency(op))
         for op in self._steps[at].after:
             self._issue(op)
         self._residency.end_step(at)
@@ -82,7 +113,7 @@ class Walk:
 
     def _urgency(self, op: Op) -> int:
         """Return when the result of an update on the host is needed, as a position among the ops of all iterations."""
-        return self._recorder.iterations * self._ops + self._deadlines.get(op.id, 2 * self._ops)
+        return self.passes * self._ops + self._deadlines.get(op.id, 2 * self._ops)
 
     def _issue(self, op: Op) -> None:
         if op.payload != "activation":
@@ -107,19 +138,21 @@ class StepOps:
     """Forwards that run again before the backward."""
     compute: Op | None = None
     updates: list[Op] = field(default_factory=list)
-    """Updates on the host."""
+    """What the host does with gradients."""
+    settled: list[Op] = field(default_factory=list)
+    """Updates on the device that no gradient drives."""
     after: list[Op] = field(default_factory=list)
     """Other offloads, then drops."""
 
 
-def program(plan: Plan) -> list[StepOps]:
-    """Return the steps of ``plan``.
+def program(plan: Plan, which: Pass) -> list[StepOps]:
+    """Return the steps of one kind of pass.
 
     Raises:
         PlanError: if an op stands where the issue order does not allow it.
     """
     steps = [StepOps() for _ in plan.timeline]
-    for op in plan.ops:
+    for op in plan.ops_of(which):
         if not 0 <= op.step < len(steps):
             raise PlanError(f"op {op.id} is at step {op.step}; the plan has steps 0 to {len(steps) - 1}")
         step = steps[op.step]
@@ -130,12 +163,15 @@ def program(plan: Plan) -> list[StepOps]:
             step.compute = op
         elif op.kind == "prefetch":
             (step.before if step.compute is None else step.after).append(op)
-        elif op.updates_on_host:
-            step.updates.append(op)
-        elif op.kind != "update" and op.payload != "grad":
+        elif op.uses_gradients:
+            if op.lane == "host":
+                step.updates.append(op)
+            elif which == "settling":
+                step.settled.append(op)
+        elif op.payload != "grad":
             step.after.append(op)
     for index, step in enumerate(steps):
-        if step.compute is None:
+        if step.compute is None and which != "settling":
             raise PlanError(f"step {index} of the plan has no computation")
     return steps
 

@@ -48,6 +48,7 @@ class Weight:
         "shadows",
         "start",
         "states",
+        "total",
         "uses",
         "view",
     )
@@ -68,6 +69,8 @@ class Weight:
         self.present: Tensor | None = None
         """What the running computation sees: ``view`` or ``zero_copy``."""
         self.states = States(self)
+        self.total: Sum | None = None
+        """The sum of its gradients, in plans for windows."""
         self.shadows: dict[str, nn.Parameter] = {}
         self.uses = 0
         """Blocks whose backward contributes to the gradient."""
@@ -240,7 +243,56 @@ class States:
         self._views.clear()
 
 
-Member = Weight | States
+class Sum:
+    """The sum of one weight's gradients over the micro-batches of a window."""
+
+    __slots__ = ("_views", "filled", "group", "host", "label", "start", "view", "weight")
+
+    def __init__(self, weight: Weight) -> None:
+        self.label = weight.label.replace("weight", "sum", 1)
+        self.weight = weight
+        self.group: LiveGroup
+        self.start = 0
+        """Offset in the group."""
+        self.host: Tensor
+        """The host copy."""
+        self.view: Tensor | None = None
+        """The device copy."""
+        self.filled = False
+        """Whether there is a gradient in it; the first one of a window replaces what is there."""
+        self._views: dict[int, Tensor] = {}
+
+    @property
+    def index(self) -> int:
+        """Of the weight."""
+        return self.weight.index
+
+    @property
+    def room(self) -> int:
+        """Bytes of the group, without what alignment adds."""
+        return self.weight.nbytes
+
+    def attach(self, buffer: Buffer) -> None:
+        """Use the range of ``buffer`` that begins at ``start``."""
+        at = buffer.offset + self.start
+        view = self._views.get(at)
+        if view is None:
+            if len(self._views) >= _KNOWN_VIEWS:
+                self._views.clear()
+            view = self._views[at] = _view(buffer.slab, at, self.weight.host)
+        self.view = view
+
+    def detach(self) -> None:
+        """Forget the device copy."""
+        self.view = None
+
+    def forget_views(self) -> None:
+        """Let go of the arena."""
+        self.view = None
+        self._views.clear()
+
+
+Member = Weight | States | Sum
 
 
 class LiveGroup:
@@ -254,6 +306,7 @@ class LiveGroup:
         "current",
         "device",
         "dirty",
+        "fetched",
         "host",
         "host_cell",
         "label",
@@ -277,6 +330,8 @@ class LiveGroup:
         self.buffer: Buffer | None = None
         self.ready: Event | None = None
         """The device copy is complete; None: the compute lane is ordered after that, or there is none."""
+        self.fetched: Event | None = None
+        """The last copy from the host copy to the device."""
         self.leaving: Event | None = None
         """The last copy from the device copy to the host."""
         self.current: Event | None = None
@@ -294,8 +349,11 @@ class LiveGroup:
 
     @property
     def filled(self) -> bool:
-        """Whether there is anything to copy; states appear with the first update."""
-        return any(isinstance(member, Weight) or member.known for member in self.members)
+        """Whether there is anything to copy; states appear with the first update, sums with the first gradient."""
+        return any(
+            member.filled if isinstance(member, Sum) else isinstance(member, Weight) or bool(member.known)
+            for member in self.members
+        )
 
     def attach(self, buffer: Buffer) -> None:
         """Use ``buffer`` for the device copy."""

@@ -45,6 +45,8 @@ class RunSummary(Callback):
         self.figures: dict[str, int] = {}
         """``device_peak_bytes`` and ``host_peak_bytes`` over the run, where the strategy measures them."""
         self._started = 0.0
+        self._seconds = 0.0
+        """Of the micro-batches of the present step so far."""
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the loss; a sanity check counts if it saw every batch."""
@@ -56,14 +58,18 @@ class RunSummary(Callback):
             rank_zero_info(f"held-out loss before training: {float(loss):.4f}")
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
-        """Start the clock of this step."""
+        """Start the clock of this micro-batch."""
         self._started = time.perf_counter()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Stop it."""
-        self.step_times.append(time.perf_counter() - self._started)
+        self._seconds += time.perf_counter() - self._started
+        if trainer.fit_loop._should_accumulate():
+            return  # more micro-batches of this step are to come
+        self.step_times.append(self._seconds)
+        self._seconds = 0.0
         stats = getattr(getattr(trainer.strategy, "engine", None), "stats", None)
         if stats is not None:
             for name in ("device_peak_bytes", "host_peak_bytes"):
@@ -91,8 +97,10 @@ class RunSummary(Callback):
             facts["held-out loss"] = " -> ".join(f"{loss:.4f}" for _, loss in _ends(self.losses))
         if plan is not None:
             predicted = plan.predicted
-            if plan.batch_curve:
-                facts["batch size"] = f"{plan.batch_size}, chosen from {len(plan.batch_curve)} sizes"
+            batches = f"{plan.window} micro-batches of " if plan.window > 1 else ""
+            chosen = f", chosen from {len(plan.batch_curve)} sizes" if plan.batch_curve else ""
+            if batches or chosen:
+                facts["batch size"] = f"{batches}{plan.batch_size}{chosen}"
             facts["memory budget"] = format_bytes(plan.budget_bytes)
             facts["measured peak"] = (
                 f"{_bytes(self.figures, 'device_peak_bytes')} (plan: {format_bytes(predicted.device_peak_bytes)})"

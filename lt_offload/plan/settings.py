@@ -40,6 +40,10 @@ class Settings:
     """Whether activations may be computed again."""
     gradient_reserve: float | None = None
     """For ``memferry``: the part of all gradient bytes, 0 to 1, that the device may hold at a time; None: what fits."""
+    accumulate: int = 1
+    """Micro-batches whose gradients are added up for one update."""
+    delayed: bool = False
+    """Whether updates wait until all gradients are there, as clipping by their norm needs."""
     time_limit: float = 30.0
     """Seconds after which no further candidate is generated; ``solver_time_limit`` of the strategy."""
 
@@ -55,6 +59,8 @@ class Settings:
             raise ConfigError(
                 f"gradient_reserve={reserve} is not a part of the gradients; choose a number from 0 to 1, or None"
             )
+        if not isinstance(self.accumulate, int) or self.accumulate < 1:
+            raise ConfigError(f"accumulate={self.accumulate!r} must be at least 1: micro-batches per update")
         if self.time_limit <= 0:
             raise ConfigError(f"solver_time_limit={self.time_limit} must be a positive number of seconds")
 

@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan.infeasible import explain_infeasible, smallest_ram
@@ -27,6 +28,7 @@ from lt_offload.plan.planners.pofo.propose import propose_pofo
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
 from lt_offload.plan.planners.weights.propose import propose_greedy, propose_l2l
 from lt_offload.plan.settings import Settings
+from lt_offload.plan.windows import has_windows, plan_windows
 from lt_offload.schema.plan import Plan, PlannerName, Prediction
 from lt_offload.schema.profile import OptionProfile, Profile
 from lt_offload.units import format_bytes, format_seconds
@@ -56,6 +58,8 @@ def solve(
     activation_offload: bool = True,
     recompute: bool = True,
     gradient_reserve: float | None = None,
+    accumulate: int = 1,
+    delayed: bool = False,
     time_limit: float = 30.0,
 ) -> Plan:
     """Return the fastest plan found for ``profile`` within the budgets, checked and simulated.
@@ -76,6 +80,8 @@ def solve(
         recompute: whether activations may be computed again.
         gradient_reserve: for ``memferry``: the part of all gradient bytes that the device may hold at a time, between
             0 and 1; the others are written to host memory by the backward itself. None: as much as fits.
+        accumulate: micro-batches whose gradients are added up for one update.
+        delayed: whether updates wait until all gradients are there, as clipping by their norm needs.
         time_limit: seconds that planning may take, about; the best plan until then is returned, and says what was
             left out.
 
@@ -92,6 +98,8 @@ def solve(
         activation_offload=activation_offload,
         recompute=recompute,
         gradient_reserve=gradient_reserve,
+        accumulate=accumulate,
+        delayed=delayed,
         time_limit=time_limit,
     )
     return make_plan(profile, settings)
@@ -105,6 +113,8 @@ def make_plan(profile: Profile, settings: Settings, *, exact: bool = False) -> P
         settings: budgets and switches.
         exact: no plan rather than one that sums in another order than plain PyTorch.
     """
+    if has_windows(settings):
+        return plan_windows(profile, settings, partial(make_plan, exact=exact))
     began = time.monotonic()
     first = without_chunks(profile)
     try:

@@ -41,9 +41,12 @@ KINDS = {
     "offload-grad": "gradients to host",
     "prefetch-state": "optimizer state to device",
     "offload-state": "optimizer state to host",
+    "prefetch-sum": "sums of gradients to device",
+    "offload-sum": "sums of gradients to host",
     "prefetch-activation": "activations to device",
     "offload-activation": "activations to host",
     "update": "update",
+    "accumulate": "gradients added up",
 }
 """CSS class of a bar, and what the legend calls it."""
 
@@ -209,13 +212,21 @@ def _title(bar: Bar, blocks: Sequence[str]) -> str:
 
 
 def _phases(drawn: Sequence[Bar], trace: Trace, axis_s: float) -> str:
-    """Return the header that tells forward and backward apart."""
-    turn = max((bar.end for bar in drawn if bar.kind == "forward"), default=0.0)
-    first, second = turn / axis_s, (trace.iteration_time - turn) / axis_s
-    return (
-        f'<div class="phases"><span style="width:{_percent(first)}">forward</span>'
-        f'<span style="width:{_percent(second)}">backward and updates</span></div>'
-    )
+    """Return the header that tells forwards and backwards apart."""
+    ends: list[tuple[str, float]] = []
+    for bar in sorted(drawn, key=lambda bar: bar.start):
+        if bar.kind in _PHASES:
+            if ends and ends[-1][0] == bar.kind:
+                ends.pop()
+            ends.append((bar.kind, bar.end))
+    ends[-1:] = [(ends[-1][0] if ends else "backward", trace.iteration_time)]
+    starts = [0.0, *(end for _, end in ends)]
+    widths = [(kind, max(0.0, end - start)) for (kind, end), start in zip(ends, starts, strict=False)]
+    parts = (f'<span style="width:{_percent(width / axis_s)}">{_PHASES[kind]}</span>' for kind, width in widths)
+    return f'<div class="phases">{"".join(parts)}</div>'
+
+
+_PHASES = {"forward": "forward", "backward": "backward and updates"}
 
 
 def _memory(trace: Trace, axis_s: float) -> str:

@@ -24,6 +24,7 @@ _PAYLOADS: dict[Payload, str] = {
     "weight": "weights",
     "grad": "gradients",
     "state": "optimizer state",
+    "sum": "sums of gradients",
     "activation": "activations",
 }
 _PLACES: dict[UpdatePlace, str] = {
@@ -214,11 +215,13 @@ def _range(names: Sequence[str]) -> str:
 def traffic(plan: Plan, profile: Profile, predicted: Trace, measured: Trace | None) -> str:
     """Return the bytes and the load per lane."""
     rows = []
-    reads = sum(op.bytes for op in plan.ops if op.zero_copy)
+    counted = list(zip(plan.ops, plan.counts, strict=True))
+    reads = sum(count * op.bytes for op, count in counted if op.zero_copy)
+    payloads = {name: title for name, title in _PAYLOADS.items() if name != "sum" or plan.adds_up}
     for lane in LANES:
-        on_lane = [op for op in plan.ops if op.lane == lane]
-        sizes = [sum(op.bytes for op in on_lane if op.payload == payload) for payload in _PAYLOADS]
-        updated = [t for op in on_lane for t in plan.tensors(op)] if lane == "host" else []
+        on_lane = [(op, count) for op, count in counted if op.lane == lane]
+        sizes = [sum(count * op.bytes for op, count in on_lane if op.payload == payload) for payload in payloads]
+        updated = [t for op, _ in on_lane if op.kind == "update" for t in plan.tensors(op)] if lane == "host" else []
         if reads:
             sizes.append(reads if lane == "compute" else 0)
         sizes.append(sum(sizes) + sum(profile.tensors[t].bytes for t in updated))
@@ -226,7 +229,7 @@ def traffic(plan: Plan, profile: Profile, predicted: Trace, measured: Trace | No
         rows.append([LANES[lane], *(format_bytes(size) if size else NONE for size in sizes), *busy])
     read = ["weights read in place"] if reads else []
     last = ["busy, predicted", *(["busy, measured"] if measured else [])]
-    head = ["lane", *_PAYLOADS.values(), *read, "together", *last]
+    head = ["lane", *payloads.values(), *read, "together", *last]
     return section(
         "Traffic and load",
         "Bytes per iteration, and the share of the iteration during which each part works; the row of the host update "

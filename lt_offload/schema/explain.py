@@ -70,6 +70,16 @@ def explain(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
+def headline(plan: Plan) -> str:
+    """Return one line about ``plan``."""
+    promise = plan.predicted
+    return (
+        f"plan by {plan.planner}: {format_seconds(promise.iteration_s)} per {plan.unit} predicted "
+        f"({promise.gap:.1%} above the bound), {format_bytes(promise.device_peak_bytes)} of "
+        f"{format_bytes(plan.budget_bytes)} on the device, {format_bytes(promise.host_peak_bytes)} on the host"
+    )
+
+
 def brief(plan: Plan) -> str:
     """Return one short paragraph about ``plan``, in at most 100 columns: time, memory, copies, updates."""
     found = plan.predicted
@@ -78,7 +88,7 @@ def brief(plan: Plan) -> str:
     options = ", ".join(f"{count} {option}" for option, count in Counter(plan.options).most_common())
     fields = dict([*_prediction(plan), *_traffic(plan)])
     text = (
-        f"{_inputs(plan)}. {_sentence(fields['iteration'])}. "
+        f"{_inputs(plan)}. {_sentence(fields['iteration'], plan)}. "
         f"Device memory: {format_bytes(found.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}; RAM: "
         f"{format_bytes(found.host_peak_bytes)} of {format_bytes(plan.host_budget_bytes)}. "
         f"Copied: {fields['copies']}. Activations of blocks: {options}. "
@@ -90,8 +100,9 @@ def brief(plan: Plan) -> str:
     return "\n".join(lines)
 
 
-def _sentence(iteration: str) -> str:
-    return "It was not simulated" if iteration == _NOT_SIMULATED else f"An iteration takes {iteration}"
+def _sentence(iteration: str, plan: Plan) -> str:
+    unit = "An iteration" if plan.window == 1 else f"A {plan.unit}"
+    return "It was not simulated" if iteration == _NOT_SIMULATED else f"{unit} takes {iteration}"
 
 
 # -- totals ----------------------------------------------------------------------------------------------------------
@@ -99,6 +110,8 @@ def _sentence(iteration: str) -> str:
 
 def _inputs(plan: Plan) -> str:
     tokens = f"batch {plan.batch_size} x {plan.sequence_length} tokens"
+    if plan.window > 1:
+        tokens = f"{plan.window} micro-batches of {plan.batch_size} x {plan.sequence_length} tokens"
     estimated = "; the profile was estimated, not measured" if plan.estimated else ""
     return f"{plan.model}, {len(plan.options)} blocks, {tokens}, planner {plan.planner}{estimated}"
 
@@ -144,11 +157,11 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
 def _traffic(plan: Plan) -> Iterator[tuple[str, str]]:
     moved: dict[str, int] = defaultdict(int)
     busy: dict[str, float] = defaultdict(float)
-    for op in plan.ops:
-        moved["written" if op.writes_gradients else op.lane] += op.bytes
-        busy[op.lane] += op.seconds
+    for op, count in zip(plan.ops, plan.counts, strict=True):
+        moved["written" if op.writes_gradients else op.lane] += count * op.bytes
+        busy[op.lane] += count * op.seconds
     to_device, to_host = format_bytes(moved["h2d"]), format_bytes(moved["d2h"])
-    copies = f"{to_device} to the device, {to_host} to the host per iteration"
+    copies = f"{to_device} to the device, {to_host} to the host per {plan.unit}"
     if moved["compute"]:
         copies += f"; {format_bytes(moved['compute'])} read directly"
     if moved["written"]:
@@ -218,13 +231,14 @@ class _BlockRow:
 
 def _blocks(plan: Plan) -> list[_BlockRow]:
     blocks = [_BlockRow(index, option) for index, option in enumerate(plan.options)]
-    for op in plan.ops:
+    for op, count in zip(plan.ops, plan.counts, strict=True):
         if op.writes_gradients:
-            blocks[op.block].written += op.bytes
+            blocks[op.block].written += count * op.bytes
         elif op.payload is not None:
-            blocks[op.block].moved[op.kind, op.payload] += op.bytes
-        elif op.kind != "update":
-            blocks[op.block].read += op.bytes
+            payload = "state" if op.payload == "sum" else op.payload
+            blocks[op.block].moved[op.kind, payload] += count * op.bytes
+        elif not op.uses_gradients:
+            blocks[op.block].read += count * op.bytes
             blocks[op.block].again += op.save is not None
         if op.kind == "update":
             for tensor in plan.tensors(op):

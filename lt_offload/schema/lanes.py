@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-OpKind = Literal["forward", "backward", "prefetch", "offload", "drop", "update"]
+OpKind = Literal["forward", "backward", "prefetch", "offload", "drop", "update", "accumulate"]
 LaneName = Literal["compute", "h2d", "d2h", "host", "none"]
 
 
@@ -24,9 +24,9 @@ class Lane:
 
 
 LANES: tuple[Lane, ...] = (
-    Lane(name="compute", title="compute", kinds=("forward", "backward", "update", "offload")),
+    Lane(name="compute", title="compute", kinds=("forward", "backward", "update", "accumulate", "offload")),
     Lane(name="h2d", title="copies to device", kinds=("prefetch",)),
     Lane(name="d2h", title="copies to host", kinds=("offload",)),
-    Lane(name="host", title="updates on host", kinds=("update",)),
+    Lane(name="host", title="updates on host", kinds=("update", "accumulate")),
 )
 """All lanes, in the order in which they are drawn. A ``drop`` occupies none."""

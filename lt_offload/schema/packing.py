@@ -52,11 +52,11 @@ class _ArenaWalk:
         """Issue every op once."""
         self.tensors = self.transfers = 0
         step = 0
-        for op in self.plan.ops:
+        for op in self.plan.ops_of("updating"):
             if op.step != step:
                 self._end(step)
                 step = op.step
-            if op.payload in ("weight", "state"):
+            if op.payload in ("weight", "state", "sum"):
                 self._issue(op)
         self._end(step)
 

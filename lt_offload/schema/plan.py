@@ -11,8 +11,8 @@ them. Ops name groups.
 
 1. ``prefetch`` ops: device memory is taken, then the copies are queued in this order;
 2. (backward) forwards that run again, ascending; then the step's one ``forward`` or ``backward`` op;
-3. (backward) ``offload`` of gradients and ``update`` on the device, carried out tensor by tensor as each gradient is
-   complete, and the host ``update`` ops that become possible with this step's gradients;
+3. (backward) ``offload`` of gradients and ``update`` or ``accumulate`` on the device, carried out tensor by tensor as
+   each gradient is complete, and the ops of the host that become possible with this step's gradients;
 4. other ``offload`` ops (saved activations, updated weights, states), then ``drop`` ops.
 
 ``Op.after`` are ids of ops that must have ended before this one starts; an id that is not smaller than the op's own
@@ -33,6 +33,18 @@ replaces what the block had saved. A block of option ``discard`` has saved nothi
 A computation may read some weights directly in host memory (``Op.zero_copy``): they need no device copy for it, and
 what it reads crosses the link to the device while it runs. An ``offload`` of gradients on the ``compute`` lane is the
 same the other way: the backward itself writes them to host memory, tensor by tensor, and nothing is held afterwards.
+
+**Windows.** A plan of ``window`` above 1 serves any number of micro-batches per update. Each is one *pass* through the
+timeline: all but the last are *accumulating*, the last one is *updating*, and both begin and end with the same groups
+at the same places, so that they may follow each other in any order. ``Op.only`` names the passes that carry an op out.
+Gradients are added up in groups of payload ``sum``: they are where the states of their tensors are, so that whoever
+updates finds them. An ``accumulate`` adds the gradients of a pass to them, or begins with them in the first one; an
+``update`` adds the last ones and uses the sums up. ``Op.after`` means the latest issue of the other op, in whichever
+pass that was.
+
+Where updates wait until all gradients are there (``Plan.delayed``), because their norm decides about them, every
+micro-batch is an accumulating pass, and a *settling* pass follows: the steps of an updating one without computations,
+gradients, and copies of what they alone need. Its updates use the sums as they are.
 
 Device memory is two pools: the *arena* holds weights and optimizer states at offsets fixed by the plan, everything else
 (activations, gradients, workspaces) is allocated as the framework goes. Arena memory released by an op may be reused by
@@ -61,7 +73,9 @@ PLAN_SCHEMA = 2
 ALIGNMENT = 512
 """Every arena offset is a multiple of this many bytes."""
 
-Payload = Literal["weight", "grad", "state", "activation"]
+Payload = Literal["weight", "grad", "state", "sum", "activation"]
+Pass = Literal["accumulating", "updating", "settling"]
+"""What one micro-batch of a window does with its gradients; and the updates after all of them."""
 UpdatePlace = Literal["device", "paged", "host", "none"]
 PlannerName = Literal["auto", "offmate", "stream", "greedy", "l2l", "memferry", "pofo", "resident"]
 Save = Literal["nothing", "input", "all"]
@@ -116,11 +130,11 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorGroup:
-    """Weights, optimizer states or gradients that are in the same ops and travel in one copy."""
+    """Weights, optimizer states, gradients or sums of them that are in the same ops and travel in one copy."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
-    payload: Literal["weight", "state", "grad"]
+    payload: Literal["weight", "state", "sum", "grad"]
     tensors: tuple[int, ...]
     """Indices into ``Profile.tensors``, in the order in which they lie side by side."""
     sizes: tuple[int, ...]
@@ -174,6 +188,12 @@ class Op:
     """For a forward that runs again, in a backward step: what it saves. None: a first forward, its option says it."""
     zero_copy: tuple[int, ...] = ()
     """For computations: the groups of weights that they read in host memory."""
+    only: Pass | None = None
+    """The passes that carry it out; None: all."""
+
+    def runs(self, which: Pass) -> bool:
+        """Return whether a pass of this kind carries it out."""
+        return self.only is None or self.only == which
 
     @property
     def label(self) -> str:
@@ -193,9 +213,14 @@ class Op:
         """Whether this is an update by the host."""
         return self.kind == "update" and self.lane == "host"
 
+    @property
+    def uses_gradients(self) -> bool:
+        """Whether this adds gradients up or updates with them."""
+        return self.kind in ("update", "accumulate")
+
 
 def deadlines(ops: Sequence[Op]) -> dict[int, int]:
-    """Return, per update on the host, the position of the first op that waits for it.
+    """Return, per op on the host's lane, the position of the first op that waits for it.
 
     That may be a copy of gradients to the memory that the update reads: what has to make room is taken before what only
     the next forward needs.
@@ -204,7 +229,7 @@ def deadlines(ops: Sequence[Op]) -> dict[int, int]:
     first: dict[int, int] = {}
     for op in ops:
         for other in op.after:
-            if ops[other].updates_on_host:
+            if ops[other].lane == "host" and op.lane != "host":
                 position = op.id if other < op.id else op.id + len(ops)
                 first[other] = min(position, first.get(other, position))
     return first
@@ -310,9 +335,56 @@ class Plan:
     """Threads with which the host shall update; 0: as many as torch uses, or the plan does not say."""
     context_bytes: int = 0
     """Device memory that is left to the context and to workspaces of libraries; 0 in plans that do not say."""
+    window: int = 1
+    """Micro-batches per update that it was made for. With more than one it serves any number; see the first lines."""
+    delayed: bool = False
+    """Whether updates wait until all gradients are there, as clipping by their norm needs."""
     chunk_tokens: int = 0
     """Tokens of which the last block has logits at a time, if it is ``chunked``: they decide about last bits."""
     schema: int = PLAN_SCHEMA
+
+    @property
+    def adds_up(self) -> bool:
+        """Whether it has sums of gradients."""
+        return self.window > 1 or self.delayed
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        """The kinds of passes that may follow each other."""
+        if self.delayed:
+            return ("accumulating", "settling")
+        return ("accumulating", "updating") if self.window > 1 else ("updating",)
+
+    def ops_of(self, which: Pass) -> list[Op]:
+        """Return the ops of a pass, in the order of issue."""
+        if which != "settling":
+            return [op for op in self.ops if op.runs(which)]
+        moving = self._settling_groups()
+        return [op for op in self.ops if op.runs("updating") and _settles(op, moving)]
+
+    def _settling_groups(self) -> set[int]:
+        """Return the groups that move in a settling pass: what is there at its start, what is updated on the device."""
+        moving = {copy.group for copy in self.initial}
+        moving |= {g for op in self.ops if op.kind == "update" and op.lane != "host" for g in op.groups}
+        moving |= {g for g, group in enumerate(self.groups) if group.payload in ("state", "sum")}
+        moves = [set(op.groups) for op in self.ops if op.payload == "weight"]
+        while True:  # what moves together with something
+            found = moving.union(*(groups for groups in moves if not moving.isdisjoint(groups)))
+            if found == moving:
+                return moving
+            moving = found
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """By op: how often an iteration, up to an update, carries it out."""
+        adding = self.window if self.delayed else self.window - 1
+        last = {op.id for op in self.ops_of(self.passes[-1])}
+        return tuple(adding * op.runs("accumulating") + (op.id in last) for op in self.ops)
+
+    @property
+    def unit(self) -> str:
+        """What people call what an update needs, e.g. ``"iteration"`` or ``"window of 4 micro-batches"``."""
+        return "iteration" if self.window == 1 else f"window of {self.window} micro-batches"
 
     def tensors(self, op: Op) -> tuple[int, ...]:
         """Return the tensors of the groups that ``op`` names."""
@@ -345,6 +417,13 @@ class Plan:
         return explain(self)
 
 
+def _settles(op: Op, moving: set[int]) -> bool:
+    """Return whether a settling pass carries out ``op``; ``moving``: the groups that it moves."""
+    if op.payload in ("weight", "state", "sum"):
+        return not moving.isdisjoint(op.groups)
+    return op.kind == "update"
+
+
 def problems(plan: Plan) -> Iterator[str]:
     """Yield what contradicts itself in ``plan``, one sentence each; nothing if it is sound."""
     tensors = len(plan.update_places)
@@ -356,6 +435,10 @@ def problems(plan: Plan) -> Iterator[str]:
     sizes += [predicted.device_peak_bytes, predicted.host_peak_bytes]
     if min(sizes) < 0 or min(predicted.iteration_s, predicted.lower_bound_s, predicted.no_offload_s) < 0:
         yield "a size or time is negative"
+    if plan.window < 1:
+        yield f"window is {plan.window}, it has to be at least 1"
+    if not plan.adds_up and any(op.only is not None for op in plan.ops):
+        yield "ops name the passes of a window, and there is one"
     if not plan.options:
         yield "it has no blocks"
     if any(option in WITH_LOSS for option in plan.options[:-1]):
@@ -405,5 +488,5 @@ def _of_op(op: Op, position: int, plan: Plan) -> Iterator[str]:
         yield "a size or time is negative"
     if any(plan.groups[group].payload != (op.payload or "weight") for group in groups):
         yield f"it names groups of another payload than {op.payload or 'weight'}"
-    if op.payload in ("weight", "state") and op.kind == "prefetch" and len(op.offsets) != len(op.groups):
+    if op.payload in ("weight", "state", "sum") and op.kind == "prefetch" and len(op.offsets) != len(op.groups):
         yield f"{len(op.offsets)} offsets for {len(op.groups)} groups"

@@ -128,8 +128,17 @@ def size_of_the_run(trainer: Any, plan_path: str | Path | None) -> int | None:
     return known
 
 
-def choose(trainer: Any, optimizer: Optimizer, size: BatchSize, settings: Settings) -> BatchChoice:
+def choose(
+    trainer: Any, optimizer: Optimizer, size: BatchSize, settings: Settings, effective: int | None
+) -> BatchChoice:
     """Return the batch size with the highest throughput, with its profile and plan.
+
+    Args:
+        trainer: about to train.
+        optimizer: to profile with.
+        size: where the size is kept.
+        settings: of plans.
+        effective: samples per update, if they are given; the choice is how to split them.
 
     Raises:
         ConfigError: if the size cannot be found out, or has no effect.
@@ -139,6 +148,7 @@ def choose(trainer: Any, optimizer: Optimizer, size: BatchSize, settings: Settin
         _profiles(trainer, optimizer, size),
         settings,
         most=_rows(trainer, size),
+        effective=effective,
         on_progress=lambda message: rank_zero_info(f"offmate: {message}"),
     )
     rank_zero_info(f"offmate: {choice.why}")

@@ -52,10 +52,10 @@ class Metrics(_Base):
         self._tokens += tokens_in(batch)
         if self._tokens:
             self._log("tokens_per_s", self._tokens / (time.perf_counter() - self._since), prog_bar=True)
-        if not logs_after(trainer, trainer.global_step):
+        engine = getattr(trainer.strategy, "engine", None)
+        if not logs_after(trainer, trainer.global_step) or (engine is not None and engine.added):
             return
         self._restart()
-        engine = getattr(trainer.strategy, "engine", None)
         if engine is None or engine.plan is None:
             return
         stats = engine.stats

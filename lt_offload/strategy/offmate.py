@@ -30,11 +30,11 @@ from lt_offload.model.calls import caches_off
 from lt_offload.plan import BatchChoice, Settings, make_plan
 from lt_offload.profiling.hardware import check_memory, free_memory
 from lt_offload.report.perfetto import save_perfetto
-from lt_offload.schema.explain import brief
+from lt_offload.schema.explain import brief, headline
 from lt_offload.schema.plan import Plan, PlannerName
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
-from lt_offload.strategy import replay, sample
+from lt_offload.strategy import replay, sample, windows
 from lt_offload.strategy.batch_size import (
     BatchSize,
     choose,
@@ -49,8 +49,8 @@ from lt_offload.strategy.checkpoint.files import AtomicCheckpointIO, load_optimi
 from lt_offload.strategy.checkpoint.foreign import check_checkpoint, check_optimizer, check_weights, loading_state
 from lt_offload.strategy.metrics import Metrics, logs_after
 from lt_offload.strategy.namespaces import NAMESPACES, STRATEGY_NAME, bind, namespace_of
-from lt_offload.strategy.replan import Replanning, steps_left
-from lt_offload.units import format_bytes, format_seconds, parse_bytes
+from lt_offload.strategy.replan import Replanning, follow, steps_left
+from lt_offload.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -74,7 +74,8 @@ class OffmateStrategy(_Base):
         planner: which planner to use; ``"auto"`` simulates several and takes the fastest.
         batch_size: set as ``batch_size`` of the datamodule (or of the module, if that makes the loader) before loaders
             and schedules are made; ``"auto"``: the size with the highest throughput, at most the number of samples, or
-            that of the run whose checkpoint is resumed; None: as it is.
+            that of the run whose checkpoint is resumed (with ``accumulate_grad_batches`` above 1 the best split of the
+            samples per update that both settings say); None: as it is.
         host_update: allow optimizer updates on the host.
         activation_offload: allow activations to travel to the host and back.
         recompute: allow activations to be computed again.
@@ -142,8 +143,9 @@ class OffmateStrategy(_Base):
         self._replanning: Replanning | None = None
         """Present while the first iterations may correct the plan."""
         self._signature: object = None
-        self._updating = False
-        """Some weights of the present iteration are updated and others are not."""
+        self._unfinished: str | None = None
+        """Why no checkpoint may be written after a run that has failed."""
+        self._micro_batch = ExitStack()  # encloses one that no update follows, until its backward has ended
         self._undo = ExitStack()
         """What ``teardown`` puts back."""
         self._watch = ExitStack()  # holds the budget between iterations, too
@@ -214,16 +216,18 @@ class OffmateStrategy(_Base):
     def process_dataloader(self, dataloader: object) -> object:
         """Let the epochs of training loaders begin again, so that a resumed run has the order of the first one."""
         trainer = self._trainer
-        return repeatable(dataloader) if _fitting(trainer) and trainer.training else dataloader
+        return repeatable(dataloader) if windows.fitting(trainer) and trainer.training else dataloader
 
     def setup_environment(self) -> None:
         """Refuse what the Trainer asks for and cannot have, before anything is downloaded or loaded."""
         trainer = self._trainer
-        limits.check("trainer", limits.Setup(trainer=trainer), training=_fitting(trainer))
+        limits.check("trainer", limits.Setup(trainer=trainer), training=windows.fitting(trainer))
         check_memory(self.memory, self.root_device)
-        if self.plan_path is not None and _fitting(trainer):
-            replay.load_plan(self.plan_path, self._budget)
-        if self.batch_size is not None and _fitting(trainer):
+        if windows.fitting(trainer):
+            self.settings = windows.asked(self.settings, trainer)
+            if self.plan_path is not None:
+                replay.load_plan(self.plan_path, self._budget, self.settings)
+        if self.batch_size is not None and windows.fitting(trainer):
             size = BatchSize(trainer, self.batch_size)
             if self.batch_size != "auto":
                 size.value = self.batch_size
@@ -246,13 +250,13 @@ class OffmateStrategy(_Base):
     def setup(self, trainer: Any) -> None:
         """Make optimizers, profile, plan, and install the engine."""
         assert self.accelerator is not None and self.model is not None
-        self._updating = False
+        self._unfinished = None
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        limits.check("model", limits.Setup(model=self.model), training=_fitting(trainer))
+        limits.check("model", limits.Setup(model=self.model), training=windows.fitting(trainer))
         choice = None
-        if _fitting(trainer):
+        if windows.fitting(trainer):
             if self.batch_size == "auto":
                 choice = self._set_batch_size(trainer)
             self.setup_optimizers(trainer)
@@ -260,21 +264,25 @@ class OffmateStrategy(_Base):
             if self.plan_path is not None:
                 replay.check_same_model(self.plan_path, self._module, self.optimizers[0])
         self.setup_precision_plugin()
-        if _fitting(trainer):
+        if windows.fitting(trainer):
             self._prepare_training(trainer, choice)
         else:
             self._install(None, None, self._budget)
 
     def _set_batch_size(self, trainer: Any) -> BatchChoice | None:
         """Set the batch size of a run with ``batch_size="auto"``; return the choice if one had to be made."""
-        size = BatchSize(trainer, "auto")
+        size, choice = BatchSize(trainer, "auto"), None
+        effective = windows.effective_batch(trainer, size.value)
         known = size_of_the_run(trainer, self.plan_path)
-        if known is not None:
-            size.value = known
-            return None
-        with sample.isolated(self.namespace), spare_optimizer(trainer) as optimizer:
-            choice = choose(trainer, optimizer, size, replace(self.settings, memory=self._budget))
-        size.value = choice.batch_size
+        if known is None:
+            settings = replace(self.settings, memory=self._budget)
+            with sample.isolated(self.namespace), spare_optimizer(trainer) as optimizer:
+                choice = choose(trainer, optimizer, size, settings, effective)
+            known = choice.batch_size
+        size.value = known
+        if effective is not None:
+            windows.split(trainer, effective, known)
+            self.settings = windows.asked(self.settings, trainer)
         return choice
 
     def _prepare_training(self, trainer: Any, choice: BatchChoice | None) -> None:
@@ -286,9 +294,10 @@ class OffmateStrategy(_Base):
             )
         self.trace, self._replanning = None, None
         self._undo.enter_context(caches_off(self._module))
+        self._undo.enter_context(windows.clipping(trainer, lambda: self.engine))
         if choice is not None:
             self.profile, self.plan = choice.profile, choice.plan
-            self._replanning = Replanning(self.settings, self.profile)
+            self._replanning = follow(self.settings, self.profile)
         else:
             with sample.isolated(self.namespace):
                 self.profile = sample.measure(trainer, optimizer)
@@ -296,7 +305,7 @@ class OffmateStrategy(_Base):
             self.plan = self._make_plan(self.profile)
         folder = self._folder(trainer)
         self._save_plan(folder)
-        rank_zero_info(f"offmate: {_summary(self.plan)}" + (f"; saved in {folder}" if folder else ""))
+        rank_zero_info(f"offmate: {headline(self.plan)}" + (f"; saved in {folder}" if folder else ""))
         rank_zero_info(self.plan.explain() if self.explain else brief(self.plan))
         if self._replanning is not None and self.profile.scatter > _BUSY:
             rank_zero_info(
@@ -310,7 +319,7 @@ class OffmateStrategy(_Base):
             return replay.replay(self.plan_path, profile, self._budget)
         budget = self._budget
         rank_zero_info(f"offmate: planning for {format_bytes(budget)}, {self.settings.time_limit:g} s at most")
-        self._replanning = Replanning(self.settings, profile)
+        self._replanning = follow(self.settings, profile)
         return make_plan(profile, replace(self.settings, memory=budget))
 
     def _install(self, optimizer: Optimizer | None, plan: Plan | None, budget: int) -> None:
@@ -318,6 +327,7 @@ class OffmateStrategy(_Base):
         self._device = open_device(budget, str(self.root_device), host_threads=threads or None, context=context)
         self.engine = Engine(self._module, optimizer, plan, self._device)
         self.engine.install()
+        windows.clip_by_value(self._trainer, self.engine)
         self._watch.enter_context(self._device.between())
 
     def _replan(self) -> None:
@@ -340,7 +350,7 @@ class OffmateStrategy(_Base):
 
     def _take_over(self, plan: Plan) -> None:
         """Go on with ``plan``: weights and states are complete on the host in between."""
-        rank_zero_info(f"offmate: {_summary(plan)}")
+        rank_zero_info(f"offmate: {headline(plan)}")
         self._close_engine()
         gc.collect()  # or what refers to itself in the old engine would seem to hold weights
         self._install(self.optimizers[0], plan, plan.budget_bytes)
@@ -385,15 +395,31 @@ class OffmateStrategy(_Base):
         assert self.engine is not None
         trainer = self._trainer
         norm = logs_after(trainer, trainer.global_step + 1)
+        self._micro_batch.close()
         self._replan()
         with self.engine.iteration(grad_norm=norm, signature=self._signature):
-            result = super().optimizer_step(optimizer, closure, model, **kwargs)
-        self._updating = False
-        return result
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
 
-    def pre_backward(self, closure_loss: Tensor) -> None:
-        """Note that from here until the end of the iteration some weights are updated and others are not."""
-        self._updating = True
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run a training step; if no update follows, begin what ends after its backward."""
+        with ExitStack() as opened:
+            if self.engine is not None and self._trainer.fit_loop._should_accumulate():
+                self._micro_batch.close()  # of a step that returned no loss
+                opened.enter_context(self.engine.iteration(last=False, signature=self._signature))
+            found = super().training_step(*args, **kwargs)
+            self._micro_batch = opened.pop_all()
+        return found
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        """Run a backward, and end a micro-batch without an update."""
+        with self._micro_batch:
+            loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
+        return loss
+
+    def on_train_start(self) -> None:
+        """Say what windows look like where that may surprise."""
+        super().on_train_start()
+        windows.warn_of_short_ones(self._trainer)
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Stream the forward."""
@@ -450,12 +476,10 @@ class OffmateStrategy(_Base):
         return super().optimizer_state(optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write the checkpoint, unless an iteration was interrupted between two updates."""
-        if self._updating:
-            rank_zero_warn(
-                f"offmate: {filepath} is not written: the iteration was interrupted when some weights were updated and "
-                "others were not; resume from the last complete checkpoint"
-            )
+        """Write the checkpoint, unless it would not be complete."""
+        unfinished = self._unfinished if self.engine is None else self.engine.unfinished()
+        if unfinished is not None:
+            rank_zero_warn(f"offmate: {filepath} is not written: {unfinished}")
             return
         if self.profile is not None:
             record(checkpoint, self.profile.batch_size)
@@ -490,9 +514,11 @@ class OffmateStrategy(_Base):
         """Leave the iteration; a second error must not hide the first."""
         if self.engine is not None:
             try:
+                self._micro_batch.pop_all()  # there is nothing to end
                 self.engine.abort()
             except Exception as second:
                 rank_zero_warn(f"offmate: leaving the interrupted iteration failed, too: {second}")
+            self._unfinished = self.engine.unfinished()
 
     def teardown(self) -> None:
         """Give the model back with complete host weights and release the device."""
@@ -521,7 +547,7 @@ class OffmateStrategy(_Base):
 
     def _complete(self) -> None:
         """Wait for what is on its way to the host, unless the iteration was left halfway."""
-        if self.engine is not None and not self._updating:
+        if self.engine is not None and not self.engine.halfway:
             self.engine.drain()
 
     @contextmanager
@@ -571,17 +597,3 @@ def introduce() -> None:
         for other, (strategy, _) in _named.items():
             if base is not None and other != namespace:
                 base.register(strategy)
-
-
-def _fitting(trainer: Any) -> bool:
-    return bool(trainer.state.fn == "fit")
-
-
-def _summary(plan: Plan) -> str:
-    """Return one line about ``plan``."""
-    promise = plan.predicted
-    return (
-        f"plan by {plan.planner}: {format_seconds(promise.iteration_s)} per iteration predicted "
-        f"({promise.gap:.1%} above the bound), {format_bytes(promise.device_peak_bytes)} of "
-        f"{format_bytes(plan.budget_bytes)} on the device, {format_bytes(promise.host_peak_bytes)} on the host"
-    )

@@ -18,6 +18,7 @@ from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.execute.engine import Engine
 from lt_offload.plan import Settings, make_plan
 from lt_offload.plan.correct import compare, correct, timed
+from lt_offload.plan.windows import has_windows
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
@@ -121,6 +122,11 @@ class Replanning:
         if found.predicted.iteration_s > (1 - _GAIN) * now or not engine.may_run(found):
             return None, plan
         return found, plan
+
+
+def follow(settings: Settings, profile: Profile) -> Replanning | None:
+    """Return what follows a run that was planned with ``settings``; None for windows, whose plans stay as they are."""
+    return None if has_windows(settings) else Replanning(settings, profile)
 
 
 def _kept(before: Plan, plan: Plan, why: str) -> Plan:

@@ -10,18 +10,32 @@ from torch.optim import Optimizer
 from lt_offload.errors import PlanError
 from lt_offload.execute.program import check_match
 from lt_offload.model.blocks import find_blocks
-from lt_offload.plan import check
+from lt_offload.plan import Settings, check
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 
+ONE_BATCH = Settings()
+"""One micro-batch per update, no clipping by norm."""
 
-def load_plan(path: str | Path, memory: int) -> Plan:
+
+def load_plan(path: str | Path, memory: int, settings: Settings = ONE_BATCH) -> Plan:
     """Return the saved plan at ``path``, checked as far as that goes without a model.
 
     Raises:
-        PlanError: if it is no plan, or needs more than ``memory`` bytes.
+        PlanError: if it is no plan, needs more than ``memory`` bytes, has no room for the sums of gradients that
+            ``settings`` need, or updates before the norm is known by which the run clips.
     """
     plan = Plan.load(path)
+    if not plan.adds_up and settings.accumulate > 1:
+        raise PlanError(
+            f"plan={str(path)!r} is for 1 micro-batch per update, and accumulate_grad_batches={settings.accumulate} "
+            "needs room for sums of gradients; plan again, or set accumulate_grad_batches=1"
+        )
+    if settings.delayed and not plan.delayed:
+        raise PlanError(
+            f"plan={str(path)!r} updates weights before the norm of all gradients is known, by which gradient_clip_val "
+            "clips; plan again, or set gradient_clip_algorithm='value'"
+        )
     if plan.budget_bytes > memory:
         raise PlanError(
             f"plan={str(path)!r} needs memory={plan.budget_bytes}, there are {memory} bytes; raise memory or plan again"

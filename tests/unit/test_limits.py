@@ -80,16 +80,6 @@ class Manual(Module):
 
 
 TRAINERS: dict[str, tuple[Callable[[], Trainer], str]] = {
-    "norm": (lambda: trainer(gradient_clip_val=1.0), "Trainer(gradient_clip_val=1.0)"),
-    "value": (
-        lambda: trainer(gradient_clip_val=0.5, gradient_clip_algorithm="value"),
-        "Trainer(gradient_clip_val=0.5, gradient_clip_algorithm='value')",
-    ),
-    "accumulation": (lambda: trainer(accumulate_grad_batches=4), "Trainer(accumulate_grad_batches=4)"),
-    "scheduled accumulation": (
-        lambda: trainer(callbacks=[pl_callbacks.GradientAccumulationScheduler({0: 1, 3: 2})]),
-        "GradientAccumulationScheduler(scheduling={0: 1, 3: 2})",
-    ),
     "bf16-mixed": (lambda: trainer(precision="bf16-mixed"), "Trainer(precision='bf16-mixed')"),
     "16-true": (lambda: trainer(precision="16-true"), "Trainer(precision='16-true')"),
     "64-true": (lambda: trainer(precision="64-true"), "Trainer(precision='64-true')"),
@@ -115,6 +105,24 @@ TRAINERS: dict[str, tuple[Callable[[], Trainer], str]] = {
 }
 
 
+class Deciding(Module):
+    def configure_gradient_clipping(self, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+        def clip() -> None:
+            self.clip_gradients(optimizer, 1.0, "norm")
+
+        clip()
+
+
+class Inheriting(Module):
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        super().configure_gradient_clipping(*args, **kwargs)
+
+
+@pytest.mark.parametrize("module", [Module, Deciding, Inheriting])
+def test_a_hook_that_lets_the_trainer_clip_passes(module: type[Module]) -> None:
+    check("trainer", Setup(trainer=trainer(module())))
+
+
 @pytest.mark.parametrize("name", TRAINERS)
 def test_trainer_settings(name: str) -> None:
     make, setting = TRAINERS[name]
@@ -133,12 +141,12 @@ def test_an_accelerator_that_is_neither_cuda_nor_cpu() -> None:
 
 
 def test_all_problems_come_in_one_error() -> None:
-    text = message("trainer", Setup(trainer=trainer(gradient_clip_val=1.0, accumulate_grad_batches=2)))
+    text = message("trainer", Setup(trainer=trainer(detect_anomaly=True, devices=2)))
     assert text.count("\n- ") == 2
 
 
 def test_validation_refuses_only_what_concerns_it() -> None:
-    check("trainer", Setup(trainer=trainer(gradient_clip_val=1.0, accumulate_grad_batches=2)), training=False)
+    check("trainer", Setup(trainer=trainer(detect_anomaly=True)), training=False)
     assert "devices=2" in message("trainer", Setup(trainer=trainer(devices=2)), training=False)
 
 

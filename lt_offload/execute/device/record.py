@@ -1,7 +1,8 @@
-"""Records iterations as they happen, to be compared with what was simulated.."""
+"""Records iterations as they happen, to be compared with what was simulated."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from operator import sub
 from typing import cast
 
@@ -9,6 +10,18 @@ from lt_offload.execute.device.base import AllocatorEvents, Device
 from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Span, Trace
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EngineStats:
+    """Figures of the last complete iteration; sizes in bytes, time in seconds."""
+
+    iterations: int
+    iteration_s: float
+    device_peak_bytes: int
+    host_peak_bytes: int
+    grad_norm: float | None
+    """Global L2 norm of the gradients, where it was asked for."""
 
 
 class Recorder:
@@ -55,6 +68,16 @@ class Recorder:
         self._spans = [span for span in self._spans if span[4] > self._began] + self.device.take_spans()
         self.allocator = AllocatorEvents(*map(sub, self.device.allocator_events(), self._before))
         self.device.end_iteration()
+
+    def stats(self, host_peak: int, grad_norm: float | None) -> EngineStats:
+        """Return the figures of the last complete iteration."""
+        return EngineStats(
+            iterations=self.iterations,
+            iteration_s=self.iteration_s,
+            device_peak_bytes=self.device_peak,
+            host_peak_bytes=host_peak,
+            grad_norm=grad_norm,
+        )
 
     def trace(self, plan: Plan, host_peak: int) -> Trace:
         """Return the last complete iteration; work of others that overlaps it is cut at its ends."""

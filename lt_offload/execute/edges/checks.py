@@ -6,7 +6,7 @@ Each check raises at the first occurrence, naming the row of ``limits`` that say
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
 
 import torch
@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from lt_offload import limits
 from lt_offload.execute.block_graph import Frame
+from lt_offload.execute.frames import Frames
 from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure
@@ -48,6 +49,16 @@ def check_hooks(structure: Structure, repeated: Collection[int]) -> None:
 def may_repeat(structure: Structure, blocks: Collection[int]) -> bool:
     """Return whether no hook of a user forbids that ``blocks`` run a second time for their backward."""
     return all(inner.find() is None for inner in _inner_hooks(structure, blocks))
+
+
+def check_reached(weights: Iterable[Weight], frames: Frames) -> None:
+    """Raise ``RuntimeError`` if a backward has ended that did not reach every block."""
+    unfinished = [weight.label for weight in weights if weight.seen]
+    if unfinished or frames.open:
+        raise RuntimeError(
+            f"the backward did not reach every block that took part in the forward (open: {unfinished[:3]}); "
+            "the loss must depend on the output of the whole model"
+        )
 
 
 class Fixed:

@@ -84,6 +84,11 @@ class StandIns:
             if param.grad is grad:
                 param.grad = None
 
+    @property
+    def gone(self) -> bool:
+        """Whether none of them is there any more, as after ``zero_grad()``."""
+        return all(param.grad is None for param, _, _ in self._items)
+
     def check(self, *, present: bool) -> None:
         """Check that all of them are there still, or none.
 
@@ -102,15 +107,26 @@ class OwnLoop:
     Args:
         gradients: what parameters hold after a backward.
         optimizer: whose step ends an iteration.
-        finish: ends it.
+        end_backward: is called at the end of each backward.
+        begin_step: is called when a step begins; returns whether there is something to update with.
+        finish: ends an iteration.
     """
 
-    def __init__(self, gradients: StandIns, optimizer: Optimizer, finish: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        gradients: StandIns,
+        optimizer: Optimizer,
+        end_backward: Callable[[], None],
+        begin_step: Callable[[], bool],
+        finish: Callable[[], None],
+    ) -> None:
         self._gradients = gradients
-        self._finish = finish
+        self._end, self._begin_step, self._finish = end_backward, begin_step, finish
         self._in_step = False
         """``optimizer.step(closure)`` runs: the backward is part of it."""
         self._ran_backward = False
+        self._used = False
+        """The step uses gradients up."""
         self._optimizer = optimizer
         self._options: list[dict[str, Any]] = []
         """Of the groups, as the updates have used them."""
@@ -122,8 +138,11 @@ class OwnLoop:
         self._before.remove()
         self._after.remove()
 
-    def begin_backward(self) -> None:
-        """A backward has begun; to be called from within it."""
+    def begin_backward(self, *, updating: bool) -> None:
+        """A backward has begun; to be called from within it. ``updating``: the step follows it."""
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if not updating:
+            return
         self._ran_backward = True
         self._options = _options(self._optimizer)
         # Users' hooks see gradients as other code between the backward and the step does, and weights as after it.
@@ -131,19 +150,20 @@ class OwnLoop:
         after: Any = self._optimizer._optimizer_step_post_hooks
         before.move_to_end(self._before.id)
         after.move_to_end(self._after.id, last=False)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
 
     def _end_backward(self) -> None:
+        self._end()
         if not self._in_step:
             self._gradients.put()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         if len(args) > 1 or kwargs.get("closure") is not None:
-            self._in_step = True
-        else:
-            self._gradients.check(present=self._ran_backward)
-            self._gradients.drop()
-            self._check_options()
+            self._in_step = self._used = True
+            return
+        self._used = self._begin_step()
+        self._gradients.check(present=self._ran_backward)
+        self._gradients.drop()
+        self._check_options()
 
     def _check_options(self) -> None:
         if not self._ran_backward:
@@ -155,9 +175,9 @@ class OwnLoop:
                     raise limits.CHANGED_OPTIONS.error(f"{name} of parameter group {index} was changed {change}")
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        ran, self._ran_backward, self._in_step = self._ran_backward, False, False
+        used, self._used, self._ran_backward, self._in_step = self._used, False, False, False
         self._finish()
-        if ran:
+        if used:
             self._gradients.put()
 
 

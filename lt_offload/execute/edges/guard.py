@@ -35,6 +35,7 @@ from lt_offload.execute.copies import Residency
 from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.tensors import LiveGroup, Weight
 from lt_offload.machine.dispatch import unseen_by_dynamo
+from lt_offload.model.blocks import Structure
 
 
 @dataclass(frozen=True, slots=True)
@@ -468,6 +469,17 @@ class Aliases:
     held: frozenset[int] = frozenset()
     unseen: frozenset[int] = frozenset()
     """By something else than tensors, so that no operation on them shows when it is read or written."""
+
+
+def held_by_others(model: nn.Module, structure: Structure, device: torch.device) -> Aliases:
+    """Return the weights that a kept state dict or array shows as they are trained, as it does in plain PyTorch.
+
+    On a GPU it does not: there the weights move to the device, and what is kept stays as it was. So it does here.
+    """
+    if device.type != "cpu":
+        return Aliases()
+    rest = (param for _, param in structure.rest)
+    return find_aliases([param for _, param in structure.tensors], [*rest, *model.buffers()])
 
 
 def find_aliases(weights: Sequence[Tensor], others: Iterable[Tensor]) -> Aliases:

@@ -14,10 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
+from lt_offload.plan.assembly.window import with_sums
 from lt_offload.plan.batch.profiles import scaled
 from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.solve import make_plan, offmate_config, without_chunks
+from lt_offload.plan.windows import for_one, for_windows, has_windows
 from lt_offload.schema.plan import BatchPoint, Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
@@ -33,6 +35,8 @@ _GROWTH = 8
 _ANCHORS = 4
 _NEAR = 8
 """Sizes are told apart to this part of the best one."""
+_WORSE = 2
+"""So many sizes in a row that are no better than larger ones end the search among divisors."""
 _EQUAL = 0.005
 """Relative difference of throughput that a larger batch must bring."""
 _DOUBT = 0.02
@@ -69,6 +73,7 @@ def choose_batch(
     *,
     most: int = LARGEST,
     candidates: Sequence[int] | None = None,
+    effective: int | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> BatchChoice:
     """Return the batch size with the highest simulated throughput, with its plan.
@@ -80,6 +85,8 @@ def choose_batch(
             profiles of different sizes contradict each other.
         most: largest size to consider, e.g. the length of the data set.
         candidates: plan for each of these sizes instead of searching.
+        effective: samples per update, which are split into micro-batches of one size; None: ``settings.accumulate``
+            micro-batches of whatever size.
         on_progress: is told what is being done.
 
     Raises:
@@ -87,10 +94,13 @@ def choose_batch(
         UnsupportedError: if ``planner`` applies to no size.
         ConfigError: if there is no size to consider.
     """
+    say = on_progress or (lambda _message: None)
+    if has_windows(settings) or effective is not None:
+        return _choose_micro_batch(profile_at, settings, most, candidates, effective, say)
     sizes = None if candidates is None else sorted(set(candidates))
     if most < 1 or (sizes is not None and (not sizes or sizes[0] < 1)):
         raise ConfigError(f"there is no batch size to choose from: most={most}, candidates={candidates}")
-    search = _BatchSearch(profile_at, settings, min(most, LARGEST), on_progress or (lambda _message: None))
+    search = _BatchSearch(profile_at, settings, min(most, LARGEST), say)
     if sizes is not None:
         search.plan_all(sizes)
     else:
@@ -98,6 +108,38 @@ def choose_batch(
         search.fill_curve()
         search.follow_up()
     return search.choice()
+
+
+def _choose_micro_batch(
+    profile_at: ProfileAt,
+    settings: Settings,
+    most: int,
+    candidates: Sequence[int] | None,
+    effective: int | None,
+    say: Callable[[str], None],
+) -> BatchChoice:
+    """Choose the size of the micro-batches of a window, by the throughput of their mean pass."""
+    measured: dict[int, Profile] = {}
+
+    def settings_at(size: int) -> Settings:
+        return settings if effective is None else replace(settings, accumulate=effective // size)
+
+    def with_sums_at(size: int) -> Profile:
+        measured[size] = profile_at(size)
+        now = settings_at(size)
+        return with_sums(measured[size], now.accumulate) if has_windows(now) else measured[size]
+
+    if effective is None:
+        found = choose_batch(with_sums_at, for_one(settings), most=most, candidates=candidates, on_progress=say)
+    else:
+        search = _BatchSearch(with_sums_at, for_one(settings), min(most, LARGEST), say)
+        search.split(effective)
+        found = search.choice()
+    profile, now = measured[found.batch_size], settings_at(found.batch_size)
+    if not has_windows(now):
+        plan = replace(found.plan, host_budget_bytes=settings.host_budget(profile.hardware))
+        return replace(found, plan=plan, profile=profile)
+    return replace(found, plan=for_windows(found.plan, profile, now), profile=profile)
 
 
 class _BatchSearch:
@@ -124,6 +166,16 @@ class _BatchSearch:
         """Plan for each of ``sizes``."""
         for size in sizes:
             self._plan(size)
+
+    def split(self, whole: int) -> None:
+        """Plan for the sizes that divide ``whole``, the largest first, until two in a row are no better."""
+        sizes = [size for size in range(1, min(whole, self.most) + 1) if whole % size == 0]
+        worse = 0
+        while sizes and worse < _WORSE:
+            size = sizes.pop()
+            self._plan(size)
+            if size in self.plans:
+                worse = 0 if self._fastest() == size else worse + 1
 
     def run(self) -> None:
         """Plan for the sizes that promise most."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from lt_offload.plan.iteration.computations import computations
 from lt_offload.plan.iteration.memory import recomputations
 from lt_offload.schema.plan import Op, Plan
-from lt_offload.schema.profile import Profile
+from lt_offload.schema.profile import Profile, TensorProfile
 
 
 def durations(plan: Plan, profile: Profile) -> list[float]:
@@ -25,14 +25,27 @@ def durations(plan: Plan, profile: Profile) -> list[float]:
     return found
 
 
+def added(tensor: TensorProfile) -> float:
+    """Return how much of an update, in bytes of parameters, it is to add a gradient of ``tensor`` to a sum.
+
+    Both are as fast as memory: the update reads the gradient, and reads and writes the parameter and its states.
+    """
+    if not tensor.bytes:
+        return 0.0
+    return tensor.bytes * 3 / (3 + 2 * tensor.state_bytes / tensor.bytes)
+
+
 def _seconds(op: Op, plan: Plan, profile: Profile) -> float:
     if op.lane == "h2d":
         return op.bytes / profile.hardware.h2d_bytes_per_s
     if op.lane == "d2h":
         return op.bytes / profile.hardware.d2h_bytes_per_s
-    if op.kind == "update":
+    if op.uses_gradients:
         rate = profile.optimizer.host_bytes_per_s if op.lane == "host" else profile.optimizer.device_bytes_per_s
-        return sum(profile.tensors[tensor].bytes for tensor in plan.tensors(op)) / rate
+        tensors = [profile.tensors[tensor] for tensor in plan.tensors(op)]
+        updated = sum(tensor.bytes for tensor in tensors) if op.kind == "update" else 0.0
+        adds = plan.adds_up and not (plan.delayed and op.kind == "update")
+        return (updated + (sum(map(added, tensors)) if adds else 0.0)) / rate
     if op.writes_gradients:
         costs = (profile.tensors[tensor].zero_copy for tensor in plan.tensors(op))
         return sum(cost.grad_s for cost in costs if cost is not None)

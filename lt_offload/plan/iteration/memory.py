@@ -21,7 +21,7 @@ from lt_offload.schema.plan import ALIGNMENT, Plan, UpdatePlace
 from lt_offload.schema.profile import COLLECTED_BELOW, GATHERED_BELOW, OptionName, Profile
 
 Bytes = NDArray[np.int64]
-_STATE_PADDING = 32
+STATE_PADDING = 32
 """Each state tensor of a parameter begins at a multiple of 8 bytes; room for four of them to be rounded up."""
 
 
@@ -32,7 +32,7 @@ def aligned(nbytes: int) -> int:
 
 def state_room(nbytes: int) -> int:
     """Return the bytes of the arena that ``nbytes`` of optimizer states take."""
-    return aligned(nbytes + _STATE_PADDING) if nbytes else 0
+    return aligned(nbytes + STATE_PADDING) if nbytes else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,9 +134,14 @@ def _with_fixed(framework: Bytes, plan: Plan, profile: Profile) -> Bytes:
 
 
 def host_bytes(plan: Plan, profile: Profile) -> int:
-    """Return the bytes of RAM that hold weights, optimizer states, gradients and activations."""
+    """Return the bytes of RAM that hold weights, optimizer states, gradients, their sums and activations.
+
+    Sums that stay on the device have a host copy, too, as states have.
+    """
     written = usage(plan).grad_zero_copy
-    return lasting_host_bytes(plan.options, written, profile) + plan.gradient_bytes
+    sums = {t for group in plan.groups if group.payload == "sum" for t in group.tensors}
+    added = sum(profile.tensors[t].bytes for t in sums)
+    return lasting_host_bytes(plan.options, written, profile) + plan.gradient_bytes + added
 
 
 def least_host_bytes(

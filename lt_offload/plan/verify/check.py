@@ -83,6 +83,8 @@ def _groups(plan: Plan, profile: Profile) -> Iterator[str]:
     for t, tensor in enumerate(profile.tensors):
         if ("weight", t) not in seen:
             yield f"tensor {tensor.name}: groups: its weight is in none"
+        if ("sum", t) not in seen and tensor.trainable and plan.adds_up:
+            yield f"tensor {tensor.name}: groups: the sum of its gradients is in none"
 
 
 def _size(group: TensorGroup, tensor: TensorProfile) -> int:
@@ -120,7 +122,7 @@ def _structure(plan: Plan, profile: Profile) -> Iterator[str]:
     """Steps, lanes, groups and offsets of single ops."""
     for op in plan.ops:
         name = describe(op)
-        payload = op.payload or "weight"  # computations and updates name weights
+        payload = op.payload or "weight"  # computations, updates and what adds up name weights
         if any(plan.groups[group].payload != payload for group in op.groups) or len(set(op.groups)) < len(op.groups):
             yield f"{name}: groups: they have to be of its payload, each once"
             continue
@@ -130,6 +132,8 @@ def _structure(plan: Plan, profile: Profile) -> Iterator[str]:
         lanes = [lane.name for lane in LANES if op.kind in lane.kinds] or ["none"]
         if op.lane not in lanes or (op.kind == "offload" and op.lane == "compute" and op.payload != "grad"):
             yield f"{name}: lane: it occupies {op.lane}, it should be {' or '.join(lanes)}"
+        if op.only is not None and not plan.adds_up:
+            yield f"{name}: only: there are no {op.only} passes in windows of 1"
         if op.release_after is not None and not op.step <= op.release_after < len(plan.timeline):
             yield f"{name}: release_after: step {op.release_after} is not one of the rest of the iteration"
         if op.writes_gradients and op.release_after is not None and op.release_after != op.step:
@@ -146,7 +150,7 @@ def _computed(op: Op, plan: Plan, profile: Profile) -> Iterator[str]:
         yield f"{name}: save: only forwards that run again, in backward steps, say what they save"
     elif op.save is not None and op.block > block:
         yield f"{name}: block: the step is one of block {block}, only that and earlier ones may run again"
-    elif op.save is None and op.kind in ("forward", "backward", "update") and op.block != block:
+    elif op.save is None and op.kind in ("forward", "backward", "update", "accumulate") and op.block != block:
         yield f"{name}: block: the step is one of block {block}"
     if op.zero_copy and (op.kind not in ("forward", "backward") or len(set(op.zero_copy)) < len(op.zero_copy)):
         yield f"{name}: zero_copy: only computations read weights in host memory, each once"
@@ -159,7 +163,7 @@ def _computed(op: Op, plan: Plan, profile: Profile) -> Iterator[str]:
             yield f"{name}: zero_copy: {tensor.name} cannot be accessed in host memory"
     if op.zero_copy and op.kind == "backward" and not profile.blocks[op.block].has_backward:
         yield f"{name}: zero_copy: it computes nothing"
-    if op.kind == "update" and op.bytes:
+    if op.uses_gradients and op.bytes:
         yield f"{name}: bytes: updates copy nothing"
 
 
@@ -216,11 +220,13 @@ def _order_of_issue(plan: Plan) -> Iterator[str]:
         if place < last:
             yield f"{describe(op)}: order: it is issued after ops of a later step or phase"
         last = max(last, place)
+        if op.kind in ("forward", "backward") and op.only is not None:
+            yield f"{describe(op)}: only: every pass computes the same"
         if op.kind in ("forward", "backward") and op.save is None:
             count[op.step] += 1
             if op.kind != plan.timeline[op.step].kind:
                 yield f"{describe(op)}: order: the step is a {plan.timeline[op.step].kind}"
-        if op.kind == "update" and plan.timeline[op.step].kind == "forward":
+        if op.uses_gradients and plan.timeline[op.step].kind == "forward":
             yield f"{describe(op)}: order: there are no updates in forward steps"
     for step, computed in enumerate(count):
         if computed != 1:
@@ -232,7 +238,7 @@ def _phase(op: Op) -> int:
         return 1
     if op.kind in ("forward", "backward"):
         return 3 if op.save is None else 2
-    if op.kind == "update" or op.payload == "grad":
+    if op.uses_gradients or op.payload == "grad":
         return 4
     return 5 if op.kind == "offload" else 6
 
@@ -240,8 +246,17 @@ def _phase(op: Op) -> int:
 def _updates(plan: Plan, profile: Profile) -> Iterator[str]:
     """Every trainable tensor is updated once, where the plan says; only the host's share sends gradients."""
     seen: dict[int, Op] = {}
+    added: dict[int, Op] = {}
     sent: set[int] = set()
     for op in plan.ops:
+        if op.uses_gradients and (op.only or "updating") != ("updating" if op.kind == "update" else "accumulating"):
+            yield f"{describe(op)}: only: updates are of updating passes, what adds up is of the others"
+        for t in plan.tensors(op) if op.kind == "accumulate" else ():
+            complete = _complete(profile.tensors[t], profile)
+            if t in added or op.step != complete or (op.lane == "host") != (plan.update_places[t] == "host"):
+                name = profile.tensors[t].name
+                yield f"{describe(op)}: accumulate: {name} is added up once per pass, in step {complete}, where updated"
+            added[t] = op
         if op.payload == "grad":
             for t in plan.tensors(op):
                 if t in sent or plan.update_places[t] != "host":
@@ -261,6 +276,8 @@ def _updates(plan: Plan, profile: Profile) -> Iterator[str]:
             yield f"tensor {tensor.name}: update: place {place!r} for a {kind} tensor"
         elif tensor.trainable and t not in seen:
             yield f"tensor {tensor.name}: update: no op updates it"
+        elif tensor.trainable and plan.adds_up and t not in added:
+            yield f"tensor {tensor.name}: accumulate: no op adds its gradients up"
         elif tensor.trainable:
             complete = _complete(tensor, profile)
             if seen[t].step != complete:
@@ -280,6 +297,8 @@ def _activations(plan: Plan, profile: Profile) -> Iterator[str]:
     out: dict[int, Op] = {}
     back: dict[int, Op] = {}
     for op in plan.ops:
+        if op.payload in ("activation", "grad") and op.only is not None:
+            yield f"{describe(op)}: only: it belongs to every pass"
         if op.payload == "activation":
             target = out if op.kind == "offload" else back
             if op.block in target or op.kind == "drop":

@@ -1,4 +1,4 @@
-"""Walks two iterations of a plan and watches every access: what is there, what is current, what comes before what.
+"""Walks a few passes of a plan and watches every access: what is there, what is current, what comes before what.
 
 Order is judged by vector clocks: an op knows how far each lane has come when it starts, from the op before it on its
 own lane and from its ``after``. The host takes updates in an order of its own, so of that lane an op knows a set of
@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from lt_offload.plan.iteration.memory import aligned, state_room
 from lt_offload.schema.lanes import LANES
-from lt_offload.schema.plan import Op, Plan
+from lt_offload.schema.plan import Op, Pass, Plan
 from lt_offload.schema.profile import Profile
 
 _LANES = {lane.name: index for index, lane in enumerate(LANES)}
@@ -22,6 +22,10 @@ _Clock = tuple[int, int, int, int]
 """How many ops of each copy or compute lane have ended, and the host updates that have, as a set of bits."""
 _START: _Clock = (0, 0, 0, 0)
 _Key = tuple[str, int]
+_ORDER = (1, 0, 0, 1, 0, 1, 1, 0)
+"""Of two kinds of passes, every one after every other."""
+_SETTLED = (0, 1, 0, 0, 1, 0, 1)
+"""The same where the second kind only follows the first."""
 
 
 def describe(op: Op) -> str:
@@ -32,8 +36,8 @@ def describe(op: Op) -> str:
 def misordered(plan: Plan, profile: Profile) -> list[str]:
     """Return the violations of residency and order that a walk through ``plan`` meets."""
     walk = _Ordering(plan, profile)
-    for _ in range(2):
-        walk.iteration()
+    for number in _SETTLED if plan.delayed else _ORDER if plan.adds_up else (0, 0):
+        walk.iteration(plan.passes[number])
     return list(dict.fromkeys(walk.violations))
 
 
@@ -97,6 +101,7 @@ class _Ordering:
             for block in tensor.blocks:
                 self.of_block[block].append(index)
         self.ended: list[_Clock] = [_START] * len(plan.ops)
+        """By op: when its latest issue ends."""
         self.lanes: list[_Clock] = [_START] * 4
         self.updates = 0
         """Host updates issued so far."""
@@ -124,15 +129,14 @@ class _Ordering:
                 self.wanted[key] = offset
                 self._place(key, offset, f"initial {self._what(key)}")
 
-    def iteration(self) -> None:
-        """Walk through every op once."""
-        before, self.ended = self.ended, [_START] * len(self.plan.ops)
+    def iteration(self, which: Pass) -> None:
+        """Walk through every op of a pass once."""
         step = 0
-        for op in self.plan.ops:
+        for op in self.plan.ops_of(which):
             if op.step != step:
                 self._end_step(step)
                 step = op.step
-            self._walk(op, before)
+            self._walk(op)
         self._end_step(step)
         there: dict[_Key, int] = {key: buffer.low for key, buffer in self.live.items()}
         wanted = self.wanted
@@ -143,10 +147,10 @@ class _Ordering:
                     f"{there.get(key)}"
                 )
 
-    def _walk(self, op: Op, before: list[_Clock]) -> None:
+    def _walk(self, op: Op) -> None:
         clock = _START
         for other in op.after:
-            clock = _merge(clock, (self.ended if other < op.id else before)[other])
+            clock = _merge(clock, self.ended[other])
         lane = _LANES.get(op.lane)
         if lane is None:
             self.ended[op.id] = clock
@@ -161,6 +165,8 @@ class _Ordering:
             self._compute(access, clock)
         elif op.kind == "update":
             self._update(access, clock)
+        elif op.kind == "accumulate":
+            self._accumulate(access, clock)
         elif op.kind == "prefetch":
             self._prefetch(access, clock)
         else:
@@ -208,18 +214,43 @@ class _Ordering:
         for t in self.plan.tensors(op):
             weight = ("weight", t)
             if op.lane == "host":
-                self._read(access, clock, self.cells["host", "grad", t], ("grad", t))
+                if not self.plan.delayed:
+                    self._read(access, clock, self.cells["host", "grad", t], ("grad", t))
+                if self.plan.adds_up:
+                    self._write(access, clock, self.cells["host", "sum", t], ("sum", t))
                 self._write(access, clock, self.cells["host", "weight", t], weight)
                 if weight in self.live:
                     self.live[weight].outdated = True
                 continue
-            self._read(access, clock, self.cells["device", "grad", t], ("grad", t))
+            if not self.plan.delayed:
+                self._read(access, clock, self.cells["device", "grad", t], ("grad", t))
             for key in (weight, ("state", t)) if self.profile.tensors[t].state_bytes else (weight,):
                 buffer = self._on_device(op, key)
                 if buffer is not None:
                     self._write(access, clock, buffer.cell, key)
                     buffer.newer = True
                     self.outdated_hosts.add(key)
+            if self.plan.adds_up:
+                buffer = self._on_device(op, ("sum", t))
+                if buffer is not None:
+                    self._write(access, clock, buffer.cell, ("sum", t))
+                    buffer.newer = False  # it has been used up
+                    self.outdated_hosts.discard(("sum", t))
+
+    def _accumulate(self, access: _OpAccess, clock: _Clock) -> None:
+        op = access.op
+        for t in self.plan.tensors(op):
+            total = ("sum", t)
+            if op.lane == "host":
+                self._read(access, clock, self.cells["host", "grad", t], ("grad", t))
+                self._write(access, clock, self.cells["host", "sum", t], total)
+                continue
+            self._read(access, clock, self.cells["device", "grad", t], ("grad", t))
+            buffer = self._on_device(op, total)
+            if buffer is not None:
+                self._write(access, clock, buffer.cell, total)
+                buffer.newer = True
+                self.outdated_hosts.add(total)
 
     def _prefetch(self, access: _OpAccess, clock: _Clock) -> None:
         op = access.op
@@ -305,7 +336,7 @@ class _Ordering:
 
     def _place(self, key: _Key, offset: int, name: str) -> _DeviceRange:
         tensor = self.profile.tensors[key[1]]
-        size = aligned(tensor.bytes) if key[0] == "weight" else state_room(tensor.state_bytes)
+        size = state_room(tensor.state_bytes) if key[0] == "state" else aligned(tensor.bytes)
         buffer = _DeviceRange(key, offset, offset + size, _WatchedCell())
         if buffer.high > self.plan.arena_bytes:
             self.violations.append(
@@ -377,6 +408,8 @@ class _Ordering:
     def _what(self, key: _Key) -> str:
         if key[0] == "activation":
             return f"activations of {self.profile.blocks[key[1]].name}"
+        if key[0] == "sum":
+            return f"the sum of gradients of {self.profile.tensors[key[1]].name}"
         return f"{key[0]} {self.profile.tensors[key[1]].name}"
 
 

@@ -2,7 +2,8 @@
 
 An op starts when its lane is free, everything in ``after`` has ended, and the issuing thread has come to it. The
 thread waits for nothing; each computation costs it the block's launch time. The host takes the most urgent update of
-those that may start. Several iterations are unrolled, the last ones are reported.
+those that may start. Several iterations are unrolled, the last ones are reported. An iteration is what belongs to one
+update: of a plan for windows, all of its passes, of which more than three are not walked through one by one.
 
 Ops take as long as the speeds of the profile say, longer while lanes slow each other down: see
 :mod:`lt_offload.plan.verify.lanes`. A computation that reads in host memory is not done before it has what it reads.
@@ -14,10 +15,12 @@ from __future__ import annotations
 import heapq
 import math
 from collections import deque
+from collections.abc import Sequence
 
 from lt_offload.errors import PlanError
 from lt_offload.plan.iteration.durations import durations
 from lt_offload.plan.iteration.memory import computation_bytes, host_bytes
+from lt_offload.plan.iteration.passes import more_passes, shown_passes, unrolled
 from lt_offload.plan.verify.check import check, mismatches
 from lt_offload.plan.verify.lanes import COMPUTE, D2H, H2D, HOST, NUMBER, READ, WRITE, SimulatedLanes
 from lt_offload.schema.plan import Op, Plan, deadlines
@@ -31,6 +34,9 @@ _ITERATIONS = _WARM_UP + _MEASURED
 
 def simulate(plan: Plan, profile: Profile) -> Trace:
     """Return the iteration that ``plan`` would do in the steady state on the machine of ``profile``.
+
+    Its time is that of a window; its spans are those of the window's passes, of the first two and the last one if there
+    are more than three.
 
     Raises:
         PlanError: if an op waits for something that cannot have happened before, ``plan`` is of another model or
@@ -55,25 +61,27 @@ class _Simulation:
     """The ops of all iterations in time; their numbers are counted on from iteration to iteration."""
 
     def __init__(self, plan: Plan, profile: Profile) -> None:
-        self.ops = len(plan.ops)
+        ops, self.origin = unrolled(plan, shown_passes(plan))
+        self.ops = len(ops)
         self.count = _ITERATIONS * self.ops
-        self.seconds = durations(plan, profile)
-        self.lane = [NUMBER.get(op.lane) for op in plan.ops]
+        seconds = durations(plan, profile)
+        self.seconds = [seconds[op] for op in self.origin]
+        self.lane = [NUMBER.get(op.lane) for op in ops]
         self.lanes = SimulatedLanes(profile.contention)
         self.start, self.finish = [0.0] * self.count, [0.0] * self.count
         self.computed = [0.0] * _ITERATIONS
         """By iteration: the end of its last computation."""
         issued, passed = 0.0, [0.0]
-        for op in plan.ops:
+        for op in ops:
             issued += profile.blocks[op.block].launch_s if op.kind == "forward" or _runs(op, profile) else 0.0
             passed.append(issued)
         self.passed = passed
         """By op: how long the thread has launched computations before, within the iteration; and after the last."""
         self.missing = [0] * self.count
         """By op: for how many others it waits."""
-        self.waiters: list[list[int]] = [[] for _ in plan.ops]
+        self.waiters: list[list[int]] = [[] for _ in ops]
         """By op of one iteration: how many ops later those are issued that wait for it."""
-        self._count_waits(plan)
+        self._count_waits(ops)
         self.queues: list[deque[int]] = [deque(), deque(), deque()]
         """Of the lanes that keep the order of issue."""
         for number in range(self.count):
@@ -82,30 +90,30 @@ class _Simulation:
                 self.queues[lane].append(number)
         self.updates: list[tuple[int, int]] = []
         """What the host could begin: urgency and number."""
-        needed = deadlines(plan.ops)
-        self.urgency = {op.id: needed.get(op.id, 2 * self.ops) for op in plan.ops if op.updates_on_host}
+        needed = deadlines(ops)
+        self.urgency = {op.id: needed.get(op.id, 2 * self.ops) for op in ops if op.lane == "host"}
         self.timers: list[tuple[float, int]] = []
         """When the thread comes to ops that wait for nothing else, and when it has launched what is computed (-1)."""
         self.ready = [False] * self.count
         self.running: list[int | None] = [None] * 4
-        self.read, self.written = self._direct(plan, profile)
-        self.writes = [op.writes_gradients for op in plan.ops]
+        self.read, self.written = self._direct(ops, profile)
+        self.writes = [op.writes_gradients for op in ops]
 
-    def _count_waits(self, plan: Plan) -> None:
-        for op in plan.ops:
+    def _count_waits(self, ops: Sequence[Op]) -> None:
+        for op in ops:
             # The host does an update once per iteration, whatever is more urgent.
-            for other in {*op.after, op.id} if op.updates_on_host else set(op.after):
+            for other in {*op.after, op.id} if op.lane == "host" else set(op.after):
                 later = (op.id - other) if other < op.id else op.id - other + self.ops
                 self.waiters[other].append(later)
                 for number in range(op.id, self.count, self.ops):
                     self.missing[number] += number >= later
 
-    def _direct(self, plan: Plan, profile: Profile) -> tuple[list[float], list[float]]:
+    def _direct(self, ops: Sequence[Op], profile: Profile) -> tuple[list[float], list[float]]:
         """Return, by op, the seconds for which computations use the links alone: to read, and to write gradients."""
         hardware = profile.hardware
         read, written = [0.0] * self.ops, [0.0] * self.ops
         began = 0
-        for op in plan.ops:
+        for op in ops:
             if op.kind in ("forward", "backward"):
                 began = op.id
                 read[op.id] = op.bytes / hardware.h2d_bytes_per_s
@@ -223,22 +231,27 @@ def _runs(op: Op, profile: Profile) -> bool:
 
 def _trace(plan: Plan, profile: Profile, found: _Simulation) -> Trace:
     memory = computation_bytes(plan, profile)
-    start, end = (times[-len(plan.ops) :] for times in (found.start, found.finish))
+    start, end = (times[-found.ops :] for times in (found.start, found.finish))
     origin = min(start)
-    computations = [op for op in plan.ops if op.kind in ("forward", "backward")]
+    ops = [(at, plan.ops[number]) for at, number in enumerate(found.origin)]
+    computations = [at for at, op in ops if op.kind in ("forward", "backward")]
+    seconds = (found.computed[-1] - found.computed[-1 - _MEASURED]) / _MEASURED
+    if more_passes(plan):
+        first, second = (end[computations[(at + 1) * len(memory) - 1]] for at in (0, 1))
+        seconds += more_passes(plan) * (second - first)
     return Trace(
         source="simulated",
-        iteration_time=(found.computed[-1] - found.computed[-1 - _MEASURED]) / _MEASURED,
+        iteration_time=seconds,
         device_peak=int(memory.max()),
         host_peak=host_bytes(plan, profile),
         budget_bytes=plan.budget_bytes,
         spans=tuple(
-            Span(op=op.id, lane=op.lane, label=op.label, start=start[op.id] - origin, end=end[op.id] - origin)
-            for op in plan.ops
+            Span(op=op.id, lane=op.lane, label=op.label, start=start[at] - origin, end=end[at] - origin)
+            for at, op in ops
             if op.lane != "none"
         ),
         memory=tuple(
-            (max(0.0, start[op.id] - origin), int(size)) for op, size in zip(computations, memory, strict=True)
+            (max(0.0, start[at] - origin), int(memory[number % len(memory)])) for number, at in enumerate(computations)
         ),
     )
 

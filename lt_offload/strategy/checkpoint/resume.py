@@ -42,10 +42,10 @@ class ExactResume(_Base):
             NumPy's, torch's on the host and on all CUDA devices, those of loaders, samplers, data sets and modules.
             The batches of the epoch that training has seen are fetched again, so that the others come in the order of
             the first run. If false, a resumed run has other dropout masks than an uninterrupted one.
-        on_interrupt: at the first Ctrl-C or SIGTERM, end the iteration, write ``interrupted.ckpt`` beside the
-            checkpoints of the first ModelCheckpoint, and leave as Lightning does: with ``KeyboardInterrupt`` handled
-            (exit code 1; ``lt-finetune``: 130), or with ``SIGTERMException`` (exit code 143). A second one does not
-            wait. Does nothing where checkpointing is off (``enable_checkpointing=False``).
+        on_interrupt: at the first Ctrl-C or SIGTERM, end the iteration, all of its micro-batches, write
+            ``interrupted.ckpt`` beside the checkpoints of the first ModelCheckpoint, and leave as Lightning does: with
+            ``KeyboardInterrupt`` handled (exit code 1; ``lt-finetune``: 130), or with ``SIGTERMException`` (exit code
+            143). A second one does not wait. Does nothing where checkpointing is off (``enable_checkpointing=False``).
     """
 
     namespace = "lightning.pytorch"
@@ -133,7 +133,8 @@ class ExactResume(_Base):
         checkpoint[KEY] = {"moment": moment, "random": states, "loaders": loaders}
 
     def _leave_if_asked(self, trainer: Any) -> None:
-        if self._interrupts.received is not None:
+        """Leave if a signal has come, and no gradients of earlier batches wait for an update: they are not saved."""
+        if self._interrupts.received is not None and not trainer.fit_loop._should_accumulate():
             self._leave(trainer, self._interrupts.received)
 
     def _leave(self, trainer: Any, number: signal.Signals) -> NoReturn:

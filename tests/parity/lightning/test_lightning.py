@@ -344,8 +344,8 @@ def test_batch_size_is_set_before_the_loaders_are_made() -> None:
 def test_refusals_come_before_anything_is_loaded() -> None:
     module = seeded_module()
     module.prepare_data = lambda: pytest.fail("data was prepared")
-    with pytest.raises(UnsupportedError, match=r"gradient_clip_val=1\.0"):
-        fit(OffmateStrategy(memory=MEMORY), module, gradient_clip_val=1.0)
+    with pytest.raises(UnsupportedError, match="detect_anomaly=True"):
+        fit(OffmateStrategy(memory=MEMORY), module, detect_anomaly=True)
     module = seeded_module()
     del module.batch_size
     with pytest.raises(ConfigError, match="batch_size=2 cannot be set"):

@@ -13,6 +13,7 @@ from lt_offload.cli.main import main
 from lt_offload.schema.explain import brief
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import HardwareProfile
+from lt_offload.schema.trace import Trace
 from tests.support import tiny
 
 pytestmark = [
@@ -85,8 +86,10 @@ def test_a_run_shows_measured_beside_planned(
         (["--trainer.strategy.plan", "corrupt.json"], ["'corrupt.json' is not a valid Plan file"]),
         (["--trainer.strategy.plan", "older.json"], ["'older.json' has schema 0"]),
         (["--trainer.strategy.plan", "other.json"], ["other.json"]),
-        (["--trainer.gradient_clip_val", "1.0"], ["Trainer(gradient_clip_val=1.0)"]),
-        (["--trainer.accumulate_grad_batches", "2"], ["Trainer(accumulate_grad_batches=2)"]),
+        (["--trainer.num_nodes", "2"], ["Trainer(num_nodes=2)"]),
+        (["--trainer.gradient_clip_val", "-1.0"], ["gradient_clip_val=-1.0 must be more than 0"]),
+        (["--trainer.gradient_clip_algorithm", "best"], ["gradient_clip_algorithm", "best"]),
+        (["--trainer.accumulate_grad_batches", "0"], ["accumulate_grad_batches"]),
         (["--trainer.precision", "16-mixed"], ["precision"]),
         (["--trainer.strategy.batch_size", "best"], ["batch_size"]),
         (["--trainer.strategy.planner", "best"], ["planner"]),
@@ -107,6 +110,24 @@ def test_one_clear_error_before_training(
     for message in messages:
         assert message in error
     assert not list(Path().glob("runs/*/metrics.csv"))
+
+
+def test_a_run_with_windows_and_clipping(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    windows = ["--trainer.accumulate_grad_batches", "4", "--trainer.gradient_clip_val", "0.5"]
+    assert main([recipe, "--trainer.default_root_dir", "run", *windows]) == 0
+    plan = Plan.load("run/plan.json")
+    assert (plan.window, plan.delayed) == (4, True)
+    assert Trace.load("run/trace.json").iteration_time > 0
+    assert "gradients added up" in Path("run/report.html").read_text()
+    assert "micro-batches" in capsys.readouterr().out
+
+    machine = ["--hardware", "rtx-3060", "--memory", "1GB"]
+    assert main(["plan", recipe, *machine, *windows, "--explain", "--report", "plan.html", "--trace", "t.json"]) == 0
+    assert "per window of 4 micro-batches" in capsys.readouterr().out
+    auto = ["--trainer.strategy.batch_size", "auto", "--trainer.strategy.solver_time_limit", "2"]
+    assert main(["plan", recipe, *machine, *windows[:2], *auto, "--save", "auto.json"]) == 0
+    plan = Plan.load("auto.json")
+    assert plan.window * plan.batch_size == 4 * 2
 
 
 def test_a_run_that_chooses_its_batch_size(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

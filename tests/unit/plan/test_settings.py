@@ -26,9 +26,10 @@ def test_solve_takes_exactly_these() -> None:
     assert defaults(solve, "profile") == DEFAULTS
 
 
-def test_the_strategy_takes_these_and_its_own() -> None:
+def test_the_strategy_takes_these_and_its_own_and_windows_are_the_trainers() -> None:
     taken = defaults(OffmateStrategy.__init__, "self", "batch_size", "plan", "report_dir")
-    assert {name.removeprefix("solver_"): value for name, value in taken.items()} == DEFAULTS
+    windows = {"accumulate": 1, "delayed": False}
+    assert {name.removeprefix("solver_"): value for name, value in taken.items()} | windows == DEFAULTS
 
 
 def test_what_the_strategy_is_given_arrives() -> None:

@@ -86,7 +86,7 @@ def test_tokens_per_second_leave_validation_out_and_begin_anew_after_each_record
 def test_engine_figures_come_only_where_they_are_recorded(clock: Clock) -> None:
     class Engine:
         plan = SimpleNamespace(predicted=SimpleNamespace(iteration_s=0.5))
-        asked = 0
+        added = asked = 0
 
         @property
         def stats(self) -> Any:
@@ -98,7 +98,11 @@ def test_engine_figures_come_only_where_they_are_recorded(clock: Clock) -> None:
     clock.now += 1
     metrics.on_train_batch_end(trainer(1, engine=engine), None, None, IDS, 0)
     assert engine.asked == 0
+    engine.added = 1  # in the middle of a window
+    metrics.on_train_batch_end(trainer(2, engine=engine), None, None, IDS, 0)
+    assert engine.asked == 0
+    engine.added = 0
     metrics.on_train_batch_end(trainer(2, engine=engine), None, None, IDS, 1)
     assert engine.asked == 1
     figures = {"step_s": 0.6, "step_vs_plan": 1.2, "device_peak_gb": 3.0, "host_peak_gb": 4.0, "grad_norm": 1.5}
-    assert metrics.logged[0] == pytest.approx({"tokens_per_s": 20.0} | figures)
+    assert metrics.logged[0] == pytest.approx({"tokens_per_s": 30.0} | figures)

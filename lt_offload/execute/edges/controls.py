@@ -1,0 +1,162 @@
+"""What a loop says to its engine about the micro-batches of an update, and about clipping."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor, nn
+
+from lt_offload import limits
+from lt_offload.errors import ConfigError
+from lt_offload.execute.edges.consumed import StandIns
+from lt_offload.execute.edges.guard import Guard
+from lt_offload.execute.edges.window import Window
+from lt_offload.execute.gradients import Gradients
+
+
+class Controls(ABC):
+    """The part of an engine that is for people who write loops."""
+
+    model: nn.Module
+    installed: bool
+    gradients: Gradients | None
+    _window: Window
+    _guard: Guard
+    _consumed: StandIns
+    _ran_backward: bool
+    _left: str | None
+    """What was unfinished in an iteration that failed, as :meth:`unfinished` says it."""
+
+    @abstractmethod
+    def _end_pass(self) -> None:
+        """End a pass that adds gradients up, if there is one."""
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per ``optimizer.step()`` in a loop of one's own; may be set between two iterations.
+
+        Raises:
+            ConfigError: when it is set, if it is not a number of micro-batches, or in the middle of a window.
+            PlanError: when it is set, if the plan is one for windows of 1.
+        """
+        return self._window.size
+
+    @accumulate.setter
+    def accumulate(self, count: int) -> None:
+        self._window.resize(count, self._window.added + self._ran_backward)
+
+    @property
+    def clip_value(self) -> float | None:
+        """What gradients are clamped to before updates use them, as ``torch.nn.utils.clip_grad_value_`` would do.
+
+        May be set between two iterations; None: they are left as they are.
+        """
+        return self.gradients.clip_value if self.gradients is not None else None
+
+    @clip_value.setter
+    def clip_value(self, value: float | None) -> None:
+        assert self.gradients is not None, "training needs a plan"
+        if value is not None:
+            _require_positive(f"clip_value={value}", value)
+        self.gradients.clip_value = value
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        parameters: Iterable[Tensor] | None = None,
+    ) -> Tensor:
+        """Clip the norm of the gradients, as ``torch.nn.utils.clip_grad_norm_`` would do, before ``optimizer.step()``.
+
+        The plan has to be one whose updates wait for that: ``delayed=True``. A norm that is not finite makes every
+        gradient infinite or NaN, as in plain PyTorch, unless ``error_if_nonfinite`` is set.
+
+        Args:
+            max_norm: of all gradients together.
+            norm_type: of the norm.
+            error_if_nonfinite: raise if the norm is not finite; nothing has been updated then.
+            parameters: in the order in which the norms of their gradients are put together; None: that of the model.
+
+        Returns:
+            The norm before clipping.
+
+        Raises:
+            ConfigError: if ``max_norm`` is not more than 0.
+            UnsupportedError: if updates do not wait, or gradients have been clipped already.
+            RuntimeError: with ``error_if_nonfinite``, if the norm is not finite.
+        """
+        _require_positive(f"clip_grad_norm_(max_norm={max_norm})", max_norm)
+        gradients = self._complete_gradients("clip_grad_norm_")
+        with self._guard.suspended:
+            self._end_pass()
+            params = self.model.parameters() if parameters is None else parameters
+            return gradients.clip_norm(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clip the gradients of the present window one by one, as ``torch.nn.utils.clip_grad_value_`` would do.
+
+        For plans with ``delayed=True``. With others :attr:`clip_value` clips those of every window.
+
+        Raises:
+            ConfigError: if ``clip_value`` is not more than 0.
+            UnsupportedError: if updates do not wait.
+        """
+        _require_positive(f"clip_grad_value_(clip_value={clip_value})", clip_value)
+        gradients = self._complete_gradients("clip_grad_value_")
+        with self._guard.suspended:
+            self._end_pass()
+            gradients.clip_each(clip_value)
+
+    def _complete_gradients(self, call: str) -> Gradients:
+        """Return the gradients, which wait for their updates until they are complete."""
+        if not self._window.delayed:
+            raise limits.CLIPPING.error(f"engine.{call}() was called")
+        assert self.gradients is not None
+        return self.gradients
+
+    @contextmanager
+    def without_gradients(self) -> Iterator[None]:
+        """Let ``param.grad`` say that it is not to be used, while code of users runs that might."""
+        with self._guard.suspended:
+            self._consumed.put()
+        try:
+            yield
+        finally:
+            with self._guard.suspended:
+                self._consumed.drop()
+
+    @property
+    def added(self) -> int:
+        """How many micro-batches of the present window have been added up without an update."""
+        return self._window.added
+
+    @property
+    def halfway(self) -> bool:
+        """Whether some weights of the present iteration, or of one that failed, are updated and others are not."""
+        return self.unfinished() == _HALFWAY
+
+    def unfinished(self) -> str | None:
+        """Return why a checkpoint of now would not be complete, as a clause for people; None if it would be."""
+        if self.installed and self._guard.halfway:
+            return _HALFWAY
+        if self._window.added:
+            return (
+                f"the gradients of {self._window.added} micro-batches since the last update are in no checkpoint; save "
+                "after an optimizer step, for example with every_n_train_steps"
+            )
+        return self._left
+
+
+_HALFWAY = (
+    "the iteration was interrupted when some weights were updated and others were not; resume from the last complete "
+    "checkpoint"
+)
+
+
+def _require_positive(setting: str, value: float) -> None:
+    if not value > 0:
+        raise ConfigError(f"{setting} must be more than 0; leave clipping out to keep gradients as they are")

@@ -1,0 +1,315 @@
+"""Plans for windows: several micro-batches per update, from a plan for one.
+
+While it is planned, the sum of a tensor's gradients counts as one more of its optimizer states (:func:`with_sums`). A
+plan for such a profile then has room for the sums wherever they are needed, at any time, and no planner has to know of
+them. :func:`windowed` takes its ops apart into those of an accumulating and of an updating pass: what an accumulating
+pass has to do is a part of what was planned, with the same groups at the same places at the same time.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from lt_offload.plan.iteration.durations import added, durations
+from lt_offload.plan.iteration.memory import STATE_PADDING, aligned, state_room
+from lt_offload.schema.plan import InitialCopy, Op, Pass, Payload, Plan, TensorGroup
+from lt_offload.schema.profile import Profile, TensorProfile
+
+UNCOUNTED = 1 << 16
+"""Bytes of RAM that are kept: where a tensor has no states, its sum as a state takes a few bytes less than it does."""
+
+
+def with_sums(profile: Profile, window: int, *, mean: bool = True) -> Profile:
+    """Return ``profile`` with sums of gradients as states.
+
+    ``mean``: with updates as fast as in the mean pass of a window; else as those of its last one.
+    """
+    trained = [tensor for tensor in profile.tensors if tensor.trainable]
+    updated = sum(tensor.bytes for tensor in trained)
+    share = (1 / window if mean else 1.0) + (sum(map(added, trained)) / updated if updated else 0.0)
+    optimizer = profile.optimizer
+    return replace(
+        profile,
+        hardware=replace(profile.hardware, host_bytes=max(1, profile.hardware.host_bytes - UNCOUNTED)),
+        tensors=tuple(_with_sum(tensor) if tensor.trainable else tensor for tensor in profile.tensors),
+        optimizer=replace(
+            optimizer,
+            host_bytes_per_s=optimizer.host_bytes_per_s / share,
+            host_speeds={threads: speed / share for threads, speed in optimizer.host_speeds.items()},
+            device_bytes_per_s=optimizer.device_bytes_per_s / share,
+        ),
+    )
+
+
+def _with_sum(tensor: TensorProfile) -> TensorProfile:
+    """Return ``tensor`` with states that take as much of the arena as its states and a sum side by side."""
+    return replace(tensor, state_bytes=state_room(tensor.state_bytes) + aligned(tensor.bytes) - STATE_PADDING)
+
+
+def windowed(plan: Plan, profile: Profile, window: int, *, delayed: bool = False) -> Plan:
+    """Return the plan for windows that ``plan`` has room for; its prediction is that of ``plan``.
+
+    Args:
+        plan: made for :func:`with_sums` of ``profile``.
+        profile: what it is for.
+        window: micro-batches per update.
+        delayed: whether updates wait until all gradients are there.
+    """
+    split = _Split(plan, profile, delayed=delayed)
+    split.run()
+    found = replace(
+        plan,
+        window=window,
+        delayed=delayed,
+        groups=tuple(split.groups),
+        initial=tuple(split.initial),
+        ops=tuple(split.linked()),
+        notes=tuple(
+            note.replace("of optimizer states", "of optimizer states and sums of gradients") for note in plan.notes
+        ),
+    )
+    if delayed:
+        found = replace(found, ops=tuple(_after_former_occupants(found)))
+    timed = zip(found.ops, durations(found, profile.with_host_threads(plan.host_threads)), strict=True)
+    return replace(found, ops=tuple(replace(op, seconds=seconds) for op, seconds in timed))
+
+
+def _after_former_occupants(plan: Plan) -> Iterator[Op]:
+    """Yield the ops of ``plan``, copies to the device after all that any pass may have had in their ranges.
+
+    As a rule the last occupant of a range has waited for those before. In a settling pass it may not have been there.
+    """
+    ranges: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    leaves: dict[int, list[int]] = defaultdict(list)
+    for copy in plan.initial:
+        ranges[copy.group].add((copy.offset, copy.offset + plan.groups[copy.group].bytes))
+    for op in plan.ops:
+        for g, offset in zip(op.groups, op.offsets, strict=False):
+            ranges[g].add((offset, offset + plan.groups[g].bytes))
+        for g in op.groups if op.kind in ("offload", "drop") else ():
+            leaves[g].append(op.id)
+    occupants = [(low, high, leaves[g]) for g, found in ranges.items() for low, high in found]
+    for op in plan.ops:
+        after = set(op.after)
+        for g, offset in zip(op.groups, op.offsets, strict=False):
+            end = offset + plan.groups[g].bytes
+            after.update(*(left for low, high, left in occupants if low < end and offset < high))
+        yield replace(op, after=tuple(sorted(after)))
+
+
+class _Split:
+    """The ops of ``plan`` for windows. An op of ``plan`` may become several, and others may wait for all of them."""
+
+    def __init__(self, plan: Plan, profile: Profile, *, delayed: bool) -> None:
+        self.plan, self.profile, self.delayed = plan, profile, delayed
+        self.groups: list[TensorGroup] = list(plan.groups)
+        self.initial: list[InitialCopy] = []
+        self.ops: list[Op] = []
+        """With the ids of ``plan`` in ``after``."""
+        self._states: dict[int, int | None] = {}
+        """By group of states in ``plan``: what is left of it, None if nothing is."""
+        self._sums: dict[int, int] = {}
+        """By the same: the group of sums."""
+        self._moved = {g for op in plan.ops if op.payload == "state" for g in op.groups}
+        self._starts = {copy.group for copy in plan.initial}
+        self._became: dict[int, list[int]] = {}
+        """By op of ``plan``: the ops that all wait for who waited for it."""
+        self._added: dict[int, int] = {}
+        """By update of ``plan``: the op that adds up instead."""
+        self._ends: dict[int, list[Op]] = defaultdict(list)
+        """By step: drops that stand at its end."""
+        self._backwards: dict[int, int] = {}
+        """By block."""
+        self._fetches: dict[int, set[int]] = defaultdict(set)
+        """By tensor: the copies of its weight to the device."""
+        self._divide_groups()
+
+    def run(self) -> None:
+        """Write every op."""
+        step = 0
+        for op in self.plan.ops:
+            while op.step > step:
+                self._end(step)
+                step += 1
+            self._became[op.id] = list(self._write(op))
+        for left in range(step, len(self.plan.timeline)):
+            self._end(left)
+
+    def linked(self) -> Iterator[Op]:
+        """Yield the ops with what they wait for."""
+        readers = defaultdict(list)
+        for update, adds in self._added.items():
+            for t in self.plan.tensors(self.plan.ops[update]):
+                readers[t].append(adds)
+        self._backwards = {op.block: op.id for op in self.ops if op.kind == "backward"}
+        for op in self.ops:
+            if op.kind == "prefetch" and op.payload == "weight":
+                for t in (t for g in op.groups for t in self.groups[g].tensors):
+                    self._fetches[t].add(op.id)
+        waits: dict[int, set[int]] = defaultdict(set)
+        for op in self.ops:
+            if op.payload == "grad":  # the sums have taken what came in the pass before
+                waits[op.id] = {adds for t in self.plan.tensors(op) for adds in readers[t]}
+                if op.writes_gradients:
+                    waits[self._backwards[op.block]] |= waits[op.id]
+        if self.delayed:
+            for op in self.ops:
+                waits[op.id] |= self._before_settling(op)
+        for op in self.ops:
+            after = {new for old in op.after for new in self._became[old]} | waits[op.id]
+            if op.payload == "grad":  # what was at its place has been used
+                after |= {self._added[old] for old in op.after if old in self._added}
+            if op.kind == "accumulate" and op.lane == "host":
+                after |= {op.id, op.id + 1}  # of passes before
+            elif op.updates_on_host:
+                after |= {op.id - 1}
+            yield replace(op, after=tuple(sorted(after)))
+
+    def _before_settling(self, op: Op) -> set[int]:
+        """Return what ``op`` has to wait for, too, where no computations have waited in the same pass.
+
+        Updates wait for the copies of their weights, and the next occupants of a range for the last computation there.
+        """
+        tensors = {t for g in op.groups for t in self.groups[g].tensors}
+        if op.kind == "update":
+            return {fetch for t in tensors for fetch in self._fetches[t]}
+        if op.kind == "drop" and op.payload == "weight":
+            return {self._backwards[block] for t in tensors for block in self.profile.tensors[t].blocks}
+        return set()
+
+    # -- groups ------------------------------------------------------------------------------------------------------
+
+    def _divide_groups(self) -> None:
+        spans = max((group.span for group in self.groups), default=0) + 1
+        for number, group in enumerate(self.plan.groups):
+            if group.payload != "state":
+                continue
+            tensors = [self.profile.tensors[t] for t in group.tensors]
+            states = [(t, state_room(tensor.state_bytes)) for t, tensor in zip(group.tensors, tensors, strict=True)]
+            states = [(t, size) for t, size in states if size]
+            sums = TensorGroup(
+                payload="sum",
+                tensors=group.tensors,
+                sizes=tuple(aligned(tensor.bytes) for tensor in tensors),
+                span=group.span + spans,
+            )
+            if states:
+                kept = tuple(t for t, _ in states)
+                self.groups[number] = replace(group, tensors=kept, sizes=tuple(size for _, size in states))
+                self._states[number], self._sums[number] = number, len(self.groups)
+                self.groups.append(sums)
+            else:
+                self._states[number], self._sums[number] = None, number
+                self.groups[number] = sums
+        for copy in self.plan.initial:
+            if copy.group in self._sums:
+                self.initial += [
+                    InitialCopy(group=g, offset=offset) for g, offset in self._parts(copy.group, copy.offset)
+                ]
+            else:
+                self.initial.append(copy)
+
+    def _parts(self, number: int, offset: int) -> Iterator[tuple[int, int]]:
+        """Yield what a group of states of the plan has become, and where it begins: states first, then sums."""
+        states = self._states[number]
+        if states is not None:
+            yield states, offset
+            offset += self.groups[states].bytes
+        yield self._sums[number], offset
+
+    # -- ops ---------------------------------------------------------------------------------------------------------
+
+    def _write(self, op: Op) -> Iterator[int]:
+        """Write what ``op`` becomes; yield what others wait for in its place."""
+        if op.kind == "update":
+            adds = self._add(replace(op, kind="accumulate"), only="accumulating")
+            self._added[op.id] = adds
+            update = self._add(op, only="updating")
+            if op.lane == "host":
+                self._house_sums(op)
+            else:
+                yield adds
+            yield update
+        elif op.payload == "state":
+            yield from self._move_states(op)
+        elif op.payload == "weight" and op.kind == "offload" and self._updated_before(op):
+            yield self._add(op, only="updating")  # nothing is newer in other passes
+            if op.release_after is not None:
+                self._leave(op, op.groups, "weight", only="accumulating")
+        else:
+            yield self._add(op)
+
+    def _updated_before(self, op: Op) -> bool:
+        """Return whether what ``op`` copies was updated in the same pass, and not in the one before."""
+        tensors = set(self.plan.tensors(op))
+        updates = (
+            other
+            for other in self.plan.ops
+            if other.kind == "update" and not tensors.isdisjoint(self.plan.tensors(other))
+        )
+        return all(update.id < op.id for update in updates)
+
+    def _move_states(self, op: Op) -> Iterator[int]:
+        """States travel for the update; sums are there in every pass, and are used up by the update."""
+        states = [g for g in (self._states[number] for number in op.groups) if g is not None]
+        sums = [self._sums[number] for number in op.groups]
+        stays = [g for g in states if g in self._starts]
+        if op.kind == "prefetch":
+            placed = dict(
+                part
+                for number, offset in zip(op.groups, op.offsets, strict=True)
+                for part in self._parts(number, offset)
+            )
+            travelling = [g for g in states if g not in stays]
+            yield from self._some(op, travelling, "state", only="updating", offsets=[placed[g] for g in travelling])
+            yield from self._some(op, stays, "state", offsets=[placed[g] for g in stays])
+            yield from self._some(op, sums, "sum", offsets=[placed[g] for g in sums])
+            return
+        yield from self._some(op, states, "state", only="updating")
+        yield from self._some(op, sums, "sum", only="accumulating")
+        self._leave(op, stays, "state", only="accumulating")
+        self._leave(op, sums, "sum", only="updating")
+
+    def _some(
+        self, op: Op, groups: Sequence[int], payload: Payload, *, only: Pass | None = None, offsets: Sequence[int] = ()
+    ) -> Iterator[int]:
+        if groups:
+            nbytes = self._bytes(groups)
+            copy = replace(op, payload=payload, groups=tuple(groups), offsets=tuple(offsets), bytes=nbytes)
+            yield self._add(copy, only=only)
+
+    def _leave(self, op: Op, groups: Sequence[int], payload: Payload, *, only: Pass) -> None:
+        """Drop ``groups`` in passes of a kind where ``op`` gives them back in those of the other kind."""
+        if groups:
+            assert op.release_after is not None
+            drop = replace(
+                op,
+                kind="drop",
+                lane="none",
+                payload=payload,
+                groups=tuple(groups),
+                offsets=(),
+                bytes=self._bytes(groups),
+            )
+            self._ends[op.release_after].append(replace(drop, step=op.release_after, release_after=None, only=only))
+
+    def _end(self, step: int) -> None:
+        for drop in self._ends.pop(step, ()):
+            self._add(drop, only=drop.only)
+
+    def _house_sums(self, op: Op) -> None:
+        """Let the sums for an update on the host have a group, which never leaves it."""
+        tensors = self.plan.tensors(op)
+        sizes = tuple(aligned(self.profile.tensors[t].bytes) for t in tensors)
+        span = max(group.span for group in self.groups) + 1
+        self.groups.append(TensorGroup(payload="sum", tensors=tensors, sizes=sizes, span=span))
+
+    def _add(self, op: Op, *, only: Pass | None = None) -> int:
+        self.ops.append(replace(op, id=len(self.ops), only=only))
+        return len(self.ops) - 1
+
+    def _bytes(self, groups: Sequence[int]) -> int:
+        tensors = [(self.groups[g].payload, self.profile.tensors[t]) for g in groups for t in self.groups[g].tensors]
+        return sum(tensor.state_bytes if payload == "state" else tensor.bytes for payload, tensor in tensors)

@@ -1,0 +1,46 @@
+"""The passes of a window one after the other, as one cyclic list of ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from lt_offload.schema.plan import Op, Pass, Plan
+
+_SHOWN = 2
+"""In longer windows every accumulating pass but the first is like the second."""
+
+
+def shown_passes(plan: Plan) -> tuple[Pass, ...]:
+    """Return the passes that stand for a window of ``plan``."""
+    accumulating: list[Pass] = ["accumulating"] * min(_accumulating(plan), _SHOWN)
+    return (*accumulating, plan.passes[-1])
+
+
+def more_passes(plan: Plan) -> int:
+    """Return how many passes like the second there are besides the shown ones."""
+    return max(_accumulating(plan) - _SHOWN, 0)
+
+
+def _accumulating(plan: Plan) -> int:
+    return plan.window if plan.delayed else plan.window - 1
+
+
+def unrolled(plan: Plan, passes: Sequence[Pass]) -> tuple[tuple[Op, ...], tuple[int, ...]]:
+    """Return the ops of ``passes`` in the order of issue, numbered anew, and which op of ``plan`` each is.
+
+    In ``after``, an id that is not smaller than the op's own means the passes before, as in a plan. Nothing is said
+    about ops that none of ``passes`` carries out.
+    """
+    if not plan.adds_up:
+        return plan.ops, tuple(range(len(plan.ops)))
+    issued = [op for which in passes for op in plan.ops_of(which)]
+    last = {op.id: new for new, op in enumerate(issued)}
+    latest: dict[int, int] = {}
+    """By op of the plan: its latest issue so far."""
+    ops = []
+    for new, op in enumerate(issued):
+        after = {latest.get(other, last.get(other)) for other in op.after}
+        ops.append(replace(op, id=new, after=tuple(sorted(found for found in after if found is not None))))
+        latest[op.id] = new
+    return tuple(ops), tuple(op.id for op in issued)

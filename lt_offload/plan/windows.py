@@ -1,0 +1,94 @@
+"""Plans for several micro-batches per update: made for one, taken apart into passes, and priced by the window."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
+from lt_offload.plan.assembly.window import UNCOUNTED, windowed, with_sums
+from lt_offload.plan.planners.baselines import no_offload_s
+from lt_offload.plan.settings import Settings
+from lt_offload.plan.verify.check import check
+from lt_offload.plan.verify.simulate import simulate
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
+from lt_offload.units import format_seconds, parse_bytes
+
+
+def for_one(settings: Settings) -> Settings:
+    """Return the settings of plans for profiles :func:`with_sums`, which become plans for windows."""
+    ram = settings.host_memory
+    if ram is not None:
+        ram = max(1, parse_bytes(ram, setting="host_memory") - UNCOUNTED)
+    return replace(settings, accumulate=1, delayed=False, host_memory=ram)
+
+
+def has_windows(settings: Settings) -> bool:
+    """Return whether plans have to add gradients up."""
+    return settings.accumulate > 1 or settings.delayed
+
+
+def plan_windows(profile: Profile, settings: Settings, plan_one: Callable[[Profile, Settings], Plan]) -> Plan:
+    """Return the plan for windows of ``settings.accumulate`` micro-batches.
+
+    What is fastest for the mean pass of a window need not be for its passes one after the other: a plan for the update
+    alone is compared, too.
+
+    Args:
+        profile: what model and machine cost.
+        settings: budgets and switches.
+        plan_one: plans for one micro-batch per update; its errors are passed on.
+    """
+    window, half = settings.accumulate, replace(for_one(settings), time_limit=settings.time_limit / 2)
+    mean = for_windows(plan_one(with_sums(profile, window), half), profile, settings)
+    try:
+        last = for_windows(plan_one(with_sums(profile, window, mean=False), half), profile, settings)
+    except (ConfigError, InfeasibleError, UnsupportedError):  # there is a plan: no other was found in time
+        return mean
+    return min(mean, last, key=lambda plan: plan.predicted.iteration_s)
+
+
+def for_windows(plan: Plan, profile: Profile, settings: Settings) -> Plan:
+    """Return ``plan``, made for ``profile`` with sums, as a plan for windows, checked and priced."""
+    ram = settings.host_budget(profile.hardware)
+    found = windowed(plan, profile, settings.accumulate, delayed=settings.delayed)
+    return priced(replace(found, host_budget_bytes=ram), profile)
+
+
+def priced(plan: Plan, profile: Profile) -> Plan:
+    """Return ``plan``, for windows, checked and with the times of a window on the machine of ``profile``.
+
+    Alternatives keep the times of the mean pass that they were compared by. The lower bound is that of the
+    computations alone.
+    """
+    violations = check(plan, profile)
+    assert not violations, violations[:3]
+    trace, window = simulate(plan, profile), plan.window
+    computing = sum(
+        min(o.forward_s + o.backward_s * block.has_backward for o in block.options) for block in profile.blocks
+    )
+    update = sum(tensor.bytes for tensor in profile.tensors if tensor.trainable) / profile.optimizer.device_bytes_per_s
+    predicted = replace(
+        plan.predicted,
+        iteration_s=trace.iteration_time,
+        lower_bound_s=min(window * computing, trace.iteration_time),
+        no_offload_s=window * (no_offload_s(profile) - update) + update,
+        device_peak_bytes=trace.device_peak,
+        host_peak_bytes=trace.host_peak,
+    )
+    notes = list(plan.notes)
+    if window > 1:
+        notes.append(
+            f"a window of {window} micro-batches takes {format_seconds(trace.iteration_time)}; each that only adds "
+            f"gradients up takes about {format_seconds(_alone_s(plan, profile))}"
+        )
+    if plan.delayed:
+        notes.append("updates wait until all gradients are there, so that they can be clipped by their norm")
+    return replace(plan, predicted=predicted, notes=tuple(notes))
+
+
+def _alone_s(plan: Plan, profile: Profile) -> float:
+    """Return the seconds of an accumulating pass that follows others."""
+    long, longer = (simulate(replace(plan, window=window), profile).iteration_time for window in (4, 5))
+    return longer - long

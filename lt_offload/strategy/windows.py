@@ -1,0 +1,162 @@
+"""Several micro-batches per update, and clipping, under a Trainer: what it asks for, and what it calls instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+
+from lt_offload import limits
+from lt_offload.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from lt_offload.execute.engine import Engine
+    from lt_offload.plan import Settings
+
+
+def fitting(trainer: Any) -> bool:
+    """Return whether ``trainer`` trains."""
+    return bool(trainer.state.fn == "fit")
+
+
+def asked(settings: Settings, trainer: Any) -> Settings:
+    """Return ``settings`` with what ``trainer`` asks for.
+
+    Raises:
+        ConfigError: if it asks for a clipping, or a number of micro-batches, that there is not.
+    """
+    value = trainer.gradient_clip_val
+    if value is not None and not value >= 0:
+        raise ConfigError(f"gradient_clip_val={value} must be more than 0, or None to leave gradients as they are")
+    count = micro_batches(trainer)
+    if count < 1:
+        raise ConfigError(f"accumulate_grad_batches={count} must be at least 1: micro-batches per update")
+    delayed = _clips_by_norm(trainer) or _clips_by_hook(trainer)
+    return replace(settings, accumulate=count, delayed=delayed)
+
+
+def micro_batches(trainer: Any) -> int:
+    """Return how many micro-batches an update of ``trainer`` may have: the most that a schedule of them says."""
+    schedules = (getattr(callback, "scheduling", None) for callback in trainer.callbacks)
+    counts = [count for schedule in schedules if isinstance(schedule, dict) for count in schedule.values()]
+    most: int = max([trainer.accumulate_grad_batches, *(count for count in counts if isinstance(count, int))])
+    return most
+
+
+def effective_batch(trainer: Any, batch_size: int) -> int | None:
+    """Return the samples per update that a run asks for by ``batch_size`` and a fixed number of micro-batches.
+
+    None if there is one batch per update, whose size is anybody's to choose, or a schedule.
+    """
+    count: int = trainer.accumulate_grad_batches
+    return count * batch_size if count > 1 and micro_batches(trainer) == count else None
+
+
+def split(trainer: Any, effective: int, batch_size: int) -> None:
+    """Let ``trainer`` accumulate micro-batches of ``batch_size`` until they are ``effective`` samples.
+
+    Raises:
+        ConfigError: if there is no such number of micro-batches.
+    """
+    if effective % batch_size:
+        raise ConfigError(
+            f"batch_size='auto': {effective} samples per update (batch_size times accumulate_grad_batches) are no "
+            f"multiple of batch_size={batch_size}, which is that of the plan or the checkpoint; change batch_size or "
+            "accumulate_grad_batches so that they are"
+        )
+    trainer.accumulate_grad_batches = effective // batch_size
+
+
+def warn_of_short_ones(trainer: Any) -> None:
+    """Say that windows are shorter than ``trainer`` asks for, if its loops, which begin now, will make them so."""
+    asked, batches = trainer.accumulate_grad_batches, trainer.num_training_batches
+    if asked > batches:
+        rank_zero_warn(
+            f"accumulate_grad_batches={asked} is more than the {batches} batches of an epoch, with whose end every "
+            f"window ends: each update has the gradients of {batches} at most, divided by {asked}"
+        )
+    seen = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+    if 0 < seen < batches and seen % asked:
+        rank_zero_warn(
+            f"the checkpoint was written after {seen} batches of its epoch, where no window of "
+            f"accumulate_grad_batches={asked} ends: the first update has the gradients of {asked - seen % asked}"
+        )
+
+
+def _clips_by_norm(trainer: Any) -> bool:
+    return bool(trainer.gradient_clip_val) and not _by_value(trainer)
+
+
+def _clips_by_hook(trainer: Any) -> bool:
+    """Return whether the module decides itself how gradients are clipped."""
+    module = trainer.lightning_module
+    return module is not None and limits.overrides(module, "configure_gradient_clipping")
+
+
+def _by_value(trainer: Any) -> bool:
+    algorithm = trainer.gradient_clip_algorithm
+    return str(getattr(algorithm, "value", algorithm)) == "value"
+
+
+def clip_by_value(trainer: Any, engine: Engine) -> None:
+    """Let ``engine`` clamp gradients if ``trainer`` always does."""
+    value = trainer.gradient_clip_val
+    if engine.plan is not None and value and _by_value(trainer) and not _clips_by_hook(trainer):
+        engine.clip_value = float(value)
+
+
+@contextmanager
+def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[None]:
+    """Let the engine clip where the Trainer's precision plugin would look for gradients.
+
+    The norms are put together in the order of the optimizer's parameters, as the plugin does. A hook of the module
+    that looks at gradients itself is told that they are gone.
+
+    Args:
+        trainer: about to train.
+        present: returns its engine.
+    """
+    plugin, module = trainer.precision_plugin, trainer.lightning_module
+
+    def engine() -> Engine:
+        found = present()
+        assert found is not None
+        return found
+
+    def clip_gradients(optimizer: Any, clip_val: float = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
+        if not clip_val > 0:
+            return
+        if str(getattr(gradient_clip_algorithm, "value", gradient_clip_algorithm)) == "norm":
+            engine().clip_grad_norm_(clip_val, parameters=plugin.main_params(optimizer))
+        elif _clips_by_hook(trainer):
+            engine().clip_grad_value_(clip_val)
+
+    hooked = module.configure_gradient_clipping
+
+    def configure_gradient_clipping(*args: Any, **kwargs: Any) -> None:
+        with engine().without_gradients():
+            hooked(*args, **kwargs)
+
+    with ExitStack() as undo:
+        undo.enter_context(_attribute(plugin, "clip_gradients", clip_gradients))
+        if _clips_by_hook(trainer):
+            undo.enter_context(_attribute(module, "configure_gradient_clipping", configure_gradient_clipping))
+        yield
+
+
+@contextmanager
+def _attribute(owner: Any, name: str, value: object) -> Iterator[None]:
+    """Let ``owner`` have this attribute of its own within the context."""
+    before = dict(vars(owner))
+    vars(owner)[name] = value
+    try:
+        yield
+    finally:
+        del vars(owner)[name]
+        if name in before:
+            vars(owner)[name] = before[name]

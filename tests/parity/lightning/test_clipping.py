@@ -1,0 +1,201 @@
+"""Clipping under a Trainer: the offmate strategy against the stock one, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lt_offload import OffmateStrategy
+from lt_offload.errors import ConfigError, PlanError, UnsupportedError
+from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.strategy import offmate
+from tests.support.trainers import Run, differences, fit, seeded_module
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run tasks as late as possible, overwrite freed memory and check the order of every access."""
+    monkeypatch.setattr(offmate, "open_device", lambda budget, *_, **__: EmulatedDevice(budget, "lazy", check=True))
+
+
+def budgets(options: dict[str, Any]) -> tuple[int, ...]:
+    """Budgets in which weights and states have to travel, some of them have to, and all may stay."""
+    weights = sum(p.nbytes for p in seeded_module(**options).parameters())
+    return 2 * weights, 5 * weights, 200_000_000
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16-true"}, {"accumulate_grad_batches": 2}], ids=str)
+@pytest.mark.parametrize("options", [{"dropout": 0.1, "layers": 6}, {"family": "llama-tied"}], ids=str)
+def test_clipping_by_norm_equals_stock(options: dict[str, Any], settings: dict[str, Any]) -> None:
+    stock = fit("auto", seeded_module(**options), gradient_clip_val=0.1, **settings)
+    for memory in budgets(options):
+        ours = fit(OffmateStrategy(memory=memory), seeded_module(**options), gradient_clip_val=0.1, **settings)
+        assert differences(stock, ours) == []
+        assert ours.trainer.strategy.plan.delayed
+        assert "clip_gradients" not in vars(ours.trainer.precision_plugin)
+    free = fit("auto", seeded_module(**options), **settings)
+    assert differences(stock, free) != [], "there was nothing to clip"
+
+
+@pytest.mark.parametrize("settings", [{}, {"precision": "bf16-true"}, {"accumulate_grad_batches": 2}], ids=str)
+def test_clipping_by_value_equals_stock(settings: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"dropout": 0.1, "layers": 6}
+    clip: dict[str, Any] = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+    stock = fit("auto", seeded_module(**options), **clip, **settings)
+    for memory in budgets(options):
+        ours = fit(OffmateStrategy(memory=memory), seeded_module(**options), **clip, **settings)
+        assert differences(stock, ours) == []
+        assert not ours.trainer.strategy.plan.delayed
+    free = fit("auto", seeded_module(**options), **settings)
+    assert differences(stock, free) != [], "there was nothing to clip"
+
+
+# -- what a module decides ---------------------------------------------------------------------------------------------
+
+
+def by_norm(module: Any, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+    if module.trainer.global_step % 2:
+        module.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+
+def by_value(module: Any, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+    if module.trainer.global_step % 2 == 0:
+        module.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+
+def by_both(module: Any, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+    module.clip_gradients(optimizer, 0.1, "norm")
+    module.clip_gradients(optimizer, 1e-3, "value")
+
+
+def clipping(hook: Any, **options: Any) -> Any:
+    module = seeded_module(**options)
+    module.configure_gradient_clipping = types.MethodType(hook, module)
+    return module
+
+
+@pytest.mark.parametrize(
+    ("hook", "settings"),
+    [
+        (by_norm, {}),
+        (by_norm, {"accumulate_grad_batches": 2}),
+        (by_value, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
+        (by_both, {}),
+    ],
+    ids=["norm", "windows", "value", "both"],
+)
+def test_what_configure_gradient_clipping_asks_for_is_done(hook: Any, settings: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"dropout": 0.1, "layers": 6}
+    stock = fit("auto", clipping(hook, **options), **settings)
+    for memory in budgets(options):
+        ours = fit(OffmateStrategy(memory=memory), clipping(hook, **options), **settings)
+        assert differences(stock, ours) == []
+        assert "clip_gradients" not in vars(ours.trainer.precision_plugin)
+    once = fit("auto", seeded_module(**options), **settings)
+    assert differences(stock, once) != [], "the hook decides nothing"
+
+
+def by_torch(module: Any, optimizer: Any, *_: Any, **__: Any) -> None:
+    torch.nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+
+
+def by_both_ways(module: Any, optimizer: Any, *_: Any, **__: Any) -> None:
+    module.clip_gradients(optimizer, 1.0, "norm")
+    by_torch(module, optimizer)
+
+
+def the_wrong_way_round(module: Any, optimizer: Any, *_: Any, **__: Any) -> None:
+    module.clip_gradients(optimizer, 1e-3, "value")
+    module.clip_gradients(optimizer, 0.1, "norm")
+
+
+@pytest.mark.parametrize(
+    ("hook", "message"),
+    [
+        (by_torch, "configure_gradient_clipping: gradients are where the plan has them"),
+        (by_both_ways, "the gradient of .* was used by"),
+        (the_wrong_way_round, "gradients that are clipped already"),
+    ],
+)
+def test_a_hook_that_looks_for_gradients_is_refused(hook: Any, message: str) -> None:
+    module = clipping(hook)
+    before = copy.deepcopy(module.state_dict())
+    with pytest.raises(UnsupportedError, match=message):
+        fit(OffmateStrategy(memory="200MB"), module)
+    assert all(torch.equal(before[name], value) for name, value in module.state_dict().items())
+
+
+def test_a_negative_value_is_one_sentence() -> None:
+    with pytest.raises(ConfigError, match="gradient_clip_val=-1.0 must be more than 0"):
+        fit(OffmateStrategy(memory="200MB"), gradient_clip_val=-1.0)
+
+
+# -- norms -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"accumulate_grad_batches": 3},
+        {"gradient_clip_val": 0.1},
+        {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3},
+        {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 3},
+    ],
+    ids=str,
+)
+def test_the_norm_that_is_logged_is_that_before_clipping(settings: dict[str, Any]) -> None:
+    norms: list[float] = []
+
+    def watched(
+        module: Any, optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None
+    ) -> None:
+        grads = [p.grad for p in module.parameters() if p.grad is not None]
+        norms.append(float(torch.nn.utils.get_total_norm(grads)))
+        module.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+
+    options: dict[str, Any] = {"layers": 6}
+    once: dict[str, Any] = {"max_epochs": 1, "log_every_n_steps": 1, **settings}
+    stock = fit("auto", clipping(watched, **options), **once)
+    for memory in budgets(options):
+        ours = fit(OffmateStrategy(memory=memory), seeded_module(**options), **once)
+        assert float(ours.trainer.callback_metrics["grad_norm"]) == pytest.approx(norms[-1], rel=1e-5)
+        assert torch.equal(ours.trainer.callback_metrics["loss"], stock.trainer.callback_metrics["loss"])
+
+
+@pytest.mark.parametrize("settings", [{}, {"gradient_clip_val": 0.1}, {"accumulate_grad_batches": 2}], ids=str)
+def test_gradients_that_are_not_finite_do_what_they_do_in_stock(settings: dict[str, Any]) -> None:
+    def spoilt(strategy: Any) -> Run:
+        module = seeded_module(layers=4)
+        step = module.training_step
+        module.training_step = lambda batch, batch_idx: step(batch, batch_idx) * (float("inf") if batch_idx == 1 else 1)
+        return fit(strategy, module, max_epochs=1, **settings)
+
+    stock, ours = spoilt("auto"), spoilt(OffmateStrategy(memory="200MB"))
+    weights, found = stock.module.state_dict(), ours.module.state_dict()
+    assert all(torch.equal(value.nan_to_num(), found[name].nan_to_num()) for name, value in weights.items())
+    assert all(torch.equal(value.isnan(), found[name].isnan()) for name, value in weights.items())
+    assert not all(value.isfinite().all() for value in weights.values())
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_that_updates_too_early_is_refused_before_training(tmp_path: Path) -> None:
+    ours = fit(OffmateStrategy(memory="200MB"), max_epochs=1)
+    path = ours.trainer.strategy.plan.save(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match="before the norm of all gradients is known"):
+        fit(OffmateStrategy(memory="200MB", plan=path), gradient_clip_val=1.0)
+    clipped = fit(OffmateStrategy(memory="200MB"), max_epochs=1, gradient_clip_val=0.1)
+    path = clipped.trainer.strategy.plan.save(tmp_path / "plan.json")
+    replayed = fit(OffmateStrategy(memory="200MB", plan=path), gradient_clip_val=0.1)
+    assert differences(fit("auto", gradient_clip_val=0.1), replayed) == []

@@ -1,0 +1,294 @@
+"""Gradient accumulation under a Trainer: the offmate strategy against the stock one, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from contextlib import nullcontext
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import torch
+from lightning.pytorch.callbacks import GradientAccumulationScheduler, ModelCheckpoint
+from torch import Tensor
+
+from lt_offload import OffmateStrategy
+from lt_offload.errors import ConfigError, PlanError, UnsupportedError
+from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.strategy import offmate, windows
+from tests.support.trainers import Run, differences, fit, seeded_module, trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run tasks as late as possible, overwrite freed memory and check the order of every access."""
+    monkeypatch.setattr(offmate, "open_device", lambda budget, *_, **__: EmulatedDevice(budget, "lazy", check=True))
+
+
+def both(options: dict[str, Any], memory: int | str, **settings: Any) -> tuple[Run, Run]:
+    """Train with the stock strategy and with ours."""
+    stock = fit("auto", seeded_module(**options), **settings)
+    ours = fit(OffmateStrategy(memory=memory), seeded_module(**options), **settings)
+    assert stock.trainer.global_step == ours.trainer.global_step
+    return stock, ours
+
+
+def budgets(options: dict[str, Any]) -> tuple[int, ...]:
+    """Budgets in which weights and states have to travel, some of them have to, and all may stay."""
+    weights = sum(p.nbytes for p in seeded_module(**options).parameters())
+    return 2 * weights, 5 * weights, 200_000_000
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
+@pytest.mark.parametrize(
+    "options",
+    [{"dropout": 0.1, "layers": 6}, {"dropout": 0.1, "lora": True}, {"family": "llama-tied"}],
+    ids=str,
+)
+def test_windows_with_a_last_short_one_equal_stock(options: dict[str, Any], precision: Any) -> None:
+    for memory in budgets(options):  # 3 batches per epoch: windows of 2 and 1
+        stock, ours = both(options, memory, precision=precision, accumulate_grad_batches=2)
+        assert differences(stock, ours) == []
+        assert stock.trainer.global_step == 4
+        assert ours.trainer.strategy.plan.window == 2
+
+
+@pytest.mark.parametrize("window", [3, 4])
+def test_windows_of_several_lengths_over_several_epochs(window: int) -> None:
+    options: dict[str, Any] = {"dropout": 0.1, "layers": 6, "batch_size": 1}  # 6 batches per epoch
+    for memory in budgets(options):
+        stock, ours = both(options, memory, accumulate_grad_batches=window, max_epochs=3, log_every_n_steps=1)
+        assert differences(stock, ours) == []
+        assert stock.trainer.global_step == 6
+        logged = stock.trainer.callback_metrics
+        assert all(torch.equal(value, ours.trainer.callback_metrics[name]) for name, value in logged.items())
+
+
+def test_a_schedule_of_windows_equals_stock() -> None:
+    options = {"layers": 6, "batch_size": 1}
+    for memory in budgets(options):
+        schedule = {0: 1, 1: 4, 2: 3}
+        runs = [
+            fit(
+                strategy,
+                seeded_module(**options),
+                max_epochs=3,
+                callbacks=[GradientAccumulationScheduler(scheduling=dict(schedule))],
+            )
+            for strategy in ("auto", OffmateStrategy(memory=memory))
+        ]
+        assert differences(*runs) == []
+        assert runs[0].trainer.global_step == runs[1].trainer.global_step == 6 + 2 + 2
+        assert runs[1].trainer.strategy.plan.window == 4
+
+
+def test_validation_in_the_middle_of_a_window() -> None:
+    options = {"layers": 6, "batch_size": 1}
+    for memory in budgets(options):
+        stock, ours = both(options, memory, accumulate_grad_batches=4, val_check_interval=1)
+        assert differences(stock, ours) == []
+        assert len(ours.module.validation) > 6
+
+
+def test_batch_size_auto_splits_the_samples_of_an_update() -> None:
+    options: dict[str, Any] = {"layers": 4}
+    for memory in budgets(options):
+        module = seeded_module(**options)
+        ours = fit(OffmateStrategy(memory=memory, batch_size="auto"), module, accumulate_grad_batches=3, max_epochs=1)
+        size, count = module.batch_size, ours.trainer.accumulate_grad_batches
+        assert size * count == 2 * 3
+        assert ours.trainer.strategy.plan.window == count
+        assert ours.trainer.strategy.plan.batch_size == size
+        stock = fit("auto", seeded_module(batch_size=size, **options), accumulate_grad_batches=count, max_epochs=1)
+        assert differences(stock, ours) == []
+
+
+def test_batch_size_auto_keeps_the_split_of_the_run_that_goes_on(tmp_path: Path) -> None:
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "max_epochs": 1}
+    module = seeded_module(batch_size=1)
+    saving = {"callbacks": [saver], "enable_checkpointing": True}
+    fit(OffmateStrategy(memory="200MB"), module, **settings, **saving)  # size 1, twice
+    resumed = seeded_module(batch_size=2)
+    path = tmp_path / "step=1.ckpt"
+    with pytest.warns(UserWarning, match="after 2 batches of its epoch"):
+        ours = fit(OffmateStrategy(memory="200MB", batch_size="auto"), resumed, ckpt=path, **settings)
+    assert (resumed.batch_size, ours.trainer.accumulate_grad_batches) == (1, 4)
+    with pytest.raises(ConfigError, match="3 samples per update .* no multiple of batch_size=2"):
+        windows.split(ours.trainer, 3, 2)
+
+
+@pytest.mark.parametrize("at", [1, 3])
+def test_an_error_in_the_middle_of_a_window_is_the_one_that_is_raised(at: int) -> None:
+    module = seeded_module(batch_size=1)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    step = module.training_step
+
+    def failing(batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = step(batch, batch_idx)
+        if batch_idx == at:
+            raise RuntimeError("on purpose")
+        return loss
+
+    module.training_step = failing
+    with pytest.raises(RuntimeError, match="on purpose"):
+        fit(OffmateStrategy(memory="200MB"), module, accumulate_grad_batches=5)
+    assert all(torch.equal(before[name], p) for name, p in module.named_parameters())
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_step_without_a_loss_in_the_middle_is_left_out_as_in_stock() -> None:
+    runs = []
+    for strategy in ("auto", OffmateStrategy(memory="200MB")):
+        module = seeded_module(batch_size=1)
+        step = module.training_step
+        module.training_step = lambda batch, batch_idx, step=step: None if batch_idx == 1 else step(batch, batch_idx)
+        runs.append(fit(strategy, module, accumulate_grad_batches=3))
+    assert differences(*runs) == []
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_window_whose_last_step_has_no_loss_is_refused() -> None:
+    module = seeded_module(batch_size=1)
+    step = module.training_step
+    module.training_step = lambda batch, batch_idx: None if batch_idx == 1 else step(batch, batch_idx)
+    with pytest.raises(UnsupportedError, match="after 1 micro-batches had no backward"):
+        fit(OffmateStrategy(memory="200MB"), module, accumulate_grad_batches=2)
+
+
+def test_no_checkpoint_in_the_middle_of_a_window(tmp_path: Path) -> None:
+    class Saving(lightning.pytorch.Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+            trainer.save_checkpoint(tmp_path / f"{batch_idx}.ckpt")
+
+    with pytest.warns(UserWarning, match="gradients of 1 micro-batches since the last update"):
+        fit(
+            OffmateStrategy(memory="200MB"),
+            seeded_module(batch_size=1),
+            accumulate_grad_batches=2,
+            max_epochs=1,
+            callbacks=[Saving()],
+        )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["1.ckpt", "3.ckpt", "5.ckpt"]
+
+
+def test_a_run_with_windows_is_resumed_as_if_it_had_not_ended(tmp_path: Path) -> None:
+    expected = fit("auto", accumulate_grad_batches=2)
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    settings = {"accumulate_grad_batches": 2, "callbacks": [saver], "enable_checkpointing": True, "max_epochs": 1}
+    fit(OffmateStrategy(memory="200MB"), **settings)
+    for step in (1, 2):  # in the middle of the epoch, and at its end
+        path = tmp_path / f"step={step}.ckpt"
+        resumed = fit(OffmateStrategy(memory="200MB"), ckpt=path, accumulate_grad_batches=2)
+        weights, found = expected.module.state_dict(), resumed.module.state_dict()
+        assert all(torch.equal(weights[name], found[name]) for name in weights)
+        assert resumed.trainer.global_step == expected.trainer.global_step == 4
+
+
+class Changing(lightning.pytorch.Callback):
+    """Accumulates ``then`` micro-batches after the first ``saved``; stock would add to gradients that were used."""
+
+    def __init__(self, saved: int, then: int) -> None:
+        self.saved, self.then = saved, then
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == self.saved and trainer.current_epoch == 0:
+            trainer.accumulate_grad_batches = self.then
+            trainer.optimizers[0].zero_grad()
+
+
+@pytest.mark.parametrize(("saved", "then"), [(2, 3), (3, 2), (3, 1)])
+def test_a_run_goes_on_with_other_windows_as_if_it_had_changed_them(saved: int, then: int, tmp_path: Path) -> None:
+    module = seeded_module(batch_size=1)
+    expected = fit("auto", module, accumulate_grad_batches=saved, callbacks=[Changing(saved, then)])
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=1, save_top_k=-1, filename="{step}")
+    saving = {"callbacks": [saver], "enable_checkpointing": True}
+    settings: dict[str, Any] = {"accumulate_grad_batches": saved, "max_epochs": 1, **saving}
+    fit(OffmateStrategy(memory="200MB"), seeded_module(batch_size=1), **settings)
+    message = f"after {saved} batches of its epoch, where no window of accumulate_grad_batches={then} ends"
+    with pytest.warns(UserWarning, match=message) if saved % then else nullcontext():
+        resumed = fit(
+            OffmateStrategy(memory="200MB"),
+            seeded_module(batch_size=1),
+            ckpt=tmp_path / "step=1.ckpt",
+            accumulate_grad_batches=then,
+        )
+    weights, found = expected.module.state_dict(), resumed.module.state_dict()
+    assert all(torch.equal(weights[name], found[name]) for name in weights)
+    assert resumed.trainer.global_step == expected.trainer.global_step
+
+
+def test_a_window_longer_than_the_epoch_is_said_and_trained_as_in_stock() -> None:
+    stock = fit("auto", accumulate_grad_batches=8)
+    with pytest.warns(UserWarning, match="accumulate_grad_batches=8 is more than the 3 batches of an epoch"):
+        ours = fit(OffmateStrategy(memory="200MB"), accumulate_grad_batches=8)
+    assert differences(stock, ours) == []
+    assert ours.trainer.global_step == 2
+
+
+def test_ctrl_c_waits_for_the_end_of_the_window(tmp_path: Path) -> None:
+    class Interrupting(lightning.pytorch.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+            if batch_idx == 3:
+                os.kill(os.getpid(), signal.SIGINT)
+
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=100)
+    settings: dict[str, Any] = {"accumulate_grad_batches": 3, "enable_checkpointing": True}
+    with pytest.raises(SystemExit):
+        fit(OffmateStrategy(memory="200MB"), seeded_module(batch_size=1), callbacks=[saver, Interrupting()], **settings)
+    path = tmp_path / "interrupted.ckpt"
+    assert torch.load(path)["global_step"] == 2
+    resumed = fit(OffmateStrategy(memory="200MB"), seeded_module(batch_size=1), ckpt=path, accumulate_grad_batches=3)
+    expected = fit("auto", seeded_module(batch_size=1), accumulate_grad_batches=3)
+    weights, found = expected.module.state_dict(), resumed.module.state_dict()
+    assert all(torch.equal(weights[name], found[name]) for name in weights)
+
+
+def test_an_error_in_the_middle_of_a_window_saves_nothing(tmp_path: Path) -> None:
+    module = seeded_module(batch_size=1)
+    step = module.training_step
+
+    def failing(batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        if batch_idx == 4:
+            raise RuntimeError("on purpose")
+        loss: Tensor = step(batch, batch_idx)
+        return loss
+
+    module.training_step = failing
+    saver = ModelCheckpoint(tmp_path, filename="last", save_on_exception=True)
+    with pytest.warns(UserWarning, match="gradients of 1 micro-batches"), pytest.raises(RuntimeError, match="purpose"):
+        fit(
+            OffmateStrategy(memory="200MB"),
+            module,
+            accumulate_grad_batches=3,
+            callbacks=[saver],
+            enable_checkpointing=True,
+        )
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_for_one_micro_batch_is_refused_before_training(tmp_path: Path) -> None:
+    ours = fit(OffmateStrategy(memory="200MB"), max_epochs=1)
+    path = ours.trainer.strategy.plan.save(tmp_path / "plan.json")
+    with pytest.raises(PlanError, match="accumulate_grad_batches=2 needs room for sums"):
+        fit(OffmateStrategy(memory="200MB", plan=path), accumulate_grad_batches=2)
+    window = fit(OffmateStrategy(memory="200MB"), accumulate_grad_batches=3, max_epochs=1)
+    path = window.trainer.strategy.plan.save(tmp_path / "plan.json")
+    replayed = fit(OffmateStrategy(memory="200MB", plan=path), accumulate_grad_batches=2)
+    assert differences(fit("auto", accumulate_grad_batches=2), replayed) == []
+
+
+def test_what_is_logged_is_once_per_update() -> None:
+    ours = fit(OffmateStrategy(memory="200MB"), accumulate_grad_batches=2, max_epochs=1, log_every_n_steps=1)
+    stats = ours.trainer.callback_metrics
+    assert stats["step_s"] > 0
+    assert stats["grad_norm"] > 0
+    assert trainer("auto", accumulate_grad_batches=2).accumulate_grad_batches == 2

@@ -1,0 +1,262 @@
+"""Windows and clipping in loops that people write: exact, or refused in one sentence."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lt_offload
+from lt_offload.errors import ConfigError, PlanError, UnsupportedError
+from lt_offload.execute.engine import Engine
+from tests.support import models
+
+Loop = tuple[nn.Module, torch.optim.Optimizer, Engine]
+
+
+@contextmanager
+def ours(**settings: Any) -> Iterator[Loop]:
+    model = models.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    batch = models.batch(model)
+    with lt_offload.offloaded(model, optimizer, batch, memory="100MB", accelerator="cpu", **settings) as engine:
+        yield model, optimizer, engine
+
+
+def backward(model: nn.Module, seed: int) -> None:
+    model(**models.batch(model, seed=seed)).loss.backward()
+
+
+def plainly(steps: Any) -> nn.Module:
+    model = models.build()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    steps(model, optimizer, None)
+    return model
+
+
+def require_equal(steps: Any, **settings: Any) -> None:
+    """Run ``steps`` with and without an engine."""
+    expected = plainly(steps)
+    with ours(**settings) as (model, optimizer, engine):
+        steps(model, optimizer, engine)
+    start = models.build().state_dict()
+    found = model.state_dict()
+    assert all(torch.equal(value, found[name]) for name, value in expected.state_dict().items())
+    assert any(not torch.equal(value, start[name]) for name, value in found.items())
+
+
+def windows(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    for seeds in ((0, 1), (2, 3), (4,)):
+        if engine is not None:
+            engine.accumulate = len(seeds)
+        for seed in seeds:
+            model.lm_head.weight.norm()  # weights may be read in between
+            backward(model, seed)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_windows_of_a_loop() -> None:
+    require_equal(windows, accumulate=2)
+
+
+def clip(model: nn.Module, engine: Engine | None, **options: Any) -> torch.Tensor:
+    if engine is None:
+        return nn.utils.clip_grad_norm_(model.parameters(), 0.1, **options)
+    return engine.clip_grad_norm_(0.1, **options)
+
+
+def clipped(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    norms = []
+    for seeds in ((0,), (1, 2), (3, 4, 5)):
+        for seed in seeds:
+            backward(model, seed)
+        norms.append(clip(model, engine))
+        optimizer.step()
+        optimizer.zero_grad()
+    assert min(norms) > 0.1
+
+
+def skipping(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    for seed in range(4):
+        backward(model, seed)
+        if seed % 2:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def by_closure(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    for seed in range(2):
+
+        def closure(seed: int = seed) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(**models.batch(model, seed=seed)).loss
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+
+def clamped(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    if engine is not None:
+        engine.clip_value = 1e-3
+    for seed in range(3):
+        backward(model, seed)
+        if engine is None:
+            nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def sometimes(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    """Clip every second update, by norm and then by value."""
+    for seed in range(4):
+        backward(model, seed)
+        if seed % 2:
+            clip(model, engine)
+            if engine is None:
+                nn.utils.clip_grad_value_(model.parameters(), 1e-3)
+            else:
+                engine.clip_grad_value_(1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def clipped_and_skipped(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    """What was clipped and thrown away does not count for the next update."""
+    for seed in range(4):
+        backward(model, seed)
+        if seed % 2:
+            clip(model, engine)
+            optimizer.zero_grad()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("steps", [clipped, skipping, by_closure, sometimes, clipped_and_skipped])
+def test_updates_that_wait_for_the_step(steps: Any) -> None:
+    require_equal(steps, delayed=True)
+
+
+@pytest.mark.parametrize("settings", [{}, {"delayed": True}, {"accumulate": 2}], ids=str)
+def test_clipping_by_value(settings: dict[str, Any]) -> None:
+    def steps(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+        if engine is not None and settings.get("accumulate"):
+            engine.accumulate = 1
+        clamped(model, optimizer, engine)
+
+    require_equal(steps, **settings)
+
+
+def test_a_norm_that_is_not_finite_updates_nothing() -> None:
+    with ours(delayed=True) as (model, optimizer, engine):
+        before = copy.deepcopy(model.state_dict())
+        (model(**models.batch(model)).loss * float("nan")).backward()
+        with pytest.raises(RuntimeError, match="non-finite"):
+            engine.clip_grad_norm_(1.0, error_if_nonfinite=True)
+        optimizer.zero_grad()
+        after = model.state_dict()
+        assert all(torch.equal(before[name], after[name]) for name in before)
+        backward(model, 1)
+        optimizer.step()
+        assert not torch.equal(before["lm_head.weight"], model.state_dict()["lm_head.weight"])
+
+
+def test_what_is_refused() -> None:
+    with ours() as (model, optimizer, engine):
+        with pytest.raises(PlanError, match="accumulate=2 or more"):
+            engine.accumulate = 2
+        with pytest.raises(UnsupportedError, match="delayed=True"):
+            engine.clip_grad_norm_(1.0)
+        with pytest.raises(UnsupportedError, match="delayed=True.*engine.clip_value needs no waiting"):
+            engine.clip_grad_value_(1.0)
+        with pytest.raises(ConfigError, match="clip_value=0 must be more than 0"):
+            engine.clip_value = 0
+        with pytest.raises(ConfigError, match="max_norm=-1"):
+            engine.clip_grad_norm_(-1)
+    with pytest.raises(ConfigError, match="accumulate=0 must be at least 1"), ours(accumulate=0):
+        pass
+
+
+def early(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    backward(model, 0)
+    optimizer.step()
+
+
+def late(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    for seed in range(3):
+        backward(model, seed)
+
+
+def resized(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    backward(model, 0)
+    assert engine is not None
+    engine.accumulate = 1
+
+
+def zeroed(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    backward(model, 0)
+    optimizer.zero_grad()
+    backward(model, 1)
+
+
+def by_torch(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    backward(model, 0)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+
+def not_zeroing(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    for seed in range(2):
+        backward(model, seed)
+        optimizer.step()
+
+
+def clipped_twice(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    backward(model, 0)
+    clip(model, engine)
+    clip(model, engine)
+
+
+def clipped_too_early(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    backward(model, 0)
+    clip(model, engine)
+    backward(model, 1)
+
+
+def run(steps: Any, **settings: Any) -> None:
+    with ours(**settings) as (model, optimizer, engine):
+        steps(model, optimizer, engine)
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        (early, "before the last micro-batch"),
+        (late, "second time after a backward"),
+        (resized, "after 1 of 2 micro-batches"),
+        (zeroed, "removed or replaced"),
+    ],
+)
+def test_other_numbers_of_micro_batches_than_was_said(steps: Any, message: str) -> None:
+    with pytest.raises((UnsupportedError, ConfigError), match=message):
+        run(steps, accumulate=2)
+
+
+@pytest.mark.parametrize(
+    ("steps", "message"),
+    [
+        (by_torch, "engine.clip_grad_norm_"),
+        (not_zeroing, "weight"),
+        (clipped_twice, "clipped already"),
+        (clipped_too_early, "called after its gradients had been clipped"),
+    ],
+)
+def test_gradients_that_nobody_has_are_not_used_silently(steps: Any, message: str) -> None:
+    with pytest.raises(UnsupportedError, match=message):
+        run(steps, delayed=True)

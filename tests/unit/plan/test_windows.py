@@ -1,0 +1,161 @@
+"""Plans for windows of micro-batches: sound for every model, priced by the window, told in their words."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
+from lt_offload.plan import Plan, check, choose_batch, simulate, solve
+from lt_offload.plan.batch.profiles import scaled
+from lt_offload.plan.planners.baselines import no_offload_s
+from lt_offload.plan.settings import Settings
+from lt_offload.report.page import write_plan_report
+from lt_offload.schema.explain import brief
+from lt_offload.schema.profile import Contention, Profile
+from tests.support.profiles.fixtures import llama7b_b4
+from tests.support.profiles.program_rules import random_profile
+from tests.support.profiles.small import small_profile
+
+KINDS = ("plain", "tied", "half", "lora", "frozen start")
+MODES: tuple[dict[str, Any], ...] = (
+    {"accumulate": 2},
+    {"accumulate": 5},
+    {"delayed": True},
+    {"accumulate": 3, "delayed": True},
+)
+
+
+def budgets(profile: Profile, **settings: Any) -> list[int]:
+    """Budgets near the smallest, in the middle, and with room for everything."""
+    with pytest.raises(InfeasibleError) as caught:
+        solve(profile, memory=1, **settings)
+    least = caught.value.needed_bytes
+    assert least is not None
+    everything = sum(3 * tensor.bytes + tensor.state_bytes for tensor in profile.tensors)
+    most = least + everything + sum(block.option("keep").saved_bytes for block in profile.blocks)
+    return [int(1.1 * least), (least + most) // 2, most]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+@pytest.mark.parametrize("seed", range(5))
+def test_plans_keep_their_budgets_and_say_what_the_simulator_says(seed: int, mode: dict[str, Any]) -> None:
+    profile = random_profile(np.random.default_rng(seed), KINDS[seed])
+    profile = replace(
+        profile, contention=Contention(compute=0.1, h2d=0.5, d2h=0.5, host=0.9) if seed % 2 else Contention()
+    )
+    for memory in budgets(profile, **mode):
+        plan = solve(profile, memory=memory, time_limit=3, **mode)
+        assert check(plan, profile) == []
+        trace = simulate(plan, profile)
+        promise = plan.predicted
+        assert promise.iteration_s == trace.iteration_time
+        assert promise.device_peak_bytes == trace.device_peak <= plan.budget_bytes
+        assert promise.host_peak_bytes == trace.host_peak <= plan.host_budget_bytes
+        assert 0 < promise.lower_bound_s <= promise.iteration_s
+        assert (plan.window, plan.delayed) == (mode.get("accumulate", 1), mode.get("delayed", False))
+
+
+def test_a_window_costs_about_as_many_iterations_at_most_and_more_than_its_computations() -> None:
+    """Sums of gradients take room, and travel, so that two passes may cost a little more than two iterations."""
+    profile = llama7b_b4(4)
+    one = solve(profile, memory="8GB", time_limit=5).predicted
+    times = [solve(profile, memory="8GB", accumulate=n, time_limit=5).predicted for n in (2, 4, 8)]
+    for count, found in zip((2, 4, 8), times, strict=True):
+        assert found.iteration_s <= 1.1 * count * one.iteration_s
+        assert found.no_offload_s <= count * no_offload_s(profile)
+        assert found.no_offload_s <= found.iteration_s
+    assert times[0].iteration_s < times[1].iteration_s < times[2].iteration_s
+
+
+def test_lanes_that_share_memory_make_windows_slower() -> None:
+    plan = solve(small_profile(), memory=20_000, accumulate=3)
+    slow = replace(small_profile(), contention=Contention(compute=0.5, h2d=0.9, d2h=0.9, host=0.9))
+    assert simulate(plan, slow).iteration_time > simulate(plan, small_profile()).iteration_time
+
+
+def test_the_simulated_window_is_that_of_its_passes() -> None:
+    """A window of many passes is as long as one of few, and as many passes more as there are."""
+    plan = solve(small_profile(), memory=8_000, accumulate=3)
+    times = [simulate(replace(plan, window=n), small_profile()).iteration_time for n in (3, 4, 5, 9)]
+    alone = times[1] - times[0]
+    assert alone > 0
+    assert times[2] - times[1] == pytest.approx(alone)
+    assert times[3] == pytest.approx(times[0] + 6 * alone)
+
+
+@pytest.mark.parametrize("mode", MODES, ids=str)
+def test_a_plan_is_saved_told_and_drawn(mode: dict[str, Any], tmp_path: Path) -> None:
+    profile = small_profile()
+    plan = solve(profile, memory=8_000, **mode)
+    assert Plan.load(plan.save(tmp_path / "plan.json")) == plan
+    text = plan.explain()
+    if plan.window > 1:
+        assert f"a window of {plan.window} micro-batches takes" in text
+        assert f"{plan.window} micro-batches of" in brief(plan)
+        assert f"A window of {plan.window} micro-batches takes" in brief(plan).replace("\n", " ")
+        assert f"to the host per window of {plan.window} micro-batches" in text
+    assert ("so that they can be clipped" in text) is plan.delayed
+    page = write_plan_report(tmp_path / "plan.html", plan, profile, simulate(plan, profile)).read_text()
+    assert "sums of gradients" in page
+    assert "gradients added up" in page
+
+
+def broken(plan: Plan, which: Any, **changes: Any) -> Plan:
+    """Return ``plan`` with the first op that ``which`` accepts changed."""
+    number = next(op.id for op in plan.ops if which(op))
+    return replace(plan, ops=tuple(replace(op, **changes) if op.id == number else op for op in plan.ops))
+
+
+def test_broken_windows_are_refused() -> None:
+    profile = small_profile()
+    plan = solve(profile, memory=8_000, accumulate=3, host_update=False)
+    assert check(plan, profile) == []
+    host = solve(profile, memory=8_000, accumulate=3, planner="l2l")
+    for case in (
+        broken(plan, lambda op: op.kind == "accumulate", only=None),
+        broken(plan, lambda op: op.kind == "accumulate", only="updating"),
+        broken(plan, lambda op: op.kind == "update", only="accumulating"),
+        broken(plan, lambda op: op.kind == "update", only=None),
+        broken(plan, lambda op: op.kind == "forward", only="updating"),
+        broken(plan, lambda op: op.payload == "sum" and op.kind == "prefetch", only="updating"),
+        broken(host, lambda op: op.kind == "accumulate", after=()),
+        broken(host, lambda op: op.kind == "update", after=()),
+        broken(host, lambda op: op.payload == "grad", only="updating"),
+    ):
+        assert check(case, profile) != [], case
+
+
+def test_micro_batches_are_chosen_for_a_window_and_split_where_the_samples_are_given() -> None:
+    made: list[int] = []
+
+    def at(size: int) -> Profile:
+        made.append(size)
+        return scaled(small_profile(), size, None)
+
+    found = choose_batch(at, Settings(memory=60_000, accumulate=4, time_limit=1), most=8)
+    assert found.plan.window == 4
+    assert found.plan.batch_size == found.batch_size <= 8
+    made.clear()
+    found = choose_batch(at, Settings(memory=60_000, accumulate=4, time_limit=1), most=100, effective=12)
+    assert 12 % found.batch_size == 0
+    assert set(made) <= {1, 2, 3, 4, 6, 12}
+    assert found.plan.window == 12 // found.batch_size
+    assert check(found.plan, found.profile) == []
+
+
+@pytest.mark.parametrize("count", [0, -1, 1.5, "2"])
+def test_windows_that_are_no_number_of_micro_batches(count: Any) -> None:
+    with pytest.raises(ConfigError, match="accumulate=.* must be at least 1"):
+        solve(small_profile(), memory=8_000, accumulate=count)
+
+
+def test_no_room_says_what_would_do() -> None:
+    with pytest.raises((InfeasibleError, UnsupportedError)) as caught:
+        solve(small_profile(), memory=1, accumulate=2)
+    needed = caught.value.needed_bytes  # type: ignore[union-attr]
+    assert check(solve(small_profile(), memory=needed, accumulate=2), small_profile()) == []
