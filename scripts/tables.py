@@ -91,6 +91,33 @@ def bench_predictions(results: Sequence[Result]) -> str:
     )
 
 
+def bench_clipping(results: Sequence[Result]) -> str:
+    """What clipping by norm costs."""
+    cases = [case for result in results for case in result["figures"]["cases"]]
+    rows = [
+        [
+            str(case["window"]),
+            format_seconds(case["step_s"]),
+            f"{case['clipping']:.3f}",
+            f"{case['clipping_worst']:.3f}",
+            f"{case['goal']:.2f}",
+            f"{case['plain_clipping']:.3f}",
+            f"{case['step_s'] / case['plain_step_s']:.2f}",
+        ]
+        for case in sorted(cases, key=lambda case: case["goal"] - case["clipping"])
+    ]
+    head = [
+        "micro-batches per update",
+        "update, with clipping",
+        "against without",
+        "worst round",
+        "goal",
+        "the same of plain",
+        "against plain with clipping",
+    ]
+    return _section("Clipping by norm", "scripts.bench.emulated --clipping", results, head, rows)
+
+
 OVERLAPPED = ("copies in beside computations", "copies out", "host updates")
 
 
@@ -296,6 +323,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "compare": compare,
     "bench-emulated": bench_emulated,
     "bench-predictions": bench_predictions,
+    "bench-clipping": bench_clipping,
     "bench-launch": bench_launch,
     "guard": guard,
     "bench-update": bench_update,

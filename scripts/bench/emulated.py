@@ -2,6 +2,7 @@
 
     python -m scripts.bench.emulated [--small] [--steps N] [--rounds N] [--links 1GB,4GB]
     python -m scripts.bench.emulated --predictions
+    python -m scripts.bench.emulated --clipping
 
 Cases, each in a process of its own, round after round:
 
@@ -18,6 +19,9 @@ two minutes, for keeping an eye on changes of the engine.
 
 ``--predictions``: what plans say an iteration takes, before and after the first iterations have corrected the profile,
 beside what it takes: the quickstart's model and three small ones in half of the memory that they would take.
+
+``--clipping``: what clipping by norm costs with 1, 2 and 4 micro-batches per update, against the same without, and
+against plain Lightning: the model of ``--small`` in half of the memory that it would take.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import statistics
 import tempfile
 import time
 import warnings
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -45,6 +50,8 @@ PREDICTION_GOAL = 0.10
 PREDICTED_STEPS = 40
 SETTLED = 20
 """Steps at the end of a run, after all corrections."""
+CLIPPING_GOALS = {1: 1.10, 2: 1.03, 4: 1.03}
+"""By micro-batches per update: a step with clipping, by one without."""
 WARM_UP = 3
 BUDGET_SHARE = 0.5
 SMALL = {
@@ -86,9 +93,20 @@ def make_plans(model: str, shape: list[int], folder: str, links: list[int]) -> d
 
 
 def train(
-    model: str, shape: list[int], folder: str, case: str, steps: int, link: int | None, memory: int | None = None
+    model: str,
+    shape: list[int],
+    folder: str,
+    case: str,
+    steps: int,
+    link: int | None = None,
+    memory: int | None = None,
+    window: int = 1,
+    clip: float | None = None,
 ) -> dict[str, Any]:
-    """Train for ``steps`` timed steps and return what was recorded; ``memory``: for the case ``planned``."""
+    """Train for ``steps`` timed micro-batches and return what was recorded.
+
+    ``memory``: for the case ``planned``; ``window``: micro-batches per update; ``clip``: norm of gradients.
+    """
     import torch
     from lightning.pytorch import Trainer
     from torch.utils.data import DataLoader
@@ -112,20 +130,22 @@ def train(
             accelerator="cpu",
             devices=1,
             strategy=strategy,
-            max_steps=WARM_UP + steps,
+            max_epochs=1,
+            accumulate_grad_batches=window,
+            gradient_clip_val=clip,
             logger=False,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
-            callbacks=[Recorder(folder, WARM_UP, checkpoint=False)],
+            callbacks=[Recorder(folder, WARM_UP * window, checkpoint=False)],
         )
-        batches = [_batch(shape, seed) for seed in range(WARM_UP + steps)]
+        batches = [_batch(shape, seed) for seed in range(WARM_UP * window + steps)]
         trainer.fit(_module(model, folder), DataLoader(batches, batch_size=None))
     return read_json(Path(folder) / "figures.json")
 
 
-def predict(model: str, shape: list[int], folder: str) -> dict[str, Any]:
-    """Train with a plan of the strategy's own and return what was predicted and measured."""
+def half(model: str, shape: list[int], folder: str) -> int:
+    """Return half of the bytes that training takes with everything on the device."""
     import torch
 
     import lt_offload
@@ -135,8 +155,12 @@ def predict(model: str, shape: list[int], folder: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
     profile = lt_offload.profile(module.model, _batch(shape), optimizer=optimizer)
     resident = lt_offload.solve(profile, memory=profile.hardware.device_bytes, planner="resident", host_update=False)
-    budget = int(BUDGET_SHARE * resident.predicted.device_peak_bytes)
-    del module, optimizer
+    return int(BUDGET_SHARE * resident.predicted.device_peak_bytes)
+
+
+def predict(model: str, shape: list[int], folder: str) -> dict[str, Any]:
+    """Train with a plan of the strategy's own and return what was predicted and measured."""
+    budget = half(model, shape, folder)
     ran = train(model, shape, folder, "planned", PREDICTED_STEPS, None, memory=budget)
     measured = statistics.median(ran["steps_s"][-SETTLED:])
     first, last = ran["predicted_s"][0], ran["predicted_s"][-1]
@@ -237,6 +261,46 @@ def predictions(folder: Path) -> Path:
     return save("bench-predictions", "bench-predictions", settings, {"cases": cases}, folder)
 
 
+def clipping(folder: Path, rounds: int, updates: int) -> Path:
+    """Compare steps with and without clipping in turn, print and save; return the file."""
+    from lt_offload.units import format_seconds
+
+    shape, kinds = [4, 128], [(case, clip) for case in ("plain", "planned") for clip in (None, 1.0)]
+    times: dict[tuple[int, str, float | None], list[float]] = defaultdict(list)
+    with tempfile.TemporaryDirectory() as place:
+        common = {"model": "small", "shape": shape, "folder": place}
+        memory = in_child("scripts.bench.emulated", "half", **common)
+        for window in [window for _ in range(rounds) for window in CLIPPING_GOALS]:
+            for case, clip in kinds:
+                timed = {"steps": updates * window, "window": window}
+                ran = in_child(
+                    "scripts.bench.emulated", "train", **common, **timed, case=case, memory=memory, clip=clip
+                )
+                steps = ran["steps_s"]
+                whole = [sum(steps[at : at + window]) for at in range(0, len(steps), window)]
+                times[window, case, clip].append(statistics.median(whole[len(whole) // 2 :]))  # corrected by then
+    cases = []
+    for window, goal in CLIPPING_GOALS.items():
+        each = [times[window, case, clip] for case, clip in kinds]
+        rows = [{"plain": p / q, "planned": a / b} for q, p, b, a in zip(*each, strict=True)]
+        case = {
+            "window": window,
+            "goal": goal,
+            "step_s": statistics.median(each[3]),
+            "plain_step_s": statistics.median(each[1]),
+            "clipping": statistics.median(row["planned"] for row in rows),
+            "clipping_worst": max(row["planned"] for row in rows),
+            "plain_clipping": statistics.median(row["plain"] for row in rows),
+        }
+        cases.append(case)
+        print(
+            f"{window} micro-batches: {format_seconds(case['step_s'])} with clipping, {case['clipping']:.3f} of that "
+            f"without (worst round {case['clipping_worst']:.3f}, plain {case['plain_clipping']:.3f}, goal {goal:.2f})"
+        )
+    settings = {"updates": updates, "rounds": rounds, "budget_share": BUDGET_SHARE, "memory_bytes": memory}
+    return save("bench-clipping", "bench-clipping", settings, {"cases": cases}, folder)
+
+
 def main() -> int:
     """Measure, print and save."""
     from lt_offload.units import format_bytes, format_seconds, parse_bytes
@@ -251,7 +315,11 @@ def main() -> int:
         "--links", metavar="SIZES", default=None, help='bytes per second, "1GB,4GB" (default; small: 1GB)'
     )
     parser.add_argument("--predictions", action="store_true", help="predicted beside measured iterations instead")
+    parser.add_argument("--clipping", action="store_true", help="what clipping costs instead")
     options = parser.parse_args()
+    if options.clipping:
+        print(clipping(options.results, options.rounds or 3, options.steps or 24))
+        return 0
     if options.predictions:
         print(predictions(options.results))
         return 0
@@ -290,5 +358,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    serve_child(make_plans, train, predict)
+    serve_child(make_plans, train, half, predict)
     raise SystemExit(main())

@@ -146,7 +146,7 @@ def instrumented(phases: Phases, copies: Counter[str]) -> Iterator[None]:
         within(units.Frame, "model", "_call")
         within(torch.autograd, "model", "backward")
         within(gradients.Gradients, "gradient hooks", "_collect")
-        within(gradients.Gradients, "update", "update_on_device")
+        within(gradients.Gradients, "update", "use_on_device")
         init = torch.autograd.graph.saved_tensors_hooks.__init__
 
         def hooks(self: Any, pack: Any, unpack: Any) -> None:

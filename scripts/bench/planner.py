@@ -86,6 +86,7 @@ def _figures(plan: lt_offload.Plan, seconds: float) -> dict[str, Any]:
     return {
         "planner": plan.planner,
         "budget_bytes": plan.budget_bytes,
+        "device_peak_bytes": plan.predicted.device_peak_bytes,
         "host_peak_bytes": plan.predicted.host_peak_bytes,
         "iteration_s": plan.predicted.iteration_s,
         "lower_bound_s": plan.predicted.lower_bound_s,

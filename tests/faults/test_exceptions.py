@@ -72,7 +72,7 @@ def test_an_iteration_given_up_halfway_leaves_the_memory_of_gradients_to_the_nex
     other = torch.optim.AdamW(twin.parameters(), lr=1e-2)
     try:
         assert engine.gradients is not None
-        queue, calls = engine.gradients.update_on_host, iter(range(100))
+        queue, calls = engine.gradients.use_on_host, iter(range(100))
 
         def update(*args: Any) -> Any:
             if next(calls) == step:
@@ -84,7 +84,7 @@ def test_an_iteration_given_up_halfway_leaves_the_memory_of_gradients_to_the_nex
                 model(**models.batch(model)).loss.backward()
 
         with monkeypatch.context() as patch:
-            patch.setattr(engine.gradients, "update_on_host", update)
+            patch.setattr(engine.gradients, "use_on_host", update)
             with pytest.raises(RuntimeError, match="halfway"):
                 half()
         engine.drain()

@@ -70,6 +70,22 @@ PREDICTIONS = {
         ]
     }
 }
+CLIPPING = {
+    "figures": {
+        "cases": [
+            {
+                "window": window,
+                "goal": 1.03,
+                "step_s": 1.5,
+                "plain_step_s": 1.0,
+                "clipping": ratio,
+                "clipping_worst": 1.5,
+                "plain_clipping": 1.01,
+            }
+            for window, ratio in ((2, 1.02), (4, 1.25))
+        ]
+    }
+}
 BUDGET = {
     "settings": {"recipe": "quickstart"},
     "figures": {"runs_bytes": 4 * 10**8, "floor_bytes": 39 * 10**7, "model_bytes": 2 * 10**9},
@@ -194,6 +210,7 @@ KINDS = {
     "bench-emulated": BENCH,
     "bench-launch": LAUNCH,
     "bench-predictions": PREDICTIONS,
+    "bench-clipping": CLIPPING,
     "bench-update": UPDATE,
     "bench-packing": PACKING,
     "smallest-budget": BUDGET,
@@ -216,6 +233,7 @@ def test_tables_show_figures_with_machine_and_date(results: Path) -> None:
     block = tables.render(results)
     assert "| `quickstart` | 20 | 0 | 0 | 1.5e-08 | 1.23 | 2.5 GB | 430 MB |" in block
     assert "| far, 4 x 128, 1 GB | 500 ms | -20% | 1 | -23.0% | 10% |\n| near" in block
+    assert "| 4 | 1.5 s | 1.250 | 1.500 | 1.03 | 1.010 | 1.50 |\n| 2 " in block
     assert "| Llama, streamed | 1.05 s | 1.05 | 1.60 | 94% | 50% |  | 1 GB |" in block
     assert "| `quickstart` | 400 MB | 390 MB | 2 GB | 20% |" in block
     assert "| llama2-7b, 40 layers | 100 GB | 11 GB | 4.5 s | 10 s | 2.1% | 1.50 |" in block
