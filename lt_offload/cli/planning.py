@@ -222,6 +222,7 @@ def estimate(app: App, hardware: str | HardwareProfile | None, batch_size: int |
         batch_size=batch_size or getattr(app.trainer.strategy, "batch_size", None) or data.batch_size,
         sequence_length=data.max_length,
         dtype=module.model_dtype,
+        autocast="bfloat16" if app.trainer.precision == "bf16-mixed" else None,
         hardware=hardware or measure_machine(on_progress=_say),
         optimizer=AdamW if module.master_weights else module.optimizer,
         lora=None if module.lora is None else module.lora.peft(),
