@@ -30,6 +30,8 @@ class Setup:
     model: nn.Module | None = None
     """The LightningModule, or the model of a plain loop."""
     optimizers: Sequence[Optimizer] = ()
+    blocks: str | None = None
+    """The name of what holds the model's layers, if the user has given one."""
 
 
 Recogniser = Callable[[Setup], str | None]
@@ -242,20 +244,7 @@ def _compiled(run: Setup) -> str | None:
     from lt_offload.model.compiled import obstacle
 
     assert run.model is not None
-    return obstacle(run.model)
-
-
-@_limit(
-    "gradient checkpointing inside the model",
-    "model",
-    why="the plan decides what is recomputed, and both would do it twice",
-    instead="switch it off in the model; the strategy recomputes what the plan says",
-)
-def _checkpointing(run: Setup) -> str | None:
-    for name, module in _modules(run):
-        if getattr(module, "gradient_checkpointing", False) is True:
-            return f"gradient checkpointing in {name}"
-    return None
+    return obstacle(run.model, run.blocks)
 
 
 @_limit(

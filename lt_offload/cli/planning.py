@@ -232,6 +232,7 @@ def estimate(app: App, hardware: str | HardwareProfile | None, batch_size: int |
         optimizer=optimizer,
         lora=None if module.lora is None else module.lora.peft(),
         padding=not data.pack,
+        blocks=getattr(app.trainer.strategy, "blocks", None),
         on_progress=_say,
     )
     return replace(profile, model=_model_name(app))

@@ -51,6 +51,7 @@ def profile_config(
     optimizer: str | OptimizerFactory = "adamw",
     lora: Mapping[str, Any] | None = None,
     padding: bool = True,
+    blocks: str | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Profile:
     """Return the profile of a causal language model without its weights and without the machine it would run on.
@@ -66,6 +67,7 @@ def profile_config(
         optimizer: ``adamw``, ``adam``, ``sgd`` (fused) or ``adafactor``, or what makes one from a list of parameters.
         lora: arguments of ``peft.LoraConfig``, e.g. ``{"r": 8}``; None: all parameters are trained.
         padding: whether batches are padded, so that attention gets a mask.
+        blocks: name of the ``nn.ModuleList`` that holds the layers, e.g. ``"h"``; None: it is found.
         on_progress: is told what is being done.
 
     Raises:
@@ -88,7 +90,7 @@ def profile_config(
     with FakeTensorMode():
         _make_fake(model)
         batch = _batch(batch_size, sequence_length, padding=padding)
-        structure = find_blocks(model)
+        structure = find_blocks(model, blocks)
         with Roofline(machine) as meter:
             measured = measure_blocks(
                 model,

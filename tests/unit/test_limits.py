@@ -174,12 +174,6 @@ def test_a_peft_model_passes() -> None:
     check("model", Setup(model=models.build(lora=True)))
 
 
-def checkpointing() -> nn.Module:
-    model = models.build()
-    model.gradient_checkpointing_enable()
-    return model
-
-
 def collecting(setting: str) -> nn.Module:
     model = models.build(attn_implementation="eager")
     setattr(model.config, setting, True)
@@ -208,7 +202,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: nn.Sequential(torch.compile(nn.Linear(2, 2))),
         "torch.compile of 0, which is no block by itself",
     ),
-    "checkpointing": (checkpointing, "gradient checkpointing in model"),
     "hidden states": (
         lambda: collecting("output_hidden_states"),
         "config.output_hidden_states=True of LlamaForCausalLM",
@@ -222,7 +215,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("name", MODELS)
 def test_model_settings(name: str) -> None:
     make, setting = MODELS[name]
