@@ -31,6 +31,8 @@ class Setup:
     model: nn.Module | None = None
     """The LightningModule, or the model of a plain loop."""
     optimizers: Sequence[Optimizer] = ()
+    blocks: str | None = None
+    """The name of what holds the model's layers, if the user has given one."""
 
 
 Recogniser = Callable[[Setup], str | None]
@@ -100,16 +102,23 @@ def _limit(
 # -- trainer ----------------------------------------------------------------------------------------------------------
 
 
+_PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
+_LIGHTNINGS_PRECISION = re.compile(r"(lightning\.pytorch|pytorch_lightning)\.plugins\.")
+
+
 @_limit(
-    "mixed, fp16, double and quantized precision",
+    "fp16, double and quantized precision, precision plugins of others",
     "trainer",
-    why="casts made outside the blocks and loss scaling are not reproduced exactly when a block runs again",
-    instead="use precision='bf16-true' or precision='32-true'",
+    why="loss scaling would have to know all gradients before the first update, and nobody knows what a plugin of "
+    "somebody else does around a step",
+    instead="use precision='bf16-mixed', 'bf16-true' or '32-true'",
     training_only=False,
 )
 def _precision(run: Setup) -> str | None:
-    value = run.trainer.precision
-    return None if value in ("32-true", "bf16-true") else f"Trainer(precision={value!r})"
+    value, plugin = run.trainer.precision, type(run.trainer.precision_plugin)
+    if _LIGHTNINGS_PRECISION.match(plugin.__module__) is None:
+        return f"Trainer(plugins=[{plugin.__name__}(...)])"
+    return None if value in _PRECISIONS else f"Trainer(precision={value!r})"
 
 
 @_limit(
@@ -224,20 +233,7 @@ def _compiled(run: Setup) -> str | None:
     from lt_offload.model.compiled import obstacle
 
     assert run.model is not None
-    return obstacle(run.model)
-
-
-@_limit(
-    "gradient checkpointing inside the model",
-    "model",
-    why="the plan decides what is recomputed, and both would do it twice",
-    instead="switch it off in the model; the strategy recomputes what the plan says",
-)
-def _checkpointing(run: Setup) -> str | None:
-    for name, module in _modules(run):
-        if getattr(module, "gradient_checkpointing", False) is True:
-            return f"gradient checkpointing in {name}"
-    return None
+    return obstacle(run.model, run.blocks)
 
 
 @_limit(
@@ -433,6 +429,11 @@ LOGITS = _while_running(
     why="they never all exist, or their gradients take their place",
     instead="use them in every training step, so that the plan keeps them, or plan with recompute=False, or call the "
     "model under torch.no_grad() before the forward or after the optimizer step",
+)
+SHARED_CAST = _while_running(
+    "a weight that several blocks compute with under torch.autocast, which keeps what it has cast",
+    why="plain PyTorch would add the gradients of these blocks in the low precision",
+    instead="use torch.autocast(..., cache_enabled=False), as Trainer(precision='bf16-mixed') does",
 )
 SEVERAL_CONSUMERS = _while_running(
     "a block output that others use beside the next block (U-Net skips, deep supervision)",

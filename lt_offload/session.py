@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -17,13 +18,15 @@ from lt_offload.execute import find_device, open_device
 from lt_offload.execute.engine import Engine
 from lt_offload.machine.driver import current
 from lt_offload.model.blocks import Structure, find_blocks
-from lt_offload.model.calls import caches_off
+from lt_offload.model.calls import checkpointing, plainly
 from lt_offload.plan import Settings, check, make_plan
 from lt_offload.profiling.hardware import check_memory, free_memory
 from lt_offload.profiling.measure import check_use
 from lt_offload.profiling.measure import profile as measure
 from lt_offload.schema.plan import Plan
 from lt_offload.units import format_bytes, parse_bytes
+
+_log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -36,6 +39,7 @@ def offloaded(
     plan: Plan | None = None,
     accelerator: str = "auto",
     accumulate: int = 1,
+    blocks: str | None = None,
     **switches: Any,
 ) -> Iterator[Engine]:
     """Train ``model`` in the loop you have, within ``memory`` bytes of device memory.
@@ -56,6 +60,8 @@ def offloaded(
             (the emulated device).
         accumulate: backwards per ``optimizer.step()``; what each adds to the gradients is up to the loss, as always.
             With ``delayed=True`` (see below) any number will do.
+        blocks: name of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the layers, its path or the end of it
+            (``"h"``); None: it is found by structure.
         **switches: ``delayed=True`` lets updates wait for ``optimizer.step()``, so that
             ``engine.clip_grad_norm_(1.0)`` can clip gradients before; ``host_memory``, ``planner`` and what else
             :func:`lt_offload.solve` takes.
@@ -66,14 +72,17 @@ def offloaded(
     Raises:
         UnsupportedError, ModelError, InfeasibleError, PlanError: before anything is trained.
     """
-    run = limits.Setup(model=model, optimizers=[optimizer])
+    run = limits.Setup(model=model, optimizers=[optimizer], blocks=blocks)
     limits.check("model", run)
     limits.check("optimizer", run)
-    structure = find_blocks(model)
+    structure = find_blocks(model, blocks)
     torch_device = find_device(accelerator)
     budget = None if memory is None else parse_bytes(memory, least=1)
     settings = Settings(memory=budget, accumulate=accumulate, **switches)
     check_memory(budget, torch_device)
+    switched_off = checkpointing(model)
+    if switched_off is not None:
+        _log.warning(switched_off)
     if plan is None:
         profile = measure(model, sample_batch, optimizer=optimizer, device=torch_device, structure=structure)
         plan = make_plan(profile, replace(settings, memory=budget or free_memory(torch_device)))
@@ -106,7 +115,7 @@ def _installed(
 
     hooks = [model.register_forward_pre_hook(begin)]
     try:
-        with current(torch_device), caches_off(model):
+        with current(torch_device), plainly(model):
             engine.install()
             engine.follow(optimizer)
             hooks.append(optimizer.register_step_post_hook(lambda *_: iteration.close()))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -21,6 +22,7 @@ from lt_offload.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from lt_offload.cli.app import App
+    from lt_offload.profiling.optimizer import OptimizerFactory
     from lt_offload.schema.plan import Plan
     from lt_offload.schema.profile import HardwareProfile, Profile
 
@@ -217,6 +219,9 @@ def estimate(app: App, hardware: str | HardwareProfile | None, batch_size: int |
         load.set_dropout(config, module.dropout)
     if module.attention is not None:
         config._attn_implementation = module.attention
+    optimizer: str | OptimizerFactory = module.optimizer
+    if module.master_weights or module.stochastic_rounding:
+        optimizer = partial(AdamW, stochastic_rounding=module.stochastic_rounding)
     if module.compile_blocks:
         _say("estimating the blocks as they are without model.compile_blocks; training measures what is compiled")
     profile = profile_config(
@@ -224,10 +229,12 @@ def estimate(app: App, hardware: str | HardwareProfile | None, batch_size: int |
         batch_size=batch_size or getattr(app.trainer.strategy, "batch_size", None) or data.batch_size,
         sequence_length=data.max_length,
         dtype=module.model_dtype,
+        autocast="bfloat16" if app.trainer.precision == "bf16-mixed" else None,
         hardware=hardware or measure_machine(on_progress=_say),
-        optimizer=AdamW if module.master_weights else module.optimizer,
+        optimizer=optimizer,
         lora=None if module.lora is None else module.lora.peft(),
         padding=not data.pack,
+        blocks=getattr(app.trainer.strategy, "blocks", None),
         on_progress=_say,
     )
     return replace(profile, model=_model_name(app))

@@ -28,7 +28,7 @@ from lt_offload.execute.device.base import Device
 from lt_offload.execute.edges.inner import InnerTensors
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.calls import edges, tensors_of
-from lt_offload.model.effects import Effects, Snapshot, ambient, autocasts, within
+from lt_offload.model.effects import Effects, Snapshot, ambient, within
 from lt_offload.model.options import is_activation, travels
 from lt_offload.model.snapshot import version
 from lt_offload.schema.plan import Save
@@ -344,7 +344,7 @@ class Frame:
             leaves[slot] = tensor
         args, kwargs = tree_unflatten(leaves, self._spec)
         # A backward runs outside the contexts of the first call, and on CUDA on another thread.
-        if self._ambient == ambient() and not autocasts(self._ambient):
+        if self._ambient == ambient() and not self._ambient.autocasts:
             return self.forward(*args, **kwargs)
         with within(self._ambient):
             return self.forward(*args, **kwargs)

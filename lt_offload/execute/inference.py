@@ -13,6 +13,7 @@ from lt_offload.execute.copies import Transfer
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.groups import Layout
 from lt_offload.execute.tensors import LiveGroup, Weight, distinct
+from lt_offload.model.effects import ambient, within
 from lt_offload.schema.plan import ALIGNMENT
 from lt_offload.units import format_bytes, round_up
 
@@ -55,7 +56,8 @@ class Streaming:
             assert view is not None
             weight.param.data = view
         try:
-            return forward(*args, **kwargs)
+            with within(ambient()):  # no cast of a weight outlives its block
+                return forward(*args, **kwargs)
         finally:  # whoever looks at parameters between blocks, or after an error, sees the host copies
             for weight in weights:
                 weight.param.data = weight.host

@@ -119,6 +119,7 @@ class Weight:
         proxy = self.shadows.get(place)
         if proxy is None:
             proxy = self.shadows[place] = nn.Parameter(data)
+            vars(proxy).update(vars(self.param))  # optimizers tell parameters apart by attributes
         else:
             proxy.data = data
         proxy.grad = grad

@@ -70,6 +70,8 @@ class FineTune(LightningModule):
         master_weights: for bfloat16 weights and ``adamw``: update fp32 copies of them, with fp32 states, so that small
             steps are not rounded away. They stay where updates run (16 instead of 8 bytes per weight in all), and
             bfloat16 is all that travels.
+        stochastic_rounding: for bfloat16 weights and ``adamw``, instead of ``master_weights``: compute updates in fp32
+            and round them at random, so that small steps count on average (12 bytes per weight in all).
         lr: learning rate after the warm-up.
         weight_decay: of matrices; vectors (norms, biases) have none.
         betas: decay rates of Adam's moments.
@@ -91,6 +93,7 @@ class FineTune(LightningModule):
         lora: LoraArgs | None = None,
         optimizer: OptimizerName = "adamw",
         master_weights: bool = False,
+        stochastic_rounding: bool = False,
         lr: float = 1e-5,
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
@@ -103,8 +106,14 @@ class FineTune(LightningModule):
             raise ConfigError(f"model.lr={lr} is not positive and finite; choose a number such as 1e-5")
         if lora is not None and lora.r < 1:
             raise ConfigError(f"model.lora.r={lora.r} is too small; it must be at least 1")
-        if master_weights:
-            check_master_weights(dtype, optimizer, lora)
+        if master_weights and stochastic_rounding:
+            raise ConfigError(
+                "model.stochastic_rounding=true does without the copies that model.master_weights=true keeps; set one "
+                "of them to false"
+            )
+        for flag, value in (("master_weights", master_weights), ("stochastic_rounding", stochastic_rounding)):
+            if value:
+                check_low_precision(flag, dtype, optimizer, lora)
         self.name = name
         self.architecture = architecture
         self.init = init
@@ -115,6 +124,7 @@ class FineTune(LightningModule):
         self.lora = lora
         self.optimizer: OptimizerName = optimizer
         self.master_weights = master_weights
+        self.stochastic_rounding = stochastic_rounding
         self.lr = lr
         self.weight_decay = weight_decay
         self.betas = betas
@@ -181,8 +191,14 @@ class FineTune(LightningModule):
             {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
         ]
         groups = [group for group in groups if group["params"]]
-        settings: dict[str, Any] = {"lr": self.lr, "betas": self.betas, "master_weights": self.master_weights}
-        optimizer = make_optimizer(self.optimizer, groups, **settings)
+        optimizer = make_optimizer(
+            self.optimizer,
+            groups,
+            lr=self.lr,
+            betas=self.betas,
+            master_weights=self.master_weights,
+            stochastic_rounding=self.stochastic_rounding,
+        )
         total = self.trainer.estimated_stepping_batches
         if math.isinf(total) and self.schedule != "constant":
             raise ConfigError(
@@ -216,20 +232,19 @@ def check_data(config: Any, *, max_length: int, vocabulary: int | None = None) -
         )
 
 
-def check_master_weights(dtype: load.Dtype, optimizer: OptimizerName, lora: LoraArgs | None) -> None:
-    """Raise ``ConfigError`` where fp32 copies of the weights would change nothing, or nobody would keep them."""
+def check_low_precision(flag: str, dtype: load.Dtype, optimizer: OptimizerName, lora: LoraArgs | None) -> None:
+    """Raise ``ConfigError`` where another update of bfloat16 weights would change nothing, or nobody would do it."""
     if dtype != "bfloat16":
         raise ConfigError(
-            f"model.master_weights=true changes nothing with model.dtype={dtype}; set it to false, or set "
-            "model.dtype=bfloat16"
+            f"model.{flag}=true changes nothing with model.dtype={dtype}; set it to false, or set model.dtype=bfloat16"
         )
     if lora is not None:
         raise ConfigError(
-            "model.master_weights=true changes nothing with model.lora, whose adapters are float32 in any case; set it "
+            f"model.{flag}=true changes nothing with model.lora, whose adapters are float32 in any case; set it "
             "to false"
         )
     if optimizer != "adamw":
-        raise ConfigError(f"model.master_weights=true is not offered with model.optimizer={optimizer}; use adamw")
+        raise ConfigError(f"model.{flag}=true is not offered with model.optimizer={optimizer}; use adamw")
 
 
 def add_lora(model: nn.Module, args: LoraArgs) -> nn.Module:
@@ -258,11 +273,12 @@ def make_optimizer(
     lr: float,
     betas: tuple[float, float],
     master_weights: bool = False,
+    stochastic_rounding: bool = False,
 ) -> Optimizer:
     """Return the optimizer called ``name``; fused where there is such a kernel: the fast one on host and device."""
-    if master_weights:
+    if master_weights or stochastic_rounding:
         assert name == "adamw"
-        return AdamW(groups, lr=lr, betas=betas)
+        return AdamW(groups, lr=lr, betas=betas, stochastic_rounding=stochastic_rounding)
     if name == "adamw":
         return torch.optim.AdamW(groups, lr=lr, betas=betas, fused=True)
     if name == "adam":

@@ -5,6 +5,7 @@ A block is one module call: the embeddings, each layer, the final norm, the outp
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -41,50 +42,93 @@ class Structure:
     """The Hugging Face model that names the last block as its output projection; it computes the loss from that."""
 
 
-def find_blocks(model: nn.Module) -> Structure:
+ModuleSequence = nn.ModuleList | nn.Sequential
+_SEQUENCES = (nn.ModuleList, nn.Sequential)
+_CONTAINERS = (nn.ModuleList, nn.ModuleDict)
+"""Nobody calls these themselves: what they hold is no block, unless it is what was looked for."""
+
+
+def find_blocks(model: nn.Module, name: str | None = None) -> Structure:
     """Return the block sequence of ``model``, which may be wrapped (PEFT, a LightningModule).
 
     The layers are the ``nn.ModuleList`` whose children's class is named in the model's ``_no_split_modules``, otherwise
-    the one with most parameter bytes. The other blocks are its siblings that own parameters, and the output embeddings.
+    the one with most parameter bytes; the ``nn.Sequential`` with most if there is no list. The other blocks are its
+    siblings that own parameters, and the output embeddings.
+
+    Args:
+        model: with its weights anywhere.
+        name: of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the layers, its path or the end of it (``"h"``
+            for ``transformer.h``); None: see above.
 
     Raises:
-        ModelError: if there is no ``nn.ModuleList`` of two or more modules of one class.
+        ModelError: if there is no list or sequence of two or more modules of one class, or none of that name.
     """
-    path, layers = _layers(model)
-    parent = model.get_submodule(path.rpartition(".")[0])
+    path, layers = _layers(model) if name is None else _named(model, name)
+    members = [module for module in layers if _owns_parameters(module)]
     owner, head = _output_embeddings(model, path)
-    before, after = _siblings(parent, layers, exclude=head)
+    before, after = _siblings(model, path, layers, exclude=head)
     names = {module: name for name, module in model.named_modules()}
+    repeated = Counter(type(module) for module in members).most_common(1)[0][0]
     modules: list[tuple[nn.Module, BlockKind]] = [(module, _kind(module)) for module in before]
-    modules += [(module, "layer") for module in layers]
+    modules += [(module, "layer" if type(module) is repeated else _kind(module)) for module in members]
     modules += [(module, "other") for module in after]
+    last, kind = modules[-1]
     if head is not None:
         modules.append((head, "head"))
-    elif after and any(isinstance(module, nn.Linear) for module in after[-1].modules()):
-        modules[-1] = (after[-1], "head")
+    elif kind == "other" and any(isinstance(module, nn.Linear) for module in last.modules()):
+        modules[-1] = (last, "head")
     return _structure(model, owner, [(names[module], module, kind) for module, kind in modules])
 
 
-def _layers(model: nn.Module) -> tuple[str, nn.ModuleList]:
+def _layers(model: nn.Module) -> tuple[str, ModuleSequence]:
     """Return path and list of the repeated layers."""
-    lists = [(name, module) for name, module in model.named_modules() if name and isinstance(module, nn.ModuleList)]
-    candidates = [(name, module) for name, module in lists if len(module) >= 2 and len({type(m) for m in module}) == 1]
-    candidates = [(name, module) for name, module in candidates if _parameter_bytes(module)]
+    found = _sequences(model)
+    candidates = [(name, module) for name, module in found if _repeats(module)]
+    lists = [(name, module) for name, module in candidates if isinstance(module, nn.ModuleList)]
     unsplittable = {cls for module in model.modules() for cls in (getattr(module, "_no_split_modules", None) or ())}
-    named = [(name, module) for name, module in candidates if type(module[0]).__name__ in unsplittable]
+    named = [(name, module) for name, module in lists if type(module[0]).__name__ in unsplittable]
     if not candidates:
-        others = (
-            ", ".join(f"{name or 'the model'} ({_contents(module)})" for name, module in lists[:5]) or "none at all"
-        )
         raise ModelError(
-            f"{type(model).__name__} has no block sequence that could be streamed: looked for an nn.ModuleList of at "
-            f"least two modules of one class that own parameters (decoder layers); nn.ModuleLists found: {others}. "
-            "Hold the repeated layers in one nn.ModuleList"
+            f"{type(model).__name__} has no block sequence that could be streamed: looked for an nn.ModuleList or "
+            "nn.Sequential with at least two modules of one class that own parameters (decoder layers); found: "
+            f"{_shown(found)}. Hold the repeated layers in one nn.ModuleList, or name what holds them (blocks=...)"
         )
-    return max(named or candidates, key=lambda item: _parameter_bytes(item[1]))
+    return max(named or lists or candidates, key=lambda item: _parameter_bytes(item[1]))
 
 
-def _contents(modules: nn.ModuleList) -> str:
+def _named(model: nn.Module, name: str) -> tuple[str, ModuleSequence]:
+    """Return path and module of what is called ``name``."""
+    found = _sequences(model)
+    matches = [item for item in found if item[0] == name] or [item for item in found if item[0].endswith(f".{name}")]
+    if len(matches) != 1:
+        those = f"{len(matches)} of these are called so" if matches else "none of these is called so"
+        raise ModelError(
+            f"blocks={name!r}: {those} in {type(model).__name__}: {_shown(matches or found)}; give the path of the "
+            "nn.ModuleList or nn.Sequential that holds the layers"
+        )
+    return matches[0]
+
+
+def _sequences(model: nn.Module) -> list[tuple[str, ModuleSequence]]:
+    """Return every list and sequence of modules, by its path, the largest first."""
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, _SEQUENCES)]
+    found = [(name, module) for name, module in found if name or isinstance(module, nn.Sequential)]
+    return sorted(found, key=lambda item: -_parameter_bytes(item[1]))
+
+
+def _repeats(modules: ModuleSequence) -> bool:
+    """Return whether this is a list of modules of one class, or calls two of one class."""
+    classes = Counter(type(module) for module in modules if _owns_parameters(module))
+    if isinstance(modules, nn.ModuleList) and len({type(module) for module in modules}) > 1:
+        return False
+    return max(classes.values(), default=0) >= 2
+
+
+def _shown(found: list[tuple[str, ModuleSequence]]) -> str:
+    return ", ".join(f"{name or 'the model'} ({_contents(module)})" for name, module in found[:5]) or "none at all"
+
+
+def _contents(modules: ModuleSequence) -> str:
     classes = sorted({type(module).__name__ for module in modules})
     return f"{len(modules)} of {', '.join(classes)}" if classes else "empty"
 
@@ -114,18 +158,21 @@ def _output_embeddings(model: nn.Module, path: str) -> tuple[nn.Module, nn.Modul
 
 
 def _siblings(
-    parent: nn.Module, layers: nn.ModuleList, *, exclude: nn.Module | None
+    model: nn.Module, path: str, layers: ModuleSequence, *, exclude: nn.Module | None
 ) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the modules that are called before and after the layers.
 
     Registration order answers that, except for a module that is registered before the layers and is no embedding: it
     may be the embeddings' norm (Bloom) or the final norm (OPT). Then a call decides.
     """
-    children = list(parent.children())
+    if not path:
+        return [], []
+    parent, children = _surroundings(model, path)
     position = children.index(layers)
     own = [child for child in children if child is not layers and child is not exclude and _owns_parameters(child)]
+    own = [child for child in own if not isinstance(child, _CONTAINERS)]
     early = [child for child in own if children.index(child) < position or _kind(child) == "embedding"]
-    if any(_kind(child) != "embedding" for child in early):
+    if any(_kind(child) != "embedding" for child in early) and not isinstance(parent, nn.Sequential):
         order = _call_order(parent, layers, own)
         if order is not None:
             split = order.index(layers)
@@ -133,7 +180,22 @@ def _siblings(
     return early, [child for child in own if child not in early]
 
 
-def _call_order(parent: nn.Module, layers: nn.ModuleList, siblings: list[nn.Module]) -> list[nn.Module] | None:
+def _surroundings(model: nn.Module, path: str) -> tuple[nn.Module, list[nn.Module]]:
+    """Return the module that calls the layers at ``path``, and its children; those of containers count as its own."""
+    parts = path.split(".")[:-1]
+    parent = model.get_submodule(".".join(parts))
+    children = list(parent.children())
+    while parts and isinstance(parent, _CONTAINERS):
+        inner, within = parent, children
+        parts.pop()
+        parent = model.get_submodule(".".join(parts))
+        children = []
+        for child in parent.children():
+            children += within if child is inner else [child]
+    return parent, children
+
+
+def _call_order(parent: nn.Module, layers: ModuleSequence, siblings: list[nn.Module]) -> list[nn.Module] | None:
     """Return ``siblings`` and ``layers`` in the order in which ``parent`` calls them, on two tokens and with one layer.
 
     None if the parent cannot be called with token ids or does not call all of them.

@@ -123,15 +123,36 @@ def _describe(tensor: Tensor) -> tuple[torch.dtype, int, torch.Size, tuple[int, 
     return tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride(), version(tensor)
 
 
+def checkpointing(model: nn.Module) -> str | None:
+    """Return a sentence about gradient checkpointing that :func:`plainly` switches off; None if there is none."""
+    found = _checkpointed(model)
+    if not found:
+        return None
+    return (
+        f"gradient checkpointing of {len(found)} modules, such as {found[0]}, is off while the model trains here: the "
+        "plan says what is computed again, and the numbers are the same"
+    )
+
+
+def _checkpointed(model: nn.Module) -> list[str]:
+    return [
+        name or type(module).__name__
+        for name, module in model.named_modules()
+        if getattr(module, "gradient_checkpointing", False) is True
+    ]
+
+
 @contextmanager
-def caches_off(model: nn.Module) -> Iterator[None]:
-    """Within the context ``use_cache`` is off in every config of ``model``."""
+def plainly(model: nn.Module) -> Iterator[None]:
+    """Within the context ``model`` keeps no caches and recomputes nothing by itself: its flags for that are off."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None))}
-    changed = [config for config in configs.values() if getattr(config, "use_cache", None) is True]
-    for config in changed:
-        config.use_cache = False
+    flags: list[tuple[Any, str]] = [(config, "use_cache") for config in configs.values()]
+    flags += [(module, "gradient_checkpointing") for module in model.modules()]
+    changed = [(owner, flag) for owner, flag in flags if getattr(owner, flag, None) is True]
+    for owner, flag in changed:
+        setattr(owner, flag, False)
     try:
         yield
     finally:
-        for config in changed:
-            config.use_cache = True
+        for owner, flag in changed:
+            setattr(owner, flag, True)

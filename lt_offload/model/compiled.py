@@ -23,17 +23,20 @@ def is_compiled(module: nn.Module) -> bool:
     return module._compiled_call_impl is not None
 
 
-def obstacle(model: nn.Module) -> str | None:
-    """Return what is compiled in ``model`` in another way than block by block with code that is always the same."""
+def obstacle(model: nn.Module, blocks: str | None = None) -> str | None:
+    """Return what is compiled in ``model`` in another way than block by block with code that is always the same.
+
+    ``blocks`` is the name of what holds its layers, if the user has given one.
+    """
     compiled = {module: name or type(model).__name__ for name, module in model.named_modules() if _is_touched(module)}
     if not compiled:
         return None
     try:
-        blocks = {block.module for block in find_blocks(model).blocks}
+        known = {block.module for block in find_blocks(model, blocks).blocks}
     except ModelError:
-        blocks = set()
+        known = set()
     for module, name in compiled.items():
-        if not is_compiled(module) or module not in blocks:
+        if not is_compiled(module) or module not in known:
             return f"torch.compile of {name}, which is no block by itself"
         code: Any = called(module)
         config = code.get_compiler_config()

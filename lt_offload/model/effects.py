@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -434,19 +434,32 @@ def _refill(value: Any, held: Any) -> None:
         value.update(held)
 
 
-Ambient = tuple[tuple[tuple[str, bool, torch.dtype], ...], tuple[bool, ...], torch.dtype]
-"""The contexts around a call: autocast per kind of device, which attention kernels may be used, the default dtype."""
+class Ambient(NamedTuple):
+    """The contexts around a call."""
+
+    casts: tuple[tuple[str, bool, torch.dtype], ...]
+    """Autocast per kind of device: whether it is on, and its dtype."""
+    caches_casts: bool
+    """Whether autocast casts a weight once, however often it is used: its gradients are then added up in the low
+    precision, so that this is a matter of bits."""
+    attention: tuple[bool, ...]
+    """Which attention kernels may be used."""
+    default_dtype: torch.dtype
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether operations choose their own precision."""
+        return any(enabled for _, enabled, _ in self.casts)
 
 
 def ambient() -> Ambient:
     """Return the contexts of this moment."""
-    casts = tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda"))
-    return casts, _attention_kernels(), torch.get_default_dtype()
-
-
-def autocasts(contexts: Ambient) -> bool:
-    """Return whether operations choose their own precision."""
-    return any(enabled for _, enabled, _ in contexts[0])
+    return Ambient(
+        tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
+        torch.is_autocast_cache_enabled(),
+        _attention_kernels(),
+        torch.get_default_dtype(),
+    )
 
 
 @contextmanager
@@ -458,16 +471,17 @@ def within(contexts: Ambient) -> Iterator[None]:
     """
     present = ambient()
     with ExitStack() as stack:
-        for kind, enabled, dtype in contexts[0]:
-            if enabled or (kind, enabled, dtype) not in present[0]:
-                stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled))
-        if contexts[1] != present[1]:
-            stack.callback(_choose_attention_kernels, present[1])
-            _choose_attention_kernels(contexts[1])
-        if contexts[2] != present[2]:
-            stack.callback(torch.set_default_dtype, present[2])
-            torch.set_default_dtype(contexts[2])
-        if autocasts(contexts):
+        for cast in contexts.casts:
+            kind, enabled, dtype = cast
+            if enabled or cast not in present.casts:
+                stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=contexts.caches_casts))
+        if contexts.attention != present.attention:
+            stack.callback(_choose_attention_kernels, present.attention)
+            _choose_attention_kernels(contexts.attention)
+        if contexts.default_dtype != present.default_dtype:
+            stack.callback(torch.set_default_dtype, present.default_dtype)
+            torch.set_default_dtype(contexts.default_dtype)
+        if contexts.autocasts:
             stack.callback(torch.clear_autocast_cache)
         yield
 

@@ -26,12 +26,14 @@ struct Options {
 struct Step {
     float negative_size;  // -lr / (1 - beta1 ** step)
     float correction;     // sqrt(1 - beta2 ** step)
+    uint32_t seed;        // of the noise by which weights without fp32 ones are rounded
+    uint32_t first;       // number of the first element
 };
 
 struct Arrays {
-    void* low;            // bfloat16 weights that follow the fp32 ones; null: there are none, the gradient is fp32
+    void* low;            // bfloat16 weights; null: there are none, the gradient is fp32
     const void* grad;
-    float* weight;
+    float* weight;        // fp32 weights, which those in bfloat16 follow; null: there are none, noise rounds
     float* exp_avg;
     float* exp_avg_sq;
 };
@@ -53,29 +55,46 @@ inline uint16_t narrow(float value) {
     return (bits & 0x7fffffffu) > 0x7f800000u ? uint16_t{0x7fc0} : static_cast<uint16_t>(rounded);
 }
 
-template <typename Grad, bool kSmall>
+// Up or down, by noise that is a hash of the element's number: see stochastic() in plain.py.
+inline uint16_t narrow(float value, uint32_t number, uint32_t seed) {
+    uint32_t noise = number * 0x9e3779b9u + seed;
+    noise = (noise ^ (noise >> 16)) * 0x7feb352du;
+    noise = (noise ^ (noise >> 15)) * 0x846ca68bu;
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    const uint32_t rounded = (bits + (noise >> 16)) >> 16;
+    return (bits & 0x7fffffffu) > 0x7f800000u ? uint16_t{0x7fc0} : static_cast<uint16_t>(rounded);
+}
+
+enum class Kind { kFull, kMasters, kNoise };
+
+template <Kind kKind, bool kSmall, typename Grad>
 void run(int64_t n, uint16_t* __restrict low, const Grad* __restrict grad, float* __restrict weight,
-         float* __restrict exp_avg, float* __restrict exp_avg_sq, const Options o, const Step s) {
+         float* __restrict exp_avg, float* __restrict exp_avg_sq, const Options o, const Step s,
+         const uint32_t first) {
     for (int64_t i = 0; i < n; ++i) {
         const float g = wide(grad[i]) * o.scale;
         const float m0 = exp_avg[i];
         // Interpolation from the nearer end, as torch.lerp does it.
         const float m = kSmall ? std::fma(o.weight1, g - m0, m0) : std::fma(o.weight1 - 1.0f, g - m0, g);
         const float v = std::fma(o.weight2 * g, g, exp_avg_sq[i] * o.beta2);
-        const float w = weight[i] * o.keep + s.negative_size * m / (std::sqrt(v) / s.correction + o.eps);
+        const float w0 = kKind == Kind::kNoise ? wide(low[i]) : weight[i];
+        const float w = w0 * o.keep + s.negative_size * m / (std::sqrt(v) / s.correction + o.eps);
         exp_avg[i] = m;
         exp_avg_sq[i] = v;
-        weight[i] = w;
-        if constexpr (sizeof(Grad) == sizeof(uint16_t)) low[i] = narrow(w);
+        if constexpr (kKind != Kind::kNoise) weight[i] = w;
+        if constexpr (kKind == Kind::kMasters) low[i] = narrow(w);
+        if constexpr (kKind == Kind::kNoise) low[i] = narrow(w, first + static_cast<uint32_t>(i), s.seed);
     }
 }
 
-template <typename Grad>
+template <Kind kKind, typename Grad>
 void run(int64_t begin, int64_t n, const Arrays& a, const Options& o, const Step& s) {
-    const auto loop = std::fabs(o.weight1) < 0.5f ? run<Grad, true> : run<Grad, false>;
+    const auto loop = std::fabs(o.weight1) < 0.5f ? run<kKind, true, Grad> : run<kKind, false, Grad>;
     auto* low = a.low ? static_cast<uint16_t*>(a.low) + begin : nullptr;
-    loop(n, low, static_cast<const Grad*>(a.grad) + begin, a.weight + begin, a.exp_avg + begin, a.exp_avg_sq + begin,
-         o, s);
+    auto* weight = a.weight ? a.weight + begin : nullptr;
+    loop(n, low, static_cast<const Grad*>(a.grad) + begin, weight, a.exp_avg + begin, a.exp_avg_sq + begin, o, s,
+         s.first + static_cast<uint32_t>(begin));
 }
 
 }  // namespace
@@ -90,10 +109,12 @@ extern "C" void lt_offload_adamw(int64_t count, const int64_t* sizes, const Arra
         const int64_t i = std::upper_bound(ends.begin(), ends.end(), tile) - ends.begin();
         const int64_t begin = (tile - (i ? ends[i - 1] : 0)) * kTile;
         const int64_t n = std::min(kTile, sizes[i] - begin);
-        if (arrays[i].low) {
-            run<uint16_t>(begin, n, arrays[i], *options, steps[i]);
+        if (!arrays[i].low) {
+            run<Kind::kFull, float>(begin, n, arrays[i], *options, steps[i]);
+        } else if (arrays[i].weight) {
+            run<Kind::kMasters, uint16_t>(begin, n, arrays[i], *options, steps[i]);
         } else {
-            run<float>(begin, n, arrays[i], *options, steps[i]);
+            run<Kind::kNoise, uint16_t>(begin, n, arrays[i], *options, steps[i]);
         }
     }
 }

@@ -1,4 +1,4 @@
-"""AdamW for weights of any float dtype, which keeps fp32 masters of low-precision ones.
+"""AdamW for weights of any float dtype, which keeps fp32 masters of low-precision ones, or rounds them with noise.
 
 The masters are ordinary optimizer state. So whoever moves or pages state tensors moves them as well, and bfloat16
 weights and gradients are all that travels where an update runs in place, next to its fp32 state.
@@ -6,6 +6,7 @@ weights and gradients are all that travels where an update runs in place, next t
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +22,8 @@ from lt_offload.optim.plain import Entry, Options
 _LOW = (torch.bfloat16, torch.float16)
 _FOREIGN = ("fused", "foreach", "capturable", "differentiable")
 """Options of torch's AdamW that a checkpoint may bring and that choose an implementation there."""
+_NUMBER = "_adamw_number"
+"""Attribute of a parameter: its number among those of its optimizer. Whoever updates a stand-in copies attributes."""
 
 
 def adamw_(
@@ -31,6 +34,7 @@ def adamw_(
     exp_avg_sqs: Sequence[Tensor],
     steps: Sequence[float],
     *,
+    seeds: Sequence[int | None] | None = None,
     lr: float | Tensor,
     betas: tuple[float, float],
     eps: float,
@@ -48,6 +52,8 @@ def adamw_(
         exp_avgs: first moments, in the dtype of what is updated.
         exp_avg_sqs: second moments.
         steps: per weight the number of this update, 1 for the first.
+        seeds: per bfloat16 weight without a master 32 bits from which the noise is made that rounds it; its moments are
+            fp32 then. None: no weight is rounded so.
         lr: learning rate.
         betas: decay rates of the moments.
         eps: added to the root of the second moment.
@@ -65,7 +71,7 @@ def adamw_(
         maximize=maximize,
         grad_scale=grad_scale,
     )
-    rows = zip(params, grads, masters, exp_avgs, exp_avg_sqs, steps, strict=True)
+    rows = zip(params, grads, masters, exp_avgs, exp_avg_sqs, steps, seeds or [None] * len(params), strict=True)
     entries = [Entry(*row) for row in rows]
     with torch.no_grad():
         left = native.update(entries, options)
@@ -82,6 +88,12 @@ class AdamW(Optimizer):
     Whoever changes a low-precision weight by other means, after its first update, must delete the weight's state:
     the next update would bring the old value back.
 
+    With ``stochastic_rounding`` a bfloat16 weight has no master, which saves four bytes per weight: the update is
+    computed in fp32 from the weight itself, and rounded up or down at random so that it is right on average, however
+    small the step (Gupta et al., 2015; for AdamW and bfloat16 Zamirai et al., Revisiting BFloat16 Training, 2020).
+    The noise depends on the parameter's number in the optimizer, on the step and on the element, and on nothing else:
+    the order of updates, where they run, and whether the run was resumed change no bit. There is nothing to seed.
+
     Args:
         params: parameters, or groups of them.
         lr: learning rate; a tensor of one element may be changed from outside.
@@ -91,6 +103,8 @@ class AdamW(Optimizer):
         amsgrad: not offered; False.
         maximize: go up the gradient instead of down.
         fused: as for ``torch.optim.AdamW``; there is no other way here than the fused one.
+        stochastic_rounding: round bfloat16 weights at random instead of keeping fp32 masters of them. Weights of full
+            precision are updated as without it.
 
     Raises:
         ConfigError: for arguments that are out of range or not offered.
@@ -111,12 +125,14 @@ class AdamW(Optimizer):
         *,
         maximize: bool = False,
         fused: bool | None = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         if fused is False:
             raise ConfigError("fused=False: lt_offload.AdamW is always fused; torch.optim.AdamW(foreach=...) is not")
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ConfigError(f"lr has {lr.numel()} elements; a tensor must have one")
         defaults = {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "maximize": maximize}
+        defaults["stochastic_rounding"] = stochastic_rounding
         _refuse_amsgrad({"amsgrad": amsgrad})
         super().__init__(params, defaults)
 
@@ -132,6 +148,25 @@ class AdamW(Optimizer):
         for parameter in group["params"]:
             if not parameter.is_floating_point():
                 raise ConfigError(f"parameter of dtype {parameter.dtype}: AdamW updates float tensors")
+            if parameter.dtype == torch.float16 and group["stochastic_rounding"]:
+                raise ConfigError(
+                    "stochastic_rounding=True is for bfloat16 weights, not for torch.float16; leave it out for fp32 "
+                    "masters, or load the model in bfloat16"
+                )
+        self._number_parameters()
+
+    @override
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for group in self.param_groups:  # those of torch's AdamW lack it
+            group.setdefault("stochastic_rounding", self.defaults["stochastic_rounding"])
+        self._number_parameters()
+
+    def _number_parameters(self) -> None:
+        """Let each parameter know its number: copies of the optimizer may hold some of them only."""
+        parameters = (parameter for group in self.param_groups for parameter in group["params"])
+        for number, parameter in enumerate(parameters):
+            setattr(parameter, _NUMBER, number)
 
     @override
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -151,7 +186,8 @@ class AdamW(Optimizer):
 
     def _update(self, group: dict[str, Any]) -> None:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
-        states = [self._state(parameter) for parameter in parameters]
+        noisy = group["stochastic_rounding"]
+        states = [self._state(parameter, noisy) for parameter in parameters]
         if not states:
             return
         torch._foreach_add_([state["step"] for state in states], 1)
@@ -162,6 +198,7 @@ class AdamW(Optimizer):
             [state["exp_avg"] for state in states],
             [state["exp_avg_sq"] for state in states],
             [float(state["step"]) for state in states],
+            seeds=[_seed(p, state) if noisy else None for p, state in zip(parameters, states, strict=True)],
             lr=group["lr"],
             betas=group["betas"],
             eps=group["eps"],
@@ -170,7 +207,7 @@ class AdamW(Optimizer):
             grad_scale=self.grad_scale,
         )
 
-    def _state(self, parameter: Tensor) -> dict[str, Any]:
+    def _state(self, parameter: Tensor, noisy: bool) -> dict[str, Any]:
         """Return the state of ``parameter``, a new one before its first update."""
         assert parameter.grad is not None
         if parameter.grad.is_sparse:
@@ -179,7 +216,7 @@ class AdamW(Optimizer):
         if not state:
             dtype = _state_dtype(parameter)
             state["step"] = torch.zeros((), dtype=torch.float32)
-            if dtype != parameter.dtype:
+            if dtype != parameter.dtype and not noisy:
                 state["master"] = torch.empty_like(parameter, dtype=dtype).copy_(parameter)
             state["exp_avg"] = torch.zeros_like(parameter, dtype=dtype)
             state["exp_avg_sq"] = torch.zeros_like(parameter, dtype=dtype)
@@ -196,35 +233,46 @@ class AdamW(Optimizer):
             ConfigError: if it is of weights of another precision, or of another kind of optimizer.
         """
         given: dict[str, Any] = {}
+        noisy = [group["stochastic_rounding"] for group in self.param_groups]
         before = self.register_load_state_dict_pre_hook(lambda _, final: given.update(final))
-        after = self.register_load_state_dict_post_hook(lambda _: self._restore(given), prepend=True)
+        after = self.register_load_state_dict_post_hook(lambda _: self._restore(given, noisy), prepend=True)
         try:
             super().load_state_dict(state_dict)
         finally:
             before.remove()
             after.remove()
 
-    def _restore(self, given: dict[str, Any]) -> None:
-        """Undo the cast of states to the dtype of their weight."""
+    def _restore(self, given: dict[str, Any], noisy: list[bool]) -> None:
+        """Undo the cast of states to the dtype of their weight; keep what groups had as ``stochastic_rounding``."""
         indices = [index for group in given["param_groups"] for index in group["params"]]
-        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
-        for group in self.param_groups:
+        groups = list(zip(noisy, self.param_groups, strict=True))
+        parameters = [(parameter, own) for own, group in groups for parameter in group["params"]]
+        for own, group in groups:
             _refuse_amsgrad(group)
+            group["stochastic_rounding"] = own
             for name in _FOREIGN:
                 group.pop(name, None)
-        for index, parameter in zip(indices, parameters, strict=True):
+        for index, (parameter, own) in zip(indices, parameters, strict=True):
             saved = given["state"].get(index)
             if not saved:
                 continue
             dtype = _state_dtype(parameter)
-            if ("master" in saved) != (dtype != parameter.dtype):
+            if ("master" in saved) != (dtype != parameter.dtype and not own):
                 held = "fp32 masters" if "master" in saved else "no fp32 masters"
                 raise ConfigError(
-                    f"the checkpoint has {held} for a weight that is {parameter.dtype} now; load it into the optimizer "
-                    "and the dtype that it was saved with"
+                    f"the checkpoint has {held} for a weight that is {parameter.dtype} now, with "
+                    f"stochastic_rounding={own}; load it into the optimizer and the dtype that it was saved with"
                 )
             for name in saved.keys() - {"step"}:
                 self.state[parameter][name] = saved[name].to(device=parameter.device, dtype=dtype)
+
+
+def _seed(parameter: Tensor, state: dict[str, Any]) -> int | None:
+    """Return the seed of the noise for the update that ``state`` has counted already; None: there is no noise."""
+    if parameter.dtype != torch.bfloat16:
+        return None
+    key = f"{getattr(parameter, _NUMBER, 0)} {int(state['step'])}"
+    return int.from_bytes(hashlib.blake2s(key.encode(), digest_size=4).digest(), "little")
 
 
 def _state_dtype(parameter: Tensor) -> torch.dtype:

@@ -45,7 +45,10 @@ class _KernelOptions(ctypes.Structure):
 
 
 class _KernelStep(ctypes.Structure):
-    _fields_ = [(name, ctypes.c_float) for name in ("negative_size", "correction")]
+    _fields_ = [
+        *((name, ctypes.c_float) for name in ("negative_size", "correction")),
+        *((name, ctypes.c_uint32) for name in ("seed", "first")),
+    ]
 
 
 class _Arrays(ctypes.Structure):
@@ -67,8 +70,8 @@ class Kernel:
     @staticmethod
     def takes(entry: Entry) -> bool:
         """Return whether the kernel is for tensors of this kind."""
-        param, grad, master, exp_avg, exp_avg_sq, _ = entry
-        dtype = torch.float32 if master is None else torch.bfloat16
+        param, grad, master, exp_avg, exp_avg_sq = entry[:5]
+        dtype = torch.float32 if master is None and entry.seed is None else torch.bfloat16
         return (
             type(exp_avg) is Tensor  # fake tensors have no memory
             and param.is_cpu
@@ -89,7 +92,10 @@ class Kernel:
         sizes = (ctypes.c_int64 * count)(*(entry.param.numel() // _UNIT * _UNIT for entry in whole))
         arrays = (_Arrays * count)(*map(_addresses, whole))
         steps = (_KernelStep * count)(
-            *(_KernelStep(-options.size(entry.step), options.correction(entry.step)) for entry in whole)
+            *(
+                _KernelStep(-options.size(e.step), options.correction(e.step), e.seed or 0, e.first & 0xFFFFFFFF)
+                for e in whole
+            )
         )
         common = _KernelOptions(
             keep=1 - float(options.lr) * options.weight_decay,
@@ -103,29 +109,35 @@ class Kernel:
 
 
 def _addresses(entry: Entry) -> _Arrays:
-    low, weight = (None, entry.param) if entry.master is None else (entry.param.data_ptr(), entry.master)
-    return _Arrays(low, entry.grad.data_ptr(), weight.data_ptr(), entry.exp_avg.data_ptr(), entry.exp_avg_sq.data_ptr())
+    param = entry.param.data_ptr()
+    weight = param if entry.seed is None else None
+    low = None if entry.master is None and entry.seed is None else param
+    if entry.master is not None:
+        weight = entry.master.data_ptr()
+    return _Arrays(low, entry.grad.data_ptr(), weight, entry.exp_avg.data_ptr(), entry.exp_avg_sq.data_ptr())
 
 
 def update(entries: Sequence[Entry], options: Options) -> list[Entry]:
     """Update the entries that there is a kernel for, and return the others."""
-    full: list[Entry] = []
-    low: list[Entry] = []
+    kinds: tuple[list[Entry], ...] = [], [], []
+    full, low, rounded = kinds
     rest: list[Entry] = []
     for entry in entries:
-        (rest if not Kernel.takes(entry) else full if entry.master is None else low).append(entry)
-    if not (full or low) or kernel() is None:
+        kind = low if entry.master is not None else full if entry.seed is None else rounded
+        (kind if Kernel.takes(entry) else rest).append(entry)
+    if not any(kinds) or kernel() is None:
         return list(entries)
-    for alike in (full, low):
+    for alike in kinds:
         if alike:
-            params, grads, masters, exp_avgs, exp_avg_sqs, steps = map(list, zip(*alike, strict=True))
+            params, grads, masters, exp_avgs, exp_avg_sqs, steps, seeds, _ = map(list, zip(*alike, strict=True))
             torch.ops.lt_offload.adamw_(
                 params,
                 grads,
-                [] if alike is full else masters,
+                masters if alike is low else [],
                 exp_avgs,
                 exp_avg_sqs,
                 steps,
+                seeds if alike is rounded else [],
                 float(options.lr),
                 options.beta1,
                 options.beta2,
@@ -142,7 +154,7 @@ def update(entries: Sequence[Entry], options: Options) -> list[Entry]:
 _library = torch.library.Library("lt_offload", "FRAGMENT")  # type: ignore[no-untyped-call]
 _library.define(  # type: ignore[no-untyped-call]
     "adamw_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] masters, Tensor(c!)[] exp_avgs, Tensor(d!)[] exp_avg_sqs,"
-    " float[] steps, float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize,"
+    " float[] steps, int[] seeds, float lr, float beta1, float beta2, float eps, float weight_decay, bool maximize,"
     " float grad_scale) -> ()"
 )
 
@@ -154,11 +166,13 @@ def _adamw(
     exp_avgs: list[Tensor],
     exp_avg_sqs: list[Tensor],
     steps: list[float],
+    seeds: list[int],
     *options: Any,
 ) -> None:
     names = ("lr", "beta1", "beta2", "eps", "weight_decay", "maximize", "grad_scale")
     masters_or_none: Sequence[Tensor | None] = masters or [None] * len(params)
-    rows = zip(params, grads, masters_or_none, exp_avgs, exp_avg_sqs, steps, strict=True)
+    seeds_or_none: Sequence[int | None] = seeds or [None] * len(params)
+    rows = zip(params, grads, masters_or_none, exp_avgs, exp_avg_sqs, steps, seeds_or_none, strict=True)
     compiled = kernel()
     assert compiled is not None
     compiled.update([Entry(*row) for row in rows], Options(**dict(zip(names, options, strict=True))))
@@ -235,24 +249,24 @@ def _identity(compiler: str, source: Path) -> str:
 def agrees(compiled: Kernel) -> bool:
     """Return whether ``compiled`` rounds as torch's kernel does on this processor, tried on random numbers."""
     generator = torch.Generator().manual_seed(0)
-    for dtype in (torch.float32, torch.bfloat16):
+    for dtype, seed in ((torch.float32, None), (torch.bfloat16, None), (torch.bfloat16, 1 << 31)):
         for beta1, step in ((0.9, 1.0), (0.25, 7.0)):
             options = Options(lr=1e-2, beta1=beta1, beta2=0.99, eps=1e-8, weight_decay=0.1, grad_scale=0.3)
-            left = _sample(dtype, step, generator)
+            left = _sample(dtype, step, seed, generator)
             right = converted(left, Tensor.clone)
             compiled.update([left], options)
             plain.update([right], options)
-            for a, b in zip(left[:-1], right[:-1], strict=True):
+            for a, b in zip(left.tensors, right.tensors, strict=True):
                 if a is not None and b is not None and not torch.equal(a, b):
                     return False
     return True
 
 
-def _sample(dtype: torch.dtype, step: float, generator: torch.Generator) -> Entry:
+def _sample(dtype: torch.dtype, step: float, seed: int | None, generator: torch.Generator) -> Entry:
     def numbers() -> Tensor:
         """Numbers of many magnitudes."""
         return torch.randn(_SAMPLE, generator=generator) * torch.randn(_SAMPLE, generator=generator).mul_(3).exp_()
 
     param, grad = numbers().to(dtype), numbers().to(dtype)
-    master = None if dtype == torch.float32 else numbers()
-    return Entry(param, grad, master, numbers(), numbers().abs_(), step)
+    master = None if dtype == torch.float32 or seed is not None else numbers()
+    return Entry(param, grad, master, numbers(), numbers().abs_(), step, seed)

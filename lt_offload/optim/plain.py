@@ -1,6 +1,6 @@
 """AdamW by torch's own operations, on any device and for every dtype and layout: what all other ways are compared with.
 
-The arithmetic is that of torch's fused kernel. Tensors with a master are updated piece by piece: a converted gradient
+The arithmetic is that of torch's fused kernel. Low-precision tensors are updated piece by piece: what is converted
 stays in the cache and takes little memory.
 """
 
@@ -27,6 +27,16 @@ class Entry(NamedTuple):
     exp_avg_sq: Tensor
     step: float
     """Number of this update, 1 for the first."""
+    seed: int | None = None
+    """Of the noise by which ``param`` is rounded from what it would be in fp32, which nobody keeps; see
+    :func:`stochastic`. None: rounded to nearest, if at all."""
+    first: int = 0
+    """Number of the first element, where this is part of a tensor."""
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """The tensors among the fields."""
+        return self[:5]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,19 +75,18 @@ def tail(entry: Entry, unit: int) -> Entry:
 
 def piece(entry: Entry, start: int, end: int) -> Entry:
     """Return elements of a contiguous ``entry``, as views."""
-    return converted(entry, lambda tensor: tensor.view(-1)[start:end])
+    part = converted(entry, lambda tensor: tensor.view(-1)[start:end])
+    return part._replace(first=entry.first + start)
 
 
 def converted(entry: Entry, convert: Callable[[Tensor], Tensor]) -> Entry:
     """Return ``entry`` with other tensors: what ``convert`` makes of each."""
-    param, grad, master, exp_avg, exp_avg_sq, step = entry
-    return Entry(
-        convert(param),
-        convert(grad),
-        None if master is None else convert(master),
-        convert(exp_avg),
-        convert(exp_avg_sq),
-        step,
+    return entry._replace(
+        param=convert(entry.param),
+        grad=convert(entry.grad),
+        master=None if entry.master is None else convert(entry.master),
+        exp_avg=convert(entry.exp_avg),
+        exp_avg_sq=convert(entry.exp_avg_sq),
     )
 
 
@@ -91,25 +100,67 @@ def update(entries: Sequence[Entry], options: Options) -> None:
     """Update ``entries`` in place; gradients stay as they are."""
     together: defaultdict[tuple[torch.device, torch.dtype], list[Entry]] = defaultdict(list)
     for entry in entries:
-        if entry.master is None and not options.scales:
+        if entry.master is None and entry.seed is None and not options.scales:
             together[entry.param.device, entry.param.dtype].append(entry)
             continue
         for part in _pieces(entry):
-            target = part.param if part.master is None else part.master
-            grad = torch.empty_like(target).copy_(part.grad)
-            if options.scales:
-                grad.mul_(options.grad_scale)
-            _fused([part._replace(param=target, grad=grad)], options)
-            if part.master is not None:
-                part.param.copy_(target)
+            _apart(part, options)
     for alike in together.values():
         _fused(alike, options)
+
+
+def _apart(entry: Entry, options: Options) -> None:
+    """Update one entry whose gradient is not what the fused kernel takes, or whose weight it does not round."""
+    target = entry.param if entry.master is None else entry.master
+    if entry.seed is not None:
+        target = torch.empty_like(entry.param, dtype=torch.float32).copy_(entry.param)
+    grad = torch.empty_like(target).copy_(entry.grad)
+    if options.scales:
+        grad.mul_(options.grad_scale)
+    _fused([entry._replace(param=target, grad=grad)], options)
+    if entry.seed is not None:
+        entry.param.copy_(stochastic(target, entry.seed, entry.first))
+    elif entry.master is not None:
+        entry.param.copy_(target)
+
+
+_GOLDEN, _FIRST, _SECOND = 0x9E3779B9, 0x7FEB352D, 0x846CA68B
+"""Factors of the hash by which noise is made: 2**32 over the golden ratio, and those of C. Wellons's ``lowbias32``."""
+
+
+def stochastic(values: Tensor, seed: int, first: int = 0) -> Tensor:
+    """Return fp32 ``values`` in bfloat16, each rounded up or down at random, so that the mean is the value itself.
+
+    A value between two neighbours becomes the upper one with the probability of its distance from the lower one
+    (Gupta et al., Deep Learning with Limited Numerical Precision, 2015, on rounding modes): noise of 16 bits is added
+    to the bits that bfloat16 lacks, and these are cut off. What is not finite stays so.
+
+    The noise of an element is a hash of its number and the seed, by 32-bit arithmetic that is the same on every
+    device: it does not depend on who rounds, in which order, or in how many pieces.
+
+    Args:
+        values: fp32, of any shape.
+        seed: 32 bits; another one for every tensor and step.
+        first: number of the first element, in the order of rows.
+    """
+    noise = torch.arange(first, first + values.numel(), device=values.device).to(torch.int32)
+    noise.mul_(_signed(_GOLDEN)).add_(_signed(seed))
+    noise.bitwise_xor_((noise >> 16) & 0xFFFF).mul_(_signed(_FIRST))
+    noise.bitwise_xor_((noise >> 15) & 0x1FFFF).mul_(_signed(_SECOND))
+    noise = (noise >> 16) & 0xFFFF
+    rounded = noise.view(values.shape).add(values.view(torch.int32)).bitwise_and_(_signed(0xFFFF0000))
+    return torch.where(values.isnan(), values, rounded.view(torch.float32)).to(torch.bfloat16)
+
+
+def _signed(bits: int) -> int:
+    """Return the number that 32 ``bits`` are for torch."""
+    return (bits & 0xFFFFFFFF) - (1 << 32 if bits & 0x80000000 else 0)
 
 
 def _pieces(entry: Entry) -> Iterator[Entry]:
     """Cut an entry into parts of bounded size, if its tensors have one order in memory that allows it."""
     length = _HOST_PIECE if entry.param.device.type == "cpu" else _DEVICE_PIECE
-    if entry.param.numel() <= length or not all(t is None or t.is_contiguous() for t in entry[:-1]):
+    if entry.param.numel() <= length or not all(t is None or t.is_contiguous() for t in entry.tensors):
         yield entry
         return
     for start in range(0, entry.param.numel(), length):

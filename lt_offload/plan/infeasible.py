@@ -11,7 +11,7 @@ from lt_offload.plan.iteration.memory import lasting_host_bytes
 from lt_offload.plan.planners.baselines import resident_decisions, smallest
 from lt_offload.plan.planners.request import Allowed, Request, allowed_options
 from lt_offload.schema.plan import PlannerName
-from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile
+from lt_offload.schema.profile import BlockProfile, OptionProfile, Profile, TensorProfile
 from lt_offload.units import format_bytes
 
 
@@ -25,6 +25,7 @@ def explain_infeasible(request: Request, planner: PlannerName) -> InfeasibleErro
         return InfeasibleError(
             f"host_memory={ram} is too small for {asked}: the host copies of the parameters, and what travels, need at "
             f"least host_memory={as_setting(smallest_ram(profile, allowed))}"
+            + _smaller_precision(profile, allowed, request.host_budget_bytes)
         )
     if planner == "resident":
         needed = min((nbytes for _, nbytes in resident_decisions(profile, allowed)), default=None)
@@ -59,6 +60,46 @@ def smallest_ram(profile: Profile, allowed: Allowed) -> int:
     """Return the host bytes of a plan that has all states on the device and copies as few activations as possible."""
     options = tuple(min(options, key=lambda o: o.offload_bytes).name for options in allowed)
     return lasting_host_bytes(options, (), profile)
+
+
+_LOW = "bfloat16 weights and "
+_PRECISIONS = (
+    ("fp32 weights", "float32", 4, 8),
+    (_LOW + "lt_offload.AdamW, which keeps fp32 masters", "bfloat16", 2, 12),
+    (_LOW + "lt_offload.AdamW(stochastic_rounding=True)", "bfloat16", 2, 8),
+    (_LOW + "moments, as torch.optim.AdamW has them", "bfloat16", 2, 4),
+)
+"""Ways to train with Adam, the most precise first: bytes per parameter of the weight, and of the optimizer's state."""
+
+
+def _smaller_precision(profile: Profile, allowed: Allowed, host_budget: int) -> str:
+    """Return which precision needs less RAM, as the end of a sentence: the best that fits, else the smallest."""
+    trained = [tensor for tensor in profile.tensors if tensor.trainable]
+    count = sum(math.prod(tensor.shape) for tensor in trained)
+    if profile.optimizer.name not in ("Adam", "AdamW") or not count:
+        return ""
+    present = sum(2 * tensor.bytes + tensor.state_bytes for tensor in trained) / count
+    found = ""
+    for name, dtype, weight, state in _PRECISIONS:
+        if 2 * weight + state >= present:
+            continue
+        tensors = tuple(_as(tensor, dtype, weight, state) for tensor in profile.tensors)
+        needed = smallest_ram(replace(profile, tensors=tensors), allowed)
+        found = (
+            f"; with {name}, {2 * weight + state} bytes per parameter, gradients included, instead of {present:.3g}, "
+            f"host_memory={as_setting(needed)} is the least"
+        )
+        if needed <= host_budget:
+            break
+    return found
+
+
+def _as(tensor: TensorProfile, dtype: str, weight: int, state: int) -> TensorProfile:
+    """Return ``tensor`` in another precision; what is frozen keeps its own."""
+    if not tensor.trainable:
+        return tensor
+    count = math.prod(tensor.shape)
+    return replace(tensor, dtype=dtype, bytes=count * weight, state_bytes=count * state)
 
 
 def _smaller_inputs(profile: Profile, request: Request) -> Iterator[str]:

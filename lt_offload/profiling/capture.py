@@ -23,7 +23,7 @@ from lt_offload.machine.accounting import Account
 from lt_offload.model.blocks import Block, Structure
 from lt_offload.model.calls import BlockOutput, Call
 from lt_offload.model.compiled import Forward, intercept, is_compiled, uncompiled
-from lt_offload.model.effects import ambient
+from lt_offload.model.effects import ambient, within
 from lt_offload.model.options import is_activation
 from lt_offload.profiling.logits import LogitsWatch
 from lt_offload.profiling.meters import Lap, Meter
@@ -146,7 +146,7 @@ class _CallRecorder:
                 self._shared += [leaf.detach() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
                 live = self.account.live()
                 self._between = sum(nbytes for serial, nbytes in live.items() if serial not in self._interfaces)
-            with self._stage(block.module):
+            with self._stage(block.module), within(call.contexts):  # no cast of a weight outlives its block
                 out = self._seams.run(index, call, original, args, kwargs)
             del args, kwargs
             self._returned = {self.account.serial(t) for t in tree_leaves(out) if isinstance(t, Tensor)}

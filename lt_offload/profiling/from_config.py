@@ -46,10 +46,12 @@ def profile_config(
     batch_size: int,
     sequence_length: int,
     dtype: str = "float32",
+    autocast: str | None = None,
     hardware: str | Path | HardwareProfile,
     optimizer: str | OptimizerFactory = "adamw",
     lora: Mapping[str, Any] | None = None,
     padding: bool = True,
+    blocks: str | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Profile:
     """Return the profile of a causal language model without its weights and without the machine it would run on.
@@ -59,10 +61,13 @@ def profile_config(
         batch_size: sequences per batch.
         sequence_length: tokens per sequence.
         dtype: of the weights: ``"float32"``, ``"bfloat16"`` or ``"float16"``.
+        autocast: dtype that operations choose where they can do with less than that of the weights, as under
+            ``Trainer(precision="bf16-mixed")``: ``"bfloat16"``; None: they compute in that of the weights.
         hardware: a machine, the name of a shipped description, or a YAML file.
         optimizer: ``adamw``, ``adam``, ``sgd`` (fused) or ``adafactor``, or what makes one from a list of parameters.
         lora: arguments of ``peft.LoraConfig``, e.g. ``{"r": 8}``; None: all parameters are trained.
         padding: whether batches are padded, so that attention gets a mask.
+        blocks: name of the ``nn.ModuleList`` that holds the layers, e.g. ``"h"``; None: it is found.
         on_progress: is told what is being done.
 
     Raises:
@@ -71,8 +76,10 @@ def profile_config(
     """
     say = on_progress or (lambda _message: None)
     machine = hardware if isinstance(hardware, HardwareProfile) else load_hardware(hardware)
-    if dtype not in machine.flops_per_s:
-        raise ConfigError(f"dtype={dtype!r}: {machine.name} has figures for {', '.join(machine.flops_per_s)} only")
+    for setting, name in (("dtype", dtype), ("autocast", autocast)):
+        if name is not None and name not in machine.flops_per_s:
+            known = ", ".join(machine.flops_per_s)
+            raise ConfigError(f"{setting}={name!r}: {machine.name} has figures for {known} only")
     factory = _optimizer_factory(optimizer)
     model_config = load_model_config(config)
     longest = getattr(model_config, "max_position_embeddings", None)
@@ -83,13 +90,13 @@ def profile_config(
     with FakeTensorMode():
         _make_fake(model)
         batch = _batch(batch_size, sequence_length, padding=padding)
-        structure = find_blocks(model)
+        structure = find_blocks(model, blocks)
         with Roofline(machine) as meter:
             measured = measure_blocks(
                 model,
                 structure,
                 batch,
-                run=lambda batch: model(**batch).loss,
+                run=_run(model, autocast),
                 device=torch.device("cpu"),
                 meter=meter,
                 say=say,
@@ -100,6 +107,16 @@ def profile_config(
         model, structure, batch, measured, optimizer=made, updates=updates, hardware=machine, estimated=True
     )
     return replace(found, contention=_contention(machine))
+
+
+def _run(model: nn.Module, autocast: str | None) -> Callable[[Any], Any]:
+    def run(batch: Any) -> Any:
+        # Lightning does not keep casts, either; fake tensors are on the CPU, whatever they stand for.
+        dtype = getattr(torch, autocast or "bfloat16")
+        with torch.autocast("cpu", dtype=dtype, enabled=autocast is not None, cache_enabled=False):
+            return model(**batch).loss
+
+    return run
 
 
 def _contention(machine: HardwareProfile) -> Contention:

@@ -14,7 +14,6 @@ from typing_extensions import override
 
 from lt_offload.model.blocks import Structure
 from lt_offload.model.calls import Call
-from lt_offload.model.effects import autocasts
 from lt_offload.model.head import (
     LOSS_ARGUMENTS,
     HeadLoss,
@@ -83,7 +82,7 @@ class LogitsWatch(TorchFunctionMode):
         head = self._head
         labels, vocabulary, others = self._arguments[0]
         assert type(head) is torch.nn.Linear
-        if vocabulary != head.out_features or autocasts(call.contexts):
+        if vocabulary != head.out_features or call.contexts.autocasts:
             return {}
         chunk = chunk_tokens(vocabulary)
         sizes: dict[OptionName, int] = {"fused": 0, "chunked": chunk} if rows > chunk else {"fused": 0}

@@ -26,7 +26,7 @@ from lt_offload.machine.driver import (
     warm_up,
 )
 from lt_offload.model.blocks import Structure, find_blocks
-from lt_offload.model.calls import caches_off
+from lt_offload.model.calls import plainly
 from lt_offload.model.compiled import forget_compiled, is_compiled
 from lt_offload.model.head import HeadLoss
 from lt_offload.model.snapshot import untouched
@@ -63,6 +63,7 @@ def profile(
     hardware: HardwareProfile | None = None,
     run: Run | None = None,
     structure: Structure | None = None,
+    blocks: str | None = None,
     on_progress: Progress | None = None,
 ) -> Profile:
     """Measure what ``model`` costs on ``sample_batch``; neither weights, gradients, buffers nor random numbers change.
@@ -80,6 +81,8 @@ def profile(
         run: calls the model on a batch and returns the loss or something that holds it, which the caller may keep until
             the next batch; None: the model itself, whose result often holds the logits.
         structure: the model's blocks, if they have been found before.
+        blocks: name of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the layers, e.g. ``"h"``; None: they are
+            found by structure.
         on_progress: is told what is being measured.
 
     Raises:
@@ -87,7 +90,7 @@ def profile(
     """
     say = on_progress or _silent
     target = device_for(device)
-    structure = structure or find_blocks(model)
+    structure = structure or find_blocks(model, blocks)
     optimizer = build_optimizer(optimizer, [p for p in model.parameters() if p.requires_grad])
     if target.type == "cuda":
         use_expandable_segments(target)  # as the device does: what the allocator wastes is measured below
@@ -136,7 +139,7 @@ def check_use(
     staying = [*(parameter for _, parameter in structure.rest), *model.buffers()]
     with ExitStack() as stack:
         batch = stack.enter_context(_trial(model, sample_batch, device, optimizer=optimizer))
-        for context in (caches_off(model), _gradients_kept(model), _staged(staying, device)):
+        for context in (plainly(model), _gradients_kept(model), _staged(staying, device)):
             stack.enter_context(context)
         stage = partial(_stage, device)
         capture(structure, call_with_batch(model), batch, device=device, stage=stage, meter=Stopwatch(device))
@@ -191,7 +194,7 @@ def measure_blocks(
 ) -> Measured:
     """Run the model once and every kind of block alone; ``meter`` decides whether times are measured or estimated."""
     staying = [*(parameter for _, parameter in structure.rest), *model.buffers()]
-    with caches_off(model), _gradients_kept(model), _staged(staying, device):
+    with plainly(model), _gradients_kept(model), _staged(staying, device):
         say("running the model once")
         with Readers(structure) as readers:
             stage = partial(_stage, device)

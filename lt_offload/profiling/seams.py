@@ -44,6 +44,11 @@ class Seams:
         """Blocks that a gradient has reached inside."""
         self.once: set[int] = set()
         """Blocks that must not run a second time for their backward, nor without a graph."""
+        names: dict[nn.Parameter, int] = Counter(p for b in structure.blocks for p in {*b.module.parameters()})
+        self._shared = {p: name for name, p in structure.tensors if names[p] > 1}
+        """Weights of several blocks."""
+        self._cast: dict[nn.Parameter, int] = {}
+        """Those that a block has cast, by the block."""
         self._inputs: list[tuple[Any, int, int]] = []
         """Per activation that a block was given: the node it comes from, which output of it, how often it is used."""
 
@@ -66,6 +71,8 @@ class Seams:
                 leaves[slot].register_hook(partial(_note, self._reached, index))
         args, kwargs = tree_unflatten(leaves, spec)
         out = self._run_twice(index, call, partial(forward, *args, **kwargs))
+        if self._shared and call.contexts.autocasts and call.contexts.caches_casts:
+            self._check_casts(index, out)
         uses = _uses(entered, out)
         self._inputs += [(node, number, used) for (node, number), used in zip(origins, uses, strict=True)]
         return tree_map(_detached, out)
@@ -120,6 +127,19 @@ class Seams:
         if [version(leaf) for leaf in call.inputs] != versions:
             raise refused
         return out
+
+    def _check_casts(self, index: int, out: Any) -> None:
+        """Refuse a weight that this block casts and another one has: autocast would have done that once for both.
+
+        Raises:
+            UnsupportedError: naming the weight.
+        """
+        casts = (node for node, _ in edges(t.grad_fn for t in tensors_of(out)) if node.name() == "ToCopyBackward0")
+        for cast in casts:
+            weight = getattr(cast.next_functions[0][0], "variable", None)
+            if weight in self._shared and self._cast.setdefault(weight, index) != index:
+                first, second = self._blocks[self._cast[weight]].name, self._blocks[index].name
+                raise limits.SHARED_CAST.error(f"weight {self._shared[weight]} of blocks {first} and {second}")
 
     def check_consumers(self, loss: Tensor) -> None:
         """Refuse a block's output that others use beside a block that uses it more than once.

@@ -26,7 +26,8 @@ from lt_offload.errors import ConfigError
 from lt_offload.execute import open_device
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.engine import Engine
-from lt_offload.model.calls import caches_off
+from lt_offload.model.blocks import Structure, find_blocks
+from lt_offload.model.calls import checkpointing, plainly
 from lt_offload.plan import BatchChoice, Settings, make_plan
 from lt_offload.profiling.hardware import check_memory, free_memory
 from lt_offload.report.perfetto import save_perfetto
@@ -76,6 +77,8 @@ class OffmateStrategy(_Base):
             and schedules are made; ``"auto"``: the size with the highest throughput, at most the number of samples, or
             that of the run whose checkpoint is resumed (with ``accumulate_grad_batches`` above 1 the best split of the
             samples per update that both settings say); None: as it is.
+        blocks: name of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the model's layers, its path or the end of
+            it (``"h"``); None: it is found by structure.
         host_update: allow optimizer updates on the host.
         activation_offload: allow activations to travel to the host and back.
         recompute: allow activations to be computed again.
@@ -102,6 +105,7 @@ class OffmateStrategy(_Base):
         host_memory: str | int | float | None = None,
         planner: PlannerName = "auto",
         batch_size: int | Literal["auto"] | None = None,
+        blocks: str | None = None,
         host_update: bool = True,
         activation_offload: bool = True,
         recompute: bool = True,
@@ -128,6 +132,7 @@ class OffmateStrategy(_Base):
         )
         """What plans are made with; ``memory`` is None here where it is what the device has free then."""
         self.batch_size = batch_size
+        self.blocks = blocks
         self.plan_path = plan
         self.report_dir = report_dir
         self.explain = False
@@ -254,7 +259,7 @@ class OffmateStrategy(_Base):
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
-        limits.check("model", limits.Setup(model=self.model), training=windows.fitting(trainer))
+        limits.check("model", limits.Setup(model=self.model, blocks=self.blocks), training=windows.fitting(trainer))
         choice = None
         if windows.fitting(trainer):
             if self.batch_size == "auto":
@@ -262,7 +267,7 @@ class OffmateStrategy(_Base):
             self.setup_optimizers(trainer)
             limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
             if self.plan_path is not None:
-                replay.check_same_model(self.plan_path, self._module, self.optimizers[0])
+                replay.check_same_model(self.plan_path, self._structure(), self.optimizers[0])
         self.setup_precision_plugin()
         if windows.fitting(trainer):
             self._prepare_training(trainer, choice)
@@ -293,7 +298,10 @@ class OffmateStrategy(_Base):
                 "gradient alone; if it does not, results differ from plain training"
             )
         self.trace, self._replanning = None, None
-        self._undo.enter_context(caches_off(self._module))
+        switched_off = checkpointing(self._module)
+        if switched_off is not None:
+            rank_zero_info(f"offmate: {switched_off}")
+        self._undo.enter_context(plainly(self._module))
         self._undo.enter_context(windows.clipping(trainer, lambda: self.engine))
         if choice is not None:
             self.profile, self.plan = choice.profile, choice.plan
@@ -325,7 +333,7 @@ class OffmateStrategy(_Base):
     def _install(self, optimizer: Optimizer | None, plan: Plan | None, budget: int) -> None:
         threads, context = (plan.host_threads, plan.context_bytes) if plan is not None else (0, 0)
         self._device = open_device(budget, str(self.root_device), host_threads=threads or None, context=context)
-        self.engine = Engine(self._module, optimizer, plan, self._device)
+        self.engine = Engine(self._module, optimizer, plan, self._device, structure=self._structure())
         self.engine.install()
         windows.clip_by_value(self._trainer, self.engine)
         self._watch.enter_context(self._device.between())
@@ -535,6 +543,9 @@ class OffmateStrategy(_Base):
         module = self.lightning_module
         assert module is not None
         return module
+
+    def _structure(self) -> Structure:
+        return find_blocks(self._module, self.blocks)
 
     @property
     def _trainer(self) -> Any:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from torch import nn
 from torch.optim import Optimizer
 
 from lt_offload.errors import PlanError
 from lt_offload.execute.program import check_match
-from lt_offload.model.blocks import find_blocks
+from lt_offload.model.blocks import Structure
 from lt_offload.plan import Settings, check
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
@@ -43,10 +42,10 @@ def load_plan(path: str | Path, memory: int, settings: Settings = ONE_BATCH) -> 
     return plan
 
 
-def check_same_model(path: str | Path, module: nn.Module, optimizer: Optimizer) -> None:
-    """Raise ``PlanError`` if the saved plan at ``path`` is not for ``module``; needs no profile."""
+def check_same_model(path: str | Path, structure: Structure, optimizer: Optimizer) -> None:
+    """Raise ``PlanError`` if the saved plan at ``path`` is not for a model of ``structure``; needs no profile."""
     try:
-        check_match(find_blocks(module), optimizer, Plan.load(path))
+        check_match(structure, optimizer, Plan.load(path))
     except PlanError as error:
         raise PlanError(f"plan={str(path)!r}: {error}") from None
 

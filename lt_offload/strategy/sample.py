@@ -91,6 +91,7 @@ def measure(trainer: Any, optimizer: Optimizer, hardware: HardwareProfile | None
             optimizer=optimizer,
             device=strategy.root_device,
             hardware=hardware,
+            blocks=strategy.blocks,
             run=lambda batch: _step(strategy, batch),
             on_progress=lambda message: rank_zero_info(f"offmate: {message}"),
         )

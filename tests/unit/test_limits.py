@@ -10,6 +10,7 @@ import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch import callbacks as pl_callbacks
+from lightning.pytorch.plugins import MixedPrecision, Precision
 from torch import Tensor, nn
 
 import lt_offload
@@ -46,8 +47,12 @@ def message(scope: Any, run: Setup, **options: Any) -> str:
 
 def test_an_ordinary_trainer_passes() -> None:
     extra = [pl_callbacks.LearningRateMonitor(), pl_callbacks.ModelCheckpoint(), pl_callbacks.EarlyStopping("loss")]
-    for precision in ("32-true", "bf16-true"):
+    for precision in ("32-true", "bf16-true", "bf16-mixed"):
         check("trainer", Setup(trainer=trainer(precision=precision, enable_checkpointing=True, callbacks=extra)))
+
+
+def test_a_precision_plugin_of_lightnings_passes() -> None:
+    check("trainer", Setup(trainer=trainer(plugins=[MixedPrecision("bf16-mixed", "cpu")])))
 
 
 def test_no_clipping_is_not_clipping() -> None:
@@ -75,12 +80,27 @@ class ZeroGrad(Module):
     def optimizer_zero_grad(self, *args: Any, **kwargs: Any) -> None: ...
 
 
+class OwnPrecision(MixedPrecision):
+    pass
+
+
+class PlainPrecision(Precision):
+    pass
+
+
 class Manual(Module):
     automatic_optimization = False
 
 
 TRAINERS: dict[str, tuple[Callable[[], Trainer], str]] = {
-    "bf16-mixed": (lambda: trainer(precision="bf16-mixed"), "Trainer(precision='bf16-mixed')"),
+    "somebody else's precision": (
+        lambda: trainer(plugins=[OwnPrecision("bf16-mixed", "cpu")]),
+        "Trainer(plugins=[OwnPrecision(...)])",
+    ),
+    "plain precision of somebody else": (
+        lambda: trainer(plugins=[PlainPrecision()]),
+        "Trainer(plugins=[PlainPrecision(...)])",
+    ),
     "16-true": (lambda: trainer(precision="16-true"), "Trainer(precision='16-true')"),
     "64-true": (lambda: trainer(precision="64-true"), "Trainer(precision='64-true')"),
     "devices": (lambda: trainer(devices=2), "Trainer(devices=2)"),
@@ -129,9 +149,9 @@ def test_trainer_settings(name: str) -> None:
     assert f"- {setting}: " in message("trainer", Setup(trainer=make()))
 
 
-@pytest.mark.filterwarnings("ignore:You passed .*16-mixed")
-def test_16_mixed() -> None:
-    assert "mixed" in message("trainer", Setup(trainer=trainer(precision="16-mixed")))
+def test_loss_scaling() -> None:
+    made = trainer(plugins=[MixedPrecision("16-mixed", "cpu")])  # on a CPU Lightning takes the name for bf16-mixed
+    assert "Trainer(precision='16-mixed')" in message("trainer", Setup(trainer=made))
 
 
 def test_an_accelerator_that_is_neither_cuda_nor_cpu() -> None:
@@ -162,12 +182,6 @@ def test_a_peft_model_passes() -> None:
     check("model", Setup(model=models.build(lora=True)))
 
 
-def checkpointing() -> nn.Module:
-    model = models.build()
-    model.gradient_checkpointing_enable()
-    return model
-
-
 def collecting(setting: str) -> nn.Module:
     model = models.build(attn_implementation="eager")
     setattr(model.config, setting, True)
@@ -196,7 +210,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
         lambda: nn.Sequential(torch.compile(nn.Linear(2, 2))),
         "torch.compile of 0, which is no block by itself",
     ),
-    "checkpointing": (checkpointing, "gradient checkpointing in model"),
     "hidden states": (
         lambda: collecting("output_hidden_states"),
         "config.output_hidden_states=True of LlamaForCausalLM",
@@ -210,7 +223,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning", "ignore:.*gradient_checkpointing:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 @pytest.mark.parametrize("name", MODELS)
 def test_model_settings(name: str) -> None:
     make, setting = MODELS[name]

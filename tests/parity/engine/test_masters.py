@@ -1,7 +1,8 @@
-"""bfloat16 weights with fp32 masters: what the engine does with them, and in which place, changes no bit."""
+"""bfloat16 weights with fp32 masters, or rounded with noise: what the engine does, and where, changes no bit."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,13 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
 ]
 NAME = "adamw-masters"
+NOISY = "adamw-noisy"
 
 
 @pytest.fixture(autouse=True)
 def _known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(engines.OPTIMIZERS, NAME, lambda groups: AdamW(groups, lr=1e-3))
+    monkeypatch.setitem(engines.OPTIMIZERS, NOISY, lambda groups: AdamW(groups, lr=1e-3, stochastic_rounding=True))
 
 
 @pytest.mark.parametrize("places", [("host",), ("device",), ("paged",), ("device", "paged", "host")], ids="-".join)
@@ -42,18 +45,30 @@ def test_equal_to_plain_pytorch(places: tuple[str, ...], mode: str) -> None:
     assert not all(torch.equal(p.float(), master) for p, master in masters), "masters that hold no more than weights"
 
 
+@pytest.mark.parametrize("places", [("host",), ("device",), ("paged",), ("device", "paged", "host")], ids="-".join)
+def test_noise_equal_to_plain_pytorch(places: tuple[str, ...]) -> None:
+    case = Case(places=places, mode="lazy", dtype="bfloat16", optimizer=NOISY, options=("keep", "recompute"))
+    expected = plain(case)
+    actual = offloaded(case)
+    assert differences(expected, actual) == []
+    assert changed(case, actual)
+    assert all("master" not in state for state in actual.optimizer.state.values())
+    assert differences(expected, plain(replace(case, optimizer=NAME))) != []
+
+
+@pytest.mark.parametrize("noisy", [False, True], ids=["masters", "noise"])
 @pytest.mark.parametrize("first", ["stock", "offmate"])
 @pytest.mark.parametrize("second", ["stock", "offmate"])
 def test_resumed_training_equals_one_run(
-    first: str, second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    first: str, second: str, noisy: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint keeps the masters, whoever writes it and whoever reads it."""
+    """A checkpoint keeps the masters, whoever writes it and whoever reads it; noise needs no more than the step."""
     made = Module.configure_optimizers
 
     def with_masters(module: Any) -> dict[str, Any]:
         found = made(module)
         groups = [{"params": g["params"], "weight_decay": g["weight_decay"]} for g in found["optimizer"].param_groups]
-        optimizer = AdamW(groups, lr=1e-3)
+        optimizer = AdamW(groups, lr=1e-3, stochastic_rounding=noisy)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -68,4 +83,5 @@ def test_resumed_training_equals_one_run(
     assert whole.module.lrs[BATCHES:] == resumed.module.lrs
     assert state_differences(whole, resumed) == []
     state = next(iter(resumed.optimizer.state.values()))
-    assert state["master"].dtype == torch.float32
+    assert ("master" in state) != noisy
+    assert all(value.dtype == torch.float32 for value in state.values())

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import functools
+from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
 
 import lt_offload
-from lt_offload.errors import InfeasibleError, OverBudget, UnsupportedError
+from lt_offload.errors import InfeasibleError, OverBudget
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests import sampling
 from tests.support import models
-from tests.support.engines import make_optimizer
+from tests.support.engines import Result, differences, make_optimizer
 
 LAYERS = 6
 
@@ -176,12 +177,25 @@ def test_a_device_that_cannot_hold_the_plan_is_the_error_that_is_shown() -> None
     assert all(p.grad is not None for p in model.parameters())
 
 
-def test_plain_loop_refuses_what_it_cannot_do() -> None:
-    model, optimizer = fresh("llama")
-    enable = "activation_checkpointing_enable"  # as newer transformers call it
-    getattr(model, enable if hasattr(model, enable) else "gradient_checkpointing_enable")()
-    with (
-        pytest.raises(UnsupportedError, match="checkpointing"),
-        lt_offload.offloaded(model, optimizer, models.batch(model), memory="700kB", accelerator="cpu"),
-    ):
-        pass
+@pytest.mark.parametrize("memory", ["500kB", "10MB"])
+def test_gradient_checkpointing_is_switched_off_with_a_word(memory: str, caplog: pytest.LogCaptureFixture) -> None:
+    results = []
+    for ours in (False, True):
+        model, optimizer = fresh("llama")
+        enable = "activation_checkpointing_enable"  # as newer transformers call it
+        getattr(model, enable if hasattr(model, enable) else "gradient_checkpointing_enable")()
+        batch = models.batch(model)
+        engine = lt_offload.offloaded(model, optimizer, batch, memory=memory, accelerator="cpu")
+        losses = []
+        with engine if ours else nullcontext():
+            assert any(getattr(m, "gradient_checkpointing", False) for m in model.modules()) != ours
+            for _ in range(3):
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.detach().clone())
+        assert any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+        results.append(Result(losses, model, optimizer))
+    assert differences(*results) == []
+    assert sum("gradient checkpointing of" in record.message for record in caplog.records) == 1

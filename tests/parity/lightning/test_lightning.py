@@ -7,6 +7,7 @@ import csv
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
+from torch.utils.checkpoint import checkpoint
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError, PlanError, UnsupportedError
@@ -136,6 +138,23 @@ def test_fits_leave_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [ref() for ref in seen] == [None] * 5
     assert not any("forward" in vars(module) for module in second.model.modules())
     assert not any(p._post_accumulate_grad_hooks for p in second.parameters())
+
+
+def test_gradient_checkpointing_is_off_while_it_trains(caplog: pytest.LogCaptureFixture) -> None:
+    runs = []
+    for strategy in ("auto", OffmateStrategy(memory="400KB")):
+        module = seeded_module()
+        checkpointed = [m for m in module.model.modules() if hasattr(m, "gradient_checkpointing")]
+        for member in checkpointed:
+            member.gradient_checkpointing = True
+            member._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        runs.append(fit(strategy, module, max_epochs=1))
+        assert checkpointed
+        assert all(member.gradient_checkpointing for member in checkpointed)
+    assert differences(*runs) == []
+    said = [record.message for record in caplog.records if "gradient checkpointing of" in record.message]
+    assert len(said) == 1
+    assert "is off while the model trains" in said[0]
 
 
 # -- evaluation -------------------------------------------------------------------------------------------------------

@@ -12,22 +12,29 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from lt_offload.machine.accounting import Account
 from tests.support.engines import differences
 from tests.support.user_nets import (
     Layer,
     Net,
+    adamw,
     by_budget,
+    engine_of,
     in_every_run,
     ordinary,
     ours,
     plain,
+    refusal,
+    rows,
     with_every_budget,
 )
 
 
 class Attending(Layer):
+    """Uses its weight twice: where casts are kept, their gradients are added in the low precision."""
+
     def inner(self, x: Tensor) -> Tensor:
-        x = super().inner(x)[:, None]
+        x = super().inner(super().inner(x))[:, None]
         return F.scaled_dot_product_attention(x, x, x)[:, 0]
 
 
@@ -60,6 +67,42 @@ in_autocast = partial(Net, Attending, context=CONTEXTS["autocast"])
 @with_every_budget
 def test_autocast_is_planned_for(budget: str) -> None:
     assert differences(plain(in_autocast), by_budget(in_autocast, budget)) == []
+
+
+def test_an_evaluation_in_autocast_keeps_no_casts() -> None:
+    make = partial(Net, Attending)
+    answers, held = [], []
+    for context in (CONTEXTS["autocast"], CONTEXTS["no cache"]):
+        expected = make()
+        model = make()
+        optimizer = adamw(model)
+        with engine_of(model, optimizer, ("keep",)), torch.no_grad(), context():
+            with Account() as account:
+                answer = model(**rows()[0])["loss"]
+                held.append(account.current)
+            answers.append((expected(**rows()[0])["loss"], answer))
+    assert all(torch.equal(*pair) for pair in answers)
+    assert held[0] == held[1]
+
+
+class Shared(Net):
+    """Two blocks with one weight."""
+
+    def __init__(self, **hooks: Any) -> None:
+        super().__init__(**hooks)
+        first, second, *_ = self.layers
+        second.linear.weight = first.linear.weight
+
+
+def test_a_weight_of_two_blocks_without_kept_casts() -> None:
+    make = partial(Shared, context=autocast_without_cache)
+    assert differences(plain(make), ours(make, ("recompute", "keep"))) == []
+
+
+def test_a_weight_that_two_blocks_cast_is_refused() -> None:
+    message = refusal(partial(Shared, context=CONTEXTS["autocast"]))
+    assert "weight layers.0.linear.weight of blocks layers.0 and layers.1" in message
+    assert "cache_enabled=False" in message
 
 
 @in_every_run

@@ -72,6 +72,14 @@ def test_master_weights_are_planned_for(recipe: str) -> None:
     assert more == pytest.approx(8 * weights, rel=0.1)
 
 
+def test_mixed_precision_is_planned_for(recipe: str) -> None:
+    assert main(["plan", recipe, *CARD, "--save", "full.json"]) == 0
+    assert main(["plan", recipe, *CARD, "--save", "mixed.json", "--trainer.precision", "bf16-mixed"]) == 0
+    full, mixed = Plan.load("full.json"), Plan.load("mixed.json")
+    assert mixed.fingerprint == full.fingerprint
+    assert mixed.predicted.no_offload_s != full.predicted.no_offload_s
+
+
 def test_a_plan_needs_no_report_to_be_quick(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", recipe, *CARD]) == 0
     assert "planning with" not in capsys.readouterr().err

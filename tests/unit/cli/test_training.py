@@ -12,14 +12,13 @@ from lt_offload.cli import doctor
 from lt_offload.cli.main import main
 from lt_offload.schema.explain import brief
 from lt_offload.schema.plan import Plan
-from lt_offload.schema.profile import HardwareProfile
+from lt_offload.schema.profile import HardwareProfile, Profile
 from lt_offload.schema.trace import Trace
 from tests.support import tiny
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
-    pytest.mark.filterwarnings("ignore:.*AMP with fp16 is not supported on CPU.*"),
     pytest.mark.filterwarnings("ignore:Experiment logs directory.*"),
     pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"),
 ]
@@ -77,6 +76,16 @@ def test_a_run_shows_measured_beside_planned(
     assert losses[0][0].split() == losses[1][0].split()
 
 
+@pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")
+def test_mixed_precision(recipe: str) -> None:
+    for precision in ("32-true", "bf16-mixed"):
+        assert main([recipe, "--trainer.precision", precision, "--trainer.default_root_dir", precision]) == 0
+    full, mixed = (Profile.load(f"{precision}/profile.json") for precision in ("32-true", "bf16-mixed"))
+    assert full.fingerprint == mixed.fingerprint
+    saved = [profile.blocks[1].option("keep").saved_bytes for profile in (full, mixed)]
+    assert saved[0] != saved[1], "nothing was cast"
+
+
 @pytest.mark.parametrize(
     ("args", "messages"),
     [
@@ -90,7 +99,7 @@ def test_a_run_shows_measured_beside_planned(
         (["--trainer.gradient_clip_val", "-1.0"], ["gradient_clip_val=-1.0 must be more than 0"]),
         (["--trainer.gradient_clip_algorithm", "best"], ["gradient_clip_algorithm", "best"]),
         (["--trainer.accumulate_grad_batches", "0"], ["accumulate_grad_batches"]),
-        (["--trainer.precision", "16-mixed"], ["precision"]),
+        (["--trainer.precision", "64-true"], ["Trainer(precision='64-true')", "bf16-mixed"]),
         (["--trainer.strategy.batch_size", "best"], ["batch_size"]),
         (["--trainer.strategy.planner", "best"], ["planner"]),
     ],

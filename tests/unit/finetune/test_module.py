@@ -147,6 +147,14 @@ def test_master_weights(folder: str, text: str) -> None:
         assert torch.equal(parameter, optimizer.state[parameter]["master"].bfloat16())
 
 
+def test_stochastic_rounding(folder: str, text: str) -> None:
+    module = FineTune(folder, dtype="bfloat16", stochastic_rounding=True)
+    trainer(1).fit(module, datamodule=data(folder, text))
+    [optimizer] = module.trainer.optimizers
+    assert all(group["stochastic_rounding"] for group in optimizer.param_groups)
+    assert all(sorted(optimizer.state[p]) == ["exp_avg", "exp_avg_sq", "step"] for p in module.parameters())
+
+
 def test_adapters_are_float32_whatever_the_model() -> None:
     """So that master weights would change nothing for them."""
     model = add_lora(models.build("llama", dtype=torch.bfloat16), LoraArgs())
@@ -210,6 +218,15 @@ def test_lora_of_layers_that_do_not_exist(folder: str) -> None:
         (
             {"master_weights": True, "dtype": "bfloat16", "lora": LoraArgs()},
             r"model\.master_weights=true changes nothing with model\.lora, whose adapters are float32",
+        ),
+        (
+            {"stochastic_rounding": True},
+            r"model\.stochastic_rounding=true changes nothing with model\.dtype=float32; set it to false, or set "
+            r"model\.dtype=bfloat16",
+        ),
+        (
+            {"stochastic_rounding": True, "master_weights": True, "dtype": "bfloat16"},
+            r"model\.stochastic_rounding=true does without the copies that model\.master_weights=true keeps",
         ),
         (
             {"master_weights": True, "dtype": "bfloat16", "optimizer": "sgd"},

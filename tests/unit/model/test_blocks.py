@@ -86,14 +86,57 @@ def test_modules_without_hugging_face_attributes() -> None:
             self.out = nn.Linear(8, 10)
 
     structure = find_blocks(Plain())
-    assert [block.name for block in structure.blocks] == ["embed", "small", "stack.0", "stack.1", "out"]
+    assert [block.name for block in structure.blocks] == ["embed", "stack.0", "stack.1", "out"]
     assert structure.blocks[-1].kind == "head"
+    assert len(structure.rest) == 8, "a list that is not the layers' is not called itself"
+    assert [block.name for block in find_blocks(Plain(), "small").blocks][1:5] == [f"small.{i}" for i in range(4)]
+
+
+def test_a_sequential_is_a_block_sequence_where_there_is_no_list() -> None:
+    parts = [part for _ in range(3) for part in (nn.Sequential(nn.Linear(4, 4), nn.GELU()), nn.ReLU())]
+    structure = find_blocks(nn.Sequential(nn.Linear(2, 4), *parts, nn.Linear(4, 1)))
+    assert [(block.name, block.kind) for block in structure.blocks] == [
+        ("0", "other"),
+        ("1", "layer"),
+        ("3", "layer"),
+        ("5", "layer"),
+        ("7", "head"),
+    ]
+    wrapped = find_blocks(Wrapper(nn.Sequential(nn.Embedding(5, 4), nn.Sequential(*parts), nn.Linear(4, 5))))
+    names = ["model.0", "model.1.0", "model.1.2", "model.1.4", "model.2"]
+    assert [block.name for block in wrapped.blocks] == names
+    assert [block.kind for block in wrapped.blocks] == ["embedding", "layer", "layer", "layer", "head"]
+
+
+class Named(nn.Module):
+    """Containers within containers, as in GPTs that people write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+        self.body = nn.ModuleDict({"wte": nn.Embedding(9, 4), "h": layers, "ln_f": nn.LayerNorm(4)})
+        self.lm_head = nn.Linear(4, 9, bias=False)
+        self.extra = nn.ModuleDict({"h": nn.ModuleList(nn.Linear(40, 40) for _ in range(2))})
+
+
+def test_layers_by_name() -> None:
+    model = Named()
+    structure = find_blocks(model, "body.h")
+    assert [block.name for block in structure.blocks] == ["body.wte", "body.h.0", "body.h.1", "body.ln_f", "lm_head"]
+    assert [name for name, _ in structure.rest] == [n for n, _ in model.named_parameters() if n.startswith("extra")]
+    assert find_blocks(model).blocks[-1].name == "extra.h.1", "by structure the largest list is taken"
+    ambiguous = r"blocks='h': 2 of these are called so in Named: extra\.h \(2 of Linear\), body\.h \(2 of Linear\)"
+    with pytest.raises(ModelError, match=ambiguous):
+        find_blocks(model, "h")
+    with pytest.raises(ModelError, match=r"blocks='layers': none of these is called so .* extra\.h .* body\.h"):
+        find_blocks(model, "layers")
 
 
 @pytest.mark.parametrize(
     ("model", "named"),
     [
-        (nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)), "Sequential has no block sequence.*none at all"),
+        (Wrapper(nn.Linear(4, 4)), "Wrapper has no block sequence.*none at all"),
+        (nn.Sequential(nn.Linear(4, 4), nn.ReLU()), r"found: the model \(2 of Linear, ReLU\)"),
         (Wrapper(nn.Sequential(nn.ModuleList([nn.Linear(4, 4), nn.ReLU()]))), r"model\.0 \(2 of Linear, ReLU\)"),
         (Wrapper(nn.ModuleList([nn.Linear(4, 4)])), r"model \(1 of Linear\)"),
     ],

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from lt_offload.model.calls import BlockOutput, caches_off, tensors_of
+from lt_offload.model.calls import BlockOutput, plainly, tensors_of
 from tests.support import models
 
 
@@ -81,7 +81,7 @@ def test_outputs_of_an_autograd_function(fake: bool) -> None:
 
 def test_caches_are_off_inside_and_as_before_outside() -> None:
     on, off = models.build(use_cache=True), models.build()
-    with caches_off(torch.nn.ModuleList([on, off])):
+    with plainly(torch.nn.ModuleList([on, off])):
         assert not on.config.use_cache
         assert not off.config.use_cache
     assert on.config.use_cache

@@ -193,26 +193,110 @@ def through_a_file(optimizer: torch.optim.Optimizer) -> Any:
     return torch.load(file)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+NOISY = SETTINGS | {"stochastic_rounding": True}
+
+
+def test_noise_instead_of_masters() -> None:
+    mine, theirs = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    optimizer = AdamW(mine, **NOISY)
+    for step in range(3):
+        give_gradients(mine, step)
+        before = [p.detach().float() for p in mine]
+        states = [{name: value.clone() for name, value in optimizer.state[p].items()} for p in mine]
+        optimizer.step()
+        for parameter, old, state in zip(mine, before, states, strict=True):
+            assert list(optimizer.state[parameter]) == ["step", "exp_avg", "exp_avg_sq"]
+            exact = nn.Parameter(old)
+            exact.grad = parameter.grad.float()  # type: ignore[union-attr]
+            reference = torch.optim.AdamW([exact], fused=True, **SETTINGS)
+            reference.state[exact] = state
+            reference.step()
+            assert all(torch.equal(optimizer.state[parameter][n], v) for n, v in reference.state[exact].items())
+            ulp = 2.0 ** (exact.abs().log2().floor() - 7)
+            assert ((parameter - exact).abs() < ulp).all(), "it is not one of the two neighbours"
+    assert not all(torch.equal(p, q) for p, q in zip(mine, theirs, strict=True))
+
+
+def test_noise_does_not_depend_on_the_order() -> None:
+    together, alone = parameters(torch.bfloat16), parameters(torch.bfloat16)
+    both = [AdamW(found, **NOISY) for found in (together, alone)]
+    for step in range(3):
+        give_gradients(together, step)
+        give_gradients(alone, step)
+        both[0].step()
+        grads = [p.grad for p in alone]
+        for turn in reversed(range(len(alone))):
+            for number, parameter in enumerate(alone):
+                parameter.grad = grads[number] if number == turn else None
+            both[1].step()
+    assert all(torch.equal(p, q) for p, q in zip(together, alone, strict=True))
+
+
+def test_noise_differs_between_parameters_and_steps() -> None:
+    twins = [nn.Parameter(torch.ones(4096, dtype=torch.bfloat16)) for _ in range(2)]
+    optimizer = AdamW(twins, lr=1e-3, stochastic_rounding=True)
+    ups = []
+    for _ in range(2):
+        for twin in twins:
+            twin.grad = torch.ones_like(twin)
+        before = [twin.detach().clone() for twin in twins]
+        optimizer.step()
+        ups += [(twin != old).double() for twin, old in zip(twins, before, strict=True)]
+    assert torch.corrcoef(torch.stack(ups))[~torch.eye(4, dtype=torch.bool)].abs().max() < 0.1
+
+
+def test_small_steps_count_on_average() -> None:
+    noisy, plain, exact = (nn.Parameter(torch.ones(4096, dtype=d)) for d in (torch.bfloat16,) * 2 + (torch.float32,))
+    optimizers = (
+        AdamW([noisy], lr=1e-5, stochastic_rounding=True),
+        torch.optim.AdamW([plain], lr=1e-5, fused=True),
+        torch.optim.AdamW([exact], lr=1e-5, fused=True),
+    )
+    for _ in range(100):
+        for parameter, optimizer in zip((noisy, plain, exact), optimizers, strict=True):
+            parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+    assert (plain == 1).all()
+    ours, expected = (float(parameter.detach().double().mean()) for parameter in (noisy, exact))
+    # Below 1 the distance of two neighbours is 1/256: the sum of 100 draws has at most this standard deviation.
+    assert abs(ours - expected) < 5 * ((1 - expected) / 256 / 4096) ** 0.5
+    assert 0.9e-3 < 1 - expected < 3e-3
+
+
+def test_noise_is_for_bfloat16() -> None:
+    full, low = parameters(torch.float32), parameters(torch.bfloat16)
+    optimizer, reference = AdamW([*full, *low], **NOISY), AdamW(copies := parameters(torch.float32), **SETTINGS)
+    train(full, optimizer, range(2))
+    train(copies, reference, range(2))
+    assert all(torch.equal(p, q) for p, q in zip(full, copies, strict=True))
+    with pytest.raises(ConfigError, match=r"stochastic_rounding=True is for bfloat16 weights, not for torch\.float16"):
+        AdamW(parameters(torch.float16), stochastic_rounding=True)
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize(
+    ("dtype", "settings"), [(torch.float32, SETTINGS), *((torch.bfloat16, s) for s in (SETTINGS, NOISY))]
+)
 @pytest.mark.parametrize("way", ["torch", "checkpoint", "pickle", "deepcopy"])
-def test_resume(dtype: torch.dtype, way: str) -> None:
+def test_resume(dtype: torch.dtype, settings: dict[str, Any], way: str, steps: int) -> None:
     straight = parameters(dtype)
-    expected = AdamW(straight, **SETTINGS)
+    expected = AdamW(straight, **settings)
     train(straight, expected, range(5))
     first = parameters(dtype)
-    optimizer = AdamW(first, **SETTINGS)
-    train(first, optimizer, range(2))
+    optimizer = AdamW(first, **settings)
+    train(first, optimizer, range(steps))
     if way == "pickle":
         resumed = pickle.loads(pickle.dumps(optimizer))
     elif way == "deepcopy":
         resumed = copy.deepcopy(optimizer)
     else:
-        resumed = AdamW([nn.Parameter(p.detach().clone()) for p in first], lr=9.0)
+        noisy = settings.get("stochastic_rounding", False)
+        resumed = AdamW([nn.Parameter(p.detach().clone()) for p in first], lr=9.0, stochastic_rounding=noisy)
         if way == "torch":
             resumed.load_state_dict(through_a_file(optimizer))
         else:
             load_optimizer_state(resumed, through_a_file(optimizer), set(resumed.param_groups[0]["params"]))
-    train(resumed.param_groups[0]["params"], resumed, range(2, 5))
+    train(resumed.param_groups[0]["params"], resumed, range(steps, 5))
     assert_same(resumed, expected)
 
 
@@ -260,6 +344,12 @@ def test_checkpoints_that_do_not_fit() -> None:
     train(low, ours, range(1))
     with pytest.raises(ConfigError, match=r"fp32 masters for a weight that is torch\.float32 now"):
         AdamW(full).load_state_dict(ours.state_dict())
+    with pytest.raises(ConfigError, match=r"fp32 masters for a weight .* with stochastic_rounding=True"):
+        AdamW(low, stochastic_rounding=True).load_state_dict(ours.state_dict())
+    noisy = AdamW(low, stochastic_rounding=True)
+    train(low, noisy, range(1))
+    with pytest.raises(ConfigError, match=r"no fp32 masters for a weight .* with stochastic_rounding=False"):
+        AdamW(low).load_state_dict(noisy.state_dict())
     with pytest.raises(ConfigError, match="amsgrad=True is not offered"):
         AdamW(full).load_state_dict(torch.optim.AdamW(full, amsgrad=True).state_dict())
 

@@ -44,8 +44,8 @@ def threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def entries(dtype: torch.dtype, *, seed: int = 0, special: bool = False) -> list[Entry]:
-    """One of each size, of numbers of many magnitudes."""
+def entries(dtype: torch.dtype, *, seed: int = 0, special: bool = False, noise: bool = False) -> list[Entry]:
+    """One of each size, of numbers of many magnitudes; ``noise`` rounds instead of masters."""
     torch.manual_seed(seed)
 
     def numbers(size: Any) -> Tensor:
@@ -58,7 +58,8 @@ def entries(dtype: torch.dtype, *, seed: int = 0, special: bool = False) -> list
     for i, size in enumerate(SIZES):
         master = None if dtype == torch.float32 else numbers(size)
         param, grad = (numbers(size).to(dtype) for _ in range(2))
-        made.append(Entry(param, grad, master, numbers(size), numbers(size).abs_(), float(1 + i * 5)))
+        found = Entry(param, grad, master, numbers(size), numbers(size).abs_(), float(1 + i * 5))
+        made.append(found._replace(master=None, seed=(1 << 32) - 7 * i - 1) if noise else found)
     return made
 
 
@@ -72,7 +73,7 @@ def options(**changes: Any) -> Options:
 
 def same(left: list[Entry], right: list[Entry]) -> bool:
     """Equal bits; one that is not a number is as good as another."""
-    pairs = [(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x[:-1], y[:-1], strict=True)]
+    pairs = [(a, b) for x, y in zip(left, right, strict=True) for a, b in zip(x.tensors, y.tensors, strict=True)]
     return all(
         torch.equal(a.isnan(), b.isnan()) and torch.equal(_bits(a)[~a.isnan()], _bits(b)[~b.isnan()])
         for a, b in pairs
@@ -84,7 +85,14 @@ def _bits(tensor: Tensor) -> Tensor:
     return tensor.view({2: torch.int16, 4: torch.int32}[tensor.element_size()])
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {"dtype": torch.float32},
+    "masters": {"dtype": torch.bfloat16},
+    "noise": {"dtype": torch.bfloat16, "noise": True},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("special", [False, True], ids=["numbers", "special"])
 @pytest.mark.parametrize(
     "changes",
@@ -99,9 +107,9 @@ def _bits(tensor: Tensor) -> Tensor:
     ],
     ids=["plain", "no decay", "maximize", "low betas", "lr tensor", "scale", "scale tensor"],
 )
-def test_kernel_equals_torch(kernel: native.Kernel, dtype: torch.dtype, special: bool, changes: dict[str, Any]) -> None:
+def test_kernel_equals_torch(kernel: native.Kernel, kind: str, special: bool, changes: dict[str, Any]) -> None:
     for seed in range(4):
-        left = entries(dtype, seed=seed, special=special)
+        left = entries(**KINDS[kind], seed=seed, special=special)
         right, before = copies(left), copies(left)
         for _ in range(2):
             kernel.update(left, options(**changes))
@@ -135,12 +143,12 @@ def test_plain_equals_the_scheme_in_a_loop(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("way", ["kernel", "plain"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
 def test_threads_and_splits_change_nothing(
-    kernel: native.Kernel, dtype: torch.dtype, way: str, threads: None, monkeypatch: pytest.MonkeyPatch
+    kernel: native.Kernel, kind: str, way: str, threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     update = kernel.update if way == "kernel" else plain.update
-    whole = entries(dtype)
+    whole = entries(**KINDS[kind])
     many, split, small = copies(whole), copies(whole), copies(whole)
     torch.set_num_threads(1)
     update(whole, options())
@@ -170,6 +178,36 @@ def test_every_bfloat16_rounding(kernel: native.Kernel) -> None:
         assert torch.equal(_bits(low.param)[~expected.isnan()], _bits(expected)[~expected.isnan()])
 
 
+def test_noise_rounds_to_either_neighbour(kernel: native.Kernel) -> None:
+    """Every upper half of an fp32 number: what bfloat16 has stays, the rest becomes a neighbour and nothing else."""
+    upper = torch.arange(1 << 16, dtype=torch.int64) << 16
+    for lower in (0, 1, 0x8000, 0xFFFF):
+        bits = upper | lower
+        values = torch.where(bits >= 1 << 31, bits - (1 << 32), bits).to(torch.int32).view(torch.float32)
+        rounded = plain.stochastic(values, 5)
+        number = ~values.isnan()
+        assert torch.equal(rounded.isnan(), values.isnan())
+        assert torch.equal(rounded[values.isinf()].float(), values[values.isinf()])
+        steps = (_bits(rounded).int() & 0xFFFF)[number] - (upper[number] >> 16)
+        assert set(steps.tolist()) <= ({0, 1} if lower else {0})
+
+
+def test_noise_is_right_on_average() -> None:
+    """The hash has no chance in it: whoever runs this gets the same means."""
+    count, steps = 1 << 16, 16
+    for share in (1 / 256, 1 / 3, 0.5, 0.9):
+        values = torch.full((count,), 1 + share / 128)
+        ups = torch.stack([(plain.stochastic(values, 1000 + step) > 1).double() for step in range(steps)])
+        exact = round(share * (1 << 16)) / (1 << 16)
+        sigma = (exact * (1 - exact)) ** 0.5
+        assert abs(ups.mean() - exact) < 4 * sigma / (count * steps) ** 0.5
+        assert (ups.mean(1) - exact).abs().max() < 5 * sigma / count**0.5, "some step is biased"
+        expected = sigma / steps**0.5
+        assert abs(ups.mean(0).std() / expected - 1) < 0.02, "steps of one element are not drawn apart"
+        pairs = torch.corrcoef(ups)[~torch.eye(steps, dtype=torch.bool)]
+        assert pairs.abs().max() < 6 / count**0.5, "steps are correlated"
+
+
 def test_what_the_kernel_takes() -> None:
     [*_, low] = entries(torch.bfloat16)
     [*_, full] = entries(torch.float32)
@@ -178,6 +216,8 @@ def test_what_the_kernel_takes() -> None:
     assert not native.Kernel.takes(low._replace(grad=low.grad.float()))
     assert not native.Kernel.takes(full._replace(exp_avg=full.exp_avg.bfloat16()))
     assert not native.Kernel.takes(converted(full, Tensor.double))
+    assert native.Kernel.takes(low._replace(master=None, seed=3))
+    assert not native.Kernel.takes(full._replace(seed=3))
     assert not native.Kernel.takes(low._replace(param=low.param.half(), grad=low.grad.half()))
     table = entries(torch.float32)[10]
     assert not native.Kernel.takes(converted(table, Tensor.t))
@@ -192,12 +232,15 @@ def test_layouts_and_dtypes_that_the_kernel_does_not_take_are_updated_all_the_sa
     assert native.update([turned], options()) == [turned]
     plain.update([turned], options())
     assert same([table], [converted(turned, Tensor.contiguous)])
-    mixed = entries(torch.bfloat16)[10]
-    strided = mixed._replace(grad=mixed.grad.t().contiguous().t())
-    expected = copies([mixed])
-    plain.update(expected, options())
-    plain.update(native.update([strided], options()), options())
-    assert same(expected, [strided])
+    for kind in ("masters", "noise"):
+        mixed = entries(**KINDS[kind])[10]
+        strided = mixed._replace(grad=mixed.grad.t().contiguous().t())
+        expected = copies([mixed])
+        plain.update(expected, options())
+        plain.update(native.update([strided], options()), options())
+        assert same(expected, [strided])
+    values = table.param
+    assert torch.equal(plain.stochastic(values.t().contiguous().t(), 3), plain.stochastic(values, 3))
 
 
 def test_small_tensors_of_both_kinds_share_a_call(kernel: native.Kernel) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -99,6 +100,27 @@ def test_the_error_names_inputs_that_would_fit() -> None:
 def test_too_little_ram_is_named() -> None:
     with pytest.raises(InfeasibleError, match=r"host_memory=1 GB is too small .* at least host_memory=\d+MB"):
         solve(LLAMA, memory="10GB", host_memory="1GB")
+
+
+@pytest.mark.parametrize(
+    ("share", "precision"),
+    [
+        (0.9, r"lt_offload\.AdamW\(stochastic_rounding=True\), 12 bytes per parameter, .* instead of 16, "),
+        (0.7, r"moments, as torch\.optim\.AdamW has them, 8 bytes per parameter, "),
+        (0.1, r"moments, as torch\.optim\.AdamW has them, 8 bytes per parameter, "),
+    ],
+)
+def test_too_little_ram_names_the_precision_that_needs_less(share: float, precision: str) -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        solve(LLAMA, memory="10GB", host_memory="1GB")
+    least = re.search(r"at least host_memory=(\d+)MB; with", str(caught.value))
+    assert least is not None
+    budget = int(share * int(least[1]))
+    with pytest.raises(InfeasibleError, match=precision) as caught:
+        solve(LLAMA, memory="10GB", host_memory=f"{budget}MB")
+    other = re.search(r"host_memory=(\d+)MB is the least$", str(caught.value))
+    assert other is not None
+    assert (int(other[1]) <= budget) == (share > 0.5)
 
 
 @pytest.mark.parametrize("host_memory", ["17.3GB", "20GB"])

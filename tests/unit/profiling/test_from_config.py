@@ -69,6 +69,23 @@ def assert_same_bytes(found: Profile, expected: Profile) -> None:
             assert {name: getattr(a, name) for name in SIZES} == {name: getattr(b, name) for name in SIZES}, ours.name
 
 
+@pytest.mark.parametrize("family", ["llama-tied", "bloom"])
+def test_bytes_under_autocast_equal_those_with_weights(family: str) -> None:
+    model = models.build(family)
+
+    def run(batch: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
+            return model(**batch).loss
+
+    hardware = load_hardware("rtx-3060")
+    expected = profile(
+        model, models.batch(model), optimizer=torch.optim.AdamW, device="cpu", hardware=hardware, run=run
+    )
+    found = fake(model.config, autocast="bfloat16")
+    assert_same_bytes(found, expected)
+    assert found.blocks != fake(model.config).blocks
+
+
 @pytest.mark.parametrize("family", models.FAMILIES)
 def test_bytes_without_weights_equal_those_with_weights(family: str) -> None:
     model = models.build(family)

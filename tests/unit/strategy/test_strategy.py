@@ -79,6 +79,7 @@ OPTIONS = {
     "host_memory": None,
     "planner": "auto",
     "batch_size": None,
+    "blocks": None,
     "host_update": True,
     "activation_offload": True,
     "recompute": True,

@@ -1,0 +1,110 @@
+"""bf16-mixed under a Trainer: fp32 weights, operations that autocast, the numbers of stock Lightning."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+
+import lt_offload
+from lt_offload import InfeasibleError, OffmateStrategy
+from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.strategy import offmate
+from tests import sampling
+from tests.support.trainers import Forced, Run, differences, fit, seeded_module, trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+]
+
+MODELS: list[dict[str, Any]] = [
+    {"dropout": 0.1},
+    {"dropout": 0.1, "lora": True},
+    {"family": "llama-tied"},
+    {"family": "bloom", "dropout": 0.1},
+    {"family": "phi"},
+]
+BUDGETS = {"tight": 1.02, "middle": 1.6, "resident": 20.0}
+
+
+def mixed(strategy: Any, options: dict[str, Any], **settings: Any) -> Run:
+    return fit(strategy, seeded_module(**options), **{"precision": "bf16-mixed"} | settings)
+
+
+@pytest.mark.parametrize("options", MODELS, ids=str)
+def test_every_option_and_place_equals_stock(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(offmate, "open_device", lambda budget, *_, **__: EmulatedDevice(budget, "lazy", check=True))
+    stock = mixed("auto", options)
+    assert differences(stock, mixed(Forced(), options)) == []
+    assert not torch.equal(stock.module.losses[0], fit("auto", seeded_module(**options)).module.losses[0])
+
+
+def smallest_budget(options: dict[str, Any]) -> int:
+    with pytest.raises(InfeasibleError) as caught:
+        mixed(OffmateStrategy(memory="20KB"), options)
+    assert caught.value.needed_bytes is not None
+    return caught.value.needed_bytes
+
+
+@pytest.mark.parametrize(("options", "budget"), sampling.grid(MODELS, list(BUDGETS)), ids=str)
+def test_every_budget_equals_stock(options: dict[str, Any], budget: str) -> None:
+    memory = int(smallest_budget(options) * BUDGETS[budget])
+    strategy = OffmateStrategy(memory=memory, planner="resident" if budget == "resident" else "auto")
+    ours = mixed(strategy, options)
+    assert differences(mixed("auto", options), ours) == []
+    assert strategy.plan is not None
+    assert strategy.trace is not None
+    # The casts of weights are in the profile, so that what a plan predicts is what a run takes.
+    assert strategy.trace.device_peak <= memory
+    assert strategy.trace.device_peak == pytest.approx(strategy.plan.predicted.device_peak_bytes, rel=0.05)
+
+
+def test_under_pytorch_lightning() -> None:
+    runs = [
+        fit(strategy, L=pytorch_lightning, max_epochs=1, precision="bf16-mixed")
+        for strategy in ("auto", OffmateStrategy(memory="200MB"))
+    ]
+    assert differences(*runs) == []
+
+
+def test_lightnings_own_plugin_is_honoured() -> None:
+    plugin = MixedPrecision("bf16-mixed", "cpu")
+    ours = fit(OffmateStrategy(memory="200MB"), max_epochs=1, plugins=[plugin])
+    assert ours.trainer.precision_plugin is plugin
+    assert differences(fit("auto", max_epochs=1, precision="bf16-mixed"), ours) == []
+
+
+def test_evaluation_without_training() -> None:
+    answers = []
+    for strategy in ("auto", OffmateStrategy(memory="100KB")):
+        module, made = seeded_module(), trainer(strategy, precision="bf16-mixed")
+        module.test_step, module.test_dataloader = module.validation_step, module.val_dataloader
+        (validated,), (tested,) = made.validate(module, verbose=False), made.test(module, verbose=False)
+        (logits,) = made.predict(module)
+        assert logits.dtype == torch.bfloat16
+        answers.append((validated, tested, logits))
+    assert answers[0][:2] == answers[1][:2]
+    assert torch.equal(answers[0][2], answers[1][2])
+
+
+def test_the_profile_has_the_sizes_of_what_is_cast() -> None:
+    lightning.pytorch.seed_everything(0, verbose=False)
+    profiles = []
+    for precision in ("32-true", "bf16-mixed"):
+        strategy = OffmateStrategy(memory="200MB")
+        fit(strategy, max_steps=1, precision=precision)
+        profiles.append(strategy.profile)
+    full, half = profiles
+    assert isinstance(full, lt_offload.Profile)
+    assert isinstance(half, lt_offload.Profile)
+    linear = half.blocks[-1].options[0]
+    assert [tensor.bytes for tensor in half.tensors] == [tensor.bytes for tensor in full.tensors]
+    # The output projection keeps its weight in the low precision until the backward.
+    weight = full.tensors[-1]
+    assert weight.name == "model.lm_head.weight"
+    assert linear.saved_bytes >= weight.bytes // 2

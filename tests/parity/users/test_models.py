@@ -1,0 +1,227 @@
+"""Models that are not language models of decoder layers: whatever is a sequence of blocks trains exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+
+import lt_offload
+from lt_offload.errors import ModelError
+from tests.support.engines import Result, differences
+from tests.support.user_nets import seed
+
+HIDDEN, VOCAB, WORDS = 32, 61, 8
+Batch = dict[str, Tensor]
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+]
+
+
+class Attention(nn.Module):
+    """A block as people write it themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ln_1, self.ln_2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
+        self.c_attn, self.c_proj = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+        self.mlp = nn.Sequential(nn.Linear(HIDDEN, 48), nn.GELU(), nn.Linear(48, HIDDEN), nn.Dropout(0.1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        parts = self.c_attn(self.ln_1(x)).unflatten(-1, (3, 4, -1)).transpose(1, 3).unbind(2)
+        heads = F.scaled_dot_product_attention(*parts, is_causal=True)
+        x = x + self.c_proj(heads.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.ln_2(x))
+
+
+class GPT(nn.Module):
+    """Written by hand: containers of containers, a tied head, and another list that is larger than the layers."""
+
+    def __init__(self, *, other: bool = False) -> None:
+        super().__init__()
+        parts = {"wte": nn.Embedding(VOCAB, HIDDEN), "wpe": nn.Embedding(WORDS, HIDDEN)}
+        layers = nn.ModuleList(Attention() for _ in range(3))
+        self.transformer = nn.ModuleDict({**parts, "h": layers, "ln_f": nn.LayerNorm(HIDDEN)})
+        self.lm_head = nn.Linear(HIDDEN, VOCAB, bias=False)
+        self.lm_head.weight = self.transformer["wte"].weight
+        if other:
+            self.probes = nn.ModuleList(nn.Linear(200, 200) for _ in range(2)).requires_grad_(False)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.transformer["wte"](ids) + self.transformer["wpe"](torch.arange(ids.shape[1]))
+        for block in self.transformer["h"]:
+            x = block(x)
+        logits = self.lm_head(self.transformer["ln_f"](x))
+        return {"loss": F.cross_entropy(logits.flatten(0, 1), labels.flatten())}
+
+
+class Stack(nn.Module):
+    """Layers in one ``nn.Sequential``, and operations without weights between them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        middle = [part for _ in range(3) for part in (nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.GELU()), nn.ReLU())]
+        self.net = nn.Sequential(nn.Linear(8, HIDDEN), *middle, nn.Linear(HIDDEN, 5))
+
+    def forward(self, x: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": F.cross_entropy(self.net(x), labels)}
+
+
+def vit() -> nn.Module:
+    sizes = {"num_hidden_layers": 3, "num_attention_heads": 4, "intermediate_size": 48, "hidden_size": HIDDEN}
+    return transformers.ViTForImageClassification(
+        transformers.ViTConfig(image_size=16, patch_size=4, num_labels=5, **sizes)
+    )
+
+
+def language_model(name: str, **options: Any) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        common = {"vocab_size": VOCAB, "hidden_size": HIDDEN, "num_hidden_layers": 3, "intermediate_size": 48}
+        config = getattr(transformers, f"{name}Config")(use_cache=False, **common | options)
+        model: nn.Module = getattr(transformers, f"{name}ForCausalLM")(config)
+        return model
+
+    return make
+
+
+def images(generator: torch.Generator) -> Batch:
+    labels = torch.randint(5, (2,), generator=generator)
+    return {"pixel_values": torch.randn(2, 3, 16, 16, generator=generator), "labels": labels}
+
+
+def vectors(generator: torch.Generator) -> Batch:
+    return {"x": torch.randn(4, 8, generator=generator), "labels": torch.randint(5, (4,), generator=generator)}
+
+
+def words(name: str) -> Callable[[torch.Generator], Batch]:
+    def make(generator: torch.Generator) -> Batch:
+        ids = torch.randint(VOCAB, (2, WORDS), generator=generator)
+        return {name: ids, "labels": ids.roll(1, 1)}
+
+    return make
+
+
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[torch.Generator], Batch]]] = {
+    "ViT": (vit, images),
+    "GPT": (GPT, words("ids")),
+    "Sequential": (Stack, vectors),
+    "Mamba": (language_model("Mamba", state_size=8), words("input_ids")),
+    "MoE": (language_model("Mixtral", num_local_experts=4, num_experts_per_tok=2, **HEADS), words("input_ids")),
+}
+
+
+def made(name: str) -> nn.Module:
+    torch.manual_seed(0)
+    return MODELS[name][0]().train()
+
+
+def batches(name: str) -> list[Batch]:
+    generator = torch.Generator().manual_seed(1)
+    return [MODELS[name][1](generator) for _ in range(3)]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rows: list[Batch]) -> Result:
+    seed()
+    losses = []
+    for row in rows:
+        loss = model(**row)["loss"]
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+    return Result(losses, model, optimizer)
+
+
+@cache
+def plain(name: str) -> Result:
+    model = made(name)
+    return train(model, adamw(model), batches(name))
+
+
+@cache
+def measured(name: str) -> tuple[lt_offload.Profile, int]:
+    model, rows = made(name), batches(name)
+    profile = lt_offload.profile(
+        model, rows[0], optimizer=adamw(model), device="cpu", run=lambda batch: model(**batch)["loss"]
+    )
+    with pytest.raises(lt_offload.InfeasibleError) as caught:
+        lt_offload.solve(profile, memory=1000)
+    assert caught.value.needed_bytes is not None
+    return profile, caught.value.needed_bytes
+
+
+def offloaded(model: nn.Module, rows: list[Batch], **settings: Any) -> Result:
+    optimizer = adamw(model)
+    with lt_offload.offloaded(model, optimizer, rows[0], accelerator="cpu", **settings):
+        return train(model, optimizer, rows)
+
+
+@pytest.mark.parametrize("budget", ["tight", "middle", "resident"])
+@pytest.mark.parametrize("name", MODELS)
+def test_every_kind_of_model_equals_plain_pytorch(name: str, budget: str) -> None:
+    profile, needed = measured(name)
+    memory = int(needed * {"tight": 1.02, "middle": 1.6, "resident": 20.0}[budget])
+    plan = lt_offload.solve(profile, memory=memory, planner="resident" if budget == "resident" else "auto")
+    assert sum(block.kind == "layer" for block in profile.blocks) == 3
+    assert differences(plain(name), offloaded(made(name), batches(name), plan=plan)) == []
+
+
+def gpt() -> GPT:
+    torch.manual_seed(0)
+    return GPT(other=True).train()
+
+
+def test_layers_by_name() -> None:
+    rows = batches("GPT")
+    with pytest.raises(ModelError, match="probes"):
+        offloaded(gpt(), rows, memory="10MB")
+    model = gpt()
+    expected = train(model, adamw(model), rows)
+    for name in ("h", "transformer.h"):
+        assert differences(expected, offloaded(gpt(), rows, memory="10MB", blocks=name)) == []
+    profile = lt_offload.profile(model, rows[0], optimizer=adamw(model), device="cpu", blocks="h")
+    assert [block.name for block in profile.blocks if block.kind == "layer"] == [f"transformer.h.{i}" for i in range(3)]
+
+
+class Module(L.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = gpt()
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss: Tensor = self.model(**batch)["loss"]
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return adamw(self)
+
+
+@pytest.mark.parametrize("memory", ["450KB", "10MB"])
+def test_layers_by_name_under_a_trainer(memory: str) -> None:
+    results = []
+    for strategy in ("auto", lt_offload.OffmateStrategy(memory=memory, blocks="h")):
+        quiet = dict.fromkeys(
+            ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary", "barebones"), False
+        )
+        trainer = L.Trainer(strategy=strategy, accelerator="cpu", max_epochs=1, **quiet)
+        module = Module()
+        seed()
+        trainer.fit(module, torch.utils.data.DataLoader(batches("GPT"), batch_size=None))
+        results.append(Result(module.losses, module, trainer.optimizers[0]))
+    assert differences(*results) == []
