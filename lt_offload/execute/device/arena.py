@@ -23,11 +23,18 @@ from lt_offload.units import format_bytes, round_up
 class ArenaBuffer(Buffer):
     """A range in use. Whoever writes it is ordered after ``releases``."""
 
-    __slots__ = ("releases",)
+    __slots__ = ("releases", "written")
 
     def __init__(self, label: str, offset: int, nbytes: int, slab: torch.Tensor, releases: Sequence[Task]) -> None:
         super().__init__(label, offset, nbytes, slab)
         self.releases = releases
+        self.written = False
+        """Somebody writes it, after the releases."""
+
+    @property
+    def inherited(self) -> Sequence[Task]:
+        """What its next user has to be ordered after because of the former ones, if nobody has written it since."""
+        return () if self.written else self.releases
 
 
 @dataclass(slots=True, eq=False)

@@ -191,7 +191,8 @@ class CudaDevice(Device):
 
     @override
     def free(self, buffer: Buffer, after: Sequence[Event] = ()) -> None:
-        self._arena.free(buffer, [*tasks_of(after), self._mark()])
+        inherited = buffer.inherited if isinstance(buffer, ArenaBuffer) else ()
+        self._arena.free(buffer, [*tasks_of([*after, *inherited]), self._mark()])
 
     # -- lanes and events --------------------------------------------------------------------------------------------
 
@@ -470,4 +471,7 @@ def _release(lanes: ThreadLanes, streams: Mapping[str, StreamState], host: HostM
 
 
 def _releases(writes: Sequence[Cell]) -> list[CudaTask]:
-    return tasks_of([event for cell in writes if isinstance(cell, ArenaBuffer) for event in cell.releases])
+    ranges = [cell for cell in writes if isinstance(cell, ArenaBuffer)]
+    for cell in ranges:
+        cell.written = True
+    return tasks_of([event for cell in ranges for event in cell.releases])

@@ -232,6 +232,7 @@ class EmulatedDevice(Device):
         # Ranges change hands in the order of issue. Whoever takes this one next is ordered after its last users and
         # after the poison, so that memory is reused without waiting for either.
         releases = self._kept("free ", after, buffer)
+        releases += buffer.inherited if isinstance(buffer, ArenaBuffer) else ()
         pending = [task for task in releases if not task.finished]
         if self._poison and buffer.nbytes:
             view = buffer.bytes
@@ -324,6 +325,8 @@ class EmulatedDevice(Device):
         tasks: list[Task] = []
         for cell in writes:
             releases = cell.releases if isinstance(cell, ArenaBuffer) else ()
+            if isinstance(cell, ArenaBuffer):
+                cell.written = True
             if releases and not (self._ignore and self._ignore(label, f"release {cell.label}")):
                 tasks += releases
         return tasks

@@ -122,6 +122,18 @@ def test_compute_writes_a_range_after_its_last_reader(device, gpu):
     assert log == ["copy of old", "kernel writes new"]
 
 
+def test_a_range_is_written_after_its_last_reader_whoever_had_it_in_between(device, gpu):
+    log = []
+    old = device.place(0, KB, "old")
+    out = device.submit("d2h", lambda: gpu.launch(lambda: log.append("copy of old")))
+    device.free(old, [out])
+    device.free(device.place(0, KB, "given back unused"))
+    device.synchronize(
+        device.submit("h2d", lambda: gpu.launch(lambda: log.append("copy to new")), writes=[device.place(0, KB, "new")])
+    )
+    assert log == ["copy of old", "copy to new"]
+
+
 def test_bookkeeping_does_not_grow(device, gpu):
     for _ in range(1000):
         for offset in (0, 3 * KB, 8 * KB):

@@ -64,6 +64,20 @@ def test_memory_is_poisoned_as_soon_as_its_release_is_over(opened):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_copy_out_gets_what_was_there_whoever_had_the_range_in_between(opened, mode):
+    device = opened(mode)
+    old = device.place(0, KB, "old")
+    old.bytes.fill_(7)
+    host = torch.zeros(KB, dtype=torch.uint8)
+    out = device.submit("d2h", lambda view=old.bytes: device.copy(host, view), after=[device.mark()], reads=[old])
+    device.free(old, [out])
+    device.free(device.place(0, KB, "given back unused"))
+    new = device.place(0, KB, "new")
+    device.synchronize(device.submit("h2d", lambda view=new.bytes: view.fill_(8), writes=[new]), out)
+    assert host.tolist() == [7] * KB
+
+
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("writer", ["task", "compute"])
 def test_a_writer_of_reused_memory_waits_for_the_release(opened, mode, writer):
     device = opened(mode)
