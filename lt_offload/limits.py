@@ -101,8 +101,6 @@ def _limit(
 
 # -- trainer ----------------------------------------------------------------------------------------------------------
 
-
-_PRECISIONS = ("32-true", "bf16-true", "bf16-mixed")
 _LIGHTNINGS_PRECISION = re.compile(r"(lightning\.pytorch|pytorch_lightning)\.plugins\.")
 
 
@@ -118,7 +116,7 @@ def _precision(run: Setup) -> str | None:
     value, plugin = run.trainer.precision, type(run.trainer.precision_plugin)
     if _LIGHTNINGS_PRECISION.match(plugin.__module__) is None:
         return f"Trainer(plugins=[{plugin.__name__}(...)])"
-    return None if value in _PRECISIONS else f"Trainer(precision={value!r})"
+    return None if value in ("32-true", "bf16-true", "bf16-mixed") else f"Trainer(precision={value!r})"
 
 
 @_limit(

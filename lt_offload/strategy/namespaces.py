@@ -6,6 +6,7 @@ Trainer of that namespace needs it.
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from importlib import import_module
 from typing import Any
@@ -13,6 +14,9 @@ from typing import Any
 NAMESPACES = ("lightning.pytorch", "pytorch_lightning")
 STRATEGY_NAME = "offmate"
 """The strategy's name in the registries of both."""
+
+named: dict[str, tuple[type[Any], type[Any]]] = {}
+"""The strategy's classes by namespace: under its own name, and under that in the registry."""
 
 
 @cache
@@ -34,3 +38,12 @@ def namespace_of(thing: object) -> str | None:
     """Return the Lightning namespace that the class of ``thing`` or the nearest of its bases is from."""
     modules = (base.__module__ for base in type(thing).__mro__)
     return next((name for module in modules for name in NAMESPACES if module.startswith(f"{name}.")), None)
+
+
+def introduce() -> None:
+    """Let the Trainers of all imported namespaces, which ask by ``isinstance``, take the strategies of the others."""
+    for namespace in NAMESPACES:
+        base = getattr(sys.modules.get(f"{namespace}.strategies"), "Strategy", None)
+        for other, (strategy, _) in named.items():
+            if base is not None and other != namespace:
+                base.register(strategy)

@@ -8,7 +8,6 @@ base, and the object gets the right class when the Trainer gives it an accelerat
 from __future__ import annotations
 
 import gc
-import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
@@ -49,7 +48,7 @@ from lt_offload.strategy.checkpoint.data_order import repeatable
 from lt_offload.strategy.checkpoint.files import AtomicCheckpointIO, load_optimizer_state
 from lt_offload.strategy.checkpoint.foreign import check_checkpoint, check_optimizer, check_weights, loading_state
 from lt_offload.strategy.metrics import Metrics, logs_after
-from lt_offload.strategy.namespaces import NAMESPACES, STRATEGY_NAME, bind, namespace_of
+from lt_offload.strategy.namespaces import STRATEGY_NAME, bind, introduce, named, namespace_of
 from lt_offload.strategy.replan import Replanning, follow, steps_left
 from lt_offload.units import format_bytes, parse_bytes
 
@@ -577,7 +576,6 @@ class OffmateStrategy(_Base):
 
 _PUBLIC = "lt_offload.strategy.lightning"
 """Where a saved config finds the classes; those there serve every namespace."""
-_named: dict[str, tuple[type[Any], type[Any]]] = {}
 _BUSY = 0.1
 """Scatter of measurements from which on it is mentioned."""
 
@@ -593,18 +591,9 @@ def named_classes(namespace: str) -> tuple[type[Any], type[Any]]:
     A command line looks through the subclasses of ``Strategy`` that exist, and takes options (``.memory``) only for a
     class: hence one with the name that the registry has, too. Its objects become those of the other.
     """
-    if namespace not in _named:
+    if namespace not in named:
         strategy = bind(OffmateStrategy, namespace, "strategies.Strategy", module=_PUBLIC)
         registered = type(STRATEGY_NAME, (strategy,), {"__module__": _PUBLIC, "__doc__": strategy.__doc__})
-        _named[namespace] = strategy, registered
+        named[namespace] = strategy, registered
         introduce()
-    return _named[namespace]
-
-
-def introduce() -> None:
-    """Let the Trainers of all imported namespaces, which ask by ``isinstance``, take the strategies of the others."""
-    for namespace in NAMESPACES:
-        base = getattr(sys.modules.get(f"{namespace}.strategies"), "Strategy", None)
-        for other, (strategy, _) in _named.items():
-            if base is not None and other != namespace:
-                base.register(strategy)
+    return named[namespace]
