@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,15 @@ def test_a_window_longer_than_the_epoch_is_said_and_trained_as_in_stock() -> Non
     assert ours.trainer.global_step == 2
 
 
+@pytest.fixture
+def _ctrl_c() -> Iterator[None]:
+    """A process that was started in the background ignores it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("_ctrl_c")
 def test_ctrl_c_waits_for_the_end_of_the_window(tmp_path: Path) -> None:
     class Interrupting(lightning.pytorch.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
