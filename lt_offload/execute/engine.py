@@ -187,11 +187,14 @@ class Engine(Controls):
         if self._window.which == "accumulating":
             with self._guard.suspended:
                 self._end_pass()
+        else:
+            self.clip_rest()
 
     def _begin_step(self) -> bool:
         """``optimizer.step()`` of such a loop begins; return whether there is something to update with."""
         if self._window.delayed:
             self._take_stand_ins()
+            self.clip_rest()
         elif self._window.added and not self._ran_backward:
             raise limits.WINDOW.error("optimizer.step() was called before the last micro-batch of the window")
         return self._ran_backward or self._window.added > 0

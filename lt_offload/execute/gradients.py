@@ -17,7 +17,7 @@ from weakref import WeakMethod
 
 import torch
 from torch import Tensor
-from torch.nn.utils import get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from lt_offload import limits
 from lt_offload.errors import PlanError
@@ -414,7 +414,8 @@ class Gradients:
         """Let the coming updates use gradients of a norm of at most ``max_norm``; return their norm.
 
         Every sum is complete, on the device or on the host, and is read where it is: with the very function of
-        torch, which takes the norm of the norms of the tensors, in the order of ``params``.
+        torch, which takes the norm of the norms of the tensors, in the order of ``params``. Those outside the blocks
+        have ordinary gradients, which are scaled at once.
 
         Raises:
             UnsupportedError: if they have been clipped already.
@@ -422,17 +423,22 @@ class Gradients:
         """
         if self._clipped or self.clip_value is not None:
             raise limits.CLIPPED.error("gradients that are clipped already were to be clipped by their norm")
-        totals = {id(w.param): w.total for w in self._weights if w.total is not None and w.total.filled}
-        found = [totals[id(param)] for param in params if id(param) in totals]
+        params = list(params)
+        ours = {id(weight.param): weight.total for weight in self._weights}
+        others = [param for param in params if id(param) not in ours and param.grad is not None]
+        found = [total for param in params if (total := ours.get(id(param))) is not None and total.filled]
         groups = list(dict.fromkeys(total.group for total in found))
         here = [group for group in groups if group.buffer is not None]
         self.device.wait(*distinct(g.ready for g in here), reads=[g.buffer for g in here if g.buffer is not None])
         self.device.synchronize(*distinct(group.current for group in groups if group.buffer is None))
-        sums = [total.host if total.view is None else total.view for total in found]
+        grads = {id(total.weight.param): total.host if total.view is None else total.view for total in found}
+        grads |= {id(param): param.grad for param in others if param.grad is not None}
         with torch.no_grad():
-            norm: Tensor = get_total_norm(sums, norm_type, error_if_nonfinite)
+            ordered = [grads[id(param)] for param in params if id(param) in grads]
+            norm: Tensor = get_total_norm(ordered, norm_type, error_if_nonfinite)
             if found:
                 self._scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            clip_grads_with_norm_(others, max_norm, norm)
         return norm
 
     def clip_each(self, value: float) -> None:

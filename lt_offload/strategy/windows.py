@@ -135,6 +135,8 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
             engine().clip_grad_norm_(clip_val, parameters=plugin.main_params(optimizer))
         elif _clips_by_hook(trainer):
             engine().clip_grad_value_(clip_val)
+        else:  # the engine clips those of blocks when they are complete
+            engine().clip_rest()
 
     hooked = module.configure_gradient_clipping
 

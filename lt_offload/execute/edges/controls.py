@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_value_
 
 from lt_offload import limits
 from lt_offload.errors import ConfigError
@@ -14,12 +15,14 @@ from lt_offload.execute.edges.consumed import StandIns
 from lt_offload.execute.edges.guard import Guard
 from lt_offload.execute.edges.window import Window
 from lt_offload.execute.gradients import Gradients
+from lt_offload.model.blocks import Structure
 
 
 class Controls(ABC):
     """The part of an engine that is for people who write loops."""
 
     model: nn.Module
+    structure: Structure
     installed: bool
     gradients: Gradients | None
     _window: Window
@@ -110,6 +113,18 @@ class Controls(ABC):
         with self._guard.suspended:
             self._end_pass()
             gradients.clip_each(clip_value)
+            self._clip_rest(clip_value)
+
+    def clip_rest(self) -> None:
+        """Clamp the gradients of parameters outside the blocks to :attr:`clip_value`, once they are complete."""
+        if self.clip_value is not None:
+            with self._guard.suspended:
+                self._clip_rest(self.clip_value)
+
+    def _clip_rest(self, value: float) -> None:
+        rest = [param for _, param in self.structure.rest if param.grad is not None]
+        if rest:  # torch's function fails for none
+            clip_grad_value_(rest, value)
 
     def _complete_gradients(self, call: str) -> Gradients:
         """Return the gradients, which wait for their updates until they are complete."""

@@ -7,13 +7,16 @@ import types
 from pathlib import Path
 from typing import Any
 
+import lightning.pytorch
 import pytest
 import torch
+from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError, PlanError, UnsupportedError
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.strategy import offmate
+from tests.parity.users.test_models import batches, made
 from tests.support.trainers import Run, differences, fit, seeded_module
 
 pytestmark = [
@@ -185,6 +188,36 @@ def test_gradients_that_are_not_finite_do_what_they_do_in_stock(settings: dict[s
     assert all(torch.equal(value.nan_to_num(), found[name].nan_to_num()) for name, value in weights.items())
     assert all(torch.equal(value.isnan(), found[name].isnan()) for name, value in weights.items())
     assert not all(value.isfinite().all() for value in weights.values())
+
+
+class Pictures(lightning.pytorch.LightningModule):
+    """Has parameters outside its blocks: patches and classes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = made("ViT")
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.model(**batch).loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(batches("ViT"), batch_size=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("algorithm", "value"), [("norm", 0.1), ("value", 1e-3)])
+@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2}], ids=str)
+def test_parameters_outside_the_blocks_are_clipped_with_the_others(
+    algorithm: str, value: float, settings: dict[str, Any]
+) -> None:
+    clip = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm, **settings}
+    stock = fit("auto", Pictures(), **clip).module.state_dict()
+    weights = sum(value.nbytes for value in stock.values())
+    for memory in (2 * weights, 5 * weights, 200_000_000):
+        ours = fit(OffmateStrategy(memory=memory), Pictures(), **clip).module.state_dict()
+        assert [name for name in stock if not torch.equal(stock[name], ours[name])] == []
 
 
 # -- plans -------------------------------------------------------------------------------------------------------------

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+from lt_offload import offloaded
 from lt_offload.plan import solve
+from tests.parity.users.test_models import adamw, batches, made
 from tests.parity.windows.training import Training, budgets, require_equal
 from tests.support import models
+from tests.support.engines import equal
 
 UNEQUAL = [[(2, 12)], [(2, 12), (1, 9)], [(2, 12), (2, 7), (1, 12)], [(1, 5)]]
 
@@ -40,3 +46,40 @@ def test_clipping_by_value_equals_plain_training(options: dict[str, Any], settin
     profile, expected = training.profile(), training.plainly()
     for memory in budgets(profile, **settings):
         require_equal(training, solve(profile, memory=memory, **settings), expected)
+
+
+@pytest.mark.parametrize(
+    ("settings", "by_value"),
+    [({"delayed": True}, False), ({"delayed": True, "accumulate": 3}, False), ({}, True), ({"accumulate": 3}, True)],
+    ids=str,
+)
+def test_parameters_outside_the_blocks_are_clipped_with_the_others(settings: dict[str, Any], by_value: bool) -> None:
+    """Patches and classes are outside the plan; their gradients belong to the norm all the same."""
+    window = settings.get("accumulate", 1)
+
+    def train(model: nn.Module, engine: Any) -> list[float]:
+        norms = []
+        for at in range(0, 3, window):
+            for batch in batches("ViT")[at : at + window]:
+                model(**batch).loss.backward()
+            if not by_value:
+                clip = engine.clip_grad_norm_ if engine else lambda norm: clip_grad_norm_(model.parameters(), norm)
+                norms.append(clip(0.1).item())
+            elif engine is None:
+                clip_grad_value_(model.parameters(), 1e-3)
+            optimizer.step()
+            optimizer.zero_grad()
+        return norms
+
+    plain = made("ViT")
+    start = copy.deepcopy(plain)
+    optimizer = adamw(plain)
+    expected = train(plain, None)
+    weights = sum(p.nbytes for p in start.parameters())
+    for memory in (2 * weights, 5 * weights, 200_000_000):
+        model = copy.deepcopy(start)
+        optimizer = adamw(model)
+        with offloaded(model, optimizer, batches("ViT")[0], memory=memory, accelerator="cpu", **settings) as engine:
+            engine.clip_value = 1e-3 if by_value else None
+            assert train(model, engine) == expected
+        assert all(map(equal, plain.state_dict().values(), model.state_dict().values()))
