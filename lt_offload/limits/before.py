@@ -1,73 +1,17 @@
-"""Every combination that is refused, in one table: what, why, and what works instead.
-
-A setting is refused where the strategy could not honour it exactly. :func:`check` raises from the table before training
-starts, :func:`markdown` prints it for the README, and what shows only while training runs raises its row's
-:meth:`Limit.error`. Foreign optimizers are tried on a few small tensors.
-"""
+"""What is recognised before training: in the Trainer, the model and the optimizers."""
 
 from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
-from lt_offload.errors import UnsupportedError
+from lt_offload.limits.table import Setup, limit
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.optim import Optimizer
-
-Scope = Literal["trainer", "model", "optimizer", "run"]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Setup:
-    """What is about to run, as far as it exists yet."""
-
-    trainer: Any = None
-    """A Lightning Trainer of either namespace; None in a plain loop."""
-    model: nn.Module | None = None
-    """The LightningModule, or the model of a plain loop."""
-    optimizers: Sequence[Optimizer] = ()
-    blocks: str | None = None
-    """The name of what holds the model's layers, if the user has given one."""
-
-
-Recogniser = Callable[[Setup], str | None]
-"""Returns the offending setting with its value as the user wrote it, None if there is nothing to refuse."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Limit:
-    """One thing that is not supported."""
-
-    name: str
-    scope: Scope
-    """From when on it can be recognised: once there is a trainer, a complete model, the optimizers; when it happens."""
-    recognise: Recogniser
-    why: str
-    instead: str
-    """The nearest thing that works."""
-    training_only: bool = True
-    """False if validation and prediction are refused too."""
-
-    def error(self, use: str) -> UnsupportedError:
-        """Return the error that refuses ``use``, which names what is used."""
-        return UnsupportedError(f"{use}: {self.why}; {self.instead}")
-
-
-def check(scope: Scope, run: Setup, *, training: bool = True) -> None:
-    """Raise for everything in ``run`` that is not supported, all in one error.
-
-    Raises:
-        UnsupportedError: with one line per setting: the setting, its value, why, and what works instead.
-    """
-    rows = [limit for limit in LIMITS if limit.scope == scope and (training or not limit.training_only)]
-    problems = [str(limit.error(setting)) for limit in rows if (setting := limit.recognise(run)) is not None]
-    if problems:
-        raise UnsupportedError("not supported by the offmate strategy:\n" + "\n".join(f"- {line}" for line in problems))
 
 
 def unknown_optimizer(optimizer: Optimizer) -> bool:
@@ -75,36 +19,12 @@ def unknown_optimizer(optimizer: Optimizer) -> bool:
     return _each_alone(optimizer) is None
 
 
-def markdown() -> str:
-    """Return the table for people: what is refused and what works instead."""
-    rows = [f"| {limit.name} | {limit.why} | {limit.instead} |" for limit in LIMITS]
-    return "\n".join(["| not supported | why | instead |", "|---|---|---|", *rows])
-
-
-LIMITS: list[Limit] = []
-"""The table, in the order of the README."""
-
-
-def _limit(
-    name: str, scope: Scope, *, why: str, instead: str, training_only: bool = True
-) -> Callable[[Recogniser], Recogniser]:
-    """Add the row that the decorated function recognises."""
-
-    def add(recognise: Recogniser) -> Recogniser:
-        LIMITS.append(
-            Limit(name=name, scope=scope, recognise=recognise, why=why, instead=instead, training_only=training_only)
-        )
-        return recognise
-
-    return add
-
-
 # -- trainer ----------------------------------------------------------------------------------------------------------
 
 _LIGHTNINGS_PRECISION = re.compile(r"(lightning\.pytorch|pytorch_lightning)\.plugins\.")
 
 
-@_limit(
+@limit(
     "fp16, double and quantized precision, precision plugins of others",
     "trainer",
     why="loss scaling would have to know all gradients before the first update, and nobody knows what a plugin of "
@@ -119,7 +39,7 @@ def _precision(run: Setup) -> str | None:
     return None if value in ("32-true", "bf16-true", "bf16-mixed") else f"Trainer(precision={value!r})"
 
 
-@_limit(
+@limit(
     "several devices or nodes, accelerators other than cuda and cpu",
     "trainer",
     why="one process plans for one device, a CUDA device or the emulated one",
@@ -137,7 +57,7 @@ def _devices(run: Setup) -> str | None:
     return f"Trainer(num_nodes={nodes})" if nodes > 1 else None
 
 
-@_limit(
+@limit(
     "anomaly detection",
     "trainer",
     why="it does not see into the blocks, which have graphs of their own",
@@ -147,7 +67,7 @@ def _anomaly(run: Setup) -> str | None:
     return "Trainer(detect_anomaly=True)" if getattr(run.trainer, "_detect_anomaly", False) else None
 
 
-@_limit(
+@limit(
     "manual optimization",
     "trainer",
     why="updates belong to the planned iteration",
@@ -158,7 +78,7 @@ def _manual(run: Setup) -> str | None:
     return None if module.automatic_optimization else f"{type(module).__name__}.automatic_optimization=False"
 
 
-@_limit(
+@limit(
     "own optimizer_step, optimizer_zero_grad or backward",
     "trainer",
     why="the hook acts on an update that has happened already",
@@ -168,7 +88,7 @@ def _step_hook(run: Setup) -> str | None:
     return _overridden([run.trainer.lightning_module], ("optimizer_step", "optimizer_zero_grad", "backward"))
 
 
-@_limit(
+@limit(
     "own configure_gradient_clipping that does not call self.clip_gradients",
     "trainer",
     why="gradients are where the plan has them, not in p.grad, and are clipped there",
@@ -189,7 +109,7 @@ def _names(code: Any) -> set[str]:
     return {*code.co_names, *(name for constant in code.co_consts for name in _names(constant))}
 
 
-@_limit(
+@limit(
     "hooks that look at gradients",
     "trainer",
     why="gradients are consumed inside the backward, the hook would see none",
@@ -204,7 +124,7 @@ _REWRITING = {"BaseFinetuning", "BatchSizeFinder", "LearningRateFinder", "ModelP
 _REWRITING |= {"StochasticWeightAveraging", "WeightAveraging"}
 
 
-@_limit(
+@limit(
     "callbacks that rewrite weights or the optimizer",
     "trainer",
     why="the plan is made for fixed weights, trainable tensors and batch size",
@@ -220,7 +140,7 @@ def _rewriting_callback(run: Setup) -> str | None:
 # -- model ------------------------------------------------------------------------------------------------------------
 
 
-@_limit(
+@limit(
     "torch.compile of anything but single blocks, with CUDA graphs or autotuning",
     "model",
     why="weights move between blocks, which code across blocks or a CUDA graph cannot follow; autotuned code varies",
@@ -234,7 +154,7 @@ def _compiled(run: Setup) -> str | None:
     return obstacle(run.model, run.blocks)
 
 
-@_limit(
+@limit(
     "output_hidden_states, output_attentions",
     "model",
     why="collected outputs keep activations on the device that the plan moves away",
@@ -248,7 +168,7 @@ def _collected_outputs(run: Setup) -> str | None:
     return None
 
 
-@_limit(
+@limit(
     "float16 weights",
     "model",
     why="they need loss scaling",
@@ -260,7 +180,7 @@ def _half(run: Setup) -> str | None:
     return next((f"parameter {n} of dtype float16" for n, p in _parameters(run) if p.dtype == torch.float16), None)
 
 
-@_limit(
+@limit(
     "weights that share memory",
     "model",
     why="each has a copy of its own on the host and on the device, and would not see the other's updates",
@@ -274,7 +194,7 @@ def _overlapping(run: Setup) -> str | None:
     return None if shared is None else f"{shared[0]} and {shared[1]}, which share memory"
 
 
-@_limit(
+@limit(
     "quantized weights",
     "model",
     why="their scales do not travel with them",
@@ -288,7 +208,7 @@ def _quantized(run: Setup) -> str | None:
     return None
 
 
-@_limit(
+@limit(
     "weights on the meta device",
     "model",
     why="there is nothing to train",
@@ -299,7 +219,7 @@ def _meta(run: Setup) -> str | None:
     return next((f"parameter {n} on the meta device" for n, p in _parameters(run) if p.is_meta), None)
 
 
-@_limit(
+@limit(
     "sparse gradients",
     "model",
     why="gradients travel as dense tensors",
@@ -309,7 +229,7 @@ def _sparse(run: Setup) -> str | None:
     return next((f"{n} with sparse=True" for n, m in _modules(run) if getattr(m, "sparse", False) is True), None)
 
 
-@_limit(
+@limit(
     "embeddings with max_norm",
     "model",
     why="the forward changes the weight, and that change would not be kept",
@@ -326,7 +246,7 @@ def _renormalised(run: Setup) -> str | None:
 # -- optimizer --------------------------------------------------------------------------------------------------------
 
 
-@_limit(
+@limit(
     "no optimizer or several",
     "optimizer",
     why="each parameter has exactly one update per iteration",
@@ -341,7 +261,7 @@ _GLOBAL_OPTIMIZERS = {"LBFGS", "SAM", "ZeroRedundancyOptimizer"}
 _GLOBAL_OPTIMIZERS |= {"DAdaptAdaGrad", "DAdaptAdam", "DAdaptLion", "DAdaptSGD", "Prodigy"}
 
 
-@_limit(
+@limit(
     "optimizers that look across parameters or call a closure twice",
     "optimizer",
     why="each tensor is updated on its own as soon as its gradient is complete",
@@ -361,7 +281,7 @@ def _each_alone(optimizer: Optimizer) -> bool | None:
     return each_alone(optimizer)
 
 
-@_limit(
+@limit(
     "optimizers whose step does more than update each tensor, e.g. clip all gradients first",
     "optimizer",
     why="a trial on small tensors gave other numbers one by one, in another order, than all at once",
@@ -374,7 +294,7 @@ def _joint_optimizer(run: Setup) -> str | None:
     return None
 
 
-@_limit(
+@limit(
     "an optimizer whose step was replaced",
     "optimizer",
     why="tensors are updated by the step of its class",
@@ -388,7 +308,7 @@ def _replaced_step(run: Setup) -> str | None:
     return None
 
 
-@_limit(
+@limit(
     "trainable parameters without an optimizer",
     "optimizer",
     why="its gradient would be computed and never used",
@@ -400,169 +320,6 @@ def _orphans(run: Setup) -> str | None:
         if parameter.requires_grad and id(parameter) not in held:
             return f"trainable parameter {name} that the optimizer does not hold"
     return None
-
-
-# -- while it runs: the first pass of the profile finds most of these before training --------------------------------
-
-
-def _while_running(name: str, *, why: str, instead: str) -> Limit:
-    """Add a row that is recognised where it happens; whoever does raises its :meth:`Limit.error`."""
-    limit = Limit(name=name, scope="run", recognise=lambda run: None, why=why, instead=instead)
-    LIMITS.append(limit)
-    return limit
-
-
-OUTSIDE_USE = _while_running(
-    "a loss that uses a weight outside its block (tied heads by F.linear, penalties on weights)",
-    why="its gradient would come from two places, and the weight may have left the device",
-    instead="use it inside the module that owns it, or detach it if the loss does not need it",
-)
-INNER_TENSOR = _while_running(
-    "a loss that uses tensors from inside a block (router logits, attentions, hooks, attributes)",
-    why="only what a block returns is part of the outer graph; the inside is computed again, or moved away",
-    instead="let the block return them, or leave them out of the loss (output_router_logits=False)",
-)
-LOGITS = _while_running(
-    "logits of a training forward (`outputs.logits`), where the plan computes projection and loss together",
-    why="they never all exist, or their gradients take their place",
-    instead="use them in every training step, so that the plan keeps them, or plan with recompute=False, or call the "
-    "model under torch.no_grad() before the forward or after the optimizer step",
-)
-SHARED_CAST = _while_running(
-    "a weight that several blocks compute with under torch.autocast, which keeps what it has cast",
-    why="plain PyTorch would add the gradients of these blocks in the low precision",
-    instead="use torch.autocast(..., cache_enabled=False), as Trainer(precision='bf16-mixed') does",
-)
-SEVERAL_CONSUMERS = _while_running(
-    "a block output that others use beside the next block (U-Net skips, deep supervision)",
-    why="its gradients would be added in another order than plain PyTorch's, and the last bits would differ",
-    instead="take the loss from the last block's output, or hand the tensor on through the blocks",
-)
-CALL_ARGUMENTS = _while_running(
-    "use_cache, past_key_values, output_attentions, output_hidden_states as arguments of a training call",
-    why="they collect what a block computes, twice where it is computed again",
-    instead="leave them out of the training call",
-)
-_COLLECTORS = (
-    "use_cache",
-    "past_key_values",
-    "past_key_value",
-    "layer_past",
-    "output_attentions",
-    "output_hidden_states",
-)
-
-
-def check_arguments(block: str, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a call in training whose arguments make ``block`` collect what it computes.
-
-    Raises:
-        UnsupportedError: naming the argument.
-    """
-    for name in _COLLECTORS:
-        value = kwargs.get(name)
-        if value is not None and value is not False:
-            shown = value if isinstance(value, (bool, int)) else type(value).__name__
-            raise CALL_ARGUMENTS.error(f"block {block} was called with {name}={shown}")
-
-
-HALFWAY = _while_running(
-    "weights or optimizer states read or written between the backward and the optimizer step",
-    why="they are updated during the backward, so that some are of this step and others of the next",
-    instead="do it before the backward or after optimizer.step()",
-)
-DURING_FORWARD = _while_running(
-    "weights or optimizer states written between the forward and the optimizer step",
-    why="a block that runs again would see other weights than the first time",
-    instead="write before the forward or after optimizer.step()",
-)
-GRADIENTS = _while_running(
-    "gradients in a loop of one's own: torch's clipping functions, GradScaler, edits, reading p.grad",
-    why="each gradient is consumed by its update during the backward",
-    instead="leave gradients alone; clip with engine.clip_value or engine.clip_grad_norm_(...)",
-)
-ONE_BACKWARD = _while_running(
-    "more backwards per optimizer step than was said, or none: skipped steps, retain_graph",
-    why="the last backward updates the weights, also one that fails on its way",
-    instead="call forward, backward and optimizer.step() once each per iteration, or as often as accumulate=... of "
-    "offloaded says; after an error in a backward go on from a checkpoint",
-)
-CLIPPING = _while_running(
-    "engine.clip_grad_norm_ and engine.clip_grad_value_ in a loop of one's own without delayed=True",
-    why="updates run during the backward, before all gradients are there",
-    instead="offloaded(..., delayed=True) lets updates wait for optimizer.step(); engine.clip_value needs no waiting",
-)
-CLIPPED = _while_running(
-    "gradients that are clipped by norm after by value, twice by norm, or before the last backward",
-    why="they are clipped when updates use them, all of them once: first by norm, then by value",
-    instead="clip once, after the last backward, by norm before by value",
-)
-WINDOW = _while_running(
-    "windows of other numbers of micro-batches than was said, last micro-batches without a loss",
-    why="the last backward of a window updates the weights, so that it has to be known before it begins",
-    instead="set accumulate=... of offloaded, or engine.accumulate before a window, to the number of backwards per "
-    "optimizer.step(); return a loss for the last micro-batch",
-)
-BACKWARD_OUTSIDE = _while_running(
-    "a backward through the model outside the training step (in a callback or hook)",
-    why="every backward through the blocks updates the weights",
-    instead="call the model under torch.no_grad() there, or a deepcopy of it",
-)
-PARTIAL_BACKWARD = _while_running(
-    "torch.autograd.grad, backward(inputs=...) and create_graph=True through the model",
-    why="a block's backward computes all of its gradients, once, and updates its weights",
-    instead="call loss.backward(), or differentiate a deepcopy of the model",
-)
-PARAMETER_HOOKS = _while_running(
-    "post-accumulate hooks and register_multi_grad_hook on parameters, tensor hooks on those that several blocks share",
-    why="the engine collects gradients in that place, block by block, and a shared weight's arrives once per block",
-    instead="remove the hook",
-)
-MODULE_HOOKS = _while_running(
-    "forward hooks added to modules inside a block after planning, where the plan runs that block twice",
-    why="the block runs again for its backward, and would call them again",
-    instead="add hooks before training starts, so that the plan is made for them, or to the block itself",
-)
-CHANGED_OPTIONS = _while_running(
-    "options of the optimizer changed between the backward and optimizer.step()",
-    why="the updates of this iteration have used the options that were there during the backward",
-    instead="change them before the backward or after optimizer.step(), schedulers too",
-)
-EXCHANGED_MEMORY = _while_running(
-    "param.data = ... while a tensor of the old memory is kept (backup = param.data), share_memory_() during training",
-    why="weights stay where they are, so that the values are copied, and the kept tensor would change with them",
-    instead="keep a clone (backup = param.data.clone()), write with param.data.copy_(...), share before training",
-)
-OTHER_SECOND_RUN = _while_running(
-    "blocks whose second run differs: by grad mode, by state in globals and helper objects",
-    why="a block may run a second time for its backward, and its first run may be without gradients",
-    instead="draw from torch's generators, keep state in attributes or buffers, do not ask for the grad mode",
-)
-IN_PLACE_INPUT = _while_running(
-    "blocks that write to their input",
-    why="the block before has handed it on, and a block that runs again needs it",
-    instead="write out of place",
-)
-SUBSTITUTED = _while_running(
-    "torch.func.functional_call of the model in training",
-    why="the substituted weights are gone when a block runs again",
-    instead="write the values into the parameters, or call a deepcopy of the model",
-)
-TRANSFORMED = _while_running(
-    "torch.func transforms (grad, vmap, jvp) around the model",
-    why="weights are copied to and from the device while the model runs, which a transform cannot follow",
-    instead="call loss.backward(), or transform a deepcopy of the model",
-)
-OTHER_THREAD = _while_running(
-    "a training loop in another thread than the one that began",
-    why="what its lines read of weights in flight is not seen",
-    instead="enter lt_offload.offloaded, or call Trainer.fit, in the thread that trains",
-)
-CHANGED_PARAMETERS = _while_running(
-    "requires_grad, shape, dtype or parameter groups changed during training, torch.utils.swap_tensors",
-    why="the plan is made for fixed trainable tensors and one optimizer",
-    instead="make the change before training starts and train again from there",
-)
 
 
 # -- helpers ----------------------------------------------------------------------------------------------------------

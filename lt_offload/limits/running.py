@@ -1,0 +1,160 @@
+"""What is refused where it happens; the first pass of the profile finds most of it before training."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lt_offload.limits.table import while_running
+
+OUTSIDE_USE = while_running(
+    "a loss that uses a weight outside its block (tied heads by F.linear, penalties on weights)",
+    why="its gradient would come from two places, and the weight may have left the device",
+    instead="use it inside the module that owns it, or detach it if the loss does not need it",
+)
+INNER_TENSOR = while_running(
+    "a loss that uses tensors from inside a block (router logits, attentions, hooks, attributes)",
+    why="only what a block returns is part of the outer graph; the inside is computed again, or moved away",
+    instead="let the block return them, or leave them out of the loss (output_router_logits=False)",
+)
+LOGITS = while_running(
+    "logits of a training forward (`outputs.logits`), where the plan computes projection and loss together",
+    why="they never all exist, or their gradients take their place",
+    instead="use them in every training step, so that the plan keeps them, or plan with recompute=False, or call the "
+    "model under torch.no_grad() before the forward or after the optimizer step",
+)
+SHARED_CAST = while_running(
+    "a weight that several blocks compute with under torch.autocast, which keeps what it has cast",
+    why="plain PyTorch would add the gradients of these blocks in the low precision",
+    instead="use torch.autocast(..., cache_enabled=False), as Trainer(precision='bf16-mixed') does",
+)
+SEVERAL_CONSUMERS = while_running(
+    "a block output that others use beside the next block (U-Net skips, deep supervision)",
+    why="its gradients would be added in another order than plain PyTorch's, and the last bits would differ",
+    instead="take the loss from the last block's output, or hand the tensor on through the blocks",
+)
+CALL_ARGUMENTS = while_running(
+    "use_cache, past_key_values, output_attentions, output_hidden_states as arguments of a training call",
+    why="they collect what a block computes, twice where it is computed again",
+    instead="leave them out of the training call",
+)
+_COLLECTORS = (
+    "use_cache",
+    "past_key_values",
+    "past_key_value",
+    "layer_past",
+    "output_attentions",
+    "output_hidden_states",
+)
+
+
+def check_arguments(block: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a call in training whose arguments make ``block`` collect what it computes.
+
+    Raises:
+        UnsupportedError: naming the argument.
+    """
+    for name in _COLLECTORS:
+        value = kwargs.get(name)
+        if value is not None and value is not False:
+            shown = value if isinstance(value, (bool, int)) else type(value).__name__
+            raise CALL_ARGUMENTS.error(f"block {block} was called with {name}={shown}")
+
+
+HALFWAY = while_running(
+    "weights or optimizer states read or written between the backward and the optimizer step",
+    why="they are updated during the backward, so that some are of this step and others of the next",
+    instead="do it before the backward or after optimizer.step()",
+)
+DURING_FORWARD = while_running(
+    "weights or optimizer states written between the forward and the optimizer step",
+    why="a block that runs again would see other weights than the first time",
+    instead="write before the forward or after optimizer.step()",
+)
+GRADIENTS = while_running(
+    "gradients in a loop of one's own: torch's clipping functions, GradScaler, edits, reading p.grad",
+    why="each gradient is consumed by its update during the backward",
+    instead="leave gradients alone; clip with engine.clip_value or engine.clip_grad_norm_(...)",
+)
+ONE_BACKWARD = while_running(
+    "more backwards per optimizer step than was said, or none: skipped steps, retain_graph",
+    why="the last backward updates the weights, also one that fails on its way",
+    instead="call forward, backward and optimizer.step() once each per iteration, or as often as accumulate=... of "
+    "offloaded says; after an error in a backward go on from a checkpoint",
+)
+CLIPPING = while_running(
+    "engine.clip_grad_norm_ and engine.clip_grad_value_ in a loop of one's own without delayed=True",
+    why="updates run during the backward, before all gradients are there",
+    instead="offloaded(..., delayed=True) lets updates wait for optimizer.step(); engine.clip_value needs no waiting",
+)
+CLIPPED = while_running(
+    "gradients that are clipped by norm after by value, twice by norm, or before the last backward",
+    why="they are clipped when updates use them, all of them once: first by norm, then by value",
+    instead="clip once, after the last backward, by norm before by value",
+)
+WINDOW = while_running(
+    "windows of other numbers of micro-batches than was said, last micro-batches without a loss",
+    why="the last backward of a window updates the weights, so that it has to be known before it begins",
+    instead="set accumulate=... of offloaded, or engine.accumulate before a window, to the number of backwards per "
+    "optimizer.step(); return a loss for the last micro-batch",
+)
+BACKWARD_OUTSIDE = while_running(
+    "a backward through the model outside the training step (in a callback or hook)",
+    why="every backward through the blocks updates the weights",
+    instead="call the model under torch.no_grad() there, or a deepcopy of it",
+)
+PARTIAL_BACKWARD = while_running(
+    "torch.autograd.grad, backward(inputs=...) and create_graph=True through the model",
+    why="a block's backward computes all of its gradients, once, and updates its weights",
+    instead="call loss.backward(), or differentiate a deepcopy of the model",
+)
+PARAMETER_HOOKS = while_running(
+    "post-accumulate hooks and register_multi_grad_hook on parameters, tensor hooks on those that several blocks share",
+    why="the engine collects gradients in that place, block by block, and a shared weight's arrives once per block",
+    instead="remove the hook",
+)
+MODULE_HOOKS = while_running(
+    "forward hooks added to modules inside a block after planning, where the plan runs that block twice",
+    why="the block runs again for its backward, and would call them again",
+    instead="add hooks before training starts, so that the plan is made for them, or to the block itself",
+)
+CHANGED_OPTIONS = while_running(
+    "options of the optimizer changed between the backward and optimizer.step()",
+    why="the updates of this iteration have used the options that were there during the backward",
+    instead="change them before the backward or after optimizer.step(), schedulers too",
+)
+EXCHANGED_MEMORY = while_running(
+    "param.data = ... while a tensor of the old memory is kept (backup = param.data), share_memory_() during training",
+    why="weights stay where they are, so that the values are copied, and the kept tensor would change with them",
+    instead="keep a clone (backup = param.data.clone()), write with param.data.copy_(...), share before training",
+)
+OTHER_SECOND_RUN = while_running(
+    "blocks whose second run differs: by grad mode, by state in globals and helper objects",
+    why="a block may run a second time for its backward, and its first run may be without gradients",
+    instead="draw from torch's generators, keep state in attributes or buffers, do not ask for the grad mode",
+)
+IN_PLACE_INPUT = while_running(
+    "blocks that write to their input",
+    why="the block before has handed it on, and a block that runs again needs it",
+    instead="write out of place",
+)
+SUBSTITUTED = while_running(
+    "torch.func.functional_call of the model in training",
+    why="the substituted weights are gone when a block runs again",
+    instead="write the values into the parameters, or call a deepcopy of the model",
+)
+TRANSFORMED = while_running(
+    "torch.func transforms (grad, vmap, jvp) around the model",
+    why="weights are copied to and from the device while the model runs, which a transform cannot follow",
+    instead="call loss.backward(), or transform a deepcopy of the model",
+)
+OTHER_THREAD = while_running(
+    "a training loop in another thread than the one that began",
+    why="what its lines read of weights in flight is not seen",
+    instead="enter lt_offload.offloaded, or call Trainer.fit, in the thread that trains",
+)
+CHANGED_PARAMETERS = while_running(
+    "requires_grad, shape, dtype or parameter groups changed during training, torch.utils.swap_tensors",
+    why="the plan is made for fixed trainable tensors and one optimizer",
+    instead="make the change before training starts and train again from there",
+)

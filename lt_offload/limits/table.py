@@ -1,0 +1,94 @@
+"""The table, and what is done with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from lt_offload.errors import UnsupportedError
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.optim import Optimizer
+
+Scope = Literal["trainer", "model", "optimizer", "run"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setup:
+    """What is about to run, as far as it exists yet."""
+
+    trainer: Any = None
+    """A Lightning Trainer of either namespace; None in a plain loop."""
+    model: nn.Module | None = None
+    """The LightningModule, or the model of a plain loop."""
+    optimizers: Sequence[Optimizer] = ()
+    blocks: str | None = None
+    """The name of what holds the model's layers, if the user has given one."""
+
+
+Recogniser = Callable[[Setup], str | None]
+"""Returns the offending setting with its value as the user wrote it, None if there is nothing to refuse."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Limit:
+    """One thing that is not supported."""
+
+    name: str
+    scope: Scope
+    """From when on it can be recognised: once there is a trainer, a complete model, the optimizers; when it happens."""
+    recognise: Recogniser
+    why: str
+    instead: str
+    """The nearest thing that works."""
+    training_only: bool = True
+    """False if validation and prediction are refused too."""
+
+    def error(self, use: str) -> UnsupportedError:
+        """Return the error that refuses ``use``, which names what is used."""
+        return UnsupportedError(f"{use}: {self.why}; {self.instead}")
+
+
+def check(scope: Scope, run: Setup, *, training: bool = True) -> None:
+    """Raise for everything in ``run`` that is not supported, all in one error.
+
+    Raises:
+        UnsupportedError: with one line per setting: the setting, its value, why, and what works instead.
+    """
+    rows = [limit for limit in LIMITS if limit.scope == scope and (training or not limit.training_only)]
+    problems = [str(limit.error(setting)) for limit in rows if (setting := limit.recognise(run)) is not None]
+    if problems:
+        raise UnsupportedError("not supported by the offmate strategy:\n" + "\n".join(f"- {line}" for line in problems))
+
+
+def markdown() -> str:
+    """Return the table for people: what is refused and what works instead."""
+    rows = [f"| {limit.name} | {limit.why} | {limit.instead} |" for limit in LIMITS]
+    return "\n".join(["| not supported | why | instead |", "|---|---|---|", *rows])
+
+
+LIMITS: list[Limit] = []
+"""The table, in the order of the README."""
+
+
+def limit(
+    name: str, scope: Scope, *, why: str, instead: str, training_only: bool = True
+) -> Callable[[Recogniser], Recogniser]:
+    """Add the row that the decorated function recognises."""
+
+    def add(recognise: Recogniser) -> Recogniser:
+        LIMITS.append(
+            Limit(name=name, scope=scope, recognise=recognise, why=why, instead=instead, training_only=training_only)
+        )
+        return recognise
+
+    return add
+
+
+def while_running(name: str, *, why: str, instead: str) -> Limit:
+    """Add a row that is recognised where it happens; whoever does raises its :meth:`Limit.error`."""
+    limit = Limit(name=name, scope="run", recognise=lambda run: None, why=why, instead=instead)
+    LIMITS.append(limit)
+    return limit
