@@ -20,6 +20,7 @@ from lt_offload.machine.driver import current
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import checkpointing, plainly
 from lt_offload.plan import Settings, check, make_plan
+from lt_offload.profiling.capture import Run
 from lt_offload.profiling.hardware import check_memory, free_memory
 from lt_offload.profiling.measure import check_use
 from lt_offload.profiling.measure import profile as measure
@@ -40,6 +41,7 @@ def offloaded(
     accelerator: str = "auto",
     accumulate: int = 1,
     blocks: str | None = None,
+    run: Run | None = None,
     **switches: Any,
 ) -> Iterator[Engine]:
     """Train ``model`` in the loop you have, within ``memory`` bytes of device memory.
@@ -62,6 +64,8 @@ def offloaded(
             With ``delayed=True`` (see below) any number will do.
         blocks: name of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the layers, its path or the end of it
             (``"h"``); None: it is found by structure.
+        run: computes the loss of a batch as the loop will, if that takes more than one call of the model, for example
+            with and without gradients: ``run(sample_batch)``; None: ``model(**sample_batch)``.
         **switches: ``delayed=True`` lets updates wait for ``optimizer.step()``, so that
             ``engine.clip_grad_norm_(1.0)`` can clip gradients before; ``host_memory``, ``planner`` and what else
             :func:`lt_offload.solve` takes.
@@ -72,9 +76,9 @@ def offloaded(
     Raises:
         UnsupportedError, ModelError, InfeasibleError, PlanError: before anything is trained.
     """
-    run = limits.Setup(model=model, optimizers=[optimizer], blocks=blocks)
-    limits.check("model", run)
-    limits.check("optimizer", run)
+    setup = limits.Setup(model=model, optimizers=[optimizer], blocks=blocks)
+    limits.check("model", setup)
+    limits.check("optimizer", setup)
     structure = find_blocks(model, blocks)
     torch_device = find_device(accelerator)
     budget = None if memory is None else parse_bytes(memory, least=1)
@@ -84,14 +88,14 @@ def offloaded(
     if switched_off is not None:
         _log.warning(switched_off)
     if plan is None:
-        profile = measure(model, sample_batch, optimizer=optimizer, device=torch_device, structure=structure)
+        profile = measure(model, sample_batch, optimizer=optimizer, device=torch_device, structure=structure, run=run)
         plan = make_plan(profile, replace(settings, memory=budget or free_memory(torch_device)))
         problems = check(plan, profile)
         if problems:
             raise PlanError(f"the plan cannot be carried out: {problems[0]}")
     else:
         _check_replay(plan, budget, switches)
-        check_use(model, sample_batch, device=torch_device, optimizer=optimizer, structure=structure)
+        check_use(model, sample_batch, device=torch_device, optimizer=optimizer, structure=structure, run=run)
     with _installed(model, optimizer, plan, structure, torch_device) as engine:
         engine.accumulate = accumulate
         yield engine

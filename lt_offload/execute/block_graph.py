@@ -158,13 +158,13 @@ class Frame:
         detached = [t.detach() for t in tensors]
         return detached, [t for t, dead in zip(detached, unreached, strict=True) if dead]
 
-    def run_frozen(self) -> Any:
-        """Run the forward of a block that no gradient can reach; return its output."""
+    def run_frozen(self, *, save: bool = False) -> Any:
+        """Run the forward of a block that no gradient can reach; return its output. ``save``: keep its inputs."""
         inputs = self.take_inputs()
         with ExitStack() as stack:
             if self.recomputed:
                 self._note_first(stack)
-                self._inputs = [*inputs] if self._is_first else None
+                self._inputs = [*inputs] if self._is_first or save else None
                 self._versions = [version(x) for x in inputs]
             stack.enter_context(torch.set_grad_enabled(self.compiled))
             return self._call(inputs)
@@ -208,6 +208,30 @@ class Frame:
         if save == "input" or self._is_first:
             self._inputs = [*inputs]
         return [t.detach() for t in tensors_of(out)]
+
+    @contextmanager
+    def repeated(self, outputs: Sequence[Tensor], *, graph: bool) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Enclose another run of the call by somebody else, who sees and draws what this one did; yields its arguments.
+
+        Args:
+            outputs: what the previous block has returned, having run again just now.
+            graph: whether that run keeps a graph.
+        """
+        inputs = self._take_saved()
+        if inputs is None:
+            inputs = [outputs[position] for position in self.sources or ()]
+        leaves = list(self._leaves)
+        for slot, tensor, need in zip(self._slots, inputs, self._needs_grad, strict=True):
+            leaves[slot] = tensor.detach().requires_grad_(need)
+        args, kwargs = tree_unflatten(leaves, self._spec)
+        with self._as_first(graph=graph), within(self._ambient):
+            yield args, kwargs
+
+    def end(self) -> None:
+        """Let go of everything, after that other run's backward."""
+        if self._inner is not None:
+            self._inner.recomputed()
+        self.close()
 
     def unflatten(self, tensors: Sequence[Tensor]) -> Any:
         """Return the block's output structure with ``tensors`` in place."""

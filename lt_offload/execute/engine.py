@@ -23,8 +23,9 @@ from lt_offload.execute.activations import ROUNDING, HostPool
 from lt_offload.execute.block_graph import BlockFunction, Frame
 from lt_offload.execute.bound_weights import BoundWeights, expose
 from lt_offload.execute.copies import Residency
+from lt_offload.execute.deferred import DeferredForward, DeferredForwards
 from lt_offload.execute.device.base import Device
-from lt_offload.execute.device.record import EngineStats, Recorder
+from lt_offload.execute.device.record import Recorder
 from lt_offload.execute.edges.checks import (
     Backward,
     Consumers,
@@ -32,14 +33,13 @@ from lt_offload.execute.edges.checks import (
     OwnParameters,
     check_hooks,
     check_reached,
-    may_repeat,
 )
 from lt_offload.execute.edges.consumed import OwnLoop, StandIns
 from lt_offload.execute.edges.controls import Controls
 from lt_offload.execute.edges.guard import Guard, held_by_others
 from lt_offload.execute.edges.logits import LossInBlock
 from lt_offload.execute.edges.window import Window
-from lt_offload.execute.frames import Frames, repeated
+from lt_offload.execute.frames import Frames
 from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.groups import Layout, move_rest
 from lt_offload.execute.inference import Streaming, room
@@ -47,9 +47,9 @@ from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.program import Walk, check_match
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure, find_blocks
+from lt_offload.model.calls import tensors_of
 from lt_offload.model.compiled import called, intercept
 from lt_offload.schema.plan import Plan
-from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes
 
 
@@ -117,6 +117,7 @@ class Engine(Controls):
         """Follows a loop that is not ours; elsewhere :meth:`iteration` encloses every backward."""
         self._within = False
         """Inside :meth:`iteration`, and not at its end yet."""
+        self._deferred: DeferredForwards | None = None
         self._window = Window(plan)
         self._accounting = ExitStack()
         """Of the memory that the iteration takes."""
@@ -154,6 +155,7 @@ class Engine(Controls):
                 for op in plan.ops
                 if op.kind in ("forward", "backward")
             }
+            self._deferred = DeferredForwards(plan, self._frames, self.streaming, self._blocks)
             self._walk = Walk(
                 plan,
                 self.weights,
@@ -169,7 +171,7 @@ class Engine(Controls):
         for block, run in zip(self.structure.blocks, runs, strict=True):
             self._undo.append(intercept(block.module, run))
         unseen = [self.weights[index] for index in aliases.unseen]
-        self._guard = Guard(self.weights, self.residency, self.updates, lambda: self._frames.open, unseen)
+        self._guard = Guard(self.weights, self.residency, self.updates, self._open, unseen)
         self._fixed = Fixed(self.structure, self.weights, self.updates, self._frames.repeated)
         self._consumed = StandIns(self.weights)
         self._own = [OwnParameters(block.name, block.module) for block in self.structure.blocks]
@@ -184,6 +186,7 @@ class Engine(Controls):
 
     def _end_backward(self) -> None:
         """A backward of a loop that is not ours has ended."""
+        self._window.micro_batches += not self._waiting
         if self._window.which == "accumulating":
             with self._guard.suspended:
                 self._end_pass()
@@ -212,19 +215,6 @@ class Engine(Controls):
         self._step_hook = optimizer.register_step_post_hook(self._after_step)
         self._undo.append(self._step_hook.remove)
 
-    def _show_states(self) -> None:
-        if self._guard.halfway:
-            raise limits.HALFWAY.error("optimizer.state_dict() was called")
-        self.drain()
-
-    def _replace_states(self) -> None:
-        assert self.updates is not None
-        if self._guard.halfway or self._frames.open:
-            raise limits.DURING_FORWARD.error("optimizer.load_state_dict() was called")
-        self.drain()
-        self.invalidate()
-        self.updates.generation += 1
-
     def remove(self) -> None:
         """Give the model back: complete weights, original forwards, no hooks. The engine cannot be used again."""
         if not self.installed:
@@ -240,6 +230,7 @@ class Engine(Controls):
             self.drain()
         finally:
             self._frames.close()
+            self._forget_deferred()
             for weight in self.weights:
                 weight.param.data = weight.host
             self.residency.close()
@@ -247,34 +238,6 @@ class Engine(Controls):
             move_rest(self.model, self.structure, torch.device("cpu"))
 
     close = remove
-
-    def may_be_replaced(self) -> bool:
-        """Return whether another engine may go on now, between two iterations, unnoticed by users.
-
-        It has other memory for weights and states: whoever holds some of this engine's would not see it trained.
-
-        Raises:
-            UnsupportedError: if something was changed since the last iteration that cannot be, as the next would.
-        """
-        with self._guard.suspended:
-            self._guard.check_thread()
-            self._fixed.check()
-            self._guard.begin()  # what was assigned to parameters is in the host copies from now on
-        return not self._staying and not self._guard.held
-
-    def may_run(self, plan: Plan) -> bool:
-        """Return whether ``plan`` can do what users do beside training.
-
-        That is: their hooks allow that it runs other blocks a second time, and its arena is large enough for forwards
-        without gradients (validation), or not smaller than it was. Beside a GPU, whose updates differ from the host's
-        in the last bits, it also has to leave every update where it was: numbers do not depend on clocks.
-        """
-        assert self.plan is not None
-        here, there = ([place == "host" for place in p.update_places] for p in (self.plan, plan))
-        if self.device.torch_device.type != "cpu" and here != there:
-            return False
-        arena = min(room(self._blocks, 0), self.plan.arena_bytes)
-        return plan.arena_bytes >= arena and may_repeat(self.structure, repeated(plan))
 
     def drain(self) -> None:
         """Make every host copy complete: updates in flight are awaited, newer device copies written back (and kept)."""
@@ -293,6 +256,7 @@ class Engine(Controls):
         self._left = self.unfinished()
         with self._guard.suspended:
             self._frames.close()
+            self._forget_deferred()
             try:
                 self.device.drain()
             finally:
@@ -323,7 +287,7 @@ class Engine(Controls):
             self._window.require()
         self.gradients.square_sums = [] if grad_norm else None
         self._within = True
-        self._window.begin_pass(last=last)
+        self._window.begin(last=last)
         with self._guard.suspended:
             self._consumed.drop()
         try:
@@ -392,7 +356,9 @@ class Engine(Controls):
             check_reached(self.weights, self._frames)
             self._frames.clear()
         self._grad_norm = self.gradients.end_iteration()
-        self._ran_backward, self._window.added = False, 0
+        self._ran_backward = False
+        self._window.end()
+        self._forget_deferred()
         if self.updates.states_move or self.updates.counts:
             # Whoever looks for a state that is not there yet, or for a number, asks no tensor.
             self.updates.states_move = False
@@ -416,23 +382,6 @@ class Engine(Controls):
     def _host_limit(self, plan: Plan) -> int:
         return plan.host_budget_bytes + ROUNDING * len(self._blocks)
 
-    @property
-    def stats(self) -> EngineStats:
-        """Figures of the last complete iteration."""
-        return self.recorder.stats(self.host_bytes, None if self._grad_norm is None else float(self._grad_norm))
-
-    @property
-    def host_bytes(self) -> int:
-        """Host memory that training holds: weights, gradients, optimizer states, activations."""
-        updates = self.updates
-        states = updates.bytes(w for w in self.weights if w.index in self._updated_on_host) if updates else 0
-        return self.device.host_bytes + states
-
-    def trace(self) -> Trace:
-        """Return the last complete iteration, measured."""
-        assert self.plan is not None
-        return self.recorder.trace(self.plan, self.host_bytes)
-
     # -- one block ---------------------------------------------------------------------------------------------------
 
     def _wrapped(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
@@ -448,10 +397,7 @@ class Engine(Controls):
 
     def _stream_forward(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         if self._frames.open:
-            raise UnsupportedError(
-                "the model was called without gradients between the forward and the backward of a training "
-                "iteration; call it before the forward or after the optimizer step"
-            )
+            raise limits.FORWARDS.error("the model was called without gradients between a forward and its backward")
         if index == 0:
             self._guard.begin()
         self.residency.run_releases()
@@ -461,39 +407,48 @@ class Engine(Controls):
     def _train_forward(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
         if self.plan is None:
             raise UnsupportedError("this engine has no plan: it runs forwards under torch.no_grad() only")
+        deferred = self._deferred
+        assert deferred is not None
         if index == 0:
-            self._begin_iteration()
-        if not self._walk.awaits("forward", index):
+            self._begin_micro_batch()
+            self._begin_deferred() if deferred.due else self._begin_pass(self._waiting)
+        if not (deferred.awaits(index) if deferred.running else self._walk.awaits("forward", index)):
             raise UnsupportedError(
                 f"block {self.structure.blocks[index].name} was called where {self._walk.expected} was expected; "
                 "lt_offload needs every block to be called once per forward, in order"
             )
         limits.check_arguments(self.structure.blocks[index].name, kwargs)
         self._own[index].check()
-        step = self._walk.timeline.forward(index)
-        self._walk.begin(step)
-        weights = self._blocks[index]
-        with self._presence[self._computing[step]]:
-            out = self._run_forward(index, forward, weights, args, kwargs)
-        self._walk.end()
+        if deferred.running:
+            return deferred.forward(index, forward, args, kwargs, self._anchor, self._run_deferred)
+        with self._computed(index):
+            frame = self._make_frame(index, forward, args, kwargs)
+            del args, kwargs
+            if frame.needs_backward:
+                inputs = frame.take_inputs()
+                self._consumers.watch(index, inputs)
+                out = BlockFunction.apply(frame, self._anchor, self._run_backward, *inputs)  # type: ignore[no-untyped-call]
+                out = frame.unflatten(out)
+            else:
+                out = frame.run_frozen()
+            self._frames.returned(out)
         return out
 
-    def _run_forward(
-        self, index: int, forward: Callable[..., Any], weights: Sequence[Weight], args: tuple[Any, ...], kwargs: Any
-    ) -> Any:
-        frame = self._frames.make(index, forward, weights, args, kwargs)
-        del args, kwargs
+    @contextmanager
+    def _computed(self, index: int) -> Iterator[None]:
+        """Enclose a forward of the present pass, for which the block's weights are in their places."""
+        step = self._walk.timeline.forward(index)
+        self._walk.begin(step)
+        with self._presence[self._computing[step]]:
+            yield
+        self._walk.end()
+
+    def _make_frame(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Frame:
+        frame = self._frames.make(index, forward, self._blocks[index], args, kwargs)
         if frame.needs_backward:
-            for weight in weights:
+            for weight in self._blocks[index]:
                 weight.uses += weight.param.requires_grad
-            inputs = frame.take_inputs()
-            self._consumers.watch(index, inputs)
-            out = BlockFunction.apply(frame, self._anchor, self._run_backward, *inputs)  # type: ignore[no-untyped-call]
-            out = frame.unflatten(out)
-        else:
-            out = frame.run_frozen()
-        self._frames.returned(out)
-        return out
+        return frame
 
     def _run_backward(self, frame: Frame, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         with self._guard.suspended:
@@ -501,6 +456,40 @@ class Engine(Controls):
             if not self._ran_backward:
                 self._begin_backward()
             return self._backward_of(frame, anchor, grads)
+
+    def _run_deferred(
+        self, forward: DeferredForward, frame: Frame, anchor: Tensor, grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """Run the backward of a block whose forward had to wait, and that forward again if this is the first."""
+        with self._guard.suspended:
+            self._backward.check(frame)
+            if not forward.passed:
+                self._run_forward_again(forward)
+            if not self._ran_backward:
+                self._begin_backward()
+            found = self._backward_of(forward.passed[frame.index], anchor, grads)
+            frame.end()
+            return found
+
+    def _run_forward_again(self, forward: DeferredForward) -> None:
+        assert self._deferred is not None
+        if self._frames.open:
+            raise limits.FORWARDS.error("a forward had its backward before a later one")
+        self._end_pass()
+        self._consumed.drop()
+        self._begin_pass(self._deferred.waiting - 1)
+
+        def run(index: int, original: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Frame, list[Tensor]]:
+            with self._computed(index):
+                frame = self._make_frame(index, original, args, kwargs)
+                if frame.needs_backward:
+                    out: Any = frame.run(self._anchor, [x.detach() for x in frame.take_inputs()])[0]
+                else:
+                    out = frame.run_frozen()
+                self._frames.returned(out)
+            return frame, tensors_of(out)
+
+        self._deferred.run_again(forward, run)
 
     def _begin_backward(self) -> None:
         self._fixed.check_hooks()
@@ -544,8 +533,8 @@ class Engine(Controls):
             with self._presence[op.id]:
                 handed = self._frames.recompute(op, self._anchor, handed)
 
-    def _begin_iteration(self) -> None:
-        assert self.updates is not None
+    def _begin_micro_batch(self) -> None:
+        """A forward begins; others of the same micro-batch may wait for their backward."""
         if self._ran_backward:
             raise limits.ONE_BACKWARD.error("the model was called a second time after a backward and before the step")
         if self._walk.cursor != 0 or self._frames:
@@ -553,31 +542,44 @@ class Engine(Controls):
         self._guard.check_thread()
         self._fixed.check()
         self._guard.begin()
-        if self.own_loop is not None:
-            self._window.begin_pass()
+        if self.own_loop is not None and not self._waiting:
+            self._window.begin()
             if self._window.added:
                 self._take_stand_ins()
+
+    def _begin_deferred(self) -> None:
+        assert self._deferred is not None
+        if not self._window.added and not self._waiting:
+            self.recorder.begin()
+        self.residency.run_releases()
+        self.residency.settled = False
+        self._deferred.begin()
+
+    def _begin_pass(self, waiting: int) -> None:
+        """A pass begins; so many of the same micro-batch follow it."""
+        self._window.begin_pass(waiting)
         self._walk.start(self._window.which)
         if not self.residency.settled:
             self.residency.settle()
         for weight in self.weights:
             weight.uses = 0
-        if not self._window.added:
+        if not self._window.added and not self._waiting:
             self.recorder.begin()
 
-    def _take_stand_ins(self) -> None:
-        """Take what stands for gradients away; if a loop has done so already, forget the sums of gradients."""
-        if self._window.delayed and self._consumed.gone:
-            self._forget_sums()
-        self._consumed.check(present=bool(self._window.added))
-        self._consumed.drop()
-
-    def _forget_sums(self) -> None:
-        self._window.added = 0
-        if self.gradients is not None:
-            self.gradients.forget_sums()
-
     # -- bookkeeping -------------------------------------------------------------------------------------------------
+
+    @property
+    def _waiting(self) -> int:
+        """Forwards that wait for others before their backward."""
+        return self._deferred.waiting if self._deferred is not None else 0
+
+    def _open(self) -> bool:
+        """Return whether a backward is still to come."""
+        return self._frames.open or self._waiting > 0
+
+    def _forget_deferred(self) -> None:
+        if self._deferred is not None:
+            self._deferred.close()
 
     def _restart(self) -> None:
         """Forget a forward that no backward followed."""

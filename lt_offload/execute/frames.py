@@ -19,7 +19,7 @@ from lt_offload.model.calls import BlockOutput
 from lt_offload.model.compiled import is_compiled
 from lt_offload.model.effects import Effects
 from lt_offload.schema.plan import Op, Plan
-from lt_offload.schema.profile import RECORDED
+from lt_offload.schema.profile import RECORDED, OptionName
 
 
 def repeated(plan: Plan) -> set[int]:
@@ -74,22 +74,8 @@ class Frames:
         Raises:
             PlanError: if the plan saves nothing of it, and recomputing the previous block would not give its input.
         """
-        frame = Frame(
-            device=self._device,
-            pool=self._pool,
-            index=index,
-            label=str(index),
-            name=self._name(index),
-            option=self._options[index],
-            forward=forward,
-            weights=weights,
-            args=args,
-            kwargs=kwargs,
-            recomputed=index in self._recomputed,
-            steady=index in self._steady,
-            compiled=is_compiled(self._structure.blocks[index].module),
-            effects=self._effects[index],
-            uses=self.uses,
+        frame = self._frame(
+            index, forward, weights, args, kwargs, self._options[index], recomputed=index in self._recomputed
         )
         if self._last_output is not None:
             frame.sources = self._last_output.sources(frame.inputs)
@@ -104,6 +90,61 @@ class Frames:
                 f"called with what block {self._name(index - 1)} returned; plan it as 'recompute' or 'reload'"
             )
         return frame
+
+    def make_waiting(
+        self,
+        index: int,
+        forward: Callable[..., Any],
+        weights: Sequence[Weight],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        previous: BlockOutput | None,
+    ) -> Frame:
+        """Return the frame of a block of a forward that will run again as a whole: see ``deferred.py``.
+
+        Args:
+            index: of the block.
+            forward: runs it.
+            weights: of the block.
+            args: of the call.
+            kwargs: of the call.
+            previous: what the block before has returned in that forward.
+        """
+        frame = self._frame(index, forward, weights, args, kwargs, "recompute", recomputed=True)
+        if previous is not None:
+            frame.sources = previous.sources(frame.inputs)
+        if frame.sources is not None:
+            frame.option = "discard"
+        return frame
+
+    def _frame(
+        self,
+        index: int,
+        forward: Callable[..., Any],
+        weights: Sequence[Weight],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        option: OptionName,
+        *,
+        recomputed: bool,
+    ) -> Frame:
+        return Frame(
+            device=self._device,
+            pool=self._pool,
+            index=index,
+            label=str(index),
+            name=self._name(index),
+            option=option,
+            forward=forward,
+            weights=weights,
+            args=args,
+            kwargs=kwargs,
+            recomputed=recomputed,
+            steady=index in self._steady,
+            compiled=is_compiled(self._structure.blocks[index].module),
+            effects=self._effects[index],
+            uses=self.uses,
+        )
 
     def returned(self, out: Any) -> None:
         """Note what the block that ran last has returned."""

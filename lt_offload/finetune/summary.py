@@ -97,7 +97,7 @@ class RunSummary(Callback):
             facts["held-out loss"] = " -> ".join(f"{loss:.4f}" for _, loss in _ends(self.losses))
         if plan is not None:
             predicted = plan.predicted
-            batches = f"{plan.window} micro-batches of " if plan.window > 1 else ""
+            batches = f"{plan.micro_batches} micro-batches of " if plan.micro_batches > 1 else ""
             chosen = f", chosen from {len(plan.batch_curve)} sizes" if plan.batch_curve else ""
             if batches or chosen:
                 facts["batch size"] = f"{batches}{plan.batch_size}{chosen}"

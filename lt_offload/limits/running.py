@@ -98,6 +98,12 @@ WINDOW = while_running(
     instead="set accumulate=... of offloaded, or engine.accumulate before a window, to the number of backwards per "
     "optimizer.step(); return a loss for the last micro-batch",
 )
+FORWARDS = while_running(
+    "other calls of the model between a forward and its backward than the sample had, backwards in another order",
+    why="the plan says which forwards wait for others before their backward, and autograd goes through the last first",
+    instead="take the loss of all forwards in one backward; in a loop of one's own say by run=... of offloaded what "
+    "computes the loss of a batch",
+)
 BACKWARD_OUTSIDE = while_running(
     "a backward through the model outside the training step (in a callback or hook)",
     why="every backward through the blocks updates the weights",

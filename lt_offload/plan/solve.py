@@ -28,7 +28,7 @@ from lt_offload.plan.planners.pofo.propose import propose_pofo
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
 from lt_offload.plan.planners.weights.propose import propose_greedy, propose_l2l
 from lt_offload.plan.settings import Settings
-from lt_offload.plan.windows import has_windows, plan_windows
+from lt_offload.plan.windows import has_windows, plan_forwards, plan_windows
 from lt_offload.schema.plan import Plan, PlannerName, Prediction
 from lt_offload.schema.profile import OptionProfile, Profile
 from lt_offload.units import format_bytes, format_seconds
@@ -113,6 +113,8 @@ def make_plan(profile: Profile, settings: Settings, *, exact: bool = False) -> P
         settings: budgets and switches.
         exact: no plan rather than one that sums in another order than plain PyTorch.
     """
+    if profile.deferred_forwards:
+        return plan_forwards(profile, settings, partial(make_plan, exact=exact))
     if has_windows(settings):
         return plan_windows(profile, settings, partial(make_plan, exact=exact))
     began = time.monotonic()

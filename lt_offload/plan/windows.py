@@ -49,6 +49,45 @@ def plan_windows(profile: Profile, settings: Settings, plan_one: Callable[[Profi
     return min(mean, last, key=lambda plan: plan.predicted.iteration_s)
 
 
+def plan_forwards(profile: Profile, settings: Settings, plan_passes: Callable[[Profile, Settings], Plan]) -> Plan:
+    """Return the plan for micro-batches of several forwards, each of which is a pass.
+
+    Those that wait for others before their backward run once more, streamed: what that takes is added.
+
+    Args:
+        profile: what model and machine cost.
+        settings: budgets and switches.
+        plan_passes: plans for one forward per micro-batch; its errors are passed on.
+    """
+    forwards, deferred = profile.forwards, profile.deferred_forwards
+    passes = replace(settings, accumulate=settings.accumulate * forwards)
+    plan = plan_passes(replace(profile, forwards=1, deferred_forwards=0), passes)
+    seconds = deferred * settings.accumulate * _streamed_s(profile)
+    found = plan.predicted
+    predicted = replace(
+        found,
+        iteration_s=found.iteration_s + seconds,
+        lower_bound_s=min(found.lower_bound_s, found.iteration_s),
+    )
+    note = (
+        f"{deferred} of {forwards} forwards must wait for others before their backward and run twice, which takes "
+        f"{format_seconds(seconds)} more"
+    )
+    notes = [*plan.notes, note]
+    shared = any(len(tensor.blocks) > 1 and tensor.trainable for tensor in profile.tensors)
+    if forwards > 1 and (shared or settings.accumulate > 1):
+        what = "micro-batches" if settings.accumulate > 1 else "weights that several blocks share"
+        notes.append(f"gradients of {what} are summed forward by forward, the last one first, not use by use")
+    return replace(plan, forwards=forwards, deferred_forwards=deferred, predicted=predicted, notes=tuple(notes))
+
+
+def _streamed_s(profile: Profile) -> float:
+    """Return the seconds of a forward whose weights are streamed through the device."""
+    computing = sum(block.options[0].forward_s for block in profile.blocks)
+    copying = sum(tensor.bytes for tensor in profile.tensors) / profile.hardware.h2d_bytes_per_s
+    return max(computing, copying)
+
+
 def for_windows(plan: Plan, profile: Profile, settings: Settings) -> Plan:
     """Return ``plan``, made for ``profile`` with sums, as a plan for windows, checked and priced."""
     ram = settings.host_budget(profile.hardware)

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
+from lt_offload import limits
 from lt_offload.errors import ModelError
 from lt_offload.machine.accounting import Account
 from lt_offload.model.blocks import Block, Structure
@@ -68,6 +69,12 @@ class Capture:
     tail: Tail
     with_loss: Mapping[OptionName, Call]
     """What the last block is called with under the options by which it computes the loss, too, where it may."""
+    forwards: int
+    """Calls of the model with gradients; what is said of blocks is about the largest one."""
+    deferred: int
+    """How many of them others followed."""
+    waiting: int
+    """Bytes that those keep until their backward: inputs of blocks, gradients of outputs."""
 
 
 def capture(
@@ -95,7 +102,7 @@ def capture(
         ModelError: if a block is not called exactly once, in its place.
     """
     with ExitStack() as stack:
-        recorder = _CallRecorder(structure, device, stage, meter, aside)
+        recorder = _Recorder(structure, device, stage, meter, aside)
         for index, block in enumerate(structure.blocks):
             stack.callback(intercept(block.module, recorder.wrap(index, block)))
         stack.callback(recorder.watch.install())
@@ -104,19 +111,99 @@ def capture(
             return recorder.finish(result)
 
 
-class _CallRecorder:
+class _Recorder:
     """Stands between the model and its blocks."""
 
     def __init__(self, structure: Structure, device: torch.device, stage: Stage, meter: Meter, aside: Aside) -> None:
         self.account = Account(device_type=device.type)
-        self._blocks = structure.blocks
-        self._stage = stage
-        self._meter = meter
-        self._calls: list[Call] = []
-        self._chained: list[bool] = []
-        self._lingering: list[int] = []
+        self.blocks = structure.blocks
+        self.stage, self.meter = stage, meter
+        self.seams = Seams(structure, aside)
+        self.watch = LogitsWatch(structure)
+        self.by_signature: dict[object, Call] = {}
+        self.anchor = torch.zeros((), requires_grad=True)
+        self._aside = aside
+        self._forwards: list[_Forward] = []
+        """With gradients."""
+        self._followed = False
+        """The last of them was followed by one without."""
+
+    def wrap(self, index: int, block: Block) -> Forward:
+        """Return what is called instead of the block."""
+        original = uncompiled(block.module)  # what a block returns looks the same, and nothing is compiled too early
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled():
+                self._followed = bool(self._forwards)
+                with self._aside(), self.stage(block.module), within(ambient()):
+                    return original(*args, **kwargs)
+            if not self._forwards or (index == 0 and self._forwards[-1].complete):
+                self._begin()
+            with nullcontext() if len(self._forwards) == 1 else self._aside():
+                return self._forwards[-1].run(index, block, original, args, kwargs)
+
+        return forward
+
+    def _begin(self) -> None:
+        if self._forwards:
+            self.watch.forgo()
+        self._forwards.append(_Forward(self))
+        self._followed = False
+
+    def finish(self, result: Any) -> Capture:
+        """Run the loss's backward; to be called with what the model returned."""
+        forward = self.meter.lap()
+        self.watch.end(result)
+        called = len(self._forwards[-1].calls) if self._forwards else 0
+        if called < len(self.blocks):
+            raise ModelError(f"block {self.blocks[called].name} was not called by the model's forward")
+        last = self._forwards[-1]
+        below, live = last.below, self.account.live()
+        results = {self.account.serial(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
+        held = sum(nbytes for serial, nbytes in live.items() if serial in results)
+        tail = Tail(forward=forward, forward_peak=self.account.peak - below, saved=self.account.current - below)
+        tail.backward_peak = tail.left = tail.saved + last.output_bytes
+        loss = find_loss(result)
+        if loss is not None and loss.requires_grad:
+            self.account.reset_peak()
+            self.seams.check_consumers(loss)
+            self.meter.lap()
+            torch.autograd.backward(loss)
+            tail.backward = self.meter.lap()
+            tail.backward_peak, tail.left = self.account.peak - below, self.account.current - below
+            self.seams.check_gradients()
+        else:
+            self.seams.check_results(result)
+        waiting = self._forwards if self._followed else self._forwards[:-1]
+        if waiting and self.seams.once:
+            name = self.blocks[min(self.seams.once)].name
+            raise limits.FORWARDS.error(f"block {name}, which must run once for its hooks, is in a forward that waits")
+        largest = max(self._forwards, key=lambda forward: forward.input_bytes)
+        return Capture(
+            calls=tuple(largest.calls),
+            chained=tuple(largest.chained),
+            lingering=tuple(largest.lingering),
+            between=last.between,
+            once=tuple(index in self.seams.once for index in range(len(self.blocks))),
+            held=held,
+            tail=tail,
+            with_loss=self.watch.calls(last.calls[-1]),
+            forwards=len(self._forwards),
+            deferred=len(waiting),
+            waiting=sum(forward.saved_bytes + forward.output_bytes for forward in waiting),
+        )
+
+
+class _Forward:
+    """One call of the model with gradients."""
+
+    def __init__(self, recorder: _Recorder) -> None:
+        self._recorder, self._account = recorder, recorder.account
+        self.calls: list[Call] = []
+        self.chained: list[bool] = []
+        self.lingering: list[int] = []
+        self.between = self.below = self.output_bytes = 0
         self._last_output = BlockOutput(())
-        self._by_signature: dict[object, Call] = {}
         self._shared: list[Tensor] = []
         """Arguments that are no activations: they live until the backward."""
         self._graph: list[Any] = []
@@ -127,87 +214,61 @@ class _CallRecorder:
         """Storages that calls hold, which training would not have."""
         self._returned: set[int | None] = set()
         """Storages that the previous block has returned."""
-        self._anchor = torch.zeros((), requires_grad=True)
-        self._between = self._below = self._output_bytes = 0
-        self._seams = Seams(structure, aside)
-        self.watch = LogitsWatch(structure)
 
-    def wrap(self, index: int, block: Block) -> Forward:
-        """Return what is called instead of the block."""
-        original = uncompiled(block.module)  # what a block returns looks the same, and nothing is compiled too early
+    @property
+    def complete(self) -> bool:
+        """Whether all blocks have been called."""
+        return len(self.calls) == len(self._recorder.blocks)
 
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            self._check_turn(index)
-            call = self._call(block, args, kwargs)
-            self._calls.append(call)
-            last = index == len(self._blocks) - 1
-            if last:
-                # The input is the block's: it is not the loss that gives it back.
-                self._shared += [leaf.detach() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-                live = self.account.live()
-                self._between = sum(nbytes for serial, nbytes in live.items() if serial not in self._interfaces)
-            with self._stage(block.module), within(call.contexts):  # no cast of a weight outlives its block
-                out = self._seams.run(index, call, original, args, kwargs)
-            del args, kwargs
-            self._returned = {self.account.serial(t) for t in tree_leaves(out) if isinstance(t, Tensor)}
-            self._interfaces |= self._returned
-            if last:
-                outputs = {self.account.serial(t): t.untyped_storage().nbytes() for t in _numbers(out)}
-                self._output_bytes = sum(outputs.values())
-                self._below = self.account.current - self._output_bytes
-                self.account.reset_peak()
-                self._meter.lap()
-            if call.has_backward:
-                position = itertools.count()
-                out = tree_map(lambda leaf: self._connect(leaf, index, call, position), out)
-            self._last_output = BlockOutput(out)
-            if last:
-                self.watch.begin(out)
-            return out
+    @property
+    def input_bytes(self) -> int:
+        """Of all blocks."""
+        return sum(tensor.nbytes for call in self.calls for tensor in call.inputs)
 
-        return forward
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of those inputs of blocks that are not what the block before has returned."""
+        pairs = zip(self.calls, self.chained, strict=True)
+        return sum(tensor.nbytes for call, chained in pairs if not chained for tensor in call.inputs)
 
-    def finish(self, result: Any) -> Capture:
-        """Run the loss's backward; to be called with what the model returned."""
-        forward = self._meter.lap()
-        self.watch.end(result)
-        if len(self._calls) < len(self._blocks):
-            raise ModelError(f"block {self._blocks[len(self._calls)].name} was not called by the model's forward")
-        below, live = self._below, self.account.live()
-        results = {self.account.serial(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
-        held = sum(nbytes for serial, nbytes in live.items() if serial in results)
-        tail = Tail(forward=forward, forward_peak=self.account.peak - below, saved=self.account.current - below)
-        tail.backward_peak = tail.left = tail.saved + self._output_bytes
-        loss = find_loss(result)
-        if loss is not None and loss.requires_grad:
-            self.account.reset_peak()
-            self._seams.check_consumers(loss)
-            self._meter.lap()
-            torch.autograd.backward(loss)
-            tail.backward = self._meter.lap()
-            tail.backward_peak, tail.left = self.account.peak - below, self.account.current - below
-            self._seams.check_gradients()
-        else:
-            self._seams.check_results(result)
-        return Capture(
-            calls=tuple(self._calls),
-            chained=tuple(self._chained),
-            lingering=tuple(self._lingering),
-            between=self._between,
-            once=tuple(index in self._seams.once for index in range(len(self._blocks))),
-            held=held,
-            tail=tail,
-            with_loss=self.watch.calls(self._calls[-1]),
-        )
+    def run(self, index: int, block: Block, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one block."""
+        recorder = self._recorder
+        self._check_turn(index)
+        call = self._call(block, args, kwargs)
+        self.calls.append(call)
+        last = self.complete
+        if last:
+            # The input is the block's: it is not the loss that gives it back.
+            self._shared += [leaf.detach() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            live = self._account.live()
+            self.between = sum(nbytes for serial, nbytes in live.items() if serial not in self._interfaces)
+        with recorder.stage(block.module), within(call.contexts):  # no cast of a weight outlives its block
+            out = recorder.seams.run(index, call, original, args, kwargs)
+        del args, kwargs
+        self._returned = {self._account.serial(t) for t in tree_leaves(out) if isinstance(t, Tensor)}
+        self._interfaces |= self._returned
+        if last:
+            outputs = {self._account.serial(t): t.untyped_storage().nbytes() for t in _numbers(out)}
+            self.output_bytes = sum(outputs.values())
+            self.below = self._account.current - self.output_bytes
+            self._account.reset_peak()
+            recorder.meter.lap()
+        if call.has_backward:
+            position = itertools.count()
+            out = tree_map(lambda leaf: self._connect(leaf, index, call, position), out)
+        self._last_output = BlockOutput(out)
+        if last:
+            recorder.watch.begin(out)
+        return out
 
     def _check_turn(self, index: int) -> None:
-        expected = len(self._calls)
+        expected, blocks = len(self.calls), self._recorder.blocks
         if index != expected:
-            name = self._blocks[index].name
-            turn = f"before {self._blocks[expected].name}" if index > expected else "a second time"
+            turn = f"before {blocks[expected].name}" if index > expected else "a second time"
             raise ModelError(
-                f"the model calls block {name} {turn}; blocks must be called once each, in the order "
-                f"{', '.join(block.name for block in self._blocks)}"
+                f"the model calls block {blocks[index].name} {turn}; blocks must be called once each, in the order "
+                f"{', '.join(block.name for block in blocks)}"
             )
 
     def _call(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -217,16 +278,16 @@ class _CallRecorder:
         tensors = [(slot, leaf) for slot, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         slots = tuple(slot for slot, leaf in tensors if is_activation(leaf, positional=slot < positional))
         needs_grad = tuple(leaves[slot].requires_grad for slot in slots)
-        self._chained.append(self._last_output.sources([leaves[slot] for slot in slots]) is not None)
+        self.chained.append(self._last_output.sources([leaves[slot] for slot in slots]) is not None)
         for slot, leaf in tensors:
             if slot in slots:
-                self._interfaces.add(self.account.serial(leaf))
+                self._interfaces.add(self._account.serial(leaf))
                 self._graph.append(leaf.grad_fn)
             else:
                 self._shared.append(leaf)
-        given = {self.account.serial(leaf) for _, leaf in tensors}
+        given = {self._account.serial(leaf) for _, leaf in tensors}
         elsewhere = self._interfaces - given - self._returned - self._copies
-        self._lingering.append(sum(size for serial, size in self.account.live().items() if serial in elsewhere))
+        self.lingering.append(sum(size for serial, size in self._account.live().items() if serial in elsewhere))
         parameters = list(block.module.parameters())
         signature = (
             repr(block.module),
@@ -238,8 +299,8 @@ class _CallRecorder:
             ambient(),
         )
         key = repr(signature)
-        if key not in self._by_signature:
-            self._by_signature[key] = Call(
+        if key not in self._recorder.by_signature:
+            self._recorder.by_signature[key] = Call(
                 module=block.module,
                 leaves=[self._own(leaf, copy=slot in slots) for slot, leaf in enumerate(leaves)],
                 spec=spec,
@@ -249,7 +310,7 @@ class _CallRecorder:
                 contexts=ambient(),
                 reached={0},
             )
-        return self._by_signature[key]
+        return self._recorder.by_signature[key]
 
     def _own(self, leaf: Any, *, copy: bool) -> Any:
         """Return an argument as a call keeps it: a copy of an activation, so that the model's own may be freed."""
@@ -259,7 +320,7 @@ class _CallRecorder:
         own = given.clone() if copy else given
         if own is given or own.stride() != leaf.stride():
             return given
-        self._copies.add(self.account.serial(own))
+        self._copies.add(self._account.serial(own))
         self._interfaces |= self._copies
         return own
 
@@ -269,7 +330,7 @@ class _CallRecorder:
             box = [leaf]
             del leaf
             note = partial(call.reached.add, next(position))
-            return Interface.apply(self._anchor, box, index, note)  # type: ignore[no-untyped-call]
+            return Interface.apply(self._recorder.anchor, box, index, note)  # type: ignore[no-untyped-call]
         return leaf
 
 

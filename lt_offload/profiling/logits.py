@@ -57,6 +57,11 @@ class LogitsWatch(TorchFunctionMode):
             self._logits = out
             self.__enter__()  # type: ignore[no-untyped-call]
 
+    def forgo(self) -> None:
+        """Another forward begins: which logits a loss belongs to is not known any more."""
+        self._leave()
+        self._possible = False
+
     def end(self, result: Any) -> None:
         """End; to be called with what the run has returned."""
         logits = self._leave()

@@ -128,7 +128,13 @@ def _alone(machine: HardwareProfile, contention: Contention) -> HardwareProfile:
 
 
 def check_use(
-    model: nn.Module, sample_batch: Any, *, device: torch.device, optimizer: Optimizer, structure: Structure
+    model: nn.Module,
+    sample_batch: Any,
+    *,
+    device: torch.device,
+    optimizer: Optimizer,
+    structure: Structure,
+    run: Run | None = None,
 ) -> None:
     """Run ``model`` once, as :func:`profile` does, to refuse what no plan could train exactly; measures nothing.
 
@@ -138,11 +144,11 @@ def check_use(
     """
     staying = [*(parameter for _, parameter in structure.rest), *model.buffers()]
     with ExitStack() as stack:
-        batch = stack.enter_context(_trial(model, sample_batch, device, optimizer=optimizer))
+        batch = stack.enter_context(_trial(model, sample_batch, device, optimizer=optimizer, run=run))
         for context in (plainly(model), _gradients_kept(model), _staged(staying, device)):
             stack.enter_context(context)
         stage = partial(_stage, device)
-        capture(structure, call_with_batch(model), batch, device=device, stage=stage, meter=Stopwatch(device))
+        capture(structure, run or call_with_batch(model), batch, device=device, stage=stage, meter=Stopwatch(device))
 
 
 @contextmanager
@@ -232,12 +238,15 @@ def assemble(
         hardware=hardware,
         shared_bytes=measured.captured.between
         + measured.captured.held
+        + measured.captured.waiting
         + storage_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
         + storage_bytes(model.buffers())
         + sum(p.nbytes * (2 if p.requires_grad else 1) + sizes.of(p) for _, p in structure.rest),
         page_table_bytes=_page_tables(structure, sizes) if gpu else 0,
         slack_bytes=max(cost.slack_bytes for cost in (*measured.costs, *measured.with_loss)),
         slack_share=ALLOCATOR_SLACK if gpu else 0.0,
+        forwards=measured.captured.forwards,
+        deferred_forwards=measured.captured.deferred,
         scatter=_scatter(measured.costs),
         estimated=estimated,
     )

@@ -101,7 +101,7 @@ def brief(plan: Plan) -> str:
 
 
 def _sentence(iteration: str, plan: Plan) -> str:
-    unit = "An iteration" if plan.window == 1 else f"A {plan.unit}"
+    unit = "An iteration" if plan.micro_batches == 1 else f"A {plan.unit}"
     return "It was not simulated" if iteration == _NOT_SIMULATED else f"{unit} takes {iteration}"
 
 
@@ -110,8 +110,10 @@ def _sentence(iteration: str, plan: Plan) -> str:
 
 def _inputs(plan: Plan) -> str:
     tokens = f"batch {plan.batch_size} x {plan.sequence_length} tokens"
-    if plan.window > 1:
-        tokens = f"{plan.window} micro-batches of {plan.batch_size} x {plan.sequence_length} tokens"
+    if plan.micro_batches > 1:
+        tokens = f"{plan.micro_batches} micro-batches of {plan.batch_size} x {plan.sequence_length} tokens"
+    if plan.forwards > 1:
+        tokens += f", {plan.forwards} forwards each"
     estimated = "; the profile was estimated, not measured" if plan.estimated else ""
     return f"{plan.model}, {len(plan.options)} blocks, {tokens}, planner {plan.planner}{estimated}"
 

@@ -336,12 +336,21 @@ class Plan:
     context_bytes: int = 0
     """Device memory that is left to the context and to workspaces of libraries; 0 in plans that do not say."""
     window: int = 1
-    """Micro-batches per update that it was made for. With more than one it serves any number; see the first lines."""
+    """Passes per update that it was made for. With more than one it serves any number; see the first lines."""
+    forwards: int = 1
+    """Calls of the model with gradients per micro-batch, each of which is a pass."""
+    deferred_forwards: int = 0
+    """How many of them wait for others before their backward, and run again then."""
     delayed: bool = False
     """Whether updates wait until all gradients are there, as clipping by their norm needs."""
     chunk_tokens: int = 0
     """Tokens of which the last block has logits at a time, if it is ``chunked``: they decide about last bits."""
     schema: int = PLAN_SCHEMA
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches per update that it was made for."""
+        return self.window // self.forwards
 
     @property
     def adds_up(self) -> bool:
@@ -384,7 +393,7 @@ class Plan:
     @property
     def unit(self) -> str:
         """What people call what an update needs, e.g. ``"iteration"`` or ``"window of 4 micro-batches"``."""
-        return "iteration" if self.window == 1 else f"window of {self.window} micro-batches"
+        return "iteration" if self.micro_batches == 1 else f"window of {self.micro_batches} micro-batches"
 
     def tensors(self, op: Op) -> tuple[int, ...]:
         """Return the tensors of the groups that ``op`` names."""
@@ -437,6 +446,8 @@ def problems(plan: Plan) -> Iterator[str]:
         yield "a size or time is negative"
     if plan.window < 1:
         yield f"window is {plan.window}, it has to be at least 1"
+    if plan.forwards < 1 or plan.window % plan.forwards or not 0 <= plan.deferred_forwards <= plan.forwards:
+        yield f"window {plan.window}, forwards {plan.forwards} and deferred_forwards {plan.deferred_forwards} differ"
     if not plan.adds_up and any(op.only is not None for op in plan.ops):
         yield "ops name the passes of a window, and there is one"
     if not plan.options:

@@ -278,6 +278,10 @@ class Profile:
     """
     contention: Contention = Contention()
     """How lanes slow each other down."""
+    forwards: int = 1
+    """Calls of the model with gradients per micro-batch. Blocks are those of the largest one."""
+    deferred_forwards: int = 0
+    """How many of them are followed by another call before their backward, so that they run a second time for it."""
     scatter: float = 0.0
     """Half the distance between the extremes of repeated measurements of the blocks, relative to what was taken of
     them, 0.02 being 2 %; more on a machine that is busy with something else."""
@@ -332,6 +336,8 @@ def problems(profile: Profile) -> Iterator[str]:
     ):
         if value < 0:
             yield f"{name} is {value}, it cannot be negative"
+    if not 0 <= profile.deferred_forwards <= profile.forwards or profile.forwards < 1:
+        yield f"deferred_forwards is {profile.deferred_forwards} of {profile.forwards} forwards"
     yield from (f"hardware.{problem}" for problem in problems_of_machine(profile.hardware))
     for name in ("compute", "h2d", "d2h", "host"):
         share = getattr(profile.contention, name)

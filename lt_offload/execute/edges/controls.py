@@ -1,4 +1,4 @@
-"""What a loop says to its engine about the micro-batches of an update, and about clipping."""
+"""What a loop says to its engine and asks of it: micro-batches of an update, clipping, figures, another plan."""
 
 from __future__ import annotations
 
@@ -11,26 +11,57 @@ from torch.nn.utils import clip_grad_value_
 
 from lt_offload import limits
 from lt_offload.errors import ConfigError
+from lt_offload.execute.device.base import Device
+from lt_offload.execute.device.record import EngineStats, Recorder
+from lt_offload.execute.edges.checks import Fixed, may_repeat
 from lt_offload.execute.edges.consumed import StandIns
 from lt_offload.execute.edges.guard import Guard
 from lt_offload.execute.edges.window import Window
+from lt_offload.execute.frames import repeated
 from lt_offload.execute.gradients import Gradients
+from lt_offload.execute.inference import room
+from lt_offload.execute.optimizer import Updates
+from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.trace import Trace
 
 
 class Controls(ABC):
-    """The part of an engine that is for people who write loops."""
+    """The part of an engine that is for whoever drives it."""
 
     model: nn.Module
     structure: Structure
+    plan: Plan | None
+    device: Device
+    weights: list[Weight]
+    updates: Updates | None
+    recorder: Recorder
     installed: bool
     gradients: Gradients | None
     _window: Window
     _guard: Guard
+    _fixed: Fixed
     _consumed: StandIns
+    _blocks: list[list[Weight]]
+    _updated_on_host: set[int]
+    _grad_norm: Tensor | None
+    _staying: bool
     _ran_backward: bool
     _left: str | None
     """What was unfinished in an iteration that failed, as :meth:`unfinished` says it."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Make every host copy complete."""
+
+    @abstractmethod
+    def invalidate(self) -> None:
+        """Forget every device copy."""
+
+    @abstractmethod
+    def _open(self) -> bool:
+        """Return whether a backward is still to come."""
 
     @abstractmethod
     def _end_pass(self) -> None:
@@ -133,6 +164,31 @@ class Controls(ABC):
         assert self.gradients is not None
         return self.gradients
 
+    def _take_stand_ins(self) -> None:
+        """Take what stands for gradients away; if a loop has done so already, forget the sums of gradients."""
+        if self._window.delayed and self._consumed.gone:
+            self._forget_sums()
+        self._consumed.check(present=bool(self._window.added))
+        self._consumed.drop()
+
+    def _forget_sums(self) -> None:
+        self._window.end()
+        if self.gradients is not None:
+            self.gradients.forget_sums()
+
+    def _show_states(self) -> None:
+        if self._guard.halfway:
+            raise limits.HALFWAY.error("optimizer.state_dict() was called")
+        self.drain()
+
+    def _replace_states(self) -> None:
+        assert self.updates is not None
+        if self._guard.halfway or self._open():
+            raise limits.DURING_FORWARD.error("optimizer.load_state_dict() was called")
+        self.drain()
+        self.invalidate()
+        self.updates.generation += 1
+
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
         """Let ``param.grad`` say that it is not to be used, while code of users runs that might."""
@@ -143,6 +199,51 @@ class Controls(ABC):
         finally:
             with self._guard.suspended:
                 self._consumed.drop()
+
+    def may_be_replaced(self) -> bool:
+        """Return whether another engine may go on now, between two iterations, unnoticed by users.
+
+        It has other memory for weights and states: whoever holds some of this engine's would not see it trained.
+
+        Raises:
+            UnsupportedError: if something was changed since the last iteration that cannot be, as the next would.
+        """
+        with self._guard.suspended:
+            self._guard.check_thread()
+            self._fixed.check()
+            self._guard.begin()  # what was assigned to parameters is in the host copies from now on
+        return not self._staying and not self._guard.held
+
+    def may_run(self, plan: Plan) -> bool:
+        """Return whether ``plan`` can do what users do beside training.
+
+        That is: their hooks allow that it runs other blocks a second time, and its arena is large enough for forwards
+        without gradients (validation), or not smaller than it was. Beside a GPU, whose updates differ from the host's
+        in the last bits, it also has to leave every update where it was: numbers do not depend on clocks.
+        """
+        assert self.plan is not None
+        here, there = ([place == "host" for place in p.update_places] for p in (self.plan, plan))
+        if self.device.torch_device.type != "cpu" and here != there:
+            return False
+        arena = min(room(self._blocks, 0), self.plan.arena_bytes)
+        return plan.arena_bytes >= arena and may_repeat(self.structure, repeated(plan))
+
+    @property
+    def stats(self) -> EngineStats:
+        """Figures of the last complete iteration."""
+        return self.recorder.stats(self.host_bytes, None if self._grad_norm is None else float(self._grad_norm))
+
+    @property
+    def host_bytes(self) -> int:
+        """Host memory that training holds: weights, gradients, optimizer states, activations."""
+        updates = self.updates
+        states = updates.bytes(w for w in self.weights if w.index in self._updated_on_host) if updates else 0
+        return self.device.host_bytes + states
+
+    def trace(self) -> Trace:
+        """Return the last complete iteration, measured."""
+        assert self.plan is not None
+        return self.recorder.trace(self.plan, self.host_bytes)
 
     @property
     def added(self) -> int:

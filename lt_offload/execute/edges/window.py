@@ -1,4 +1,4 @@
-"""The micro-batches of one update: which pass comes next, and how many have been added up."""
+"""The micro-batches of one update, each of one pass or several: which comes next, and what has been added up."""
 
 from __future__ import annotations
 
@@ -20,23 +20,25 @@ class Window:
         self.which: Pass = plan.passes[0] if plan is not None else "updating"
         """What the present pass does with its gradients, or the next one."""
         self.last = True
-        """Whether the present pass is the last one of its window."""
+        """Whether the present micro-batch is the last one of its window."""
         self.added = 0
         """Passes of the present window whose gradients have been added up."""
-        self._largest = plan.window if plan is not None else 1
+        self.micro_batches = 0
+        """Those of the present window that are complete, in a loop of one's own."""
+        self._largest = plan.micro_batches if plan is not None else 1
         self._size = self._largest
 
     @property
     def size(self) -> int:
-        """Passes of the next window in a loop of one's own; elsewhere each pass is told what it is."""
+        """Micro-batches of the next window in a loop of one's own; elsewhere each is told what it is."""
         return self._size
 
     def resize(self, size: int, begun: int) -> None:
-        """Let windows have ``size`` passes from now on.
+        """Let windows have ``size`` micro-batches from now on.
 
         Args:
             size: how many.
-            begun: passes of the present window that have begun their backward.
+            begun: those of the present window that have begun their backward.
 
         Raises:
             ConfigError: if ``size`` is not a number of micro-batches, or in the middle of a window.
@@ -61,10 +63,18 @@ class Window:
                 "with accumulate=2 or more"
             )
 
-    def begin_pass(self, *, last: bool | None = None) -> None:
-        """The next pass begins; ``last``: whether it is the last one, None: as many as were said are to come."""
-        self.last = self.added + 1 >= self._size if last is None else last
-        self.which = "updating" if self.last and not self.delayed else "accumulating"
+    def begin(self, *, last: bool | None = None) -> None:
+        """The next micro-batch begins; ``last``: whether it is the last, None: as many as were said are to come."""
+        self.last = self.micro_batches + 1 >= self._size if last is None else last
+        self.begin_pass(0)
+
+    def begin_pass(self, waiting: int) -> None:
+        """The next pass begins, and so many more of the same micro-batch follow."""
+        self.which = "updating" if self.last and not self.delayed and not waiting else "accumulating"
+
+    def end(self) -> None:
+        """The window is over."""
+        self.added = self.micro_batches = 0
 
     def check_update(self) -> None:
         """Raise ``UnsupportedError`` if there is something to update with, and the last micro-batch had no backward."""

@@ -1,0 +1,189 @@
+"""Losses of several forwards: pairs, a reference without gradients, forwards in between; all equal plain PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+
+import lt_offload
+from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.execute.engine import Engine
+from lt_offload.plan import Plan, solve
+from lt_offload.schema.profile import Profile
+from tests.parity.windows.training import budgets
+from tests.support import models
+from tests.support.engines import Result, differences, make_optimizer
+
+Batch = dict[str, Any]
+Step = Callable[[nn.Module, Batch], Tensor]
+
+
+def scores(model: nn.Module, batch: Batch) -> Tensor:
+    """The log-probability of each sample."""
+    logits = model(input_ids=batch["input_ids"]).logits[:, :-1]
+    chosen = logits.log_softmax(-1).gather(-1, batch["input_ids"][:, 1:, None])
+    return chosen.sum((-1, -2))
+
+
+def preference(model: nn.Module, batch: Batch) -> Tensor:
+    """As in DPO: two forwards, and two of a reference before them."""
+    with torch.no_grad():
+        reference = scores(model, batch["chosen"]) - scores(model, batch["rejected"])
+    return -F.logsigmoid(0.1 * (scores(model, batch["chosen"]) - scores(model, batch["rejected"]) - reference)).mean()
+
+
+def reference_between(model: nn.Module, batch: Batch) -> Tensor:
+    """One forward, and one without gradients after it."""
+    own = scores(model, batch["chosen"])
+    with torch.no_grad():
+        reference = scores(model, batch["rejected"])
+    return (own - reference).square().mean()
+
+
+def reference_last(model: nn.Module, batch: Batch) -> Tensor:
+    """Two forwards, one without gradients between them and one after them."""
+    chosen = scores(model, batch["chosen"])
+    with torch.no_grad():
+        before = scores(model, batch["rejected"])
+    rejected = scores(model, batch["rejected"])
+    with torch.no_grad():
+        after = scores(model, batch["chosen"])
+    return ((chosen - after).square() + (rejected - before - 1).square()).mean()
+
+
+def three(model: nn.Module, batch: Batch) -> Tensor:
+    """Three forwards of other lengths."""
+    short = {"input_ids": batch["chosen"]["input_ids"][:, :5], "labels": batch["chosen"]["input_ids"][:, :5]}
+    first = model(**batch["chosen"]).loss
+    return first + model(**batch["rejected"]).loss * 0.5 + model(**short).loss
+
+
+def batches(model: nn.Module, count: int = 3) -> list[Batch]:
+    """Pairs, no two alike."""
+    return [
+        {
+            "chosen": models.batch(model, batch_size=2, sequence_length=9, seed=2 * seed),
+            "rejected": models.batch(model, batch_size=2, sequence_length=7 + seed, seed=2 * seed + 1),
+        }
+        for seed in range(count)
+    ]
+
+
+class Apart:
+    """Gives each forward of a plain model a backward of its own, the last one first."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self._pairs: list[tuple[Tensor, Tensor]] = []
+        model.get_output_embeddings().register_forward_hook(self._cut)  # type: ignore[operator, union-attr]
+
+    def _cut(self, module: nn.Module, args: Any, logits: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return logits
+        leaf = logits.detach().requires_grad_()
+        self._pairs.append((logits, leaf))
+        return leaf
+
+    def finish(self) -> None:
+        """To be called after the backward of the loss."""
+        for logits, leaf in reversed(self._pairs):
+            logits.backward(leaf.grad)
+        self._pairs.clear()
+
+
+def train(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    step: Step,
+    window: int,
+    engine: Engine | None = None,
+    apart: Apart | None = None,
+    *,
+    clip: bool = False,
+) -> Result:
+    """Train on some batches, with ``window`` backwards per update."""
+    torch.manual_seed(7)
+    losses = []
+    for at, batch in enumerate(batches(model, 3 if window == 1 else 2 * window)):
+        loss = step(model, batch) / window
+        loss.backward()
+        if apart is not None:
+            apart.finish()
+        losses.append(loss.detach().clone())
+        if at % window == window - 1:
+            if clip and engine is None:
+                losses.append(clip_grad_norm_(model.parameters(), 0.05))
+            elif clip and engine is not None:
+                losses.append(engine.clip_grad_norm_(0.05))
+            optimizer.step()
+            optimizer.zero_grad()
+    return Result(losses, model, optimizer)
+
+
+def profiled(start: nn.Module, step: Step) -> Profile:
+    model = copy.deepcopy(start)
+    optimizer = make_optimizer(model, "adamw-fused")
+    lengths = {"chosen": 9, "rejected": 10}
+    largest = {
+        name: models.batch(model, batch_size=2, sequence_length=length, seed=50) for name, length in lengths.items()
+    }
+    return lt_offload.profile(model, largest, optimizer=optimizer, run=lambda batch: step(model, batch))
+
+
+def by(plan: Plan, start: nn.Module, step: Step, window: int = 1) -> Result:
+    """Train by ``plan``, on an emulated device that checks every access and holds the budget."""
+    model = copy.deepcopy(start)
+    optimizer = make_optimizer(model, "adamw-fused")
+    device = EmulatedDevice(plan.budget_bytes, mode="lazy", check=True, accounting="always")
+    engine = Engine(model, optimizer, plan, device)
+    try:
+        engine.install()
+        engine.follow(optimizer)
+        result = train(model, optimizer, step, window, engine, clip=plan.delayed)
+    finally:
+        engine.remove()
+        device.close()
+    return result
+
+
+def plainly(start: nn.Module, step: Step, window: int = 1, *, apart: bool = False, clip: bool = False) -> Result:
+    model = copy.deepcopy(start)
+    optimizer = make_optimizer(model, "adamw-fused")
+    return train(model, optimizer, step, window, apart=Apart(model) if apart else None, clip=clip)
+
+
+COUNTS = {preference: (2, 1), reference_between: (1, 1), reference_last: (2, 2), three: (3, 2)}
+steps = pytest.mark.parametrize("step", COUNTS, ids=lambda step: step.__name__)
+
+
+@pytest.mark.parametrize("options", [{"dropout": 0.1, "family": "bloom", "tie_word_embeddings": False}, {"lora": True}])
+@steps
+def test_losses_of_several_forwards_equal_plain_training(step: Step, options: dict[str, Any]) -> None:
+    start = models.build(**options)
+    profile, expected = profiled(start, step), plainly(start, step)
+    assert (profile.forwards, profile.deferred_forwards) == COUNTS[step]
+    for memory in budgets(profile):
+        plan = solve(profile, memory=memory)
+        assert (plan.forwards, plan.micro_batches) == (profile.forwards, 1)
+        assert differences(expected, by(plan, start, step)) == []
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"delayed": True}], ids=str)
+@steps
+def test_weights_that_blocks_share_and_windows_sum_forward_by_forward(step: Step, settings: dict[str, Any]) -> None:
+    """As if each forward had a backward of its own, the last one first: the plan says so."""
+    start = models.build("llama-tied", dropout=0.1)
+    window = settings.get("accumulate", 1)
+    expected = plainly(start, step, window, apart=True, clip="delayed" in settings)
+    profile = profiled(start, step)
+    for memory in budgets(profile, **settings):
+        plan = solve(profile, memory=memory, **settings)
+        assert plan.micro_batches == window
+        assert ("forward by forward" in "".join(plan.notes)) is (plan.forwards > 1)
+        assert differences(expected, by(plan, start, step, window)) == []
