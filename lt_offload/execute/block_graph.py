@@ -68,6 +68,8 @@ class Frame:
         self.weights = weights
         self.offloader = ActivationOffloader(device, pool, label) if option in ("offload", "mixed", "reload") else None
         self.done = False
+        self.forgotten = False
+        """Another forward has begun, for which it was closed."""
         self.recomputed = recomputed
         """The plan recomputes the block before its backward, whatever its option."""
         self.steady = steady

@@ -198,6 +198,10 @@ class Engine(Controls):
         if self._window.delayed:
             self._take_stand_ins()
             self.clip_rest()
+        elif self._waiting:
+            raise limits.FORWARDS.error(
+                f"{self._waiting} forwards with gradients had no backward before optimizer.step()"
+            )
         elif self._window.added and not self._ran_backward:
             raise limits.WINDOW.error("optimizer.step() was called before the last micro-batch of the window")
         return self._ran_backward or self._window.added > 0

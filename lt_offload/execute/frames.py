@@ -179,6 +179,7 @@ class Frames:
         """Drop every frame and what it has saved."""
         for frame in (*self._frozen.values(), *(ref() for ref in self._frames.values())):
             if frame is not None:
+                frame.forgotten = not frame.done
                 frame.close()
         self.clear()
 

@@ -64,20 +64,44 @@ def find_blocks(model: nn.Module, name: str | None = None) -> Structure:
         ModelError: if there is no list or sequence of two or more modules of one class, or none of that name.
     """
     path, layers = _layers(model) if name is None else _named(model, name)
-    members = [module for module in layers if _owns_parameters(module)]
     owner, head = _output_embeddings(model, path)
-    before, after = _siblings(model, path, layers, exclude=head)
+    modules = _stack(model, path, layers, head)
+    encoder = _encoder(model, path) if name is None else None
+    if encoder is not None:
+        modules = [*_stack(model, *encoder, head), *modules]
     names = {module: name for name, module in model.named_modules()}
-    repeated = Counter(type(module) for module in members).most_common(1)[0][0]
-    modules: list[tuple[nn.Module, BlockKind]] = [(module, _kind(module)) for module in before]
-    modules += [(module, "layer" if type(module) is repeated else _kind(module)) for module in members]
-    modules += [(module, "other") for module in after]
     last, kind = modules[-1]
     if head is not None:
         modules.append((head, "head"))
     elif kind == "other" and any(isinstance(module, nn.Linear) for module in last.modules()):
         modules[-1] = (last, "head")
     return _structure(model, owner, [(names[module], module, kind) for module, kind in modules])
+
+
+def _stack(
+    model: nn.Module, path: str, layers: ModuleSequence, head: nn.Module | None
+) -> list[tuple[nn.Module, BlockKind]]:
+    """Return the layers and what is called before and after them, but for the output projection."""
+    members = [module for module in layers if _owns_parameters(module)]
+    before, after = _siblings(model, path, layers, exclude=head)
+    repeated = Counter(type(module) for module in members).most_common(1)[0][0]
+    modules: list[tuple[nn.Module, BlockKind]] = [(module, _kind(module)) for module in before]
+    modules += [(module, "layer" if type(module) is repeated else _kind(module)) for module in members]
+    return modules + [(module, "other") for module in after]
+
+
+def _encoder(model: nn.Module, path: str) -> tuple[str, ModuleSequence] | None:
+    """Return path and layers of the encoder of an encoder-decoder model whose decoder's layers are at ``path``.
+
+    That is what the module that holds both calls its encoder, as Hugging Face models and ``nn.Transformer`` do.
+    """
+    parts = path.split(".")
+    if "decoder" not in parts:
+        return None
+    above = ".".join(parts[: parts.index("decoder")])
+    found = _sequences(model)
+    prefix = f"{above}.encoder." if above else "encoder."
+    return next((item for item in found if item[0].startswith(prefix) and _repeats(item[1])), None)
 
 
 def _layers(model: nn.Module) -> tuple[str, ModuleSequence]:

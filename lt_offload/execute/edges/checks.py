@@ -191,6 +191,8 @@ class Backward:
             raise limits.PARTIAL_BACKWARD.error(
                 f"block {frame.name} was differentiated by torch.autograd.grad or backward(inputs=...)"
             )
+        if frame.forgotten:
+            raise limits.FORWARDS.error("the model was called again between a forward and its backward")
         if frame.done:
             raise limits.ONE_BACKWARD.error(f"the backward of block {frame.name} ran a second time")
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 
 import lt_offload
+from lt_offload.errors import UnsupportedError
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.plan import Plan, solve
@@ -187,3 +188,124 @@ def test_weights_that_blocks_share_and_windows_sum_forward_by_forward(step: Step
         assert plan.micro_batches == window
         assert ("forward by forward" in "".join(plan.notes)) is (plan.forwards > 1)
         assert differences(expected, by(plan, start, step, window)) == []
+
+
+# -- loops of one's own ------------------------------------------------------------------------------------------------
+
+
+def both(model: nn.Module, batch: Batch) -> Tensor:
+    return model(**batch["chosen"]).loss + model(**batch["rejected"]).loss  # type: ignore[no-any-return]
+
+
+def in_one_backward(model: nn.Module, batch: Batch) -> None:
+    both(model, batch).backward()
+
+
+def the_last_one_first(model: nn.Module, batch: Batch) -> None:
+    first, second = (model(**batch[name]).loss for name in ("chosen", "rejected"))
+    second.backward()
+    first.backward()
+
+
+def only_one(model: nn.Module, batch: Batch) -> None:
+    model(**batch["chosen"]).loss.backward()
+
+
+def one_is_dropped(model: nn.Module, batch: Batch) -> None:
+    model(**batch["chosen"]).loss.item()
+    model(**batch["rejected"]).loss.backward()
+
+
+def after_an_error(model: nn.Module, batch: Batch) -> None:
+    with pytest.raises(ValueError, match="exactly one"):
+        model(**batch["chosen"]).loss + model()
+    both(model, batch).backward()
+
+
+def loop(model: nn.Module, backward: Callable[[nn.Module, Batch], None], optimizer: torch.optim.Optimizer) -> Result:
+    for batch in batches(model):
+        backward(model, batch)
+        optimizer.step()
+        optimizer.zero_grad()
+    return Result([], model, optimizer)
+
+
+def offloaded_loop(backward: Callable[[nn.Module, Batch], None], *, said: bool = True, memory: int = 700_000) -> Result:
+    model = models.build()
+    optimizer = make_optimizer(model, "adamw-fused")
+    sample = batches(model)[-1]
+    run = (lambda batch: both(model, batch)) if said else None
+    batch = sample if said else sample["rejected"]
+    with lt_offload.offloaded(model, optimizer, batch, run=run, memory=memory, accelerator="cpu"):
+        return loop(model, backward, optimizer)
+
+
+@pytest.mark.parametrize(
+    "backward",
+    [in_one_backward, the_last_one_first, only_one, one_is_dropped, after_an_error],
+    ids=lambda backward: backward.__name__,
+)
+def test_loops_may_call_the_model_as_often_as_the_sample_did_or_less(
+    backward: Callable[[nn.Module, Batch], None],
+) -> None:
+    plain = models.build()
+    expected = loop(plain, backward, make_optimizer(plain, "adamw-fused"))
+    assert differences(expected, offloaded_loop(backward)) == []
+
+
+_held: list[Tensor] = []
+
+
+def the_first_one_first(model: nn.Module, batch: Batch) -> None:
+    losses = [model(**batch[name]).loss for name in ("chosen", "rejected")]
+    for loss in losses:
+        loss.backward()
+
+
+def one_is_kept(model: nn.Module, batch: Batch) -> None:
+    _held.append(model(**batch["chosen"]).loss)
+    model(**batch["rejected"]).loss.backward()
+
+
+def without_gradients_between(model: nn.Module, batch: Batch) -> None:
+    loss = model(**batch["chosen"]).loss
+    with torch.no_grad():
+        loss = loss * model(**batch["rejected"]).loss
+    loss.backward()
+
+
+@pytest.mark.parametrize(
+    ("backward", "said", "error"),
+    [
+        (the_first_one_first, True, "a forward had its backward before a later one"),
+        (one_is_kept, True, "1 forwards with gradients had no backward"),
+        (in_one_backward, False, "the model was called again between a forward and its backward"),
+        (without_gradients_between, False, "called without gradients between a forward and its backward"),
+    ],
+    ids=lambda value: getattr(value, "__name__", None),
+)
+def test_other_calls_than_the_sample_had_are_refused(
+    backward: Callable[[nn.Module, Batch], None], said: bool, error: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=error):
+        offloaded_loop(backward, said=said)
+    _held.clear()
+
+
+def test_weights_cannot_be_written_while_a_forward_waits() -> None:
+    def writing(model: nn.Module, batch: Batch) -> None:
+        first = model(**batch["chosen"]).loss
+        with torch.no_grad():
+            next(model.parameters()).mul_(2)
+        (first + model(**batch["rejected"]).loss).backward()
+
+    with pytest.raises(UnsupportedError, match="was written to"):
+        offloaded_loop(writing)
+
+
+def test_blocks_with_hooks_inside_cannot_wait() -> None:
+    model = models.build()
+    model.get_submodule("model.layers.1.mlp").register_forward_hook(lambda *_: None)
+    optimizer = make_optimizer(model, "adamw-fused")
+    with pytest.raises(UnsupportedError, match=r"model.layers.1, which must run once for its hooks"):
+        lt_offload.profile(model, batches(model)[0], optimizer=optimizer, run=lambda batch: both(model, batch))
