@@ -18,7 +18,7 @@ from lt_offload.execute import find_device, open_device
 from lt_offload.execute.engine import Engine
 from lt_offload.machine.driver import current
 from lt_offload.model.blocks import Structure, find_blocks
-from lt_offload.model.calls import checkpointing, plainly
+from lt_offload.model.calls import plainly, switched_off
 from lt_offload.plan import Settings, check, make_plan
 from lt_offload.profiling.capture import Run
 from lt_offload.profiling.hardware import check_memory, free_memory
@@ -84,9 +84,8 @@ def offloaded(
     budget = None if memory is None else parse_bytes(memory, least=1)
     settings = Settings(memory=budget, accumulate=accumulate, **switches)
     check_memory(budget, torch_device)
-    switched_off = checkpointing(model)
-    if switched_off is not None:
-        _log.warning(switched_off)
+    for sentence in switched_off(model):
+        _log.warning(sentence)
     if plan is None:
         profile = measure(model, sample_batch, optimizer=optimizer, device=torch_device, structure=structure, run=run)
         plan = make_plan(profile, replace(settings, memory=budget or free_memory(torch_device)))

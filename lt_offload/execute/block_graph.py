@@ -26,6 +26,7 @@ from lt_offload.errors import UnsupportedError
 from lt_offload.execute.activations import ActivationOffloader, CacheCostly, HostPool, Moved, ReplayCostly, SavedTensors
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.edges.inner import InnerTensors
+from lt_offload.execute.edges.shared_inputs import RunningTotal
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.calls import edges, tensors_of
 from lt_offload.model.effects import Effects, Snapshot, ambient, within
@@ -56,7 +57,7 @@ class Frame:
         kwargs: dict[str, Any],
         recomputed: bool = False,
         steady: bool = False,
-        compiled: bool = False,
+        graphed: bool = False,
         effects: Effects | None = None,
         uses: dict[int, Counter[int]] | None = None,
     ) -> None:
@@ -74,9 +75,8 @@ class Frame:
         """The plan recomputes the block before its backward, whatever its option."""
         self.steady = steady
         """Its weights stay at one address from the forward to the backward."""
-        self.compiled = compiled
-        """Its forward is compiled code. Without a graph that is other code, perhaps with other last bits: so it always
-        runs with one."""
+        self.graphed = graphed
+        """It always runs with a graph: without one torch would run other code, perhaps with other last bits."""
         self._effects = effects
         self._uses = uses
         """By block, how often it uses each of its inputs; counted in its first backward."""
@@ -107,6 +107,10 @@ class Frame:
         self._cache: CacheCostly | None = None
         self._roots: list[GradientEdge | None] | None = None
         """Where the private graph ends, by output. Edges and not tensors, which would keep the outputs alive."""
+        self._entries: list[GradientEdge | None] = []
+        """Where the private graph begins, by input."""
+        self.totals: list[RunningTotal | None] = []
+        """By input, the gradient of what others may use, too."""
         self._input_grads: list[Tensor | None] = [None] * len(self._slots)
         self._out: list[Any] = []
         self._out_slots: list[int] = []
@@ -143,7 +147,7 @@ class Frame:
             with ExitStack() as stack:
                 self._note_first(stack)
                 if self.option == "mixed":
-                    assert self.offloader is not None and not self.compiled
+                    assert self.offloader is not None and not self.graphed
                     self._cache = stack.enter_context(CacheCostly(self.offloader))
                 versions = [version(x) for x in inputs]
                 out = self._run_unrecorded(anchor, inputs)
@@ -156,7 +160,7 @@ class Frame:
         for slot in self._out_slots:
             self._out[slot] = None
         # Without a graph nothing says which outputs depend on what is trained: all numbers might.
-        unreached = [not (t.requires_grad if recorded or self.compiled else t.is_floating_point()) for t in tensors]
+        unreached = [not (t.requires_grad if recorded or self.graphed else t.is_floating_point()) for t in tensors]
         detached = [t.detach() for t in tensors]
         return detached, [t for t, dead in zip(detached, unreached, strict=True) if dead]
 
@@ -168,7 +172,7 @@ class Frame:
                 self._note_first(stack)
                 self._inputs = [*inputs] if self._is_first or save else None
                 self._versions = [version(x) for x in inputs]
-            stack.enter_context(torch.set_grad_enabled(self.compiled))
+            stack.enter_context(torch.set_grad_enabled(self.graphed))
             return self._call(inputs)
 
     def _note_first(self, stack: ExitStack) -> None:
@@ -253,6 +257,12 @@ class Frame:
             self._uses[self.index] = _count_uses([root.node for root in roots if root is not None])
         pairs = [(root, grad) for root, grad in zip(roots, grads, strict=True) if root is not None and grad is not None]
         del roots  # an output that the loss does not use must not keep its part of the graph alive
+        shared = [(slot, total) for slot, total in enumerate(self.totals) if total is not None and total.users > 1]
+        for slot, total in shared:
+            entry = self._entries[slot]
+            if total.gradient is not None and entry is not None:
+                pairs.append((entry, total.gradient))
+                total.gradient = None
         if pairs:
             # Nested in the outer backward, on its thread. Not autograd.grad: parameters' hooks have to fire one by one,
             # so that each gradient leaves as soon as it is complete.
@@ -260,6 +270,9 @@ class Frame:
             torch.autograd.backward([root for root, _ in pairs], [grad for _, grad in pairs])
             self._in_backward = False
         gradients, self._input_grads = self._input_grads, []
+        for slot, total in shared:
+            if total.first != self.index:
+                total.gradient, gradients[slot] = gradients[slot], None
         self.close()
         return gradients
 
@@ -271,7 +284,7 @@ class Frame:
 
     def release(self) -> None:
         """Let go of saved inputs, results and graph."""
-        self._inputs, self._roots, self._cache = None, None, None
+        self._inputs, self._roots, self._cache, self._entries = None, None, None, []
         if self.offloader is not None:
             self.offloader.close()
 
@@ -306,6 +319,7 @@ class Frame:
                 stack.enter_context(SavedTensors(self.weights, offloader, self._shared))
             entered = self._enter(anchor, inputs)
             del inputs  # only the graph holds them from here on, so that what travels is free once it has left
+            self._entries = [get_gradient_edge(x) if x.requires_grad else None for x in entered]
             if self._cache is not None:
                 stack.enter_context(ReplayCostly(self._cache))
             out = self._call(entered)
@@ -314,8 +328,8 @@ class Frame:
 
     def _run_unrecorded(self, anchor: Tensor, inputs: Sequence[Tensor]) -> Any:
         """Run the forward; whatever graph it builds ends with its outputs."""
-        with torch.set_grad_enabled(self.compiled):
-            return self._call(self._enter(anchor, inputs) if self.compiled else inputs)
+        with torch.set_grad_enabled(self.graphed):
+            return self._call(self._enter(anchor, inputs) if self.graphed else inputs)
 
     def _save(self, inputs: Sequence[Tensor], versions: list[int]) -> None:
         """Save the input, as it was before the forward, in the way of the option."""

@@ -23,7 +23,6 @@ from lt_offload.execute.activations import ROUNDING, HostPool
 from lt_offload.execute.block_graph import BlockFunction, Frame
 from lt_offload.execute.bound_weights import BoundWeights, expose
 from lt_offload.execute.copies import Residency
-from lt_offload.execute.deferred import DeferredForward, DeferredForwards
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.record import Recorder
 from lt_offload.execute.edges.checks import (
@@ -36,6 +35,7 @@ from lt_offload.execute.edges.checks import (
 )
 from lt_offload.execute.edges.consumed import OwnLoop, StandIns
 from lt_offload.execute.edges.controls import Controls
+from lt_offload.execute.edges.deferred import DeferredForward, DeferredForwards
 from lt_offload.execute.edges.guard import Guard, held_by_others
 from lt_offload.execute.edges.logits import LossInBlock
 from lt_offload.execute.edges.window import Window
@@ -471,7 +471,9 @@ class Engine(Controls):
                 self._run_forward_again(forward)
             if not self._ran_backward:
                 self._begin_backward()
-            found = self._backward_of(forward.passed[frame.index], anchor, grads)
+            passed = forward.passed[frame.index]
+            passed.totals = frame.totals
+            found = self._backward_of(passed, anchor, grads)
             frame.end()
             return found
 
@@ -521,7 +523,7 @@ class Engine(Controls):
         with self._presence[op]:
             self.gradients.begin_block(self._blocks[index])
             found = frame.backward(anchor, grads)
-            self._consumers.given(index, found)
+            self._consumers.given(index, found, frame.totals)
             self.gradients.end_block(self._blocks[index])
         self._walk.end()
         return found

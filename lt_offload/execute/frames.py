@@ -13,6 +13,7 @@ from lt_offload.errors import PlanError
 from lt_offload.execute.activations import HostPool
 from lt_offload.execute.block_graph import Frame
 from lt_offload.execute.device.base import Device
+from lt_offload.execute.edges.shared_inputs import SharedInputs
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure
 from lt_offload.model.calls import BlockOutput
@@ -47,10 +48,13 @@ class Frames:
         self.uses: dict[int, Counter[int]] = {}
         """By block, how often it uses each of its inputs; counted in its first backward."""
         self._steady = _steady(structure, plan) if plan is not None else set()
+        compiled = {index for index, block in enumerate(structure.blocks) if is_compiled(block.module)}
+        self._graphed = compiled.union(plan.graphed if plan is not None else ())
         self._effects = [Effects(block.module) for block in structure.blocks]
         self._frames: dict[int, weakref.ref[Frame]] = {}
         self._frozen: dict[int, Frame] = {}
         self._last_output: BlockOutput | None = None
+        self._shared = SharedInputs()
 
     def __len__(self) -> int:
         return len(self._frames) + len(self._frozen)
@@ -79,7 +83,11 @@ class Frames:
         )
         if self._last_output is not None:
             frame.sources = self._last_output.sources(frame.inputs)
-        if not frame.needs_backward:
+        if index == 0:
+            self._shared.begin()
+        if frame.needs_backward:
+            frame.totals = self._shared.note(index, frame.inputs)
+        else:
             if frame.recomputed:
                 self._frozen[index] = frame
             return frame
@@ -100,7 +108,7 @@ class Frames:
         kwargs: dict[str, Any],
         previous: BlockOutput | None,
     ) -> Frame:
-        """Return the frame of a block of a forward that will run again as a whole: see ``deferred.py``.
+        """Return the frame of a block of a forward that will run again as a whole: see ``edges/deferred.py``.
 
         Args:
             index: of the block.
@@ -141,7 +149,7 @@ class Frames:
             kwargs=kwargs,
             recomputed=recomputed,
             steady=index in self._steady,
-            compiled=is_compiled(self._structure.blocks[index].module),
+            graphed=index in self._graphed,
             effects=self._effects[index],
             uses=self.uses,
         )
@@ -174,6 +182,10 @@ class Frames:
         if frame.offloader is not None:
             frame.offloader.fetch(op.id)
         return frame.recompute(anchor, outputs, op.save)
+
+    def check_inputs(self) -> None:
+        """Raise ``UnsupportedError`` if a gradient of a block's input has gone nowhere."""
+        self._shared.check()
 
     def close(self) -> None:
         """Drop every frame and what it has saved."""

@@ -135,9 +135,9 @@ EXCHANGED_MEMORY = while_running(
     instead="keep a clone (backup = param.data.clone()), write with param.data.copy_(...), share before training",
 )
 OTHER_SECOND_RUN = while_running(
-    "blocks whose second run differs: by grad mode, by state in globals and helper objects",
-    why="a block may run a second time for its backward, and its first run may be without gradients",
-    instead="draw from torch's generators, keep state in attributes or buffers, do not ask for the grad mode",
+    "blocks whose second run differs: by state in globals and helper objects",
+    why="a block may run a second time for its backward",
+    instead="draw from torch's generators, keep state in attributes or buffers",
 )
 IN_PLACE_INPUT = while_running(
     "blocks that write to their input",

@@ -65,10 +65,10 @@ def find_blocks(model: nn.Module, name: str | None = None) -> Structure:
     """
     path, layers = _layers(model) if name is None else _named(model, name)
     owner, head = _output_embeddings(model, path)
-    modules = _stack(model, path, layers, head)
     encoder = _encoder(model, path) if name is None else None
+    modules = _stack(model, path, layers, head, called=encoder is not None)
     if encoder is not None:
-        modules = [*_stack(model, *encoder, head), *modules]
+        modules = [*_stack(model, *encoder, head, called=True), *modules]
     names = {module: name for name, module in model.named_modules()}
     last, kind = modules[-1]
     if head is not None:
@@ -79,11 +79,11 @@ def find_blocks(model: nn.Module, name: str | None = None) -> Structure:
 
 
 def _stack(
-    model: nn.Module, path: str, layers: ModuleSequence, head: nn.Module | None
+    model: nn.Module, path: str, layers: ModuleSequence, head: nn.Module | None, *, called: bool
 ) -> list[tuple[nn.Module, BlockKind]]:
     """Return the layers and what is called before and after them, but for the output projection."""
     members = [module for module in layers if _owns_parameters(module)]
-    before, after = _siblings(model, path, layers, exclude=head)
+    before, after = _siblings(model, path, layers, exclude=head, called=called)
     repeated = Counter(type(module) for module in members).most_common(1)[0][0]
     modules: list[tuple[nn.Module, BlockKind]] = [(module, _kind(module)) for module in before]
     modules += [(module, "layer" if type(module) is repeated else _kind(module)) for module in members]
@@ -182,12 +182,12 @@ def _output_embeddings(model: nn.Module, path: str) -> tuple[nn.Module, nn.Modul
 
 
 def _siblings(
-    model: nn.Module, path: str, layers: ModuleSequence, *, exclude: nn.Module | None
+    model: nn.Module, path: str, layers: ModuleSequence, *, exclude: nn.Module | None, called: bool
 ) -> tuple[list[nn.Module], list[nn.Module]]:
     """Return the modules that are called before and after the layers.
 
     Registration order answers that, except for a module that is registered before the layers and is no embedding: it
-    may be the embeddings' norm (Bloom) or the final norm (OPT). Then a call decides.
+    may be the embeddings' norm (Bloom) or the final norm (OPT). Then, or if ``called``, a call decides.
     """
     if not path:
         return [], []
@@ -196,7 +196,7 @@ def _siblings(
     own = [child for child in children if child is not layers and child is not exclude and _owns_parameters(child)]
     own = [child for child in own if not isinstance(child, _CONTAINERS)]
     early = [child for child in own if children.index(child) < position or _kind(child) == "embedding"]
-    if any(_kind(child) != "embedding" for child in early) and not isinstance(parent, nn.Sequential):
+    if (called or any(_kind(child) != "embedding" for child in early)) and not isinstance(parent, nn.Sequential):
         order = _call_order(parent, layers, own)
         if order is not None:
             split = order.index(layers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -38,6 +38,8 @@ class Call:
 
     The first of them goes on to the next block.
     """
+    kernels: set[str] = field(default_factory=set)
+    """``{"graph"}`` once it is known that without a graph the numbers are others, of other kernels."""
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -48,6 +50,11 @@ class Call:
     def compiled(self) -> bool:
         """Whether the block is compiled."""
         return is_compiled(self.module)
+
+    @property
+    def graphed(self) -> bool:
+        """Whether the block always runs with a graph, as it would have other numbers without."""
+        return self.compiled or bool(self.kernels)
 
     @property
     def passing_bytes(self) -> int:
@@ -123,15 +130,20 @@ def _describe(tensor: Tensor) -> tuple[torch.dtype, int, torch.Size, tuple[int, 
     return tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride(), version(tensor)
 
 
-def checkpointing(model: nn.Module) -> str | None:
-    """Return a sentence about gradient checkpointing that :func:`plainly` switches off; None if there is none."""
+def switched_off(model: nn.Module) -> Iterator[str]:
+    """Yield a sentence about each thing that :func:`plainly` switches off and that people may want to know of."""
     found = _checkpointed(model)
-    if not found:
-        return None
-    return (
-        f"gradient checkpointing of {len(found)} modules, such as {found[0]}, is off while the model trains here: the "
-        "plan says what is computed again, and the numbers are the same"
-    )
+    if found:
+        yield (
+            f"gradient checkpointing of {len(found)} modules, such as {found[0]}, is off while the model trains here: "
+            "the plan says what is computed again, and the numbers are the same"
+        )
+    configs = (getattr(module, "config", None) for module in model.modules())
+    if any(getattr(c, "is_encoder_decoder", False) and getattr(c, "use_cache", False) for c in configs):
+        yield (
+            "config.use_cache is off while the model trains here, which may change the last bits of a decoder's "
+            "attention: set config.use_cache=False elsewhere, too, for the same numbers"
+        )
 
 
 def _checkpointed(model: nn.Module) -> list[str]:

@@ -72,8 +72,8 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
         profiles += [recompute, *_reload(recompute, call.inputs)]
     if call.has_backward and (keep.travelling or keep.input_travels):
         profiles.append(_offload(keep, input_bytes))
-    # No operation of compiled code can be left out.
-    if call.has_backward and keep.live and not call.compiled and not once:
+    # No operation of compiled code can be left out, and none runs without its graph.
+    if call.has_backward and keep.live and not call.graphed and not once:
         measured.append(_measure(call, "mixed", meter, timed=True))
         profiles.append(_mixed(measured[-1], input_bytes))
     return BlockCost(
@@ -292,9 +292,9 @@ class _Trial:
             for tensor in tree_leaves(self._cache):
                 self._note(tensor)
         else:
-            compiled = self.call.compiled  # without a graph it would be other code
-            with torch.set_grad_enabled(compiled):
-                outputs = _numbers(self.call.run(self._enter() if compiled else self.call.inputs))
+            graphed = self.call.graphed
+            with torch.set_grad_enabled(graphed):
+                outputs = _numbers(self.call.run(self._enter() if graphed else self.call.inputs))
                 outputs = [output.detach() for output in outputs]
         self.output_bytes = outputs[0].untyped_storage().nbytes()
         self._outputs = [(output.shape, output.dtype, output.device) for output in outputs]

@@ -8,6 +8,7 @@ block's graph by another way than its output is a use that cannot be trained exa
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -74,7 +75,8 @@ class Capture:
     deferred: int
     """How many of them others followed."""
     waiting: int
-    """Bytes that those keep until their backward: inputs of blocks, gradients of outputs."""
+    """Bytes that those keep until their backward: inputs of blocks, gradients of outputs. With activations that several
+    blocks are given, and their gradients."""
 
 
 def capture(
@@ -102,7 +104,7 @@ def capture(
         ModelError: if a block is not called exactly once, in its place.
     """
     with ExitStack() as stack:
-        recorder = _Recorder(structure, device, stage, meter, aside)
+        recorder = _CallRecorder(structure, device, stage, meter, aside)
         for index, block in enumerate(structure.blocks):
             stack.callback(intercept(block.module, recorder.wrap(index, block)))
         stack.callback(recorder.watch.install())
@@ -111,7 +113,7 @@ def capture(
             return recorder.finish(result)
 
 
-class _Recorder:
+class _CallRecorder:
     """Stands between the model and its blocks."""
 
     def __init__(self, structure: Structure, device: torch.device, stage: Stage, meter: Meter, aside: Aside) -> None:
@@ -123,7 +125,7 @@ class _Recorder:
         self.by_signature: dict[object, Call] = {}
         self.anchor = torch.zeros((), requires_grad=True)
         self._aside = aside
-        self._forwards: list[_Forward] = []
+        self._forwards: list[_ModelCall] = []
         """With gradients."""
         self._followed = False
         """The last of them was followed by one without."""
@@ -147,7 +149,7 @@ class _Recorder:
     def _begin(self) -> None:
         if self._forwards:
             self.watch.forgo()
-        self._forwards.append(_Forward(self))
+        self._forwards.append(_ModelCall(self))
         self._followed = False
 
     def finish(self, result: Any) -> Capture:
@@ -190,14 +192,15 @@ class _Recorder:
             with_loss=self.watch.calls(last.calls[-1]),
             forwards=len(self._forwards),
             deferred=len(waiting),
-            waiting=sum(forward.saved_bytes + forward.output_bytes for forward in waiting),
+            waiting=sum(forward.saved_bytes + forward.output_bytes for forward in waiting)
+            + 2 * sum(forward.several_bytes for forward in self._forwards),
         )
 
 
-class _Forward:
+class _ModelCall:
     """One call of the model with gradients."""
 
-    def __init__(self, recorder: _Recorder) -> None:
+    def __init__(self, recorder: _CallRecorder) -> None:
         self._recorder, self._account = recorder, recorder.account
         self.calls: list[Call] = []
         self.chained: list[bool] = []
@@ -210,6 +213,9 @@ class _Forward:
         """Nodes of operations between blocks: what those save lives until the backward, too."""
         self._interfaces: set[int | None] = set()
         """Storages of activations between blocks."""
+        self._users: Counter[int | None] = Counter()
+        """By storage, how many blocks were given it as an activation."""
+        self._sizes: dict[int | None, int] = {}
         self._copies: set[int | None] = set()
         """Storages that calls hold, which training would not have."""
         self._returned: set[int | None] = set()
@@ -230,6 +236,11 @@ class _Forward:
         """Bytes of those inputs of blocks that are not what the block before has returned."""
         pairs = zip(self.calls, self.chained, strict=True)
         return sum(tensor.nbytes for call, chained in pairs if not chained for tensor in call.inputs)
+
+    @property
+    def several_bytes(self) -> int:
+        """Bytes of activations that several blocks are given: they stay until the first of these has its backward."""
+        return sum(self._sizes[storage] for storage, users in self._users.items() if users > 1)
 
     def run(self, index: int, block: Block, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one block."""
@@ -281,7 +292,10 @@ class _Forward:
         self.chained.append(self._last_output.sources([leaves[slot] for slot in slots]) is not None)
         for slot, leaf in tensors:
             if slot in slots:
-                self._interfaces.add(self._account.serial(leaf))
+                serial = self._account.serial(leaf)
+                self._interfaces.add(serial)
+                self._users[serial] += leaf.requires_grad
+                self._sizes[serial] = leaf.nbytes
                 self._graph.append(leaf.grad_fn)
             else:
                 self._shared.append(leaf)

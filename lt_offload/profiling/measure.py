@@ -330,6 +330,7 @@ def _block_profiles(structure: Structure, measured: Measured) -> tuple[BlockProf
                 launch_s=cost.launch_s + (max(tail.forward.launch_s, tail.backward.launch_s) if last else 0.0),
                 options=tuple(_raised(option, waiting, captured.lingering[index]) for option in options),
                 has_backward=call.has_backward,
+                graphed=bool(call.kernels),
                 chained=chained,
             )
         )

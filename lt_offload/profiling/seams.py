@@ -80,10 +80,11 @@ class Seams:
     def _run_twice(self, index: int, call: Call, forward: Callable[[], Any]) -> Any:
         """Run a block without a graph, and once more with one from the state that it had; return the second output.
 
-        One that has hooks of users inside, or that fails without a graph, has to run once.
+        One that has hooks of users inside, or that fails without a graph, has to run once. One whose numbers are others
+        without a graph (torch chooses attention kernels by that) always has to run with one.
 
         Raises:
-            UnsupportedError: if the outputs differ by a bit, or the block writes to its input.
+            UnsupportedError: if outputs differ by a bit even so, or the block writes to its input.
         """
         block = self._blocks[index]
         if not call.has_backward or call.compiled or not _comparable(call):
@@ -104,7 +105,14 @@ class Seams:
             return self._run_only_once(index, call, forward, f"without gradients it raises {failed!r}")
         out = self._run_kept(index, call, forward)
         if not _equal(first, out):
-            raise limits.OTHER_SECOND_RUN.error(f"block {block.name} gave other numbers when it ran again")
+            after_draws = _generators(call)
+            _draw_from(call, before_draws)
+            with before.restored(graph=True), self._aside(), torch.enable_grad():
+                again = forward()
+            _draw_from(call, after_draws)
+            if not _equal(again, out):
+                raise limits.OTHER_SECOND_RUN.error(f"block {block.name} gave other numbers when it ran again")
+            call.kernels.add("graph")
         return out
 
     def _run_only_once(self, index: int, call: Call, forward: Callable[[], Any], why: str) -> Any:
@@ -142,10 +150,10 @@ class Seams:
                 raise limits.SHARED_CAST.error(f"weight {self._shared[weight]} of blocks {first} and {second}")
 
     def check_consumers(self, loss: Tensor) -> None:
-        """Refuse a block's output that others use beside a block that uses it more than once.
+        """Refuse a block's output that others use beside blocks that use it more than once.
 
-        Plain PyTorch adds gradients one by one as they come; a block gives the sum of its own, which is another order
-        of summation unless it has only one.
+        Plain PyTorch adds gradients one by one as they come; blocks give the sum of their own, which is another order
+        of summation unless there is only one.
 
         Raises:
             UnsupportedError: naming the block.
@@ -153,8 +161,13 @@ class Seams:
         roots = [loss.grad_fn, *(node for node, _, _ in self._inputs)]
         consumers = Counter((id(node), number) for node, number in edges(roots))
         consumers.update((id(node), number) for node, number, _ in self._inputs)
+        uses: Counter[tuple[int, int]] = Counter()
+        blocks = Counter((id(node), number) for node, number, _ in self._inputs)
         for node, number, used in self._inputs:
-            if used > 1 and consumers[id(node), number] > 1:
+            uses[id(node), number] += used
+        for node, number, _ in self._inputs:
+            at = id(node), number
+            if uses[at] > 1 and consumers[at] > blocks[at]:
                 index = getattr(node, "index", None)
                 name = "an operation" if index is None else f"block {self._blocks[index].name}"
                 raise limits.SEVERAL_CONSUMERS.error(f"the output of {name} is used in several places")

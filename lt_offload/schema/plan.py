@@ -343,6 +343,8 @@ class Plan:
     """How many of them wait for others before their backward, and run again then."""
     delayed: bool = False
     """Whether updates wait until all gradients are there, as clipping by their norm needs."""
+    graphed: tuple[int, ...] = ()
+    """Blocks that always run with a graph, as torch would take other kernels without."""
     chunk_tokens: int = 0
     """Tokens of which the last block has logits at a time, if it is ``chunked``: they decide about last bits."""
     schema: int = PLAN_SCHEMA

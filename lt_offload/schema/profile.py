@@ -146,6 +146,8 @@ class BlockProfile:
     """Host time to launch the kernels of one forward or backward."""
     options: tuple[OptionProfile, ...]
     has_backward: bool = True
+    graphed: bool = False
+    """Whether the block always runs with a graph, as torch would take other kernels without."""
     """False for frozen blocks before the first trainable parameter."""
     chained: bool = False
     """Whether its activation inputs are outputs of the block before, untouched: running that block again gives them."""

@@ -26,7 +26,7 @@ from lt_offload.execute import open_device
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.engine import Engine
 from lt_offload.model.blocks import Structure, find_blocks
-from lt_offload.model.calls import checkpointing, plainly
+from lt_offload.model.calls import plainly, switched_off
 from lt_offload.plan import BatchChoice, Settings, make_plan
 from lt_offload.profiling.hardware import check_memory, free_memory
 from lt_offload.report.perfetto import save_perfetto
@@ -297,9 +297,8 @@ class OffmateStrategy(_Base):
                 "gradient alone; if it does not, results differ from plain training"
             )
         self.trace, self._replanning = None, None
-        switched_off = checkpointing(self._module)
-        if switched_off is not None:
-            rank_zero_info(f"offmate: {switched_off}")
+        for sentence in switched_off(self._module):
+            rank_zero_info(f"offmate: {sentence}")
         self._undo.enter_context(plainly(self._module))
         self._undo.enter_context(windows.clipping(trainer, lambda: self.engine))
         if choice is not None:

@@ -16,6 +16,7 @@ from torch.autograd.graph import get_gradient_edge
 
 from lt_offload import limits
 from lt_offload.execute.block_graph import Frame
+from lt_offload.execute.edges.shared_inputs import RunningTotal
 from lt_offload.execute.frames import Frames
 from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.tensors import Weight
@@ -59,6 +60,7 @@ def check_reached(weights: Iterable[Weight], frames: Frames) -> None:
             f"the backward did not reach every block that took part in the forward (open: {unfinished[:3]}); "
             "the loss must depend on the output of the whole model"
         )
+    frames.check_inputs()
 
 
 class Fixed:
@@ -211,7 +213,7 @@ class Consumers:
 
     def __init__(self, name: Callable[[int], str], uses: dict[int, Counter[int]]) -> None:
         self._name, self._uses = name, uses
-        self._given: dict[tuple[int, int], tuple[int, int]] = {}
+        self._given: dict[tuple[int, int], tuple[tuple[int, int], bool]] = {}
 
     def watch(self, block: int, inputs: Sequence[Tensor]) -> None:
         """See the gradients of what ``block`` is about to be called with, before hooks of users change them."""
@@ -223,14 +225,16 @@ class Consumers:
                     del tensor._backward_hooks[key]  # type: ignore[union-attr]
                     tensor._backward_hooks[key] = hook  # type: ignore[index]
 
-    def given(self, block: int, gradients: Sequence[Tensor | None]) -> None:
-        """Note what the backward of ``block`` has found, per input."""
-        pairs = enumerate(gradients)
-        self._given.update(((block, slot), _identity(grad)) for slot, grad in pairs if grad is not None)
+    def given(self, block: int, gradients: Sequence[Tensor | None], totals: Sequence[RunningTotal | None]) -> None:
+        """Note what the backward of ``block`` has found, per input; ``totals``: whether other blocks use it, too."""
+        for slot, (gradient, total) in enumerate(zip(gradients, totals, strict=True)):
+            if gradient is not None:
+                several = total is not None and total.users > 1
+                self._given[block, slot] = _identity(gradient), several or self._uses[block][slot] > 1
 
     def _arrived(self, block: int, slot: int, gradient: Tensor) -> None:
-        given = self._given.pop((block, slot), None)
-        if given is not None and self._uses[block][slot] > 1 and _identity(gradient) != given:
+        given, several = self._given.pop((block, slot), (None, False))
+        if several and _identity(gradient) != given:
             raise limits.SEVERAL_CONSUMERS.error(f"the input of block {self._name(block)} is used in several places")
 
 

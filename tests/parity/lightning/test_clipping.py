@@ -16,7 +16,7 @@ from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError, PlanError, UnsupportedError
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.strategy import offmate
-from tests.parity.users.test_models import batches, made
+from tests.parity.models.test_models import batches, made
 from tests.support.trainers import Run, differences, fit, seeded_module
 
 pytestmark = [

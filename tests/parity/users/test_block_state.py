@@ -197,13 +197,18 @@ class WritingItsInput(Layer):
         return self.inner(x.mul_(2))
 
 
-@pytest.mark.parametrize("layer", [ByMode, OfGlobals, OfHelper], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("layer", [OfGlobals, OfHelper], ids=lambda c: c.__name__)
 def test_blocks_that_a_second_run_would_change_are_refused_before_training(layer: type[nn.Module]) -> None:
     assert "gave other numbers when it ran again" in refusal(lambda: Net(layer))
 
 
-def test_an_attention_that_is_another_kernel_without_gradients_is_refused_before_training() -> None:
-    assert "gave other numbers when it ran again" in refusal(lambda: Net(Frozen).train())
+@pytest.mark.parametrize("budget", ["tight", "middle", "resident"])
+@pytest.mark.parametrize("layer", [ByMode, Frozen], ids=lambda c: c.__name__)
+def test_blocks_whose_numbers_are_others_without_a_graph(layer: type[nn.Module], budget: str) -> None:
+    def make() -> nn.Module:
+        return Net(layer).train()
+
+    assert differences(plain(make), by_budget(make, budget)) == []
 
 
 def test_blocks_that_write_to_their_input_are_refused_before_training() -> None:

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from lt_offload import offloaded
 from lt_offload.plan import solve
-from tests.parity.users.test_models import adamw, batches, made
+from tests.parity.models.test_models import adamw, batches, made
 from tests.parity.windows.training import Training, budgets, require_equal
 from tests.support import models
 from tests.support.engines import equal

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from lt_offload.execute.block_graph import BlockFunction, Frame
+from lt_offload.execute.edges.shared_inputs import SharedInputs
 from lt_offload.execute.frames import Frames
 from lt_offload.execute.inference import Streaming
 from lt_offload.execute.tensors import Weight
@@ -39,6 +40,7 @@ class DeferredForward:
         self.passed: list[Frame] = []
         """Of its second run, by block, once its backward has begun."""
         self.last_output: BlockOutput | None = None
+        self.shared = SharedInputs()
 
     def run_again(self, run: Again, options: Sequence[str]) -> None:
         """Run all blocks once more by ``run``, under ``options``."""
@@ -126,6 +128,7 @@ class DeferredForwards:
         present.originals.append(forward)
         if frame.needs_backward:
             inputs = frame.take_inputs()
+            frame.totals = present.shared.note(index, inputs)
             run = partial(backward, present)
             out = frame.unflatten(BlockFunction.apply(frame, anchor, run, *inputs))  # type: ignore[no-untyped-call]
         else:
