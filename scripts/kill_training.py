@@ -161,14 +161,11 @@ def die() -> None:
 def arm(save: int, what: str, byte: int) -> None:
     """Let this process die in its ``save``-th save, at ``byte`` of the file or at one of ``OPERATIONS``."""
     state = {"saves": 0}
-    write, flush, replace = torch.save, checkpoint._flush, Path.replace
+    archive, flush, replace = checkpoint._archive, checkpoint._flush, Path.replace
 
-    def written(content: Any, path: Path) -> None:
+    def written(records: Any, path: Path, read: Any) -> None:
         state["saves"] += 1
-        if state["saves"] == save and what == "byte":
-            write(content, Dying(path, byte))  # type: ignore[arg-type]
-        else:
-            write(content, path)
+        archive(records, Dying(path, byte) if state["saves"] == save and what == "byte" else path, read)
 
     def around(name: str, run: Callable[..., Any]) -> Callable[..., Any]:
         def operation(path: Path, *args: Any) -> Any:
@@ -182,7 +179,7 @@ def arm(save: int, what: str, byte: int) -> None:
 
         return operation
 
-    checkpoint.torch = type("torch", (), {"save": staticmethod(written), "load": torch.load})  # type: ignore[assignment]
+    checkpoint._archive = written
     checkpoint._flush = around("file", flush)
     Path.replace = around("renamed" if what == "renamed" else "about to be renamed", replace)  # type: ignore[method-assign]
 

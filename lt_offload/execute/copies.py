@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from lt_offload.execute.activations import ActivationOffloader
 from lt_offload.execute.device.base import Device, Event
+from lt_offload.execute.edges.snapshots import Snapshots
 from lt_offload.execute.groups import Layout
 from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.tensors import LiveGroup, distinct
@@ -31,10 +33,20 @@ class Transfer:
         groups: all of them, whether or not there is something to copy.
         label: of the tasks.
         op: the plan's op that the tasks belong to, if any.
+        snapshots: of host copies, which are set aside before they are written.
     """
 
-    def __init__(self, device: Device, groups: Sequence[LiveGroup], *, label: str, op: int = -1) -> None:
+    def __init__(
+        self,
+        device: Device,
+        groups: Sequence[LiveGroup],
+        *,
+        label: str,
+        op: int = -1,
+        snapshots: Snapshots | None = None,
+    ) -> None:
         self.groups = tuple(groups)
+        self._snapshots = snapshots
         self._device, self._label, self._op = device, label, op
         self._copied: tuple[tuple[LiveGroup, int], ...] = ()
         self._pairs: list[Pair] = []
@@ -67,7 +79,7 @@ class Transfer:
         event = self._device.submit(
             "d2h",
             _copies(self._device.copy, self._find(items), to_device=False),
-            after=[self._device.mark(), *distinct(item.current for item in items)],
+            after=[self._device.mark(), *distinct([*(item.current for item in items), self._set_aside(items)])],
             reads=[item.buffer for item in items if item.buffer is not None],
             writes=[item.host_cell for item in items],
             label=self._label,
@@ -78,6 +90,23 @@ class Transfer:
             item.current = item.leaving = event
             item.dirty = False
         return event
+
+    def _set_aside(self, items: Sequence[LiveGroup]) -> Event | None:
+        """Have snapshots set aside what is in the host copies now; return the event, None if nobody wants it.
+
+        On the host's lane: copies to the host may be issued by the thread that launches computations.
+        """
+        if self._snapshots is None or not self._snapshots.wants(tensor for item in items for tensor in item.hosts):
+            return None
+        tensors = [tensor for item in items for tensor in item.hosts]
+        return self._device.submit(
+            "host",
+            partial(self._snapshots.changing, tensors),
+            after=distinct(item.current for item in items),
+            reads=[item.host_cell for item in items],
+            label="set aside",
+            urgency=-1,
+        )
 
     def forget_views(self) -> None:
         """Let go of the arena."""
@@ -151,6 +180,7 @@ class Residency:
 
     def __init__(self, device: Device, layout: Layout, plan: Plan | None, updates: Updates | None) -> None:
         self.device = device
+        self.snapshots = Snapshots() if updates is None else updates.snapshots
         self.plan = plan
         self.updates = updates
         self.settled = False
@@ -208,20 +238,20 @@ class Residency:
         missing = [group for group in self._initial if group.buffer is None]
         for group in missing:
             self._attach(group, self._initial[group])
-        Transfer(self.device, missing, label="settle").fetch()
+        self._transfer(missing, "settle").fetch()
         self.settled = True
 
     def evict(self, keep: Mapping[LiveGroup, int] | None = None) -> None:
         """Bring every device copy to the host and forget it, except those in ``keep`` at the offset given there."""
         out = [p for p in self.all if p.buffer is not None and (keep or {}).get(p) != p.buffer.offset]
-        Transfer(self.device, out, label="evict").write_back()
+        self._transfer(out, "evict").write_back()
         for group in out:
             group.detach()
         self.settled = False
 
     def complete_host(self) -> None:
         """Write newer device copies back, keeping them, and wait until every host copy is complete."""
-        Transfer(self.device, self.all, label="write back").write_back()
+        self._transfer(self.all, "write back").write_back()
         self.device.drain()
         for group in self.all:
             group.current = None
@@ -231,7 +261,7 @@ class Residency:
         incomplete = [group for group in groups if group.dirty or group.current is not None]
         if not incomplete:
             return
-        Transfer(self.device, incomplete, label="read").write_back()
+        self._transfer(incomplete, "read").write_back()
         self.device.synchronize(*distinct(group.current for group in incomplete))
         for group in incomplete:
             group.current = None
@@ -261,12 +291,17 @@ class Residency:
         assert op.payload is not None
         offsets = _placed(list(zip(op.groups, op.offsets or (0,) * len(op.groups), strict=True)), layout)
         groups = tuple(offsets)
-        transfer = Transfer(self.device, groups, label=f"{op.kind} {op.payload} {op.block}", op=op.id)
+        transfer = self._transfer(groups, f"{op.kind} {op.payload} {op.block}", op.id)
         return _Move(groups, tuple(offsets.values()), transfer)
+
+    def _transfer(self, groups: Sequence[LiveGroup], label: str, op: int = -1) -> Transfer:
+        return Transfer(self.device, groups, label=label, op=op, snapshots=self.snapshots)
 
     def _attach(self, group: LiveGroup, offset: int) -> None:
         assert self.updates is not None
-        self.updates.generation += group.refresh(self.updates.state)
+        if not group.unchanged(self.updates.state):
+            self.snapshots.changing(group.hosts)
+            self.updates.generation += group.refresh(self.updates.state)
         group.attach(self.device.place(offset, group.room, group.label))
 
 

@@ -27,6 +27,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lt_offload.execute.edges.snapshots import Snapshots
 from lt_offload.execute.tensors import STATE_ALIGNMENT, States, Weight
 from lt_offload.machine.dispatch import unseen_by_dynamo
 from lt_offload.units import round_up
@@ -149,6 +150,8 @@ class Updates:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
+        self.snapshots = Snapshots()
+        """Of weights and states, which are set aside before they are updated on the host."""
         self._subs: dict[tuple[int, ...], Optimizer] = {}
         # By index, not by reference: ``load_state_dict`` replaces the dictionaries of groups and states, and an update
         # through an old one would use the learning rate from before.
@@ -198,7 +201,14 @@ class Updates:
             place: ``"host"`` or ``"device"``, where parameter, gradient and states are.
             grads: one gradient per weight, at that place.
         """
-        return self._by_function(weights, place, grads) or self._by_step(weights, place, grads)
+        update = self._by_function(weights, place, grads) or self._by_step(weights, place, grads)
+        return partial(self._on_host, weights, update) if place == "host" else update
+
+    def _on_host(self, weights: Sequence[Weight], update: Update) -> None:
+        for weight in weights:
+            values = (weight.host, *self.state(weight).values())
+            self.snapshots.changing(value for value in values if isinstance(value, Tensor))
+        update()
 
     def _by_function(self, weights: Sequence[Weight], place: str, grads: Sequence[Tensor]) -> Callable[[], None] | None:
         """Return a function that updates ``weights`` without a sub-optimizer; None if only ``step`` can."""
@@ -262,8 +272,10 @@ class Updates:
     def update_on_device(self, weights: Sequence[Weight], grads: Sequence[Tensor]) -> None:
         """Update ``weights`` in their device copies now, states included; the caller has waited for all of them."""
         for weight in weights:
-            if weight.states.group is not None:
-                self.generation += weight.states.refresh(self.state(weight))
+            states = weight.states
+            if states.group is not None and not states.unchanged(self.state(weight)):
+                self.snapshots.changing(states.hosts)
+                self.generation += states.refresh(self.state(weight))
         update = self._by_function(weights, "device", grads)
         if update is None:
             self._step_on_device(weights, grads)

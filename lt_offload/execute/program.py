@@ -185,6 +185,21 @@ def _check_again(op: Op, plan: Plan, step: StepOps) -> None:
         )
 
 
+def first_changes(plan: Plan) -> dict[tuple[int, bool], int]:
+    """Return, by tensor and whether it is its states, the first op from which on its host copy is another one."""
+    found: dict[tuple[int, bool], int] = {}
+    for op in plan.ops_of(plan.passes[-1]):
+        if op.updates_on_host:
+            changed = [(tensor, states) for tensor in plan.tensors(op) for states in (False, True)]
+        elif op.kind == "offload" and op.payload in ("weight", "state"):
+            changed = [(tensor, op.payload == "state") for tensor in plan.tensors(op)]
+        else:
+            continue
+        for key in changed:
+            found.setdefault(key, op.id)
+    return found
+
+
 def owners(blocks: Sequence[Sequence[int]]) -> dict[int, list[int]]:
     """Return, per tensor, the blocks that use it, ascending."""
     found: dict[int, list[int]] = {}

@@ -166,9 +166,9 @@ class States:
         Returns:
             Whether they now lie in other memory.
         """
-        found = _movable(state)
-        if len(found) == len(self.known) and self.unchanged(state):
+        if self.unchanged(state):
             return False
+        found = _movable(state)
         assert self.group is not None
         assert self.group.buffer is None or not self.known, f"{self.label} was replaced while on the device"
         # What stays the same of the state may lie where something else of it is to go. In the middle of a backward, an
@@ -183,6 +183,10 @@ class States:
 
     def unchanged(self, state: dict[str, Any]) -> bool:
         """Return whether the tensors of ``state`` are the known ones."""
+        return self.present(state) and len(_movable(state)) == len(self.known)
+
+    def present(self, state: dict[str, Any]) -> bool:
+        """Return whether the known tensors are in ``state``."""
         return all(map(is_, map(state.get, self.names), self.known))
 
     def attach(self, buffer: Buffer) -> None:
@@ -349,6 +353,17 @@ class LiveGroup:
         """Bytes that are copied."""
 
     @property
+    def hosts(self) -> list[Tensor]:
+        """The host copies that checkpoints hold: none of sums."""
+        hosts: list[Tensor] = []
+        for member in self.members:
+            if isinstance(member, Weight):
+                hosts.append(member.host)
+            elif isinstance(member, States):
+                hosts += member.hosts
+        return hosts
+
+    @property
     def filled(self) -> bool:
         """Whether there is anything to copy; states appear with the first update, sums with the first gradient."""
         return any(
@@ -371,6 +386,10 @@ class LiveGroup:
         self.dirty = False
         for member in self.members:
             member.detach()
+
+    def unchanged(self, state: Callable[[Weight], dict[str, Any]]) -> bool:
+        """Return whether the states that the optimizer has now, as ``state`` says, are the known ones."""
+        return all(member.unchanged(state(member.weight)) for member in self.members if isinstance(member, States))
 
     def refresh(self, state: Callable[[Weight], dict[str, Any]]) -> int:
         """Adopt the states that the optimizer has now, as ``state`` says, if these are states.

@@ -8,7 +8,7 @@ base, and the object gets the right class when the Trainer gives it an accelerat
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -38,15 +38,13 @@ from lt_offload.strategy import replay, sample, windows
 from lt_offload.strategy.batch_size import (
     BatchSize,
     choose,
-    record,
     size_of_the_run,
     spare_optimizer,
     warn_of_change,
 )
 from lt_offload.strategy.checkpoint import resume
 from lt_offload.strategy.checkpoint.data_order import repeatable
-from lt_offload.strategy.checkpoint.files import AtomicCheckpointIO, load_optimizer_state
-from lt_offload.strategy.checkpoint.foreign import check_checkpoint, check_optimizer, check_weights, loading_state
+from lt_offload.strategy.checkpoint.hooks import Checkpoints
 from lt_offload.strategy.metrics import Metrics, logs_after
 from lt_offload.strategy.namespaces import STRATEGY_NAME, bind, introduce, named, namespace_of
 from lt_offload.strategy.replan import Replanning, follow, steps_left
@@ -54,12 +52,9 @@ from lt_offload.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
-    from lightning.pytorch.strategies import Strategy as _Base
-else:
-    _Base = object
 
 
-class OffmateStrategy(_Base):
+class OffmateStrategy(Checkpoints):
     """Trains inside a device memory budget by planning one iteration, with the same numbers as plain training.
 
     On ``accelerator="cuda"`` blocks run on the GPU; on ``accelerator="cpu"`` the same plan runs on an emulated device
@@ -85,6 +80,9 @@ class OffmateStrategy(_Base):
             None: as much as fits.
         plan: path of a saved plan to replay instead of planning.
         solver_time_limit: seconds that planning may take.
+        async_checkpoint: write checkpoints while training goes on, as ``plugins=[AsyncCheckpointIO()]`` does, too.
+            Weights and states that training changes before they are written are copied first, as far as
+            ``host_memory`` allows; beyond that training waits.
         report_dir: folder for profile.json, plan.json and trace.json; None: the logger's folder, if there is one.
 
     Raises:
@@ -111,6 +109,7 @@ class OffmateStrategy(_Base):
         gradient_reserve: float | None = None,
         plan: str | Path | None = None,
         solver_time_limit: float = 30.0,
+        async_checkpoint: bool = False,
         report_dir: str | Path | None = None,
     ) -> None:
         super().__init__()
@@ -133,6 +132,7 @@ class OffmateStrategy(_Base):
         self.batch_size = batch_size
         self.blocks = blocks
         self.plan_path = plan
+        self.async_checkpoint = async_checkpoint
         self.report_dir = report_dir
         self.explain = False
         """Whether the whole plan is shown before training, and not just one paragraph about it."""
@@ -147,8 +147,6 @@ class OffmateStrategy(_Base):
         self._replanning: Replanning | None = None
         """Present while the first iterations may correct the plan."""
         self._signature: object = None
-        self._unfinished: str | None = None
-        """Why no checkpoint may be written after a run that has failed."""
         self._micro_batch = ExitStack()  # encloses one that no update follows, until its backward has ended
         self._undo = ExitStack()
         """What ``teardown`` puts back."""
@@ -225,6 +223,7 @@ class OffmateStrategy(_Base):
     def setup_environment(self) -> None:
         """Refuse what the Trainer asks for and cannot have, before anything is downloaded or loaded."""
         trainer = self._trainer
+        self.check_checkpoint_io()
         limits.check("trainer", limits.Setup(trainer=trainer), training=windows.fitting(trainer))
         check_memory(self.memory, self.root_device)
         if windows.fitting(trainer):
@@ -254,7 +253,7 @@ class OffmateStrategy(_Base):
     def setup(self, trainer: Any) -> None:
         """Make optimizers, profile, plan, and install the engine."""
         assert self.accelerator is not None and self.model is not None
-        self._unfinished = None
+        self._unfinished, self._failed = None, False
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
@@ -356,6 +355,7 @@ class OffmateStrategy(_Base):
 
     def _take_over(self, plan: Plan) -> None:
         """Go on with ``plan``: weights and states are complete on the host in between."""
+        self.finish_saves()
         rank_zero_info(f"offmate: {headline(plan)}")
         self._close_engine()
         gc.collect()  # or what refers to itself in the old engine would seem to hold weights
@@ -426,6 +426,7 @@ class OffmateStrategy(_Base):
         """Say what windows look like where that may surprise."""
         super().on_train_start()
         windows.warn_of_short_ones(self._trainer)
+        self.check_copies()
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Stream the forward."""
@@ -453,71 +454,11 @@ class OffmateStrategy(_Base):
             self.trace.save(folder / "trace.json")
             save_perfetto(self.trace, folder / "trace.perfetto.json")
 
-    # -- checkpoints -------------------------------------------------------------------------------------------------
-
-    @property
-    def checkpoint_io(self) -> Any:
-        """The Trainer's plugin if it has one, else files without a second copy in RAM."""
-        io: Any = self._checkpoint_io
-        if io is None or getattr(io, "checkpoint_io", self) is None:  # none, or a wrapper around none
-            ours = bind(AtomicCheckpointIO, self.namespace, "plugins.TorchCheckpointIO")()
-            if io is None:
-                self._checkpoint_io = io = ours
-            else:
-                io.checkpoint_io = ours
-        return io
-
-    @checkpoint_io.setter
-    def checkpoint_io(self, io: Any) -> None:
-        self._checkpoint_io = io
-
-    def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the weights, complete on the host."""
-        self._complete()
-        return super().lightning_module_state_dict()
-
-    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
-        """Return the optimizer's state, complete on the host."""
-        self._complete()
-        return super().optimizer_state(optimizer)
-
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
-        """Write the checkpoint, unless it would not be complete."""
-        unfinished = self._unfinished if self.engine is None else self.engine.unfinished()
-        if unfinished is not None:
-            rank_zero_warn(f"offmate: {filepath} is not written: {unfinished}")
-            return
-        if self.profile is not None:
-            record(checkpoint, self.profile.batch_size)
-        super().save_checkpoint(checkpoint, filepath, storage_options)
-
-    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read a checkpoint, which must be one of a Trainer."""
-        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
-        check_checkpoint(checkpoint, checkpoint_path)
-        return checkpoint
-
-    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load weights into the host copies."""
-        check_weights(checkpoint["state_dict"], self._module.state_dict(), strict=strict)
-        with self._rewriting():
-            super().load_model_state_dict(checkpoint, strict)
-
-    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizer's state into host memory of its own, in the dtypes in which it was saved."""
-        saved = {name: t.dtype for name, t in checkpoint["state_dict"].items() if isinstance(t, Tensor)}
-        unchanged = {p for name, p in self._module.named_parameters() if saved.get(name) == p.dtype}
-        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
-            check_optimizer(optimizer, state)
-        with self._rewriting():
-            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
-                with loading_state(optimizer):
-                    load_optimizer_state(optimizer, state, unchanged)
-
     # -- afterwards --------------------------------------------------------------------------------------------------
 
     def on_exception(self, exception: BaseException) -> None:
         """Leave the iteration; a second error must not hide the first."""
+        self._failed = True
         if self.engine is not None:
             try:
                 self._micro_batch.pop_all()  # there is nothing to end
@@ -528,11 +469,11 @@ class OffmateStrategy(_Base):
 
     def teardown(self) -> None:
         """Give the model back with complete host weights and release the device."""
-        try:
-            self._close_engine()
-        finally:
-            self._undo.close()
-            super().teardown()
+        with ExitStack() as leaving:
+            leaving.callback(super().teardown)
+            leaving.callback(self._undo.close)
+            leaving.callback(self._close_engine)
+            self.finish_saves()
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
@@ -553,19 +494,6 @@ class OffmateStrategy(_Base):
     def _budget(self) -> int:
         """Device bytes to plan for: ``memory``, or what is free now."""
         return self.memory or free_memory(self.root_device)
-
-    def _complete(self) -> None:
-        """Wait for what is on its way to the host, unless the iteration was left halfway."""
-        if self.engine is not None and not self.engine.halfway:
-            self.engine.drain()
-
-    @contextmanager
-    def _rewriting(self) -> Iterator[None]:
-        """Enclose changes of the host copies from outside."""
-        if self.engine is not None:
-            self.engine.drain()
-            self.engine.invalidate()
-        yield
 
     def _streaming(self) -> AbstractContextManager[None]:
         return self.engine.inference() if self.engine is not None else nullcontext()

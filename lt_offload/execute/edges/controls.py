@@ -6,21 +6,25 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_
 
 from lt_offload import limits
 from lt_offload.errors import ConfigError
+from lt_offload.execute.copies import Residency
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.record import EngineStats, Recorder
 from lt_offload.execute.edges.checks import Fixed, may_repeat
 from lt_offload.execute.edges.consumed import StandIns
-from lt_offload.execute.edges.guard import Guard
+from lt_offload.execute.edges.guard import Guard, Owned
+from lt_offload.execute.edges.snapshots import Snapshot
 from lt_offload.execute.edges.window import Window
 from lt_offload.execute.frames import repeated
 from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.inference import room
 from lt_offload.execute.optimizer import Updates
+from lt_offload.execute.program import first_changes
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure
 from lt_offload.schema.plan import Plan
@@ -37,6 +41,7 @@ class Controls(ABC):
     weights: list[Weight]
     updates: Updates | None
     recorder: Recorder
+    residency: Residency
     installed: bool
     gradients: Gradients | None
     _window: Window
@@ -235,15 +240,39 @@ class Controls(ABC):
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that training holds: weights, gradients, optimizer states, activations."""
+        """Host memory that training holds: weights, gradients, optimizer states, activations, what is set aside."""
         updates = self.updates
         states = updates.bytes(w for w in self.weights if w.index in self._updated_on_host) if updates else 0
-        return self.device.host_bytes + states
+        return self.device.host_bytes + states + self.residency.snapshots.nbytes
 
     def trace(self) -> Trace:
         """Return the last complete iteration, measured."""
         assert self.plan is not None
         return self.recorder.trace(self.plan, self.host_bytes)
+
+    def snapshot(self, free: int) -> Snapshot:
+        """Return the host copies as they are now, to be read by another thread while training goes on, and closed.
+
+        Copies that have to be set aside for it take what the plan's host memory leaves.
+
+        Args:
+            free: bytes of RAM that the machine has left; no more is taken.
+        """
+        assert self.plan is not None
+        self.drain()
+        order = first_changes(self.plan)
+        storages = {
+            storage: order.get((owned.weight.index, owned.state is not None), len(self.plan.ops))
+            for storage, owned in self._guard.announced()
+            if owned.state is None or self._is_changed_by_ops(owned, storage)
+        }
+        return self.residency.snapshots.take(storages, min(free, self.plan.host_budget_bytes - self.host_bytes))
+
+    def _is_changed_by_ops(self, state: Owned, storage: torch.UntypedStorage) -> bool:
+        """Return whether only ops change the host copy of ``state``; other states are small, such as step counters."""
+        if state.weight.index in self._updated_on_host:
+            return storage.nbytes() > _SMALL
+        return state.state in state.weight.states.names
 
     @property
     def added(self) -> int:
@@ -266,6 +295,9 @@ class Controls(ABC):
             )
         return self._left
 
+
+_SMALL = 8
+"""Bytes of one element: whoever wants such a state as it is copies it at once."""
 
 _HALFWAY = (
     "the iteration was interrupted when some weights were updated and others were not; resume from the last complete "

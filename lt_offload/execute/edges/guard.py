@@ -158,6 +158,7 @@ class Guard:
             if self._open_forward():
                 raise limits.DURING_FORWARD.error(f"{one.label} was written to")
         self._residency.forget(dict.fromkeys(group for one in written for group in one.groups))
+        self._residency.snapshots.changing(self._memory(one) for one in written)
 
     def replace(self, weight: Weight, data: Tensor) -> None:
         """Give ``weight`` the values of ``data``, which was assigned to its parameter.
@@ -177,6 +178,7 @@ class Guard:
 
     def hand_out(self, owned: Owned, view: object) -> None:
         """Remember that somebody has a view of a host copy, through which it can be read and written unseen."""
+        self._residency.snapshots.changing([self._memory(owned)])
         self._views.setdefault(owned, []).append(weakref.ref(view))
 
     def made(self, owned: Owned, tensor: Tensor) -> None:
@@ -188,6 +190,23 @@ class Guard:
         """Whether somebody has a tensor or a view in the memory of a weight or of an optimizer state."""
         self._forget_views()
         return bool(self._tensors or self._views or self._unseen)
+
+    def announced(self) -> Iterator[tuple[torch.UntypedStorage, Owned]]:
+        """Yield the host copies that nobody changes unseen, by their memory."""
+        self._forget_views()
+        unseen = {*self._views, *self._unseen}
+        if self._updates is not None and self._generation != self._updates.generation:
+            self._learn_states()
+        found = [(weight.host.untyped_storage(), Owned(weight)) for weight in self._weights]
+        found += [(storage, self._of_states[storage._cdata]) for storage in self._kept]
+        yield from (item for item in found if item[1] not in unseen)
+
+    def _memory(self, owned: Owned) -> Tensor:
+        if owned.state is None:
+            return owned.weight.host
+        assert self._updates is not None
+        tensor: Tensor = self._updates.state(owned.weight)[owned.state]
+        return tensor
 
     # -- what the engine tells ---------------------------------------------------------------------------------------
 
@@ -238,7 +257,7 @@ class Guard:
             states = weight.states
             if states.known and states.group is not None and states.group.buffer is not None:
                 assert self._updates is not None
-                if not states.unchanged(self._updates.state(weight)):
+                if not states.present(self._updates.state(weight)):
                     yield states.group
 
     def _learn_states(self) -> None:

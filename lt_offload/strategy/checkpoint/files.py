@@ -14,18 +14,23 @@ import os
 import pickle
 import shutil
 import zipfile
-from collections.abc import Iterator, Mapping, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lt_offload.errors import CheckpointError
+from lt_offload.execute.device.lanes import plain_torch
+from lt_offload.execute.edges.snapshots import Snapshot
 from lt_offload.strategy.checkpoint.foreign import reading
+from lt_offload.strategy.checkpoint.writer import Writer
 from lt_offload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -34,8 +39,13 @@ else:
     _Base = object
 
 
+Reading = Callable[[torch.UntypedStorage], AbstractContextManager[torch.UntypedStorage]]
+"""Encloses reading what is in a storage; yields where it is."""
+_as_it_is: Reading = nullcontext
 _SUFFIX = ".partial"
 _FULL = (errno.ENOSPC, errno.EDQUOT)
+_LITTLE_MEMORY = 16 << 20
+"""Bytes: copies of that much are made wherever a checkpoint is written later."""
 _LITTLE = 1 << 20
 """Bytes: a disk with less room than this is taken for full where torch's writer fails."""
 
@@ -65,8 +75,71 @@ def prepare(folder: Path) -> None:
             leftover.unlink(missing_ok=True)
 
 
+@dataclass(slots=True)
+class Record:
+    """One file in the archive that a checkpoint is."""
+
+    name: str
+    content: str | bytes | None
+    storage: torch.UntypedStorage | None
+    """Instead of ``content``."""
+    nbytes: int
+
+
+def records(checkpoint: dict[str, Any]) -> list[Record]:
+    """Return what ``torch.save`` writes, in its order: what is no tensor is pickled, storages are what they are."""
+    found = _Collector()
+    serialize: Any = torch.serialization._save
+    serialize(checkpoint, found, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
+    return found.records
+
+
+class _Collector:
+    """Stands in for the archive."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+
+    def write_record(self, name: str, content: Any, nbytes: int) -> None:
+        """Keep it."""
+        storage = content if isinstance(content, torch.UntypedStorage) else None
+        self.records.append(Record(name, content if storage is None else None, storage, nbytes))
+
+
 def save(checkpoint: dict[str, Any], path: str | Path) -> None:
     """Write ``checkpoint`` to the local file ``path``, whose previous contents stay until the new ones are on disk.
+
+    Raises:
+        CheckpointError: if the disk is full or the folder cannot be written; nothing is left of the new file.
+    """
+    found = records(checkpoint)
+    make_room(found, path)
+    write(found, path)
+
+
+def make_room(records: Iterable[Record], path: str | Path) -> None:
+    """Make the folder of ``path``, and look whether ``records`` fit beside the file that they replace.
+
+    Raises:
+        CheckpointError: if they do not, or the folder cannot be made.
+    """
+    target = Path(path)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        needed, free = sum(record.nbytes for record in records), shutil.disk_usage(target.parent).free
+        if needed > free:
+            raise OSError(errno.ENOSPC, f"it takes {format_bytes(needed)}")
+    except OSError as error:
+        raise CheckpointError(_explained(target, error)) from error
+
+
+def write(records: Iterable[Record], path: str | Path, read: Reading = _as_it_is) -> None:
+    """Write ``records`` to the local file ``path``, whose previous contents stay until the new ones are on disk.
+
+    Args:
+        records: in the order in which they are written.
+        path: in a folder that exists.
+        read: encloses reading a storage.
 
     Raises:
         CheckpointError: if the disk is full or the folder cannot be written; nothing is left of the new file.
@@ -74,11 +147,9 @@ def save(checkpoint: dict[str, Any], path: str | Path) -> None:
     target = Path(path)
     partial = target.with_name(f".{target.name}{_SUFFIX}")
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        _check_room(checkpoint, target)
         try:
             with _locked(partial):
-                torch.save(checkpoint, partial)
+                _archive(records, partial, read)
                 _flush(partial)
                 partial.replace(target)
         except BaseException:
@@ -91,6 +162,17 @@ def save(checkpoint: dict[str, Any], path: str | Path) -> None:
         if shutil.disk_usage(target.parent).free > _LITTLE:
             raise
         raise CheckpointError(_explained(target, OSError(errno.ENOSPC, ""))) from error
+
+
+def _archive(records: Iterable[Record], file: Any, read: Reading) -> None:
+    """Write ``records`` to ``file``, a path or something to write to, as ``torch.save`` would in this order."""
+    with torch.serialization._open_zipfile_writer(os.fspath(file) if isinstance(file, Path) else file) as archive:
+        for record in records:
+            if record.storage is None:
+                archive.write_record(record.name, record.content, record.nbytes)
+                continue
+            with read(record.storage) as storage:
+                archive.write_record(record.name, storage, record.nbytes)
 
 
 def load(path: str | Path, *, weights_only: bool | None = None) -> dict[str, Any]:
@@ -115,7 +197,9 @@ def load(path: str | Path, *, weights_only: bool | None = None) -> dict[str, Any
 
 def newest(folder: Path) -> Path | None:
     """Return the newest file in ``folder`` that training can go on from, None if there is none."""
-    paths = sorted(folder.glob("*.ckpt"), key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    # A link may name a file that is not complete yet.
+    present = [path for path in folder.glob("*.ckpt") if path.exists()]
+    paths = sorted(present, key=lambda path: path.stat().st_mtime_ns, reverse=True)
     return next((path for path in paths if is_complete(path)), None)
 
 
@@ -150,18 +234,6 @@ def load_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any], unchang
             if isinstance(value, Tensor):
                 source = saved["state"][index][key] if parameter in unchanged else value
                 state[key] = torch.empty_like(source, device="cpu").copy_(source)
-
-
-def _check_room(checkpoint: dict[str, Any], target: Path) -> None:
-    """Raise before anything is written if ``checkpoint`` cannot fit beside the file that it replaces."""
-    storages = {}
-    for leaf in tree_leaves(checkpoint):
-        if isinstance(leaf, Tensor):
-            storage = leaf.untyped_storage()
-            storages[storage._cdata] = storage.nbytes()
-    needed, free = sum(storages.values()), shutil.disk_usage(target.parent).free
-    if needed > free:
-        raise OSError(errno.ENOSPC, f"it takes {format_bytes(needed)}")
 
 
 def _explained(target: Path, error: OSError) -> str:
@@ -204,6 +276,9 @@ class AtomicCheckpointIO(_Base):
     Written without Lightning; ``namespaces.bind`` puts it on the ``TorchCheckpointIO`` of a namespace.
     """
 
+    _writer: Writer | None = None
+    """Of the checkpoints that are written while training goes on; one for each object."""
+
     def save_checkpoint(self, checkpoint: dict[str, Any], path: str | Path, storage_options: Any | None = None) -> None:
         """Write a checkpoint file."""
         local_path = local(path)
@@ -212,14 +287,88 @@ class AtomicCheckpointIO(_Base):
         else:
             save(checkpoint, local_path)
 
+    def save_snapshot(self, checkpoint: dict[str, Any], path: Path, snapshot: Snapshot, *, later: bool) -> None:
+        """Write a checkpoint file in the order in which training changes what is in it.
+
+        Args:
+            checkpoint: as it is now.
+            path: of a local file.
+            snapshot: of tensors in ``checkpoint`` that training will change; is closed.
+            later: write it on a thread of its own, while training goes on. What ``snapshot`` does not hold is copied
+                first; if there is no room for that, it is written now.
+
+        Raises:
+            CheckpointError: if it cannot be written, or one that was to be written later could not.
+        """
+        with ExitStack() as undo:
+            undo.callback(snapshot.close)
+            if self._writer is not None:
+                self._writer.check()
+            found = records(checkpoint)
+            make_room(found, path)
+            found.sort(key=lambda record: -1 if record.storage is None else snapshot.rank(record.storage))
+            loose = [r for r in found if r.storage is not None and not snapshot.holds(r.storage)]
+            nbytes = sum(record.nbytes for record in loose)
+            if later and nbytes > max(snapshot.room, _LITTLE_MEMORY):
+                rank_zero_warn(
+                    f"checkpoint {path} is written while training waits: it holds {format_bytes(nbytes)} that is no "
+                    f"weight and no state of the optimizer, and RAM for a copy of {format_bytes(snapshot.room)} is left"
+                )
+                later = False
+            if not later:
+                self.wait()
+                write(found, path, _reading(snapshot))
+                return
+            for record in loose:
+                record.storage = _copied(record.storage)
+            undo.pop_all()
+            if self._writer is None:
+                self._writer = Writer()
+            self._writer.submit(partial(_write_and_close, found, path, snapshot))
+
+    def remove_checkpoint(self, path: str | Path) -> None:
+        """Remove a file, once all that are to be written are complete: till then it may be the last complete one."""
+        if self._writer is not None and self._writer.busy:
+            self._writer.if_all_went_well(partial(super().remove_checkpoint, path))
+        else:
+            super().remove_checkpoint(path)
+
     def load_checkpoint(
         self, path: str | Path, map_location: Any | None = "cpu", weights_only: bool | None = None
     ) -> dict[str, Any]:
         """Read a checkpoint file; tensors of a local one are on the host, whatever ``map_location`` says."""
+        self.wait()
         local_path = local(path)
         if local_path is None:
             return super().load_checkpoint(path, map_location, weights_only)
         return load(local_path, weights_only=weights_only)
+
+    def wait(self) -> None:
+        """Block until all files are written."""
+        if self._writer is not None:
+            self._writer.wait()
+
+    def teardown(self) -> None:
+        """Block until all files are written; raises ``CheckpointError`` if one could not be."""
+        if self._writer is not None:
+            self._writer.close()
+
+
+def _copied(storage: torch.UntypedStorage | None) -> torch.UntypedStorage:
+    assert storage is not None
+    with plain_torch():
+        return storage.clone()  # type: ignore[no-any-return, no-untyped-call]
+
+
+def _reading(snapshot: Snapshot) -> Reading:
+    return lambda storage: snapshot.reading(storage) if snapshot.holds(storage) else nullcontext(storage)
+
+
+def _write_and_close(records: list[Record], path: Path, snapshot: Snapshot) -> None:
+    try:
+        write(records, path, _reading(snapshot))
+    finally:
+        snapshot.close()
 
 
 def local(path: str | Path) -> Path | None:

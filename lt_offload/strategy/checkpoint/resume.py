@@ -140,11 +140,16 @@ class ExactResume(_Base):
     def _leave(self, trainer: Any, number: signal.Signals) -> NoReturn:
         path = _folders(trainer)[0] / FILE
         trainer.save_checkpoint(path)
+        getattr(trainer.strategy, "finish_saves", _nothing)()
         rank_zero_info(f"{number.name}: step {trainer.global_step} is saved in {path}")
         self._interrupts.pass_on()
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise import_module(f"{self.namespace}.utilities.exceptions").SIGTERMException(EXIT_CODES[number])
+
+
+def _nothing() -> None:
+    pass
 
 
 def add(trainer: Any, namespace: str) -> None:

@@ -178,16 +178,16 @@ class Usage:
 
 
 def test_a_disk_without_room_is_named_before_the_first_byte(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(1_500))
-    monkeypatch.setattr(torch, "save", lambda *args: pytest.fail("the file was begun"))
-    sentence = r"a\.ckpt was not written, the disk is full \(it takes 1.6 kB, 1.5 kB are free\); make room"
-    state = {"weights": torch.zeros(400), "same": torch.zeros(1)}
-    state["alias"] = state["weights"][:10]  # takes no room of its own
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: Usage(15_500))
+    monkeypatch.setattr(checkpoint, "_archive", lambda *args: pytest.fail("the file was begun"))
+    sentence = r"a\.ckpt was not written, the disk is full \(it takes 16.\d kB, 15.5 kB are free\); make room"
+    state = {"weights": torch.zeros(4_000), "same": torch.zeros(1)}
+    state["alias"] = state["weights"][:1_000]  # takes no room of its own
     with pytest.raises(CheckpointError, match=sentence):
         checkpoint.save(state, tmp_path / "a.ckpt")
 
 
-def fill(written: object, path: Path) -> None:
+def fill(records: object, path: Path, read: object) -> None:
     path.write_bytes(b"half")
     raise RuntimeError("[enforce fail at inline_container.cc:672] . unexpected pos 64 vs 0")
 
@@ -197,7 +197,7 @@ def test_a_disk_that_fills_up_meanwhile_is_named_too(tmp_path: Path, monkeypatch
     checkpoint.save(contents(), path)
     room = iter([10**9, 0, 0])
     monkeypatch.setattr(shutil, "disk_usage", lambda where: Usage(next(room)))
-    monkeypatch.setattr(torch, "save", fill)
+    monkeypatch.setattr(checkpoint, "_archive", fill)
     with pytest.raises(CheckpointError, match="the disk is full"):
         checkpoint.save(contents(), path)
     monkeypatch.undo()
@@ -206,7 +206,7 @@ def test_a_disk_that_fills_up_meanwhile_is_named_too(tmp_path: Path, monkeypatch
 
 
 def test_a_failure_that_is_not_the_disks_stays_what_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "save", fill)
+    monkeypatch.setattr(checkpoint, "_archive", fill)
     with pytest.raises(RuntimeError, match="inline_container"):
         checkpoint.save(contents(), tmp_path / "a.ckpt")
 

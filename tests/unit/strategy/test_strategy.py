@@ -86,6 +86,7 @@ OPTIONS = {
     "gradient_reserve": None,
     "plan": None,
     "solver_time_limit": 30.0,
+    "async_checkpoint": False,
     "report_dir": None,
 }
 

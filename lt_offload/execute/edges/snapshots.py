@@ -1,0 +1,157 @@
+"""Host copies as they were at one moment, for a reader on another thread while training goes on.
+
+Training changes host copies in place. Whoever is about to change one says so first (:meth:`Snapshots.changing`) and
+goes on at once if all readers are through with it. If not, its contents are set aside in a copy, as far as there is
+room for copies; where there is none, the change waits for the readers. No more is copied than is changed too early.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+from lt_offload.execute.device.lanes import plain_torch
+
+
+class _Contents:
+    """What a storage holds until it is changed."""
+
+    __slots__ = ("aside", "busy", "copying", "live", "wanted")
+
+    def __init__(self, live: torch.UntypedStorage) -> None:
+        self.live = live
+        self.aside: torch.UntypedStorage | None = None
+        """The copy, once it was changed."""
+        self.wanted = 0
+        """Snapshots that have not read it yet."""
+        self.busy = 0
+        """Of these, those that are reading ``live``."""
+        self.copying = False
+
+
+class Snapshots:
+    """The snapshots of an engine's host copies that are being read. Any thread may call any of it."""
+
+    def __init__(self) -> None:
+        self._moved = threading.Condition()
+        self._current: dict[int, _Contents] = {}
+        """By storage: what is in it now, while somebody wants to read that."""
+        self._room = 0
+        self.nbytes = 0
+        """Bytes that have been set aside."""
+
+    def take(self, storages: Mapping[torch.UntypedStorage, int], room: int) -> Snapshot:
+        """Return a snapshot of ``storages`` as they are now; nobody changes them meanwhile.
+
+        Args:
+            storages: what is changed only by those who say so before, and the order in which that happens.
+            room: bytes that copies set aside may take from now on, for all snapshots together.
+        """
+        with self._moved:
+            self._room = room
+            found = {}
+            for storage in storages:
+                contents = self._current.setdefault(storage._cdata, _Contents(storage))
+                contents.wanted += 1
+                found[storage._cdata] = contents
+        return Snapshot(self, found, {storage._cdata: rank for storage, rank in storages.items()}, room)
+
+    def wants(self, tensors: Iterable[Tensor]) -> bool:
+        """Return whether somebody wants to read what is in any of ``tensors`` now."""
+        return bool(self._current) and any(tensor.untyped_storage()._cdata in self._current for tensor in tensors)
+
+    def changing(self, tensors: Iterable[Tensor]) -> None:
+        """Set aside what is in ``tensors``, which are about to be changed, or wait until everybody has read it."""
+        if not self._current:
+            return
+        for tensor in tensors:
+            key = tensor.untyped_storage()._cdata
+            if key in self._current:
+                self._let_go(key)
+
+    def _let_go(self, key: int) -> None:
+        with self._moved:
+            while (contents := self._current.get(key)) is not None:
+                nbytes = contents.live.nbytes()
+                if not (contents.busy or contents.copying) and self.nbytes + nbytes <= self._room:
+                    contents.copying = True
+                    self.nbytes += nbytes
+                    break
+                self._moved.wait()
+            else:
+                return
+        with plain_torch():
+            aside = contents.live.clone()  # type: ignore[no-untyped-call]
+        with self._moved:
+            contents.copying, contents.aside = False, aside
+            del self._current[key]
+            if not contents.wanted:  # closed meanwhile
+                self._forget(contents)
+            self._moved.notify_all()
+
+    @contextmanager
+    def _reading(self, contents: _Contents) -> Iterator[torch.UntypedStorage]:
+        with self._moved:
+            self._moved.wait_for(lambda: not contents.copying)
+            source = contents.live if contents.aside is None else contents.aside
+            contents.busy += contents.aside is None
+        try:
+            yield source
+        finally:
+            with self._moved:
+                contents.busy -= source is contents.live
+                self._release(contents)
+                self._moved.notify_all()
+
+    def _close(self, unread: Iterable[_Contents]) -> None:
+        with self._moved:
+            for contents in unread:
+                self._release(contents)
+            self._moved.notify_all()
+
+    def _release(self, contents: _Contents) -> None:
+        contents.wanted -= 1
+        if contents.wanted or contents.copying:
+            return
+        if contents.aside is not None:
+            self._forget(contents)
+        elif self._current.get(contents.live._cdata) is contents:
+            del self._current[contents.live._cdata]
+
+    def _forget(self, contents: _Contents) -> None:
+        assert contents.aside is not None
+        self.nbytes -= contents.aside.nbytes()
+        contents.aside = None
+
+
+class Snapshot:
+    """Storages as they were when it was taken. Each can be read once; :meth:`close` gives up the rest."""
+
+    def __init__(self, owner: Snapshots, contents: dict[int, _Contents], order: Mapping[int, int], room: int) -> None:
+        self._owner, self._unread = owner, contents
+        self._order = order
+        self.room = max(0, room)
+        """Bytes that copies may take."""
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether ``storage`` is one of them."""
+        return storage._cdata in self._order
+
+    def rank(self, storage: torch.UntypedStorage) -> int:
+        """Return when training will change ``storage``, as a number: what is changed first should be read first."""
+        return self._order.get(storage._cdata, -1)
+
+    @contextmanager
+    def reading(self, storage: torch.UntypedStorage) -> Iterator[torch.UntypedStorage]:
+        """Enclose reading what was in ``storage``, which is in the storage that this yields."""
+        with self._owner._reading(self._unread.pop(storage._cdata)) as source:
+            yield source
+
+    def close(self) -> None:
+        """Let training change what has not been read, without a copy."""
+        unread, self._unread = list(self._unread.values()), {}
+        self._owner._close(unread)

@@ -1,0 +1,204 @@
+"""The strategy's hooks for checkpoints: which files, from which moment, and whether training waits for them."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
+from torch.optim import Optimizer
+
+from lt_offload.errors import ConfigError
+from lt_offload.profiling.hardware import available_host_bytes
+from lt_offload.strategy.batch_size import record
+from lt_offload.strategy.checkpoint.files import AtomicCheckpointIO, load_optimizer_state, local
+from lt_offload.strategy.checkpoint.foreign import check_checkpoint, check_optimizer, check_weights, loading_state
+from lt_offload.strategy.namespaces import NAMESPACES, bind
+from lt_offload.units import format_bytes
+
+if TYPE_CHECKING:
+    from lightning.pytorch import LightningModule
+    from lightning.pytorch.strategies import Strategy as _Base
+
+    from lt_offload.execute.engine import Engine
+    from lt_offload.schema.profile import Profile
+else:
+    _Base = object
+
+_ASYNC = "AsyncCheckpointIO"
+_STOCK = {f"{namespace}.plugins.io.async_plugin" for namespace in NAMESPACES}
+
+
+class Checkpoints(_Base):
+    """The part of the strategy that saves and loads."""
+
+    namespace: str
+    async_checkpoint: bool
+    engine: Engine | None
+    profile: Profile | None
+    _unfinished: str | None = None
+    """Why no checkpoint may be written after a run that has failed."""
+    _failed = False
+    """The run has ended with an error."""
+
+    @property
+    @abstractmethod
+    def _module(self) -> LightningModule:
+        """The model."""
+
+    @property
+    def checkpoint_io(self) -> Any:
+        """The Trainer's plugin if it has one, else files without a second copy in RAM."""
+        io: Any = self._checkpoint_io
+        if io is None:
+            self._checkpoint_io = io = bind(AtomicCheckpointIO, self.namespace, "plugins.TorchCheckpointIO")()
+        elif (wrapper := _wrappers(io)[-1:]) and wrapper[0].checkpoint_io is None:
+            wrapper[0].checkpoint_io = bind(AtomicCheckpointIO, self.namespace, "plugins.TorchCheckpointIO")()
+        return io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, io: Any) -> None:
+        self._checkpoint_io = io
+
+    def check_checkpoint_io(self) -> None:
+        """Raise ``ConfigError`` for plugins that cannot write what they are asked to write."""
+        top: Any = self.checkpoint_io
+        wrappers = _wrappers(top)
+        bottom = wrappers[-1].checkpoint_io if wrappers else top
+        base = import_module(f"{self.namespace}.plugins").CheckpointIO
+        if not isinstance(bottom, base):
+            raise ConfigError(
+                f"the plugin {type(top).__name__} writes checkpoints with {bottom!r}, which is no CheckpointIO; "
+                f"leave that argument out: {type(top).__name__}()"
+            )
+        if self.async_checkpoint and not isinstance(bottom, AtomicCheckpointIO):
+            raise ConfigError(
+                f"async_checkpoint=True: checkpoints are written by the plugin {type(bottom).__name__}, which knows "
+                "nothing of what training changes meanwhile; leave the plugin out, or async_checkpoint"
+            )
+
+    def check_copies(self) -> None:
+        """Look whether there is RAM for the copies that a plugin makes of all weights and states at every save.
+
+        Raises:
+            ConfigError: if there is not.
+        """
+        engine, profile = self.engine, self.profile
+        files, _ = self._files()
+        names = [type(wrapper).__name__ for wrapper in _wrappers(self.checkpoint_io)]
+        if files is not None or engine is None or engine.plan is None or profile is None:
+            return
+        if not any(base.__name__ == _ASYNC for w in _wrappers(self.checkpoint_io) for base in type(w).__mro__):
+            return
+        needed = sum(tensor.bytes + tensor.state_bytes for tensor in profile.tensors)
+        left = engine.plan.host_budget_bytes - engine.host_bytes
+        what = (
+            f"the plugin {names[0]} copies all weights and states in RAM at every save, {format_bytes(needed)}: "
+            "Lightning's own, and around nothing, AsyncCheckpointIO(), needs no copy"
+        )
+        if needed > left:
+            raise ConfigError(f"{what}; host_memory leaves {format_bytes(max(0, left))}")
+        rank_zero_warn(what)
+
+    def _files(self) -> tuple[Any, bool]:
+        """Return our own files, None if others' code is between, and whether they are written while training goes on.
+
+        Lightning's wrapper would copy every tensor in RAM and have a thread write the copies.
+        """
+        io: Any = self.checkpoint_io
+        later = self.async_checkpoint
+        for wrapper in _wrappers(io):
+            if type(wrapper).__name__ != _ASYNC or type(wrapper).__module__ not in _STOCK:
+                return None, later
+            later, io = True, wrapper.checkpoint_io
+        return (io if isinstance(io, AtomicCheckpointIO) else None), later
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights, complete on the host."""
+        self._complete()
+        return super().lightning_module_state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Return the optimizer's state, complete on the host."""
+        self._complete()
+        return super().optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any | None = None) -> None:
+        """Write the checkpoint, unless it would not be complete."""
+        unfinished = self._unfinished if self.engine is None else self.engine.unfinished()
+        if unfinished is not None:
+            rank_zero_warn(f"offmate: {filepath} is not written: {unfinished}")
+            return
+        if self.profile is not None:
+            record(checkpoint, self.profile.batch_size)
+        files, later = self._files()
+        path = None if storage_options is not None else local(filepath)
+        if files is None or path is None or self.engine is None or self.engine.plan is None:
+            super().save_checkpoint(checkpoint, filepath, storage_options)
+            return
+        snapshot = self.engine.snapshot(available_host_bytes() // 2)
+        files.save_snapshot(checkpoint, path, snapshot, later=later)
+
+    def finish_saves(self) -> None:
+        """Block until all checkpoints are written; raises ``CheckpointError`` if one could not be.
+
+        After a run that has failed a second error must not hide the first: it is a warning.
+        """
+        files, _ = self._files()
+        if files is None:
+            return
+        try:
+            files.teardown()
+        except Exception as error:
+            if not self._failed:
+                raise
+            rank_zero_warn(f"offmate: {error}")
+
+    def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Read a checkpoint, which must be one of a Trainer."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
+        check_checkpoint(checkpoint, checkpoint_path)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load weights into the host copies."""
+        check_weights(checkpoint["state_dict"], self._module.state_dict(), strict=strict)
+        with self._rewriting():
+            super().load_model_state_dict(checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizer's state into host memory of its own, in the dtypes in which it was saved."""
+        saved = {name: t.dtype for name, t in checkpoint["state_dict"].items() if isinstance(t, Tensor)}
+        unchanged = {p for name, p in self._module.named_parameters() if saved.get(name) == p.dtype}
+        for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=False):
+            check_optimizer(optimizer, state)
+        with self._rewriting():
+            for optimizer, state in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+                with loading_state(optimizer):
+                    load_optimizer_state(optimizer, state, unchanged)
+
+    def _complete(self) -> None:
+        """Wait for what is on its way to the host, unless the iteration was left halfway."""
+        if self.engine is not None and not self.engine.halfway:
+            self.engine.drain()
+
+    @contextmanager
+    def _rewriting(self) -> Iterator[None]:
+        """Enclose changes of the host copies from outside."""
+        if self.engine is not None:
+            self.engine.drain()
+            self.engine.invalidate()
+        yield
+
+
+def _wrappers(io: Any) -> list[Any]:
+    """Return what is around the files, the outermost first."""
+    found = []
+    while hasattr(io, "checkpoint_io"):
+        found.append(io)
+        io = io.checkpoint_io
+    return found

@@ -1,0 +1,73 @@
+"""A thread that writes checkpoints while training goes on."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from queue import SimpleQueue
+
+Job = Callable[[], None]
+
+
+class Writer:
+    """Does one job after the other on a thread of its own, and keeps the first error for whoever asks next.
+
+    The thread ends with the process, in the middle of a job if need be: files are complete or absent all the same.
+    """
+
+    def __init__(self) -> None:
+        self._moved = threading.Condition()
+        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._left = 0
+        """Jobs that are not over."""
+        self._error: BaseException | None = None
+        self._thread: threading.Thread | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether something is left to do."""
+        return self._left > 0
+
+    def submit(self, job: Job) -> None:
+        """Do ``job`` when all before it are over."""
+        with self._moved:
+            self._left += 1
+        self._jobs.put(job)
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="lt_offload checkpoints", daemon=True)
+            self._thread.start()
+
+    def if_all_went_well(self, job: Job) -> None:
+        """Do ``job`` when all before it are over; leave it out if one of them has failed."""
+        self.submit(lambda: job() if self._error is None else None)
+
+    def wait(self) -> None:
+        """Block until nothing is left to do."""
+        with self._moved:
+            self._moved.wait_for(lambda: not self._left)
+
+    def check(self) -> None:
+        """Raise the first error of a job, once."""
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+
+    def close(self) -> None:
+        """Wait for all jobs, end the thread, and raise the first error."""
+        self.wait()
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
+        self.check()
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            try:
+                job()
+            except BaseException as error:  # it belongs to whoever asks next
+                self._error = self._error or error
+            del job  # or an idle thread would keep a checkpoint
+            with self._moved:
+                self._left -= 1
+                self._moved.notify_all()
