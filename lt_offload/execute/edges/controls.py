@@ -250,16 +250,22 @@ class Controls(ABC):
         assert self.plan is not None
         return self.recorder.trace(self.plan, self.host_bytes)
 
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Make every host copy complete, and enclose reading them: nothing else happens to them meanwhile."""
+        self.drain()
+        with self._guard.suspended:
+            yield
+
     def snapshot(self, free: int) -> Snapshot:
         """Return the host copies as they are now, to be read by another thread while training goes on, and closed.
 
-        Copies that have to be set aside for it take what the plan's host memory leaves.
+        To be called :meth:`at_rest`. Copies that have to be set aside for it take what the plan's host memory leaves.
 
         Args:
             free: bytes of RAM that the machine has left; no more is taken.
         """
         assert self.plan is not None
-        self.drain()
         order = first_changes(self.plan)
         storages = {
             storage: order.get((owned.weight.index, owned.state is not None), len(self.plan.ops))

@@ -140,8 +140,9 @@ class Checkpoints(_Base):
         if files is None or path is None or self.engine is None or self.engine.plan is None:
             super().save_checkpoint(checkpoint, filepath, storage_options)
             return
-        snapshot = self.engine.snapshot(available_host_bytes() // 2)
-        files.save_snapshot(checkpoint, path, snapshot, later=later)
+        with self.engine.at_rest():
+            snapshot = self.engine.snapshot(available_host_bytes() // 2)
+            files.save_snapshot(checkpoint, path, snapshot, later=later)
 
     def finish_saves(self) -> None:
         """Block until all checkpoints are written; raises ``CheckpointError`` if one could not be.

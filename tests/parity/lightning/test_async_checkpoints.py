@@ -1,0 +1,332 @@
+"""Checkpoints that are written while training goes on: byte for byte those for which training waits."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import pytorch_lightning
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.plugins import TorchCheckpointIO
+from lightning.pytorch.plugins.io import AsyncCheckpointIO
+
+from lt_offload import ConfigError, InfeasibleError, OffmateStrategy
+from lt_offload.errors import CheckpointError
+from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.execute.edges import snapshots
+from lt_offload.strategy import offmate
+from lt_offload.strategy.checkpoint import files, hooks
+from tests import sampling
+from tests.support.trainers import Forced, Run, differences, fit, seeded_module
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
+]
+
+BUDGETS = {"tight": 1.02, "middle": 1.6, "resident": 20.0}
+ROOM = {"none": 0, "some": 30_000, "ample": 1 << 30}
+"""Bytes for what is set aside; the checkpoint of the model takes 200 kB."""
+
+
+class Late:
+    """Lets no file be begun before it is told to, or somebody waits for it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begin = begin = threading.Event()
+        self.waited = False
+        archive = files._archive
+        late = self
+
+        class Condition(threading.Condition):
+            def wait(self, timeout: float | None = None) -> bool:
+                late.waited |= threading.current_thread().name != WRITER
+                begin.set()
+                return super().wait(timeout)
+
+        def begun(*args: Any) -> None:
+            begin.wait()
+            archive(*args)
+
+        monkeypatch.setattr(files, "_archive", begun)
+        monkeypatch.setattr(snapshots, "threading", SimpleNamespace(Condition=Condition))
+
+    def let_go(self, trainer: Any) -> None:
+        self.begin.set()
+        ours, _ = trainer.strategy._files()
+        ours.wait()
+        self.begin.clear()
+
+
+WRITER = "lt_offload checkpoints"
+
+
+class Saving(Callback):
+    """Saves after every step; files are written two at a time, when both are to be, if ``late`` is given."""
+
+    def __init__(self, folder: Path, late: Late | None = None) -> None:
+        self.folder, self.late = folder, late
+        self.aside = 0
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
+        if self.late is not None and trainer.global_step % 2 == 0:
+            self.aside = max(self.aside, trainer.strategy.engine.snapshots.nbytes)
+            self.late.let_go(trainer)
+
+    def on_train_end(self, trainer: Any, *args: Any) -> None:
+        if self.late is not None:
+            self.late.let_go(trainer)
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> Late:
+    return Late(monkeypatch)
+
+
+def same_files(one: Path, other: Path) -> list[str]:
+    """Name the files that are not byte for byte the same."""
+    names = sorted(path.name for path in one.iterdir())
+    assert names
+    assert names == sorted(path.name for path in other.iterdir())
+    return [name for name in names if (one / name).read_bytes() != (other / name).read_bytes()]
+
+
+def both(
+    make: Callable[..., Any], tmp_path: Path, late: Late, *more: Callable[[], Callback], **settings: Any
+) -> tuple[Run, Run, Saving]:
+    """Train with files for which training waits, and with late ones; return both runs and who has saved the latter."""
+    folders = [tmp_path / "now", tmp_path / "later"]
+    late.begin.set()
+    expected = fit(make(), callbacks=[Saving(folders[0]), *(one() for one in more)], **settings)
+    late.begin.clear()
+    late.waited = False
+    saving = Saving(folders[1], late)
+    found = fit(make(async_checkpoint=True), callbacks=[saving, *(one() for one in more)], **settings)
+    assert same_files(*folders) == []
+    assert differences(expected, found) == []
+    return expected, found, saving
+
+
+def smallest_budget() -> int:
+    with pytest.raises(InfeasibleError) as caught:
+        fit(OffmateStrategy(memory="20KB"))
+    assert caught.value.needed_bytes is not None
+    return caught.value.needed_bytes
+
+
+@pytest.mark.parametrize(("budget", "room"), sampling.grid(BUDGETS, ROOM, count=4))
+def test_files_are_those_for_which_training_waits(
+    budget: str, room: str, tmp_path: Path, late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "available_host_bytes", lambda: 2 * ROOM[room])
+    memory = int(smallest_budget() * BUDGETS[budget])
+    planning = OffmateStrategy(memory=memory, planner="resident" if budget == "resident" else "auto")
+    fit(planning, max_steps=1, max_epochs=-1)
+    assert planning.plan is not None
+    path = tmp_path / "plan.json"
+    planning.plan.save(path)
+    _, _, saving = both(lambda **options: OffmateStrategy(plan=path, **options), tmp_path, late)
+    assert late.waited or room != "none"
+    assert (saving.aside > 0) == (room != "none")
+    assert saving.aside <= ROOM[room]
+
+
+class Editing(Callback):
+    """Writes to weights and states between two steps, also through arrays."""
+
+    def on_train_batch_start(self, trainer: Any, module: Any, *args: Any) -> None:
+        if trainer.global_step % 2:
+            with torch.no_grad():
+                for parameter in list(module.parameters())[::2]:
+                    parameter.mul_(1.01)
+                state = trainer.optimizers[0].state[next(module.parameters())]
+                state["exp_avg"].add_(0.01)
+                state["step"].add_(1)
+            last = list(module.parameters())[-3].detach().numpy()
+            last *= 0.5
+
+
+@pytest.mark.parametrize(("mode", "room"), [("lazy", "ample"), ("random", "some"), ("thread", "none")])
+def test_whatever_changes_first_and_in_whatever_order(
+    mode: Any, room: str, tmp_path: Path, late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "available_host_bytes", lambda: 2 * ROOM[room])
+    monkeypatch.setattr(offmate, "open_device", lambda budget, *_, **__: EmulatedDevice(budget, mode, check=True))
+    both(Forced, tmp_path, late, Editing)
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_without_the_notice_files_would_be_of_another_step(
+    window: int, tmp_path: Path, late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(snapshots.Snapshots, "changing", lambda *args: None)
+    with pytest.raises(AssertionError, match=r"ckpt"):
+        both(Forced, tmp_path, late, accumulate_grad_batches=window)
+
+
+@pytest.mark.parametrize("L", [lightning.pytorch, pytorch_lightning], ids=lambda L: L.__name__)
+def test_lightnings_own_plugin_needs_no_copy(L: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    plugin = __import__(f"{L.__name__}.plugins.io", fromlist=["AsyncCheckpointIO"]).AsyncCheckpointIO
+    monkeypatch.setattr(plugin, "save_checkpoint", lambda *args, **kwargs: pytest.fail("it copies everything"))
+    settings: dict[str, Any] = {"L": L, "max_epochs": 1, "accumulate_grad_batches": 1}
+    fit(Forced(), callbacks=[_saving(L, tmp_path / "now")], **settings)
+    fit(Forced(), callbacks=[_saving(L, tmp_path / "later")], plugins=[plugin()], **settings)
+    assert same_files(tmp_path / "now", tmp_path / "later") == []
+
+
+def _saving(L: Any, folder: Path) -> Any:
+    class Saver(L.Callback):  # type: ignore[misc]
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            trainer.save_checkpoint(folder / f"{trainer.global_step}.ckpt")
+
+    return Saver()
+
+
+# -- files that are replaced and removed ------------------------------------------------------------------------------
+
+
+class Watch(Callback):
+    """Notes which complete checkpoints there are when a step begins, while the last file is not begun."""
+
+    def __init__(self, folder: Path, late: Late) -> None:
+        self.folder, self.late = folder, late
+        self.found: list[Path | None] = []
+
+    def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+        self.found.append(files.newest(self.folder))
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        self.late.let_go(trainer)  # before the next save: what was to be written is
+
+    on_train_end = on_train_batch_end
+
+
+@pytest.mark.parametrize("last", [None, True, "link"])
+def test_the_last_complete_file_is_not_removed_before_the_next_is_complete(
+    last: Any, tmp_path: Path, late: Late
+) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="{step}", every_n_train_steps=1, save_last=last)
+    watch = Watch(tmp_path, late)
+    fit(Forced(async_checkpoint=True), callbacks=[watch, saver], enable_checkpointing=True, max_epochs=1)
+    assert watch.found[:2] == [None, None]
+    assert watch.found[2] == tmp_path / "step=1.ckpt" or last
+    assert watch.found[2] is not None
+    kept = sorted(path.name for path in tmp_path.iterdir())
+    assert kept == (["last.ckpt"] if last else []) + ["step=3.ckpt"]
+    assert all(torch.load(tmp_path / name)["global_step"] == 3 for name in kept)
+
+
+# -- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+def full(step: int) -> Callable[..., None]:
+    """Return what writes files until the disk is full, in the save number ``step``."""
+    archive, count = files._archive, iter(range(1, 100))
+
+    def write(records: Any, file: Path, read: Any) -> None:
+        archive(records[: len(records) // 2], file, read)
+        if next(count) >= step:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    return write
+
+
+@pytest.mark.parametrize(("step", "seen"), [(2, 3), (6, 6)])
+def test_a_full_disk_is_said_at_the_next_save_or_at_the_end(
+    step: int, seen: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_archive", full(step))
+    module = seeded_module()
+
+    class Patient(Saving):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            super().on_train_batch_end(trainer)
+            trainer.strategy._files()[0].wait()
+
+    with pytest.raises(CheckpointError, match=rf"{step}\.ckpt was not written, the disk is full"):
+        fit(Forced(async_checkpoint=True), module, callbacks=[Patient(tmp_path)])
+    assert len(module.losses) == seen
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"{i}.ckpt" for i in range(1, step)]
+    monkeypatch.undo()
+    fit(Forced(async_checkpoint=True), module, callbacks=[Saving(tmp_path / "again")])  # nothing is left of it
+
+
+def test_an_error_of_training_is_not_hidden_by_one_of_the_writer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_archive", full(1))
+
+    class Failing(Callback):
+        def on_train_batch_start(self, trainer: Any, *args: Any) -> None:
+            if trainer.global_step == 1:
+                raise ZeroDivisionError("the user's")
+
+    with pytest.warns(UserWarning, match="disk is full"), pytest.raises(ZeroDivisionError, match="the user's"):
+        fit(Forced(async_checkpoint=True), callbacks=[Saving(tmp_path), Failing()])
+
+
+class Foreign(TorchCheckpointIO):
+    """A user's own."""
+
+
+@pytest.mark.parametrize(
+    ("strategy", "plugin", "message"),
+    [
+        ({}, AsyncCheckpointIO("x"), r"AsyncCheckpointIO writes checkpoints with 'x', which is no CheckpointIO"),
+        ({"async_checkpoint": True}, Foreign(), "async_checkpoint=True: checkpoints are written by the plugin Foreign"),
+    ],
+)
+def test_plugins_that_cannot_write_are_named_before_training(strategy: Any, plugin: Any, message: str) -> None:
+    module = seeded_module()
+    with pytest.raises(ConfigError, match=message):
+        fit(OffmateStrategy(memory="200MB", **strategy), module, plugins=[plugin])
+    assert not module.losses
+
+
+def test_a_plugin_around_others_files_copies_everything_and_says_so(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"plugins": [AsyncCheckpointIO(Foreign())], "max_epochs": 1}
+    with pytest.warns(UserWarning, match="AsyncCheckpointIO copies all weights and states in RAM at every save, "):
+        fit(Forced(), callbacks=[Saving(tmp_path)], **settings)
+    weights = fit("auto", max_steps=2).module.state_dict()
+    saved = torch.load(tmp_path / "2.ckpt")["state_dict"]
+    assert all(torch.equal(saved[name], weights[name]) for name in weights)
+
+
+def test_nested_plugins_write_our_files(tmp_path: Path) -> None:
+    fit(Forced(), callbacks=[Saving(tmp_path)], plugins=[AsyncCheckpointIO(AsyncCheckpointIO())], max_epochs=1)
+    assert torch.load(tmp_path / "3.ckpt")["global_step"] == 3
+
+
+def test_what_has_no_room_beside_weights_is_written_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "_LITTLE_MEMORY", 0)
+    monkeypatch.setattr(hooks, "available_host_bytes", lambda: 0)
+
+    class Average(Saving):
+        def on_save_checkpoint(self, trainer: Any, module: Any, checkpoint: dict[str, Any]) -> None:
+            checkpoint["average"] = self.average = torch.ones(1000) * trainer.global_step
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            super().on_train_batch_end(trainer)
+            assert (self.folder / f"{trainer.global_step}.ckpt").exists()
+            self.average.zero_()
+
+    with pytest.warns(UserWarning, match="is written while training waits: it holds"):
+        fit(Forced(async_checkpoint=True), callbacks=[Average(tmp_path)], max_epochs=1)
+    assert torch.equal(torch.load(tmp_path / "3.ckpt")["average"], torch.full((1000,), 3.0))
+
+
+@pytest.fixture(autouse=True)
+def _no_writer_is_left() -> Iterator[None]:
+    yield
+    assert WRITER not in [thread.name for thread in threading.enumerate()]
