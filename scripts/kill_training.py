@@ -1,6 +1,6 @@
 """Kills real training with SIGKILL at seeded moments, resumes it, and compares with a run that nobody killed.
 
-``python -m scripts.kill_training --kills 100 --seed 0``
+``python -m scripts.kill_training --kills 100 --seed 0 [--asynchronous]``
 
 Every second kill is inside a save: at a byte of the file, before or after an fsync, around the renaming. The others
 come at a random time, in whatever the training then does. After each, every checkpoint of the folder must be complete,
@@ -102,11 +102,11 @@ class Begun(Callback):
         self.seconds = time.perf_counter() - self._start
 
 
-def train(folder: Path, shared: Path, pipe: int) -> None:
+def train(folder: Path, shared: Path, asynchronous: bool, pipe: int) -> None:
     """Train, from the newest checkpoint in ``folder`` if there is one; leave the result there."""
     if (shared / "plan.json").exists():
         prepare.measure = lambda *args, **kwargs: Profile.load(shared / "profile.json")
-        strategy = OffmateStrategy(plan=shared / "plan.json")
+        strategy = OffmateStrategy(plan=shared / "plan.json", async_checkpoint=asynchronous)
     else:
         strategy = OffmateStrategy(memory="190KB", report_dir=shared)
     kept = folder / "checkpoints"
@@ -221,7 +221,7 @@ def differences(folder: Path, whole: dict[str, Any]) -> list[str]:
     return wrong + ([] if losses == expected else [f"losses {losses} instead of {expected}"])
 
 
-def case(number: int, seed: int, root: Path, whole: dict[str, Any]) -> tuple[str, list[str]]:
+def case(number: int, seed: int, root: Path, whole: dict[str, Any], asynchronous: bool) -> tuple[str, list[str]]:
     """Kill one run and resume it; return the kind of kill and what went wrong."""
     draw = random.Random(f"{seed}/{number}")
     folder = root / str(number)
@@ -235,12 +235,12 @@ def case(number: int, seed: int, root: Path, whole: dict[str, Any]) -> tuple[str
 
         def doomed(pipe: int) -> None:
             arm(*plan)
-            train(folder, shared, pipe)
+            train(folder, shared, asynchronous, pipe)
 
         code, kind = forked(doomed), f"in a save: {what}"
     else:
         delay = draw.uniform(0, whole["seconds"])
-        code, kind = forked(partial(train, folder, shared), delay), "at a random time"
+        code, kind = forked(partial(train, folder, shared, asynchronous), delay), "at a random time"
     if code == 0:
         return f"{kind}, after its end", differences(folder, whole)
     if code != -signal.SIGKILL:
@@ -248,7 +248,7 @@ def case(number: int, seed: int, root: Path, whole: dict[str, Any]) -> tuple[str
     kept = folder / "checkpoints"
     torn = [path.name for path in kept.glob("*.ckpt") if not checkpoint.is_complete(path)]
     before = checkpoint.newest(kept) if kept.exists() else None
-    resumed = forked(partial(train, folder, shared))
+    resumed = forked(partial(train, folder, shared, asynchronous))
     if resumed != 0:
         return kind, [f"the resumed run left with {resumed}"]
     wrong = [f"{name} is torn" for name in torn] + differences(folder, whole)
@@ -261,6 +261,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kills", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--asynchronous", action="store_true", help="checkpoints are written while training goes on")
     parser.add_argument("--output", type=Path, help="JSON file for the counts")
     args = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -272,15 +273,15 @@ def main() -> int:
         shared = root / "shared"
         for part in (shared, root / "first", root / "whole"):
             part.mkdir()
-        assert forked(partial(train, root / "first", shared)) == 0, "the run that makes the plan failed"
-        assert forked(partial(train, root / "whole", shared)) == 0, "the run that nobody kills failed"
+        assert forked(partial(train, root / "first", shared, False)) == 0, "the run that makes the plan failed"
+        assert forked(partial(train, root / "whole", shared, False)) == 0, "the run that nobody kills failed"
         whole = torch.load(root / "whole" / "result.pt")
         [last] = (root / "whole" / "checkpoints").glob("*.ckpt")
         shutil.copyfile(last, shared / "size")
         counts: Counter[str] = Counter()
         failures = []
         for number in range(args.kills):
-            kind, wrong = case(number, args.seed, root, whole)
+            kind, wrong = case(number, args.seed, root, whole, args.asynchronous)
             counts[kind] += 1
             failures += [f"kill {number} ({kind}): {problem}" for problem in wrong]
             print(f"{number + 1}/{args.kills} {kind}: {'; '.join(wrong) or 'equal'}", flush=True)

@@ -8,12 +8,26 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 
-def test_killed_runs_end_like_a_run_that_nobody_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [[], ["--asynchronous"]], ids=["now", "later"])
+def test_killed_runs_end_like_a_run_that_nobody_killed(options: list[str], tmp_path: Path) -> None:
     report = tmp_path / "kills.json"
-    command = [sys.executable, "-m", "scripts.kill_training", "--kills", "2", "--seed", "5", "--output", report]
+    command = [
+        sys.executable,
+        "-m",
+        "scripts.kill_training",
+        "--kills",
+        "2",
+        "--seed",
+        "5",
+        "--output",
+        report,
+        *options,
+    ]
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
