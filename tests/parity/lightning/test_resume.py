@@ -84,12 +84,21 @@ class Log(Callback):
         self.events.append(("epoch end", trainer.current_epoch, trainer.global_step))
 
 
-def run(*callbacks: Any, ckpt: Path | None = None, **settings: Any) -> tuple[Run, list[tuple[Any, ...]]]:
-    """Train with dropout and shuffled data; return the run and what happened."""
+def run(
+    *callbacks: Any, ckpt: Path | None = None, later: bool = False, **settings: Any
+) -> tuple[Run, list[tuple[Any, ...]]]:
+    """Train with dropout and shuffled data; return the run and what happened. ``later``: while files are written."""
     log = Log()
     module = seeded_module(dropout=0.1, seed=7 if ckpt is None else 99)
     saving = any(isinstance(callback, ModelCheckpoint) for callback in callbacks)
-    done = fit(Forced(), module, ckpt=ckpt, callbacks=[log, *callbacks], enable_checkpointing=saving, **settings)
+    done = fit(
+        Forced(async_checkpoint=later),
+        module,
+        ckpt=ckpt,
+        callbacks=[log, *callbacks],
+        enable_checkpointing=saving,
+        **settings,
+    )
     return done, log.events
 
 
@@ -110,7 +119,8 @@ def test_a_run_resumed_from_any_checkpoint_equals_one_run(setting: str, saver: s
     settings = SETTINGS[setting]
     if saver == "validation end" and settings.get("limit_val_batches") == 0:
         settings = settings | {"limit_val_batches": 1}  # else there would be no checkpoint
-    whole = run(ModelCheckpoint(tmp_path, save_top_k=-1, filename="{step}", **SAVERS[saver]), **settings)
+    callback = ModelCheckpoint(tmp_path, save_top_k=-1, filename="{step}", **SAVERS[saver])
+    whole = run(callback, later=saver == "batch end", **settings)
     paths = [tmp_path / f"step={step}.ckpt" for step in (2, 3)]
     made = [path for path in paths if path.exists()]
     assert made
@@ -184,8 +194,9 @@ def test_an_interrupted_run_goes_on_as_if_nothing_had_been(
         hook = "on_train_batch_end"  # before ours: ours is the last callback
         step = saved
     whole = uninterrupted(repr(settings))
+    saver = ModelCheckpoint(tmp_path, every_n_train_steps=100)
     with pytest.raises(SystemExit) as left:
-        run(Signal(number, hook, step), ModelCheckpoint(tmp_path, every_n_train_steps=100), **settings)
+        run(Signal(number, hook, step), saver, later=number == signal.SIGTERM, **settings)
     assert left.value.code == (1 if number == signal.SIGINT else 143)
     assert torch.load(tmp_path / FILE)["global_step"] == saved
     assert same_end(whole, run(ckpt=tmp_path / FILE, **settings)) == []
