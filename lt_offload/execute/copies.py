@@ -33,20 +33,10 @@ class Transfer:
         groups: all of them, whether or not there is something to copy.
         label: of the tasks.
         op: the plan's op that the tasks belong to, if any.
-        snapshots: of host copies, which are set aside before they are written.
     """
 
-    def __init__(
-        self,
-        device: Device,
-        groups: Sequence[LiveGroup],
-        *,
-        label: str,
-        op: int = -1,
-        snapshots: Snapshots | None = None,
-    ) -> None:
+    def __init__(self, device: Device, groups: Sequence[LiveGroup], *, label: str, op: int = -1) -> None:
         self.groups = tuple(groups)
-        self._snapshots = snapshots
         self._device, self._label, self._op = device, label, op
         self._copied: tuple[tuple[LiveGroup, int], ...] = ()
         self._pairs: list[Pair] = []
@@ -96,12 +86,13 @@ class Transfer:
 
         On the host's lane: copies to the host may be issued by the thread that launches computations.
         """
-        if self._snapshots is None or not self._snapshots.wants(tensor for item in items for tensor in item.hosts):
+        snapshots = items[0].snapshots
+        if snapshots is None or not snapshots.wants(tensor for item in items for tensor in item.hosts):
             return None
         tensors = [tensor for item in items for tensor in item.hosts]
         return self._device.submit(
             "host",
-            partial(self._snapshots.changing, tensors),
+            partial(snapshots.changing, tensors),
             after=distinct(item.current for item in items),
             reads=[item.host_cell for item in items],
             label="set aside",
@@ -186,6 +177,8 @@ class Residency:
         self.settled = False
         """What is on the device is what the plan wants at the start of step 0."""
         self.all: list[LiveGroup] = layout.all
+        for group in self.all:
+            group.snapshots = self.snapshots
         self._releases: dict[int, list[Callable[[], None]]] = {}
         self._initial: dict[LiveGroup, int] = {}
         self._moves: dict[int, _Move] = {}
@@ -238,20 +231,20 @@ class Residency:
         missing = [group for group in self._initial if group.buffer is None]
         for group in missing:
             self._attach(group, self._initial[group])
-        self._transfer(missing, "settle").fetch()
+        Transfer(self.device, missing, label="settle").fetch()
         self.settled = True
 
     def evict(self, keep: Mapping[LiveGroup, int] | None = None) -> None:
         """Bring every device copy to the host and forget it, except those in ``keep`` at the offset given there."""
         out = [p for p in self.all if p.buffer is not None and (keep or {}).get(p) != p.buffer.offset]
-        self._transfer(out, "evict").write_back()
+        Transfer(self.device, out, label="evict").write_back()
         for group in out:
             group.detach()
         self.settled = False
 
     def complete_host(self) -> None:
         """Write newer device copies back, keeping them, and wait until every host copy is complete."""
-        self._transfer(self.all, "write back").write_back()
+        Transfer(self.device, self.all, label="write back").write_back()
         self.device.drain()
         for group in self.all:
             group.current = None
@@ -261,7 +254,7 @@ class Residency:
         incomplete = [group for group in groups if group.dirty or group.current is not None]
         if not incomplete:
             return
-        self._transfer(incomplete, "read").write_back()
+        Transfer(self.device, incomplete, label="read").write_back()
         self.device.synchronize(*distinct(group.current for group in incomplete))
         for group in incomplete:
             group.current = None
@@ -291,11 +284,8 @@ class Residency:
         assert op.payload is not None
         offsets = _placed(list(zip(op.groups, op.offsets or (0,) * len(op.groups), strict=True)), layout)
         groups = tuple(offsets)
-        transfer = self._transfer(groups, f"{op.kind} {op.payload} {op.block}", op.id)
+        transfer = Transfer(self.device, groups, label=f"{op.kind} {op.payload} {op.block}", op=op.id)
         return _Move(groups, tuple(offsets.values()), transfer)
-
-    def _transfer(self, groups: Sequence[LiveGroup], label: str, op: int = -1) -> Transfer:
-        return Transfer(self.device, groups, label=label, op=op, snapshots=self.snapshots)
 
     def _attach(self, group: LiveGroup, offset: int) -> None:
         assert self.updates is not None

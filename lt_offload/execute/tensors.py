@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from lt_offload.errors import OverBudget
 from lt_offload.execute.device.base import Buffer, Cell, Device, Event
 from lt_offload.execute.device.lanes import plain_torch
+from lt_offload.execute.edges.snapshots import Snapshots
 from lt_offload.schema.plan import ALIGNMENT
 from lt_offload.units import round_up
 
@@ -320,6 +321,7 @@ class LiveGroup:
         "nbytes",
         "ready",
         "room",
+        "snapshots",
         "span",
     )
 
@@ -343,6 +345,8 @@ class LiveGroup:
         """The host copy is complete; None: it is."""
         self.dirty = False
         """The device copy is newer than the host copy."""
+        self.snapshots: Snapshots | None = None
+        """Those that the host copy may be part of; they are told before it is written."""
         start = 0
         for member in self.members:
             member.group, member.start = self, start

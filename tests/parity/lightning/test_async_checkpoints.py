@@ -79,13 +79,13 @@ WRITER = "lt_offload checkpoints"
 
 
 class Saving(Callback):
-    """Saves after every step; files are written two at a time, when both are to be, if ``late`` is given."""
+    """Saves after the given steps; files are written two at a time, when both are to be, if ``late`` is given."""
 
-    def __init__(self, folder: Path, late: Late | None = None) -> None:
-        self.folder, self.late = folder, late
+    def __init__(self, folder: Path, late: Late | None = None, steps: tuple[int, ...] = (1, 2, 3, 4, 5, 6)) -> None:
+        self.folder, self.late, self.steps = folder, late, steps
 
     def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
-        if trainer.fit_loop._should_accumulate():
+        if trainer.fit_loop._should_accumulate() or trainer.global_step not in self.steps:
             return
         trainer.save_checkpoint(self.folder / f"{trainer.global_step}.ckpt")
         if self.late is not None and trainer.global_step % 2 == 0:
@@ -123,15 +123,24 @@ def same_files(one: Path, other: Path) -> list[str]:
     return [name for name in names if (one / name).read_bytes() != (other / name).read_bytes()]
 
 
-def both(make: Callable[..., Any], tmp_path: Path, late: Late, *more: Callable[[], Callback], **settings: Any) -> None:
+def both(
+    make: Callable[..., Any],
+    tmp_path: Path,
+    late: Late,
+    *more: Callable[[], Callback],
+    steps: tuple[int, ...] = (1, 2, 3, 4, 5, 6),
+    **settings: Any,
+) -> None:
     """Train with files for which training waits, and with late ones, and compare files and runs."""
     folders = [tmp_path / "now", tmp_path / "later"]
     late.begin.set()
-    expected = fit(make(), callbacks=[Saving(folders[0]), *(one() for one in more)], **settings)
+    expected = fit(make(), callbacks=[Saving(folders[0], steps=steps), *(one() for one in more)], **settings)
     late.begin.clear()
     late.waited = False
     late.aside = 0
-    found = fit(make(async_checkpoint=True), callbacks=[Saving(folders[1], late), *(one() for one in more)], **settings)
+    found = fit(
+        make(async_checkpoint=True), callbacks=[Saving(folders[1], late, steps), *(one() for one in more)], **settings
+    )
     assert same_files(*folders) == []
     assert differences(expected, found) == []
 
@@ -183,6 +192,15 @@ def test_whatever_changes_first_and_in_whatever_order(
     monkeypatch.setattr(hooks, "available_host_bytes", lambda: 2 * ROOM[room])
     monkeypatch.setattr(offmate, "open_device", lambda budget, *_, **__: EmulatedDevice(budget, mode, check=True))
     both(Forced, tmp_path, late, Editing)
+
+
+def test_a_validation_that_clears_the_device_says_so_too(
+    tmp_path: Path, late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hooks, "available_host_bytes", lambda: 1 << 31)
+    monkeypatch.setattr(offmate, "open_device", lambda budget, *_, **__: EmulatedDevice(budget, "lazy", check=True))
+    monkeypatch.setattr(Forced, "places", ("device",))
+    both(Forced, tmp_path, late, steps=(1, 4), val_check_interval=2)
 
 
 def test_without_the_notice_files_would_be_of_another_step(
