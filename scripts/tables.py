@@ -319,11 +319,33 @@ def bench(results: Sequence[Result]) -> str:
     return "\n\n".join(parts)
 
 
+def bench_checkpoints(results: Sequence[Result]) -> str:
+    """How long a checkpoint keeps training waiting."""
+    words = {"now": "training waits", "later": "training goes on"}
+    rows = [
+        [
+            words[case["name"]],
+            format_bytes(result["figures"]["bytes"]),
+            format_seconds(result["figures"]["step_s"]),
+            format_seconds(case["flush_s"]),
+            format_seconds(case["call_s"]),
+            f"{case['call_of_a_step']:.2f}",
+            f"{case['of_a_step']:+.2f}",
+            f"{case['goal']:.2f}" if case["goal"] else "",
+        ]
+        for result in results
+        for case in result["figures"]["cases"]
+    ]
+    head = ["while it is written", "file", "step", "flush", "call", "of a step", "with the next steps", "goal"]
+    return _section("Checkpoints", "scripts.bench.emulated --checkpoints", results, head, rows)
+
+
 TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "compare": compare,
     "bench-emulated": bench_emulated,
     "bench-predictions": bench_predictions,
     "bench-clipping": bench_clipping,
+    "bench-checkpoints": bench_checkpoints,
     "bench-launch": bench_launch,
     "guard": guard,
     "bench-update": bench_update,

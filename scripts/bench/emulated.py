@@ -3,6 +3,7 @@
     python -m scripts.bench.emulated [--small] [--steps N] [--rounds N] [--links 1GB,4GB]
     python -m scripts.bench.emulated --predictions
     python -m scripts.bench.emulated --clipping
+    python -m scripts.bench.emulated --checkpoints
 
 Cases, each in a process of its own, round after round:
 
@@ -22,6 +23,13 @@ beside what it takes: the quickstart's model and three small ones in half of the
 
 ``--clipping``: what clipping by norm costs with 1, 2 and 4 micro-batches per update, against the same without, and
 against plain Lightning: the model of ``--small`` in half of the memory that it would take.
+
+``--checkpoints``: how long a checkpoint of that model keeps training waiting, in one run: in every round, in turn, some
+steps without a save, a save for which training waits and as many steps, a save beside which training goes on and as
+many steps. What both saves wait for first, that updates and copies reach the host, is the *flush* and counts for
+itself. Beyond it a save costs the *call*, and what the steps after it take longer than those without. Computations,
+updates and the writer share the processor's cores here, so that writing costs time wherever it happens; beside a GPU
+it does not. The goal is that of the call and the next steps together.
 """
 
 from __future__ import annotations
@@ -52,6 +60,11 @@ SETTLED = 20
 """Steps at the end of a run, after all corrections."""
 CLIPPING_GOALS = {1: 1.10, 2: 1.03, 4: 1.03}
 """By micro-batches per update: a step with clipping, by one without."""
+CHECKPOINT_GOAL = 0.05
+"""Of a step, beyond the flush."""
+SAVES = ("none", "now", "later")
+FOLLOWED = 12
+"""Steps until the plan follows no more."""
 WARM_UP = 3
 BUDGET_SHARE = 0.5
 SMALL = {
@@ -301,6 +314,107 @@ def clipping(folder: Path, rounds: int, updates: int) -> Path:
     return save("bench-clipping", "bench-clipping", settings, {"cases": cases}, folder)
 
 
+def save_beside(rounds: int, steps: int, memory: int, folder: str) -> dict[str, Any]:
+    """Train, save, and return what was measured, by kind of save."""
+    import torch
+    from lightning.pytorch import Callback, Trainer
+    from torch.utils.data import DataLoader
+
+    from lt_offload import OffmateStrategy
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("lightning_utilities").setLevel(logging.WARNING)
+    warnings.simplefilter("ignore")
+    target = Path(folder) / "a.ckpt"
+
+    class Saves(Callback):
+        def __init__(self) -> None:
+            self.figures: dict[str, dict[str, list[float]]] = {kind: {} for kind in SAVES}
+            self.begun = 0.0
+
+        def note(self, kind: str, name: str, value: float) -> None:
+            self.figures[kind].setdefault(name, []).append(value)
+
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            at = trainer.global_step - FOLLOWED
+            if at < 0 or at % steps:
+                return
+            now = time.perf_counter()
+            strategy = trainer.strategy
+            if at:
+                self.note(SAVES[(at // steps - 1) % 3], "step_s", (now - self.begun) / steps)
+                strategy._files()[0].wait()
+            kind = SAVES[(at // steps) % 3]
+            strategy.async_checkpoint = kind == "later"
+            began = time.perf_counter()
+            strategy._complete()
+            flushed = time.perf_counter()
+            if kind != "none":
+                trainer.save_checkpoint(target)
+            self.begun = time.perf_counter()
+            self.note(kind, "flush_s", flushed - began)
+            self.note(kind, "call_s", self.begun - flushed)
+
+    saves = Saves()
+    torch.manual_seed(0)
+    trainer = Trainer(
+        accelerator="cpu",
+        devices=1,
+        strategy=OffmateStrategy(memory=memory),
+        max_epochs=1,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[saves],
+    )
+    batches = [_batch([4, 128], seed) for seed in range(FOLLOWED + 3 * steps * rounds)]
+    trainer.fit(_module("small", folder), DataLoader(batches, batch_size=None))
+    return {"kinds": saves.figures, "bytes": target.stat().st_size}
+
+
+def _saves(found: dict[str, Any], steps: int) -> dict[str, Any]:
+    """Return the medians over all rounds, and what a save costs of a step."""
+    kinds = found["kinds"]
+    step = statistics.median(kinds["none"]["step_s"])
+    rows = []
+    for kind in SAVES[1:]:
+        calls = kinds[kind]["call_s"]
+        # each with the steps of its own round
+        slower = [steps * (s - n) for s, n in zip(kinds[kind]["step_s"], kinds["none"]["step_s"], strict=False)]
+        rows.append(
+            {
+                "name": kind,
+                "flush_s": statistics.median(kinds[kind]["flush_s"]),
+                "call_s": statistics.median(calls),
+                "next_steps_s": statistics.median(slower),
+                "call_of_a_step": statistics.median(calls) / step,
+                "of_a_step": statistics.median(c + s for c, s in zip(calls, slower, strict=False)) / step,
+                "goal": CHECKPOINT_GOAL if kind == "later" else None,
+            }
+        )
+    spread = kinds["none"]["step_s"]
+    return {"step_s": step, "step_worst_s": max(spread), "bytes": found["bytes"], "cases": rows}
+
+
+def checkpoints(folder: Path, rounds: int, steps: int) -> Path:
+    """Compare checkpoints for which training waits with others, print and save; return the file."""
+    from lt_offload.units import format_bytes, format_seconds
+
+    with tempfile.TemporaryDirectory() as place:
+        memory = in_child("scripts.bench.emulated", "half", model="small", shape=[4, 128], folder=place)
+        given = {"rounds": rounds, "steps": steps, "memory": memory}
+        found = _saves(in_child("scripts.bench.emulated", "save_beside", **given, folder=place), steps)
+    print(f"{format_bytes(found['bytes'])}; a step without a save: {format_seconds(found['step_s'])}")
+    for case in found["cases"]:
+        goal = f"; goal {case['goal']:.2f}" if case["goal"] else ""
+        print(
+            f"{case['name']:6s} flush {format_seconds(case['flush_s'])}, call {format_seconds(case['call_s'])} "
+            f"({case['call_of_a_step']:.2f} of a step), with the next steps {case['of_a_step']:+.2f} of a step{goal}"
+        )
+    return save("bench-checkpoints", "bench-checkpoints", given, found, folder)
+
+
 def main() -> int:
     """Measure, print and save."""
     from lt_offload.units import format_bytes, format_seconds, parse_bytes
@@ -316,7 +430,11 @@ def main() -> int:
     )
     parser.add_argument("--predictions", action="store_true", help="predicted beside measured iterations instead")
     parser.add_argument("--clipping", action="store_true", help="what clipping costs instead")
+    parser.add_argument("--checkpoints", action="store_true", help="what saving costs instead")
     options = parser.parse_args()
+    if options.checkpoints:
+        print(checkpoints(options.results, options.rounds or 6, options.steps or 8))
+        return 0
     if options.clipping:
         print(clipping(options.results, options.rounds or 3, options.steps or 24))
         return 0
@@ -358,5 +476,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    serve_child(make_plans, train, half, predict)
+    serve_child(make_plans, train, half, predict, save_beside)
     raise SystemExit(main())

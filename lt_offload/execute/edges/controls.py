@@ -18,7 +18,7 @@ from lt_offload.execute.device.record import EngineStats, Recorder
 from lt_offload.execute.edges.checks import Fixed, may_repeat
 from lt_offload.execute.edges.consumed import StandIns
 from lt_offload.execute.edges.guard import Guard, Owned
-from lt_offload.execute.edges.snapshots import Snapshot
+from lt_offload.execute.edges.snapshots import HostSnapshot
 from lt_offload.execute.edges.window import Window
 from lt_offload.execute.frames import repeated
 from lt_offload.execute.gradients import Gradients
@@ -257,7 +257,7 @@ class Controls(ABC):
         with self._guard.suspended:
             yield
 
-    def snapshot(self, free: int) -> Snapshot:
+    def snapshot(self, free: int) -> HostSnapshot:
         """Return the host copies as they are now, to be read by another thread while training goes on, and closed.
 
         To be called :meth:`at_rest`. Copies that have to be set aside for it take what the plan's host memory leaves.

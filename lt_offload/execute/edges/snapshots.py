@@ -44,7 +44,7 @@ class Snapshots:
         self.nbytes = 0
         """Bytes that have been set aside."""
 
-    def take(self, storages: Mapping[torch.UntypedStorage, int], room: int) -> Snapshot:
+    def take(self, storages: Mapping[torch.UntypedStorage, int], room: int) -> HostSnapshot:
         """Return a snapshot of ``storages`` as they are now; nobody changes them meanwhile.
 
         Args:
@@ -58,7 +58,7 @@ class Snapshots:
                 contents = self._current.setdefault(storage._cdata, _Contents(storage))
                 contents.wanted += 1
                 found[storage._cdata] = contents
-        return Snapshot(self, found, {storage._cdata: rank for storage, rank in storages.items()}, room)
+        return HostSnapshot(self, found, {storage._cdata: rank for storage, rank in storages.items()}, room)
 
     def wants(self, tensors: Iterable[Tensor]) -> bool:
         """Return whether somebody wants to read what is in any of ``tensors`` now."""
@@ -128,7 +128,7 @@ class Snapshots:
         contents.aside = None
 
 
-class Snapshot:
+class HostSnapshot:
     """Storages as they were when it was taken. Each can be read once; :meth:`close` gives up the rest."""
 
     def __init__(self, owner: Snapshots, contents: dict[int, _Contents], order: Mapping[int, int], room: int) -> None:

@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 
 from lt_offload.errors import CheckpointError
 from lt_offload.execute.device.lanes import plain_torch
-from lt_offload.execute.edges.snapshots import Snapshot
+from lt_offload.execute.edges.snapshots import HostSnapshot
 from lt_offload.strategy.checkpoint.foreign import reading
 from lt_offload.strategy.checkpoint.writer import Writer
 from lt_offload.units import format_bytes
@@ -287,7 +287,7 @@ class AtomicCheckpointIO(_Base):
         else:
             save(checkpoint, local_path)
 
-    def save_snapshot(self, checkpoint: dict[str, Any], path: Path, snapshot: Snapshot, *, later: bool) -> None:
+    def save_snapshot(self, checkpoint: dict[str, Any], path: Path, snapshot: HostSnapshot, *, later: bool) -> None:
         """Write a checkpoint file in the order in which training changes what is in it.
 
         Args:
@@ -360,11 +360,11 @@ def _copied(storage: torch.UntypedStorage | None) -> torch.UntypedStorage:
         return storage.clone()  # type: ignore[no-any-return, no-untyped-call]
 
 
-def _reading(snapshot: Snapshot) -> Reading:
+def _reading(snapshot: HostSnapshot) -> Reading:
     return lambda storage: snapshot.reading(storage) if snapshot.holds(storage) else nullcontext(storage)
 
 
-def _write_and_close(records: list[Record], path: Path, snapshot: Snapshot) -> None:
+def _write_and_close(records: list[Record], path: Path, snapshot: HostSnapshot) -> None:
     try:
         write(records, path, _reading(snapshot))
     finally:

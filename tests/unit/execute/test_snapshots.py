@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from lt_offload.execute.edges import snapshots
-from lt_offload.execute.edges.snapshots import Snapshot, Snapshots
+from lt_offload.execute.edges.snapshots import HostSnapshot, Snapshots
 
 
-def taken(owner: Snapshots, *tensors: Tensor, room: int = 1 << 20) -> Snapshot:
+def taken(owner: Snapshots, *tensors: Tensor, room: int = 1 << 20) -> HostSnapshot:
     return owner.take({tensor.untyped_storage(): rank for rank, tensor in enumerate(tensors)}, room)
 
 
-def read(snapshot: Snapshot, tensor: Tensor) -> list[float]:
+def read(snapshot: HostSnapshot, tensor: Tensor) -> list[float]:
     with snapshot.reading(tensor.untyped_storage()) as storage:
         return torch.empty(0).set_(storage).tolist()
 
@@ -78,7 +78,7 @@ def waiting(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 
 @pytest.mark.parametrize("end", [read, lambda snapshot, tensor: snapshot.close()], ids=["read", "closed"])
 def test_without_room_a_change_waits_for_the_reader(
-    end: Callable[[Snapshot, Tensor], object], waiting: threading.Event
+    end: Callable[[HostSnapshot, Tensor], object], waiting: threading.Event
 ) -> None:
     owner, tensor = Snapshots(), torch.ones(4)
     snapshot = taken(owner, tensor, room=15)

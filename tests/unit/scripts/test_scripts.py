@@ -203,6 +203,23 @@ GAPS = {
         ]
     }
 }
+CHECKPOINTS = {
+    "figures": {
+        "step_s": 0.9,
+        "bytes": 208e6,
+        "cases": [
+            {
+                "name": name,
+                "flush_s": 1e-3,
+                "call_s": call,
+                "call_of_a_step": call / 0.9,
+                "of_a_step": share,
+                "goal": goal,
+            }
+            for name, call, share, goal in (("now", 0.36, 0.5, None), ("later", 0.018, -0.01, 0.05))
+        ],
+    }
+}
 KINDS = {
     "bench-gaps": GAPS,
     "compare": COMPARE,
@@ -211,6 +228,7 @@ KINDS = {
     "bench-launch": LAUNCH,
     "bench-predictions": PREDICTIONS,
     "bench-clipping": CLIPPING,
+    "bench-checkpoints": CHECKPOINTS,
     "bench-update": UPDATE,
     "bench-packing": PACKING,
     "smallest-budget": BUDGET,
@@ -237,6 +255,7 @@ def test_tables_show_figures_with_machine_and_date(results: Path) -> None:
     assert "| Llama, streamed | 1.05 s | 1.05 | 1.60 | 94% | 50% |  | 1 GB |" in block
     assert "| `quickstart` | 400 MB | 390 MB | 2 GB | 20% |" in block
     assert "| llama2-7b, 40 layers | 100 GB | 11 GB | 4.5 s | 10 s | 2.1% | 1.50 |" in block
+    assert "| training goes on | 208 MB | 900 ms | 1 ms | 18 ms | 0.02 | -0.01 | 0.05 |" in block
     assert "| resident, 27 blocks | 150 us | 50 us | 60 us | 200 us | 250 us | 300 us |" in block
     assert "| lt_offload | fp32 | 2 | 20.4 GB/s | 95% | 1.04 |" in block
     assert "| copy | memory | 2 | 20.0 GB/s |  |  |" in block
