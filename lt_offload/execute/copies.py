@@ -273,7 +273,8 @@ class Residency:
         self.settled = False
 
     def close(self) -> None:
-        """Let go of the arena."""
+        """Let go of the arena, and of snapshots that have not been read."""
+        self.snapshots.end()
         for group in self.all:
             for member in group.members:
                 member.forget_views()

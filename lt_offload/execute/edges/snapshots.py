@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lt_offload.errors import CheckpointError
 from lt_offload.execute.device.lanes import plain_torch
 
 
@@ -41,6 +42,7 @@ class Snapshots:
         self._current: dict[int, _Contents] = {}
         """By storage: what is in it now, while somebody wants to read that."""
         self._room = 0
+        self._over = False
         self.nbytes = 0
         """Bytes that have been set aside."""
 
@@ -53,8 +55,10 @@ class Snapshots:
         """
         with self._moved:
             self._room = room
-            found = {}
+            found: dict[int, _Contents] = {}
             for storage in storages:
+                if storage._cdata in found:
+                    continue
                 contents = self._current.setdefault(storage._cdata, _Contents(storage))
                 contents.wanted += 1
                 found[storage._cdata] = contents
@@ -88,15 +92,23 @@ class Snapshots:
             aside = contents.live.clone()  # type: ignore[no-untyped-call]
         with self._moved:
             contents.copying, contents.aside = False, aside
-            del self._current[key]
+            self._current.pop(key, None)
             if not contents.wanted:  # closed meanwhile
                 self._forget(contents)
+            self._moved.notify_all()
+
+    def end(self) -> None:
+        """Give up all snapshots: from now on nobody says what is about to be changed."""
+        with self._moved:
+            self._over = True
+            self._current.clear()
             self._moved.notify_all()
 
     @contextmanager
     def _reading(self, contents: _Contents) -> Iterator[torch.UntypedStorage]:
         with self._moved:
             self._moved.wait_for(lambda: not contents.copying)
+            self._check()
             source = contents.live if contents.aside is None else contents.aside
             contents.busy += contents.aside is None
         try:
@@ -106,6 +118,11 @@ class Snapshots:
                 contents.busy -= source is contents.live
                 self._release(contents)
                 self._moved.notify_all()
+        self._check()
+
+    def _check(self) -> None:
+        if self._over:
+            raise CheckpointError("a checkpoint was not written: training was left before all of it had been read")
 
     def _close(self, unread: Iterable[_Contents]) -> None:
         with self._moved:

@@ -25,6 +25,7 @@ from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.edges import snapshots
 from lt_offload.strategy import offmate, sample
 from lt_offload.strategy.checkpoint import files, hooks
+from lt_offload.strategy.checkpoint.writer import Writer
 from tests import sampling
 from tests.support.trainers import Forced, differences, fit, seeded_module
 
@@ -96,18 +97,20 @@ class Saving(Callback):
             self.late.let_go(trainer)
 
 
-@pytest.fixture(autouse=True)
-def _one_profile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Profile each model once: all runs of a test are of the same."""
-    made: dict[Any, Any] = {}
+@pytest.fixture(scope="module", autouse=True)
+def _one_profile() -> Iterator[None]:
+    """Profile once: all runs are of one model, in batches of one shape."""
+    made: list[Any] = []
     measure = sample.measure
 
     def measured(trainer: Any, optimizer: Any) -> Any:
-        if "profile" not in made:
-            made["profile"] = measure(trainer, optimizer)
-        return made["profile"]
+        if not made:
+            made.append(measure(trainer, optimizer))
+        return made[0]
 
-    monkeypatch.setattr(sample, "measure", measured)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sample, "measure", measured)
+        yield
 
 
 @pytest.fixture
@@ -315,6 +318,26 @@ def test_an_error_of_training_is_not_hidden_by_one_of_the_writer(
 
     with pytest.warns(UserWarning, match="disk is full"), pytest.raises(ZeroDivisionError, match="the user's"):
         fit(Forced(async_checkpoint=True), callbacks=[Saving(tmp_path), Failing()])
+
+
+def test_an_interrupt_of_the_wait_at_the_end_leaves_no_file(
+    tmp_path: Path, late: Late, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are the user's again by then."""
+
+    def interrupted(writer: Writer) -> None:
+        raise KeyboardInterrupt
+
+    strategy = Forced(async_checkpoint=True)
+    wait = Writer.wait
+    monkeypatch.setattr(Writer, "wait", interrupted)
+    with pytest.raises((KeyboardInterrupt, SystemExit)):
+        fit(strategy, callbacks=[Saving(tmp_path, steps=(1,))], max_steps=1, max_epochs=-1)
+    monkeypatch.setattr(Writer, "wait", wait)
+    late.begin.set()
+    with pytest.raises(CheckpointError, match="training was left before all of it had been read"):
+        strategy._files()[0].teardown()
+    assert not list(tmp_path.iterdir())
 
 
 class Foreign(TorchCheckpointIO):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lt_offload.errors import CheckpointError
 from lt_offload.execute.edges import snapshots
 from lt_offload.execute.edges.snapshots import HostSnapshot, Snapshots
 
@@ -122,3 +123,17 @@ def test_what_is_given_up_takes_no_room() -> None:
     snapshot.close()
     assert owner.nbytes == 0
     assert not owner.wants([one, other])
+
+
+def test_nothing_is_read_when_changes_are_no_longer_announced() -> None:
+    owner, one, other = Snapshots(), torch.ones(4), torch.ones(4)
+    snapshot = taken(owner, one, other, room=0)
+    with (
+        pytest.raises(CheckpointError, match="training was left before all of it had been read"),
+        snapshot.reading(one.untyped_storage()),
+    ):
+        owner.end()
+    with pytest.raises(CheckpointError, match="was left"):
+        read(snapshot, other)
+    owner.changing([one, other])  # waits for nobody
+    snapshot.close()
