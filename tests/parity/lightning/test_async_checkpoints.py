@@ -60,12 +60,12 @@ class Late:
             begin.wait()
             archive(*args)
 
-        def changing(given: snapshots.Snapshots, tensors: Any) -> None:
-            notice(given, tensors)
+        def noted(given: snapshots.Snapshots, key: int) -> None:
+            let_go(given, key)
             late.aside = max(late.aside, given.nbytes)
 
-        notice = snapshots.Snapshots.changing
-        monkeypatch.setattr(snapshots.Snapshots, "changing", changing)
+        let_go = snapshots.Snapshots._let_go
+        monkeypatch.setattr(snapshots.Snapshots, "_let_go", noted)
         monkeypatch.setattr(files, "_archive", begun)
         monkeypatch.setattr(snapshots, "threading", SimpleNamespace(Condition=Condition))
 
