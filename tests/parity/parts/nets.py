@@ -50,6 +50,13 @@ class Learned(nn.Module):
         return x + torch.tanh(self.inner(x * row) - row)
 
 
+class Skip(Plain):
+    """Takes what an earlier layer has returned, too."""
+
+    def forward(self, x: Tensor, early: Tensor) -> Tensor:
+        return super().forward(x * early) + early
+
+
 class Normed(Plain):
     def __init__(self) -> None:
         super().__init__()
@@ -100,8 +107,11 @@ class Net(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embedding(ids)
         given: dict[str, Any] = {"scale": x.mean((1, 2)), "more": (x * 2, (ids > 3)[..., None])}
+        early = x * 2
         for layer in self.layers:
-            if isinstance(layer, Nested):
+            if isinstance(layer, Skip):
+                x = layer(x, early)
+            elif isinstance(layer, Nested):
                 x, given = layer(x, given=given, table=torch.linspace(0, 1, ids.shape[1])[:, None].expand(-1, WIDTH))
             elif isinstance(layer, Learned):
                 x = layer(x, self.row)
