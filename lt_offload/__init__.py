@@ -23,6 +23,7 @@ from lt_offload.strategy.register import install
 
 if TYPE_CHECKING:
     from lt_offload.model.head import chunked_loss_reference
+    from lt_offload.model.parts import micro_batched_reference
     from lt_offload.optim import AdamW
     from lt_offload.plan import simulate, solve
     from lt_offload.profiling.from_config import profile_config
@@ -52,6 +53,7 @@ __all__ = [
     "Trace",
     "UnsupportedError",
     "chunked_loss_reference",
+    "micro_batched_reference",
     "offloaded",
     "profile",
     "profile_config",
@@ -67,6 +69,7 @@ _LAZY = {
     "Profile": "lt_offload.schema.profile",
     "Trace": "lt_offload.schema.trace",
     "chunked_loss_reference": "lt_offload.model.head",
+    "micro_batched_reference": "lt_offload.model.parts",
     "offloaded": "lt_offload.session",
     "profile": "lt_offload.profiling.measure",
     "profile_config": "lt_offload.profiling.from_config",

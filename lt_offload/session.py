@@ -6,7 +6,8 @@ import logging
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -19,7 +20,9 @@ from lt_offload.execute.engine import Engine
 from lt_offload.machine.driver import current
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import plainly, switched_off
+from lt_offload.model.parts import check_micro_batches
 from lt_offload.plan import Settings, check, make_plan
+from lt_offload.plan.orders import choose_parts, compared
 from lt_offload.profiling.capture import Run
 from lt_offload.profiling.hardware import check_memory, free_memory
 from lt_offload.profiling.measure import check_use
@@ -40,6 +43,7 @@ def offloaded(
     plan: Plan | None = None,
     accelerator: str = "auto",
     accumulate: int = 1,
+    micro_batches: int | Literal["auto"] = 1,
     blocks: str | None = None,
     run: Run | None = None,
     **switches: Any,
@@ -62,6 +66,9 @@ def offloaded(
             (the emulated device).
         accumulate: backwards per ``optimizer.step()``; what each adds to the gradients is up to the loss, as always.
             With ``delayed=True`` (see below) any number will do.
+        micro_batches: parts of a batch that go through each block in turn, before the next block begins: weights travel
+            once for all of them, and temporary tensors are those of one. The numbers are those of
+            :func:`lt_offload.micro_batched_reference`. ``"auto"``: the number with which an iteration is fastest.
         blocks: name of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the layers, its path or the end of it
             (``"h"``); None: it is found by structure.
         run: computes the loss of a batch as the loop will, if that takes more than one call of the model, for example
@@ -79,6 +86,7 @@ def offloaded(
     setup = limits.Setup(model=model, optimizers=[optimizer], blocks=blocks)
     limits.check("model", setup)
     limits.check("optimizer", setup)
+    check_micro_batches(micro_batches, auto=True)
     structure = find_blocks(model, blocks)
     torch_device = find_device(accelerator)
     budget = None if memory is None else parse_bytes(memory, least=1)
@@ -87,14 +95,31 @@ def offloaded(
     for sentence in switched_off(model):
         _log.warning(sentence)
     if plan is None:
-        profile = measure(model, sample_batch, optimizer=optimizer, device=torch_device, structure=structure, run=run)
-        plan = make_plan(profile, replace(settings, memory=budget or free_memory(torch_device)))
+        measured = partial(
+            measure, model, sample_batch, optimizer=optimizer, device=torch_device, structure=structure, run=run
+        )
+        settings = replace(settings, memory=budget or free_memory(torch_device))
+        if micro_batches == "auto":
+            choice = choose_parts(lambda count: measured(micro_batches=count), settings)
+            profile, plan = choice.profile, choice.plan
+        else:
+            profile = measured(micro_batches=micro_batches)
+            plan = make_plan(profile, settings)
+        plan = compared(plan, profile, settings)
         problems = check(plan, profile)
         if problems:
             raise PlanError(f"the plan cannot be carried out: {problems[0]}")
     else:
-        _check_replay(plan, budget, switches)
-        check_use(model, sample_batch, device=torch_device, optimizer=optimizer, structure=structure, run=run)
+        _check_replay(plan, budget, switches, micro_batches)
+        check_use(
+            model,
+            sample_batch,
+            device=torch_device,
+            optimizer=optimizer,
+            structure=structure,
+            run=run,
+            micro_batches=plan.parts,
+        )
     with _installed(model, optimizer, plan, structure, torch_device) as engine:
         engine.accumulate = accumulate
         yield engine
@@ -134,8 +159,15 @@ def _installed(
         device.close()
 
 
-def _check_replay(plan: Plan, memory: int | None, switches: dict[str, Any]) -> None:
+def _check_replay(
+    plan: Plan, memory: int | None, switches: dict[str, Any], micro_batches: int | Literal["auto"]
+) -> None:
     """Raise for arguments that a plan leaves no room for."""
+    if micro_batches not in ("auto", plan.parts):
+        raise PlanError(
+            f"the plan has micro_batches={plan.parts}, micro_batches={micro_batches} was given; give that of "
+            "the plan or 'auto', or plan again"
+        )
     if memory is not None and plan.budget_bytes > memory:
         raise PlanError(
             f"the plan needs memory={format_bytes(plan.budget_bytes)}, memory={format_bytes(memory)} was given; raise "

@@ -118,6 +118,37 @@ def bench_clipping(results: Sequence[Result]) -> str:
     return _section("Clipping by norm", "scripts.bench.emulated --clipping", results, head, rows)
 
 
+def bench_orders(results: Sequence[Result]) -> str:
+    """Both orders of accumulation, weights travelling."""
+    rows = []
+    for result in results:
+        figures, settings = result["figures"], result["settings"]
+        slow, fast = figures["cases"]
+        rows.append(
+            [
+                f"{settings['micro_batches']}, {format_bytes(settings['link_bytes_per_s'])}/s",
+                format_seconds(slow["update_s"]),
+                format_seconds(fast["update_s"]),
+                f"{figures['ratio']:.2f}",
+                f"{figures['worst_ratio']:.2f}",
+                f"{figures['goal']:.2f}",
+                format_bytes(slow["device_peak_bytes"]),
+                format_bytes(fast["device_peak_bytes"]),
+            ]
+        )
+    head = [
+        "micro-batches, link",
+        "one after the other",
+        "layer by layer",
+        "times as fast",
+        "worst round",
+        "goal",
+        "device memory",
+        "layer by layer",
+    ]
+    return _section("Orders of accumulation", "scripts.bench.emulated --orders", results, head, rows)
+
+
 OVERLAPPED = ("copies in beside computations", "copies out", "host updates")
 
 
@@ -346,6 +377,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "bench-predictions": bench_predictions,
     "bench-clipping": bench_clipping,
     "bench-checkpoints": bench_checkpoints,
+    "bench-orders": bench_orders,
     "bench-launch": bench_launch,
     "guard": guard,
     "bench-update": bench_update,

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 from lt_offload.cli.outputs import check_output
 from lt_offload.cli.progress import say
@@ -66,15 +66,13 @@ def plan(
         parse_bytes(memory)  # a slip is noticed here, before all that is slow
     if sweep is not None:
         return _sweep(app, parse_sweep(sweep), memory=memory, hardware=hardware, save=save, report=report, trace=trace)
-    from lt_offload.plan import make_plan, simulate
+    from lt_offload.plan import simulate
     from lt_offload.report.perfetto import save_perfetto
 
     if getattr(app.trainer.strategy, "batch_size", None) == "auto":
         profile, made = _with_best_batch(app, memory, hardware)
     else:
-        profile = estimate(app, hardware)
-        settings = _settings(app)
-        made = make_plan(profile, replace(settings, memory=_budget(settings, memory, profile.hardware)))
+        profile, made = _with_parts(app, memory, hardware)
     print(made.explain() if explain else f"{brief(made)}\n--explain shows it block by block.")
     if save is not None:
         print(f"plan: {made.save(save)}")
@@ -87,6 +85,27 @@ def plan(
         bought = gains(made, profile, _solver(app, _GAIN_SECONDS), say=_say)
         print(f"report: {write_plan_report(report, made, profile, simulated, bought)}")
     return 0
+
+
+def _with_parts(app: App, memory: str | None, hardware: str | None) -> tuple[Profile, Plan]:
+    """Return the profile and the plan of the batch in as many parts as the strategy says, or as are fastest."""
+    from lt_offload.plan import make_plan
+    from lt_offload.plan.orders import choose_parts, compared
+
+    count = _parts(app)
+    profile = estimate(app, hardware, micro_batches=1 if count == "auto" else count)
+    settings, machine = _settings(app), profile.hardware
+    settings = replace(settings, memory=_budget(settings, memory, machine))
+    if count != "auto":
+        return profile, compared(make_plan(profile, settings), profile, settings)
+    whole = profile
+    choice = choose_parts(lambda n: whole if n == 1 else estimate(app, machine, micro_batches=n), settings)
+    return choice.profile, compared(choice.plan, choice.profile, settings)
+
+
+def _parts(app: App) -> int | Literal["auto"]:
+    found: int | Literal["auto"] = getattr(app.trainer.strategy, "micro_batches", 1)
+    return found
 
 
 def _with_best_batch(app: App, memory: str | None, hardware: str | None) -> tuple[Profile, Plan]:
@@ -117,6 +136,8 @@ def _sweep(
     """Plan for a row of sizes or machines and print a table."""
     if getattr(app.trainer.strategy, "batch_size", None) == "auto":
         raise ConfigError("trainer.strategy.batch_size='auto' cannot be combined with a sweep; give a number")
+    if _parts(app) == "auto":
+        raise ConfigError("trainer.strategy.micro_batches='auto' cannot be combined with a sweep; give a number")
     given = {"memory": memory, "hardware": hardware, "host_memory": None}[asked.axis]
     if given is not None:
         raise ConfigError(f"{asked.axis}={given!r} cannot be combined with a sweep over {asked.axis}; leave one out")
@@ -203,8 +224,22 @@ def _budget(settings: Settings, memory: str | None, machine: HardwareProfile) ->
     return budget
 
 
-def estimate(app: App, hardware: str | HardwareProfile | None, batch_size: int | None = None) -> Profile:
-    """Return the profile of the app's model on ``hardware``, without weights; ``batch_size``: None is the settings'."""
+def estimate(
+    app: App,
+    hardware: str | HardwareProfile | None,
+    batch_size: int | None = None,
+    micro_batches: int | None = None,
+) -> Profile:
+    """Return the profile of the app's model on ``hardware``, without weights.
+
+    Args:
+        app: the settings.
+        hardware: None: this machine.
+        batch_size: None: the settings'.
+        micro_batches: parts of a batch; None: the strategy's.
+    """
+    parts = micro_batches or _parts(app)
+    assert parts != "auto"
     from lt_offload.finetune import load
     from lt_offload.optim import AdamW
     from lt_offload.profiling.from_config import profile_config
@@ -235,6 +270,7 @@ def estimate(app: App, hardware: str | HardwareProfile | None, batch_size: int |
         lora=None if module.lora is None else module.lora.peft(),
         padding=not data.pack,
         blocks=getattr(app.trainer.strategy, "blocks", None),
+        micro_batches=parts,
         on_progress=_say,
     )
     return replace(profile, model=_model_name(app))

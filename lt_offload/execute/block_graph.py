@@ -35,6 +35,9 @@ from lt_offload.model.snapshot import version
 from lt_offload.schema.plan import Save
 from lt_offload.schema.profile import RECORDED, OptionName
 
+TRAVELLING: tuple[OptionName, ...] = ("offload", "mixed", "reload")
+"""Options with which something is copied to the host between forward and backward."""
+
 
 class Frame:
     """What one forward leaves behind for its backward, and for being recomputed before that.
@@ -60,6 +63,7 @@ class Frame:
         graphed: bool = False,
         effects: Effects | None = None,
         uses: dict[int, Counter[int]] | None = None,
+        offloader: ActivationOffloader | None = None,
     ) -> None:
         self.device = device
         self.index = index
@@ -67,7 +71,11 @@ class Frame:
         self.option = option
         self.forward = forward
         self.weights = weights
-        self.offloader = ActivationOffloader(device, pool, label) if option in ("offload", "mixed", "reload") else None
+        self._lent = offloader is not None
+        """Other parts of the batch use the offloader, too, so that it is not closed here."""
+        self.offloader = offloader
+        if offloader is None and option in TRAVELLING:
+            self.offloader = ActivationOffloader(device, pool, label)
         self.done = False
         self.forgotten = False
         """Another forward has begun, for which it was closed."""
@@ -182,6 +190,20 @@ class Frame:
         if self._effects is not None:
             self._before = stack.enter_context(self._effects.first_run())
 
+    @property
+    def runs(self) -> int:
+        """How often the block runs forward."""
+        return 1
+
+    @property
+    def slots(self) -> list[int]:
+        """The positions of the activations among the leaves of the call's arguments."""
+        return self._slots
+
+    def other_outputs(self) -> tuple[list[Any], TreeSpec | None]:
+        """Return what the forward has returned beside tensors, and the structure of its output."""
+        return [leaf for slot, leaf in enumerate(self._out) if slot not in self._out_slots], self._out_spec
+
     def can_recompute(self, outputs: Sequence[Tensor] | None) -> bool:
         """Return whether its input is at hand: saved, or among the previous block's outputs, recomputed just now."""
         return not self._slots or self._inputs is not None or (outputs is not None and self.sources is not None)
@@ -285,7 +307,7 @@ class Frame:
     def release(self) -> None:
         """Let go of saved inputs, results and graph."""
         self._inputs, self._roots, self._cache, self._entries = None, None, None, []
-        if self.offloader is not None:
+        if self.offloader is not None and not self._lent:
             self.offloader.close()
 
     def catch(self, slot: int, grad: Tensor) -> None:

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.errors import OverBudget, UnsupportedError
 from lt_offload.execute.activations import ROUNDING, HostPool
-from lt_offload.execute.block_graph import BlockFunction, Frame
+from lt_offload.execute.block_graph import BlockFunction
 from lt_offload.execute.bound_weights import BoundWeights, expose
 from lt_offload.execute.copies import Residency
 from lt_offload.execute.device.base import Device
@@ -39,7 +39,7 @@ from lt_offload.execute.edges.deferred import DeferredForward, DeferredForwards
 from lt_offload.execute.edges.guard import Guard, held_by_others
 from lt_offload.execute.edges.logits import LossInBlock
 from lt_offload.execute.edges.window import Window
-from lt_offload.execute.frames import Frames
+from lt_offload.execute.frames import AnyFrame, Frames
 from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.groups import Layout, move_rest
 from lt_offload.execute.inference import Streaming, room
@@ -96,7 +96,7 @@ class Engine(Controls):
         """By step: its forward or backward."""
         self._anchor = torch.zeros((), requires_grad=True)
         self._frames = Frames(device, self.pool, self.structure, plan)
-        check_hooks(self.structure, self._frames.repeated)
+        check_hooks(self.structure, self._frames.repeated, parted=self._frames.parted)
         self._loss = LossInBlock(self.structure, plan) if plan is not None and LossInBlock.wanted(plan) else None
         self._walk: Walk
         self._blocks: list[list[Weight]] = []
@@ -172,7 +172,7 @@ class Engine(Controls):
             self._undo.append(intercept(block.module, run))
         unseen = [self.weights[index] for index in aliases.unseen]
         self._guard = Guard(self.weights, self.residency, self.updates, self._open, unseen)
-        self._fixed = Fixed(self.structure, self.weights, self.updates, self._frames.repeated)
+        self._fixed = Fixed(self.structure, self.weights, self.updates, self._frames.repeated, self._frames.parted)
         self._consumed = StandIns(self.weights)
         self._own = [OwnParameters(block.name, block.module) for block in self.structure.blocks]
         self._watch_optimizer()
@@ -447,14 +447,14 @@ class Engine(Controls):
             yield
         self._walk.end()
 
-    def _make_frame(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Frame:
+    def _make_frame(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> AnyFrame:
         frame = self._frames.make(index, forward, self._blocks[index], args, kwargs)
         if frame.needs_backward:
             for weight in self._blocks[index]:
-                weight.uses += weight.param.requires_grad
+                weight.uses += frame.runs * weight.param.requires_grad
         return frame
 
-    def _run_backward(self, frame: Frame, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _run_backward(self, frame: AnyFrame, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         with self._guard.suspended:
             self._backward.check(frame)
             if not self._ran_backward:
@@ -462,7 +462,7 @@ class Engine(Controls):
             return self._backward_of(frame, anchor, grads)
 
     def _run_deferred(
-        self, forward: DeferredForward, frame: Frame, anchor: Tensor, grads: Sequence[Tensor | None]
+        self, forward: DeferredForward, frame: AnyFrame, anchor: Tensor, grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         """Run the backward of a block whose forward had to wait, and that forward again if this is the first."""
         with self._guard.suspended:
@@ -474,7 +474,7 @@ class Engine(Controls):
             passed = forward.passed[frame.index]
             passed.totals = frame.totals
             found = self._backward_of(passed, anchor, grads)
-            frame.end()
+            forward.frames[frame.index].end()
             return found
 
     def _run_forward_again(self, forward: DeferredForward) -> None:
@@ -485,7 +485,7 @@ class Engine(Controls):
         self._consumed.drop()
         self._begin_pass(self._deferred.waiting - 1)
 
-        def run(index: int, original: Callable[..., Any], args: Any, kwargs: Any) -> tuple[Frame, list[Tensor]]:
+        def run(index: int, original: Callable[..., Any], args: Any, kwargs: Any) -> tuple[AnyFrame, list[Tensor]]:
             with self._computed(index):
                 frame = self._make_frame(index, original, args, kwargs)
                 if frame.needs_backward:
@@ -510,7 +510,7 @@ class Engine(Controls):
         self._ran_backward = True
         self._guard.halfway = self._window.which == "updating"
 
-    def _backward_of(self, frame: Frame, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    def _backward_of(self, frame: AnyFrame, anchor: Tensor, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         assert self.gradients is not None
         index = frame.index
         step = self._walk.timeline.backward(index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -13,14 +14,19 @@ from lt_offload.errors import PlanError
 from lt_offload.execute.activations import HostPool
 from lt_offload.execute.block_graph import Frame
 from lt_offload.execute.device.base import Device
+from lt_offload.execute.edges.parts import Parts, between
 from lt_offload.execute.edges.shared_inputs import SharedInputs
+from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure
 from lt_offload.model.calls import BlockOutput
 from lt_offload.model.compiled import is_compiled
 from lt_offload.model.effects import Effects
+from lt_offload.model.parts import cutters
 from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import RECORDED, OptionName
+
+AnyFrame = Frame | Parts
 
 
 def repeated(plan: Plan) -> set[int]:
@@ -51,8 +57,14 @@ class Frames:
         compiled = {index for index, block in enumerate(structure.blocks) if is_compiled(block.module)}
         self._graphed = compiled.union(plan.graphed if plan is not None else ())
         self._effects = [Effects(block.module) for block in structure.blocks]
-        self._frames: dict[int, weakref.ref[Frame]] = {}
-        self._frozen: dict[int, Frame] = {}
+        self._frames: dict[int, weakref.ref[AnyFrame]] = {}
+        self._frozen: dict[int, AnyFrame] = {}
+        count = plan.parts if plan is not None else 1
+        self.parted = count > 1
+        """Blocks take a batch in parts."""
+        self._cutters = cutters(structure, count)
+        self.gradients: Gradients
+        """Collects those of the parts."""
         self._last_output: BlockOutput | None = None
         self._shared = SharedInputs()
 
@@ -72,15 +84,14 @@ class Frames:
         weights: Sequence[Weight],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-    ) -> Frame:
+    ) -> AnyFrame:
         """Return the frame of a block that is about to run for the first time.
 
         Raises:
             PlanError: if the plan saves nothing of it, and recomputing the previous block would not give its input.
         """
-        frame = self._frame(
-            index, forward, weights, args, kwargs, self._options[index], recomputed=index in self._recomputed
-        )
+        make = self._maker(index, forward, weights, self._options[index], recomputed=index in self._recomputed)
+        frame = self._in_parts(index, make, args, kwargs) or make(args=args, kwargs=kwargs, uses=self.uses)
         if self._last_output is not None:
             frame.sources = self._last_output.sources(frame.inputs)
         if index == 0:
@@ -118,25 +129,26 @@ class Frames:
             kwargs: of the call.
             previous: what the block before has returned in that forward.
         """
-        frame = self._frame(index, forward, weights, args, kwargs, "recompute", recomputed=True)
+        make = self._maker(index, forward, weights, "recompute", recomputed=True)
+        frame = make(args=args, kwargs=kwargs, uses=self.uses)
         if previous is not None:
             frame.sources = previous.sources(frame.inputs)
         if frame.sources is not None:
             frame.option = "discard"
         return frame
 
-    def _frame(
+    def _maker(
         self,
         index: int,
         forward: Callable[..., Any],
         weights: Sequence[Weight],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
         option: OptionName,
         *,
         recomputed: bool,
-    ) -> Frame:
-        return Frame(
+    ) -> Callable[..., Frame]:
+        """Return what makes frames of a block from ``args`` and ``kwargs``."""
+        return partial(
+            Frame,
             device=self._device,
             pool=self._pool,
             index=index,
@@ -145,13 +157,29 @@ class Frames:
             option=option,
             forward=forward,
             weights=weights,
-            args=args,
-            kwargs=kwargs,
             recomputed=recomputed,
             steady=index in self._steady,
             graphed=index in self._graphed,
             effects=self._effects[index],
+        )
+
+    def _in_parts(
+        self, index: int, make: Callable[..., Frame], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Parts | None:
+        cutter = self._cutters[index]
+        cut = None if cutter is None else cutter.cut(args, kwargs)
+        if cutter is None or cut is None:
+            return None
+        return Parts(
+            cutter,
+            cut,
+            make,
+            device=self._device,
+            pool=self._pool,
+            index=index,
+            option=self._options[index],
             uses=self.uses,
+            between=between(self.gradients),
         )
 
     def returned(self, out: Any) -> None:
@@ -159,7 +187,7 @@ class Frames:
         if self._recomputed:
             self._last_output = BlockOutput(out)
 
-    def find(self, index: int) -> Frame | None:
+    def find(self, index: int) -> AnyFrame | None:
         """Return the frame of a block that has run."""
         if index in self._frozen:
             return self._frozen[index]

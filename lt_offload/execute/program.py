@@ -37,6 +37,7 @@ class Walk:
         self._weights = weights
         self._residency, self._gradients = residency, gradients
         self._frames, self._recorder = frames, recorder
+        frames.gradients = gradients
         self._plan, self._ops = plan, len(plan.ops)
         self.timeline = Timeline(plan.timeline)
         self._deadlines = deadlines(plan.ops)

@@ -24,9 +24,16 @@ LOGITS = while_running(
     "model under torch.no_grad() before the forward or after the optimizer step",
 )
 SHARED_CAST = while_running(
-    "a weight that several blocks compute with under torch.autocast, which keeps what it has cast",
+    "a weight that several blocks (with micro_batches: parts) compute with under torch.autocast, which keeps its casts",
     why="plain PyTorch would add the gradients of these blocks in the low precision",
     instead="use torch.autocast(..., cache_enabled=False), as Trainer(precision='bf16-mixed') does",
+)
+MICRO_BATCHES = while_running(
+    "micro_batches with blocks that do not treat every sample on its own or use a weight several times, and with "
+    "several forwards before a backward",
+    why="each block runs on a few samples at a time: statistics over the batch (BatchNorm), attention between samples, "
+    "[sequence, batch, features] would be others, and gradients would be summed in another order",
+    instead="set micro_batches=1 and accumulate_grad_batches instead; let dimension 0 be that of the samples",
 )
 SEVERAL_CONSUMERS = while_running(
     "a block output that others use beside the next block (U-Net skips, deep supervision)",
@@ -115,8 +122,9 @@ PARTIAL_BACKWARD = while_running(
     instead="call loss.backward(), or differentiate a deepcopy of the model",
 )
 PARAMETER_HOOKS = while_running(
-    "post-accumulate hooks and register_multi_grad_hook on parameters, tensor hooks on those that several blocks share",
-    why="the engine collects gradients in that place, block by block, and a shared weight's arrives once per block",
+    "post-accumulate hooks and register_multi_grad_hook on parameters, tensor hooks on those that several blocks share "
+    "(with micro_batches: on all)",
+    why="the engine collects gradients in that place, and a shared weight's arrives once per block, or per part",
     instead="remove the hook",
 )
 MODULE_HOOKS = while_running(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from lt_offload.model.compiled import is_compiled
 from lt_offload.model.effects import Ambient, within
+from lt_offload.model.parts import Cut, Cutter
 from lt_offload.model.snapshot import version
 from lt_offload.schema.profile import COLLECTED_BELOW
 
@@ -40,6 +41,8 @@ class Call:
     """
     kernels: set[str] = field(default_factory=set)
     """``{"graph"}`` once it is known that without a graph the numbers are others, of other kernels."""
+    cutter: Cutter | None = None
+    """Cuts the batch in parts; None: the block takes all of it."""
 
     @property
     def inputs(self) -> list[Tensor]:
@@ -62,6 +65,14 @@ class Call:
         sizes = [parameter.nbytes for parameter in self.module.parameters() if parameter.requires_grad]
         large = [size for size in sizes if size >= COLLECTED_BELOW]
         return sum(sizes) - sum(large) + max(large, default=0)
+
+    def cut(self) -> Cut | None:
+        """Return how the batch is cut; None if it is not."""
+        return None if self.cutter is None else self.cutter.cut(*tree_unflatten(self.leaves, self.spec))
+
+    def parts(self, cut: Cut) -> list[Call]:
+        """Return the calls of the parts."""
+        return [replace(self, leaves=tree_leaves(arguments), cutter=None) for arguments in cut.calls()]
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
         """Call the block on ``inputs``."""

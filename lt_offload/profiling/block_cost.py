@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from lt_offload.machine.dispatch import unseen_by_dynamo
 from lt_offload.model.calls import Call
 from lt_offload.model.options import for_replay, is_costly, travels
+from lt_offload.model.parts import Cut, Rows
 from lt_offload.profiling.meters import Lap, Meter, Watch, fastest, scatter
 from lt_offload.schema.profile import OptionName, OptionProfile
 
@@ -227,7 +228,8 @@ def _mean(laps: list[Lap]) -> Lap:
 
 def _run(call: Call, option: Option, meter: Meter, figures: _Figures | None) -> tuple[Lap, Lap]:
     """Run forward and backward; fill in ``figures`` if given (which costs time)."""
-    trial = _Trial(call, option)
+    cut = call.cut()
+    trial = _Trial(call, option) if cut is None else _PartedTrial(call, cut, option)
     watch = Watch(_device(call)) if figures is not None else None
     meter.lap()
     if watch is None:
@@ -255,8 +257,9 @@ def _run(call: Call, option: Option, meter: Meter, figures: _Figures | None) -> 
     if figures is not None and watch is not None:
         outgoing = sum(x.nbytes for x, need in zip(call.inputs, call.needs_grad, strict=True) if need)
         figures.held_peak = max(0, watch.held_peak() - figures.live - outgoing)
-        # Compiled code makes all gradients before the first one is used, so that there they count.
-        streamed = watch.whole_peak() - call.passing_bytes if call.compiled else watch.peak()
+        # Compiled code makes all gradients before the first one is used, and parts add theirs up: they count.
+        together = call.compiled or cut is not None
+        streamed = watch.whole_peak() - call.passing_bytes if together else watch.peak()
         figures.backward_peak = max(0, streamed - figures.live - outgoing)
         figures.slack = watch.slack
     return forward, backward
@@ -280,8 +283,8 @@ class _Trial:
         self._cache: list[Any] = []
         self._saved: dict[int, tuple[int, bool]] = {}
 
-    def forward(self) -> None:
-        """Run the forward and keep what the option keeps."""
+    def forward(self) -> list[Tensor]:
+        """Run the forward and keep what the option keeps; return the tensors of numbers."""
         if self.option == "keep":
             self._inputs = self._enter()
             with torch.enable_grad(), saved_tensors_hooks(self._note, lambda tensor: tensor):
@@ -299,35 +302,38 @@ class _Trial:
         self.output_bytes = outputs[0].untyped_storage().nbytes()
         self._outputs = [(output.shape, output.dtype, output.device) for output in outputs]
         self._roots = _edges(outputs)
+        return [output.detach() for output in outputs]
 
     def incoming_gradients(self) -> dict[int, Tensor]:
         """Return gradients for the outputs that the loss reaches."""
-        reached = {slot: self._outputs[slot] for slot in sorted(self.call.reached) if slot < len(self._outputs)}
-        return {
-            slot: torch.zeros(shape, dtype=dtype, device=device) for slot, (shape, dtype, device) in reached.items()
-        }
+        return _incoming(self.call, self._outputs)
 
     def backward(self, gradients: dict[int, Tensor], seen: Callable[[Tensor], None] | None = None) -> None:
         """Run the backward; gradients of parameters are shown to ``seen`` and dropped as soon as they are complete."""
         with _dropping_gradients(self.call.module, seen):
-            roots, self._roots = self._roots, {}
-            if self.option != "keep":
-                self._inputs = self._enter()
-                with torch.enable_grad(), _Replay(self._cache) if self._cache else nullcontext():
-                    roots = _edges(_numbers(self.call.run(self._inputs)))
-            reached = [slot for slot in gradients if slot in roots]
-            assert reached
-            torch.autograd.backward([roots[slot] for slot in reached], [gradients[slot] for slot in reached])
-        self._inputs = []
+            self.differentiate(gradients)
+
+    def differentiate(self, gradients: dict[int, Tensor]) -> list[Tensor | None]:
+        """Run the backward; return the gradients of the activations."""
+        roots, self._roots = self._roots, {}
+        if self.option != "keep":
+            self._inputs = self._enter()
+            with torch.enable_grad(), _Replay(self._cache) if self._cache else nullcontext():
+                roots = _edges(_numbers(self.call.run(self._inputs)))
+        reached = [slot for slot in gradients if slot in roots]
+        assert reached
+        torch.autograd.backward([roots[slot] for slot in reached], [gradients[slot] for slot in reached])
+        inputs, self._inputs = self._inputs, []
+        return [tensor.grad for tensor in inputs]
+
+    @property
+    def saved(self) -> dict[int, tuple[int, bool]]:
+        """By storage that is saved: its bytes, and whether it may travel."""
+        return self._saved
 
     def travelling(self) -> tuple[int, bool, bool]:
         """Return how many of the saved bytes may travel, whether the input is saved, and whether that may travel."""
-        inputs = {tensor.untyped_storage()._cdata for tensor in self.call.inputs}
-        others = {leaf.untyped_storage()._cdata for leaf in self.call.leaves if isinstance(leaf, Tensor)}
-        others |= {p.untyped_storage()._cdata for p in (*self.call.module.parameters(), *self.call.module.buffers())}
-        moving = [nbytes for key, (nbytes, moves) in self._saved.items() if moves and key not in others]
-        saved_inputs = [self._saved[key][1] for key in inputs if key in self._saved]
-        return sum(moving), bool(saved_inputs), any(saved_inputs)
+        return _travelling(self.call, self._saved)
 
     def _enter(self) -> list[Tensor]:
         needs = zip(self.call.inputs, self.call.needs_grad, strict=True)
@@ -340,6 +346,69 @@ class _Trial:
             self._saved[storage._cdata] = storage.nbytes(), moves
             return tensor.detach()  # a saved output would hold the node that holds it, a cycle through C++
         return tensor
+
+
+class _PartedTrial:
+    """The same for a block that takes its batch in parts: as the engine does, one part's work at a time."""
+
+    def __init__(self, call: Call, cut: Cut, option: Option) -> None:
+        self.call, self.cut = call, cut
+        self.output_bytes = 0
+        self._outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
+        self._trials = [_Trial(part, option) for part in call.parts(cut)]
+
+    def forward(self) -> None:
+        """Run the forward of each part."""
+        rows: list[Rows] = []
+        for part, trial in enumerate(self._trials):
+            outputs = trial.forward()
+            rows = rows or [Rows(self.cut.sizes) for _ in outputs]
+            for row, output in zip(rows, outputs, strict=True):
+                row.put(part, output)
+            del outputs, output
+        whole = [tensor for row in rows if (tensor := row.result()) is not None]
+        self.output_bytes = whole[0].untyped_storage().nbytes()
+        self._outputs = [(output.shape, output.dtype, output.device) for output in whole]
+
+    def incoming_gradients(self) -> dict[int, Tensor]:
+        """Return gradients for the outputs that the loss reaches."""
+        return _incoming(self.call, self._outputs)
+
+    def backward(self, gradients: dict[int, Tensor], seen: Callable[[Tensor], None] | None = None) -> None:
+        """Run the backward of each part, the last one first; the first one completes the gradients of parameters."""
+        rows = [Rows(self.cut.sizes) for _ in self.call.slots]
+        ranges, complete = list(self.cut.starts()), False
+        with _dropping_gradients(self.call.module, seen, lambda: complete):
+            for part in reversed(range(len(self._trials))):
+                start, size = ranges[part]
+                complete = part == 0
+                mine = {slot: gradient.narrow(0, start, size) for slot, gradient in gradients.items()}
+                found = self._trials[part].differentiate(mine)
+                for row, slot, gradient in zip(rows, self.call.slots, found, strict=True):
+                    if gradient is not None and slot in self.cut.rows:
+                        row.put(part, gradient)
+                del found, mine
+
+    def travelling(self) -> tuple[int, bool, bool]:
+        """Return how many of the saved bytes may travel, whether the input is saved, and whether that may travel."""
+        saved: dict[int, tuple[int, bool]] = {}
+        for trial in self._trials:
+            saved.update(trial.saved)
+        return _travelling(self.call, saved)
+
+
+def _incoming(call: Call, outputs: Sequence[tuple[torch.Size, torch.dtype, torch.device]]) -> dict[int, Tensor]:
+    reached = {slot: outputs[slot] for slot in sorted(call.reached) if slot < len(outputs)}
+    return {slot: torch.zeros(shape, dtype=dtype, device=device) for slot, (shape, dtype, device) in reached.items()}
+
+
+def _travelling(call: Call, saved: Mapping[int, tuple[int, bool]]) -> tuple[int, bool, bool]:
+    inputs = {tensor.untyped_storage()._cdata for tensor in call.inputs}
+    others = {leaf.untyped_storage()._cdata for leaf in call.leaves if isinstance(leaf, Tensor)}
+    others |= {p.untyped_storage()._cdata for p in (*call.module.parameters(), *call.module.buffers())}
+    moving = [nbytes for key, (nbytes, moves) in saved.items() if moves and key not in others]
+    saved_inputs = [saved[key][1] for key in inputs if key in saved]
+    return sum(moving), bool(saved_inputs), any(saved_inputs)
 
 
 @unseen_by_dynamo
@@ -382,12 +451,16 @@ def _edges(outputs: Sequence[Tensor]) -> dict[int, GradientEdge]:
 
 
 @contextmanager
-def _dropping_gradients(module: nn.Module, seen: Callable[[Tensor], None] | None) -> Iterator[None]:
+def _dropping_gradients(
+    module: nn.Module, seen: Callable[[Tensor], None] | None, complete: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
     """Let no gradient of a parameter outlive its completion; gradients that were there are put back."""
     parameters = [parameter for parameter in module.parameters() if parameter.requires_grad]
     before = [parameter.grad for parameter in parameters]
 
     def drop(parameter: Tensor) -> None:
+        if not complete():
+            return
         if seen is not None and parameter.grad is not None:
             seen(parameter.grad)
         parameter.grad = None

@@ -27,6 +27,7 @@ from lt_offload.model.calls import BlockOutput, Call
 from lt_offload.model.compiled import Forward, intercept, is_compiled, uncompiled
 from lt_offload.model.effects import ambient, within
 from lt_offload.model.options import is_activation
+from lt_offload.model.parts import Cutter, cutters, in_parts
 from lt_offload.profiling.logits import LogitsWatch
 from lt_offload.profiling.meters import Lap, Meter
 from lt_offload.profiling.seams import Interface, Seams
@@ -88,6 +89,7 @@ def capture(
     stage: Stage,
     meter: Meter,
     aside: Aside = nullcontext,
+    micro_batches: int = 1,
 ) -> Capture:
     """Run the model on ``batch`` and return what its blocks were called with.
 
@@ -99,12 +101,14 @@ def capture(
         stage: context in which a block's parameters are on the device.
         meter: tells the time of the tail.
         aside: encloses every run of a block beyond the one that the model asked for.
+        micro_batches: parts of the batch that go through each block in turn.
 
     Raises:
+        UnsupportedError: if a block cannot take the batch in parts.
         ModelError: if a block is not called exactly once, in its place.
     """
     with ExitStack() as stack:
-        recorder = _CallRecorder(structure, device, stage, meter, aside)
+        recorder = _CallRecorder(structure, device, stage, meter, aside, cutters(structure, micro_batches))
         for index, block in enumerate(structure.blocks):
             stack.callback(intercept(block.module, recorder.wrap(index, block)))
         stack.callback(recorder.watch.install())
@@ -116,9 +120,18 @@ def capture(
 class _CallRecorder:
     """Stands between the model and its blocks."""
 
-    def __init__(self, structure: Structure, device: torch.device, stage: Stage, meter: Meter, aside: Aside) -> None:
+    def __init__(
+        self,
+        structure: Structure,
+        device: torch.device,
+        stage: Stage,
+        meter: Meter,
+        aside: Aside,
+        cutters: Sequence[Cutter | None],
+    ) -> None:
         self.account = Account(device_type=device.type)
         self.blocks = structure.blocks
+        self.cutters = cutters
         self.stage, self.meter = stage, meter
         self.seams = Seams(structure, aside)
         self.watch = LogitsWatch(structure)
@@ -246,8 +259,13 @@ class _ModelCall:
         """Run one block."""
         recorder = self._recorder
         self._check_turn(index)
-        call = self._call(block, args, kwargs)
+        cutter, known = recorder.cutters[index], len(recorder.by_signature)
+        call = self._call(block, args, kwargs, cutter)
         self.calls.append(call)
+        if cutter is not None and len(recorder.by_signature) > known:
+            with recorder.stage(block.module), within(call.contexts):
+                recorder.seams.check_samples(index, call, original)
+        original = original if cutter is None else in_parts(original, cutter)
         last = self.complete
         if last:
             # The input is the block's: it is not the loss that gives it back.
@@ -282,7 +300,7 @@ class _ModelCall:
                 f"{', '.join(block.name for block in blocks)}"
             )
 
-    def _call(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    def _call(self, block: Block, args: tuple[Any, ...], kwargs: dict[str, Any], cutter: Cutter | None) -> Call:
         """Return the call, the same for blocks that cost the same."""
         leaves, spec = tree_flatten((args, kwargs))
         positional = len(tree_leaves(args))
@@ -311,6 +329,7 @@ class _ModelCall:
             spec,
             needs_grad,
             ambient(),
+            cutter is None,
         )
         key = repr(signature)
         if key not in self._recorder.by_signature:
@@ -323,6 +342,7 @@ class _ModelCall:
                 has_backward=any(needs_grad) or any(p.requires_grad for p in parameters),
                 contexts=ambient(),
                 reached={0},
+                cutter=cutter,
             )
         return self._recorder.by_signature[key]
 

@@ -22,7 +22,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW
 from lt_offload.errors import ConfigError
 from lt_offload.model.blocks import find_blocks
 from lt_offload.profiling.hardware import load_hardware
-from lt_offload.profiling.measure import assemble, measure_blocks
+from lt_offload.profiling.measure import assemble, check_samples, measure_blocks
 from lt_offload.profiling.meters import Roofline
 from lt_offload.profiling.optimizer import OptimizerFactory, build_optimizer, estimate_optimizer
 from lt_offload.resources import is_dir, is_file, shipped_files
@@ -52,6 +52,7 @@ def profile_config(
     lora: Mapping[str, Any] | None = None,
     padding: bool = True,
     blocks: str | None = None,
+    micro_batches: int = 1,
     on_progress: Callable[[str], None] | None = None,
 ) -> Profile:
     """Return the profile of a causal language model without its weights and without the machine it would run on.
@@ -68,10 +69,12 @@ def profile_config(
         lora: arguments of ``peft.LoraConfig``, e.g. ``{"r": 8}``; None: all parameters are trained.
         padding: whether batches are padded, so that attention gets a mask.
         blocks: name of the ``nn.ModuleList`` that holds the layers, e.g. ``"h"``; None: it is found.
+        micro_batches: parts of the batch that go through each block in turn.
         on_progress: is told what is being done.
 
     Raises:
-        ConfigError: if the configuration, hardware, dtype, optimizer or sequence length cannot be used.
+        ConfigError: if the configuration, hardware, dtype, optimizer, sequence length or ``micro_batches`` cannot be
+            used.
         ModelError: if the model has no block sequence.
     """
     say = on_progress or (lambda _message: None)
@@ -90,6 +93,7 @@ def profile_config(
     with FakeTensorMode():
         _make_fake(model)
         batch = _batch(batch_size, sequence_length, padding=padding)
+        check_samples(batch, micro_batches)
         structure = find_blocks(model, blocks)
         with Roofline(machine) as meter:
             measured = measure_blocks(
@@ -100,6 +104,7 @@ def profile_config(
                 device=torch.device("cpu"),
                 meter=meter,
                 say=say,
+                micro_batches=micro_batches,
             )
     made = build_optimizer(factory, [p for p in model.parameters() if p.requires_grad])
     updates = estimate_optimizer(made, machine)

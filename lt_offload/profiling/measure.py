@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves, tree_map
 
+from lt_offload import limits
+from lt_offload.errors import ConfigError
 from lt_offload.machine.driver import (
     context_bytes,
     current,
@@ -29,6 +31,7 @@ from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import plainly
 from lt_offload.model.compiled import forget_compiled, is_compiled
 from lt_offload.model.head import HeadLoss
+from lt_offload.model.parts import check_micro_batches
 from lt_offload.model.snapshot import untouched
 from lt_offload.profiling.block_cost import BlockCost, discard, measure_block, measure_with_loss, storage_bytes
 from lt_offload.profiling.capture import Capture, Run, Tail, capture
@@ -64,6 +67,7 @@ def profile(
     run: Run | None = None,
     structure: Structure | None = None,
     blocks: str | None = None,
+    micro_batches: int = 1,
     on_progress: Progress | None = None,
 ) -> Profile:
     """Measure what ``model`` costs on ``sample_batch``; neither weights, gradients, buffers nor random numbers change.
@@ -83,10 +87,13 @@ def profile(
         structure: the model's blocks, if they have been found before.
         blocks: name of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the layers, e.g. ``"h"``; None: they are
             found by structure.
+        micro_batches: parts of the batch that go through each block in turn; see :mod:`lt_offload.model.parts`.
         on_progress: is told what is being measured.
 
     Raises:
         ModelError: if the model has no block sequence, or calls its blocks in another order or more than once.
+        ConfigError: if there are fewer samples than ``micro_batches``.
+        UnsupportedError: if the model could not be trained exactly; names the block or weight.
     """
     say = on_progress or _silent
     target = device_for(device)
@@ -105,12 +112,22 @@ def profile(
             machine = _alone(machine, contention)
     with ExitStack() as stack:
         batch = stack.enter_context(_trial(model, sample_batch, target, optimizer=optimizer, run=run))
+        check_samples(batch, micro_batches)
         run = run or call_with_batch(model)
         if target.type == "cuda":
             warm_up(target)  # or the first block would be charged for the libraries' workspaces
         if any(is_compiled(block.module) for block in structure.blocks):
             stack.callback(forget_compiled)  # training compiles for the shapes that it sees, not for the sample's
-        measured = measure_blocks(model, structure, batch, run=run, device=target, meter=Stopwatch(target), say=say)
+        measured = measure_blocks(
+            model,
+            structure,
+            batch,
+            run=run,
+            device=target,
+            meter=Stopwatch(target),
+            say=say,
+            micro_batches=micro_batches,
+        )
     if target.type == "cuda":  # by now all kernels are there
         machine = replace(machine, context_bytes=max(machine.context_bytes, context_bytes(target)))
     found = assemble(
@@ -135,20 +152,39 @@ def check_use(
     optimizer: Optimizer,
     structure: Structure,
     run: Run | None = None,
+    micro_batches: int = 1,
 ) -> None:
     """Run ``model`` once, as :func:`profile` does, to refuse what no plan could train exactly; measures nothing.
 
     Raises:
         UnsupportedError: naming the block or weight, see ``seams.py``.
         ModelError: if the model calls its blocks in another order or more than once.
+        ConfigError: if there are fewer samples than ``micro_batches``.
     """
     staying = [*(parameter for _, parameter in structure.rest), *model.buffers()]
     with ExitStack() as stack:
         batch = stack.enter_context(_trial(model, sample_batch, device, optimizer=optimizer, run=run))
+        check_samples(batch, micro_batches)
         for context in (plainly(model), _gradients_kept(model), _staged(staying, device)):
             stack.enter_context(context)
         stage = partial(_stage, device)
-        capture(structure, run or call_with_batch(model), batch, device=device, stage=stage, meter=Stopwatch(device))
+        run, meter = run or call_with_batch(model), Stopwatch(device)
+        capture(structure, run, batch, device=device, stage=stage, meter=meter, micro_batches=micro_batches)
+
+
+def check_samples(batch: Any, micro_batches: int) -> None:
+    """Refuse more parts than ``batch`` has samples.
+
+    Raises:
+        ConfigError: naming both.
+    """
+    check_micro_batches(micro_batches)
+    samples, _ = _extent(batch)
+    if micro_batches > samples:
+        raise ConfigError(
+            f"micro_batches={micro_batches} is more than the {samples} samples of the batch; set micro_batches="
+            f"{samples} or less, or use larger batches"
+        )
 
 
 @contextmanager
@@ -186,6 +222,7 @@ class Measured:
     with_loss: list[BlockCost]
     """One per option by which the last block computes the loss, too."""
     readers: Readers
+    parts: int
 
 
 def measure_blocks(
@@ -197,6 +234,7 @@ def measure_blocks(
     device: torch.device,
     meter: Meter,
     say: Progress,
+    micro_batches: int = 1,
 ) -> Measured:
     """Run the model once and every kind of block alone; ``meter`` decides whether times are measured or estimated."""
     staying = [*(parameter for _, parameter in structure.rest), *model.buffers()]
@@ -204,12 +242,23 @@ def measure_blocks(
         say("running the model once")
         with Readers(structure) as readers:
             stage = partial(_stage, device)
-            captured = capture(structure, run, batch, device=device, stage=stage, meter=meter, aside=readers.paused)
+            captured = capture(
+                structure,
+                run,
+                batch,
+                device=device,
+                stage=stage,
+                meter=meter,
+                aside=readers.paused,
+                micro_batches=micro_batches,
+            )
+        if micro_batches > 1 and captured.deferred:
+            raise limits.MICRO_BATCHES.error("a step calls the model again before the backward of an earlier call")
         costs = _block_costs(captured, device, meter, say)
         with_loss = _costs_with_loss(captured, device, meter, say)
         if device.type == "cuda":
             readers.measure_on(device, meter, say)
-        return Measured(captured=captured, costs=costs, with_loss=with_loss, readers=readers)
+        return Measured(captured=captured, costs=costs, with_loss=with_loss, readers=readers, parts=micro_batches)
 
 
 def assemble(
@@ -249,6 +298,7 @@ def assemble(
         deferred_forwards=measured.captured.deferred,
         scatter=_scatter(measured.costs),
         estimated=estimated,
+        parts=measured.parts,
     )
 
 

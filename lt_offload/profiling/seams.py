@@ -10,20 +10,23 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from typing_extensions import override
 
 from lt_offload import limits
-from lt_offload.model.blocks import Structure
+from lt_offload.errors import OffloadError
+from lt_offload.model.blocks import Block, Structure
 from lt_offload.model.calls import Call, edges, tensors_of
 from lt_offload.model.effects import Effects, InnerHooks
+from lt_offload.model.parts import check_rows
 from lt_offload.model.snapshot import version
 
 _log = logging.getLogger(__name__)
@@ -149,6 +152,66 @@ class Seams:
                 first, second = self._blocks[self._cast[weight]].name, self._blocks[index].name
                 raise limits.SHARED_CAST.error(f"weight {self._shared[weight]} of blocks {first} and {second}")
 
+    def check_samples(self, index: int, call: Call, forward: Callable[..., Any]) -> None:
+        """Refuse a block that cannot take a batch in parts: in which samples depend on each other, for example.
+
+        Two samples show it: no gradient of what the first one gives reaches the second.
+
+        Raises:
+            UnsupportedError: naming the block and what it does.
+        """
+        block = self._blocks[index]
+        samples = call.cut()
+        if samples is None:
+            return
+        for name, module in block.module.named_modules():
+            if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+                what = f"{type(module).__name__} {name or 'itself'}"
+                raise limits.MICRO_BATCHES.error(f"block {block.name} takes statistics over a batch ({what})")
+        if call.contexts.autocasts and call.contexts.caches_casts and call.has_backward:
+            raise limits.SHARED_CAST.error(
+                f"weights of block {block.name}, for several parts of a batch (micro_batches)"
+            )
+        if InnerHooks(block.name, block.module).find() is not None:
+            return  # they would be called once more
+        draws = _generators(call)
+        with Effects(block.module).first_run() as before, self._aside():
+            try:
+                self._check_two(block, call, forward, samples.rows)
+            except OffloadError:
+                raise
+            except (RuntimeError, ValueError, IndexError) as error:  # whatever users' code makes of another shape
+                raise limits.MICRO_BATCHES.error(f"block {block.name} fails on a part of a batch: {error}") from error
+        _draw_from(call, draws)
+        before.undo()
+
+    def _check_two(self, block: Block, call: Call, forward: Callable[..., Any], rows: Collection[int]) -> None:
+        leaves = [leaf[:2].detach() if at in rows else leaf for at, leaf in enumerate(call.leaves)]
+        inputs = []
+        for at in rows:
+            if leaves[at].is_floating_point() and at in call.slots:
+                leaves[at] = leaves[at].requires_grad_()
+                inputs.append(leaves[at])
+        args, kwargs = tree_unflatten(leaves, call.spec)
+        with torch.enable_grad():
+            outputs = tensors_of(forward(*args, **kwargs))
+        assert call.cutter is not None
+        for out in outputs:
+            check_rows(call.cutter, out, 2)
+        outputs = [out for out in outputs if out.requires_grad]
+        uses = Counter(id(getattr(node, "variable", None)) for node, _ in edges(out.grad_fn for out in outputs))
+        for name, parameter in block.module.named_parameters():
+            if uses[id(parameter)] > 1:
+                raise limits.MICRO_BATCHES.error(f"block {block.name} uses its weight {name} several times")
+        if not _has_values(call) or not outputs or not inputs:
+            return
+        first = [torch.zeros_like(out) for out in outputs]
+        for gradient in first:
+            gradient[:1] = 1
+        for found in torch.autograd.grad(outputs, inputs, first, allow_unused=True):
+            if found is not None and found[1:].nan_to_num().count_nonzero():
+                raise limits.MICRO_BATCHES.error(f"samples of a batch depend on each other in block {block.name}")
+
     def check_consumers(self, loss: Tensor) -> None:
         """Refuse a block's output that others use beside blocks that use it more than once.
 
@@ -233,9 +296,14 @@ def _uses(entered: Sequence[Tensor], out: Any) -> list[int]:
 def _comparable(call: Call) -> bool:
     """Return whether a block has numbers that are the same in every run: on a GPU that takes deterministic kernels."""
     tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
-    if any(type(tensor) is not Tensor or tensor.is_meta for tensor in tensors):
+    if not _has_values(call):
         return False
     return all(tensor.device.type == "cpu" for tensor in tensors) or torch.are_deterministic_algorithms_enabled()
+
+
+def _has_values(call: Call) -> bool:
+    """Return whether a block was called with numbers, and not with fake tensors."""
+    return all(type(leaf) is Tensor and not leaf.is_meta for leaf in call.leaves if isinstance(leaf, Tensor))
 
 
 def _equal(first: Any, second: Any) -> bool:

@@ -114,6 +114,8 @@ def _inputs(plan: Plan) -> str:
         tokens = f"{plan.micro_batches} micro-batches of {plan.batch_size} x {plan.sequence_length} tokens"
     if plan.forwards > 1:
         tokens += f", {plan.forwards} forwards each"
+    if plan.parts > 1:
+        tokens += f", each block takes a batch in {plan.parts} parts"
     estimated = "; the profile was estimated, not measured" if plan.estimated else ""
     return f"{plan.model}, {len(plan.options)} blocks, {tokens}, planner {plan.planner}{estimated}"
 

@@ -347,6 +347,9 @@ class Plan:
     """Blocks that always run with a graph, as torch would take other kernels without."""
     chunk_tokens: int = 0
     """Tokens of which the last block has logits at a time, if it is ``chunked``: they decide about last bits."""
+    parts: int = 1
+    """Parts of a batch that go through each block in turn, before the next block begins; one step and one computation
+    of the plan are all of them."""
     schema: int = PLAN_SCHEMA
 
     @property
@@ -450,6 +453,10 @@ def problems(plan: Plan) -> Iterator[str]:
         yield f"window is {plan.window}, it has to be at least 1"
     if plan.forwards < 1 or plan.window % plan.forwards or not 0 <= plan.deferred_forwards <= plan.forwards:
         yield f"window {plan.window}, forwards {plan.forwards} and deferred_forwards {plan.deferred_forwards} differ"
+    if plan.parts < 1:
+        yield f"parts is {plan.parts}, it has to be at least 1"
+    if plan.parts > 1 and plan.deferred_forwards:
+        yield f"parts is {plan.parts} and deferred_forwards {plan.deferred_forwards}, which cannot be combined"
     if not plan.adds_up and any(op.only is not None for op in plan.ops):
         yield "ops name the passes of a window, and there is one"
     if not plan.options:

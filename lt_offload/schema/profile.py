@@ -289,6 +289,9 @@ class Profile:
     them, 0.02 being 2 %; more on a machine that is busy with something else."""
     estimated: bool = False
     """True if times are a roofline estimate and not a measurement."""
+    parts: int = 1
+    """Parts of the batch that go through each block in turn: times, and what is saved, are of all of them, peaks those
+    of one beside what the others hold."""
     schema: int = PROFILE_SCHEMA
 
     @property
@@ -321,6 +324,7 @@ def problems(profile: Profile) -> Iterator[str]:
     for name, value in (
         ("batch_size", profile.batch_size),
         ("sequence_length", profile.sequence_length),
+        ("parts", profile.parts),
         ("optimizer.host_bytes_per_s", optimizer.host_bytes_per_s),
         ("optimizer.device_bytes_per_s", optimizer.device_bytes_per_s),
     ):

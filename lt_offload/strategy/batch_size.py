@@ -235,9 +235,16 @@ def _out_of_memory(error: Exception) -> bool:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
-def record(checkpoint: dict[str, Any], batch_size: int) -> None:
-    """Note in ``checkpoint`` which batch size its run has."""
-    checkpoint[_KEY] = {"batch_size": batch_size}
+def record(checkpoint: dict[str, Any], batch_size: int, micro_batches: int = 1) -> None:
+    """Note in ``checkpoint`` which batch size its run has, and in how many parts a batch is taken if not as a whole."""
+    parts = {"micro_batches": micro_batches} if micro_batches > 1 else {}
+    checkpoint[_KEY] = {"batch_size": batch_size, **parts}
+
+
+def micro_batches_of_the_run(trainer: Any) -> int | None:
+    """Return in how many parts the run that ``trainer`` continues takes a batch, None if it is a new one."""
+    noted = trainer._checkpoint_connector._loaded_checkpoint.get(_KEY)
+    return None if noted is None else int(noted.get("micro_batches", 1))
 
 
 def recorded(trainer: Any) -> int | None:

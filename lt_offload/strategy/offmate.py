@@ -40,15 +40,15 @@ from lt_offload.strategy.batch_size import (
     choose,
     size_of_the_run,
     spare_optimizer,
-    warn_of_change,
 )
 from lt_offload.strategy.checkpoint import resume
 from lt_offload.strategy.checkpoint.data_order import repeatable
 from lt_offload.strategy.checkpoint.hooks import Checkpoints
 from lt_offload.strategy.metrics import Metrics, logs_after
 from lt_offload.strategy.namespaces import STRATEGY_NAME, bind, introduce, named, namespace_of
+from lt_offload.strategy.parts import check_micro_batches, planned
 from lt_offload.strategy.replan import Replanning, follow, steps_left
-from lt_offload.units import format_bytes, parse_bytes
+from lt_offload.units import parse_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -71,6 +71,9 @@ class OffmateStrategy(Checkpoints):
             and schedules are made; ``"auto"``: the size with the highest throughput, at most the number of samples, or
             that of the run whose checkpoint is resumed (with ``accumulate_grad_batches`` above 1 the best split of the
             samples per update that both settings say); None: as it is.
+        micro_batches: parts of a batch that go through each block in turn, before the next block begins: weights travel
+            once for all and temporary tensors are those of one part. The sums of gradients are those that
+            ``lt_offload.micro_batched_reference`` defines. ``"auto"``: the number with which an iteration is fastest.
         blocks: name of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the model's layers, its path or the end of
             it (``"h"``); None: it is found by structure.
         host_update: allow optimizer updates on the host.
@@ -102,6 +105,7 @@ class OffmateStrategy(Checkpoints):
         host_memory: str | int | float | None = None,
         planner: PlannerName = "auto",
         batch_size: int | Literal["auto"] | None = None,
+        micro_batches: int | Literal["auto"] = 1,
         blocks: str | None = None,
         host_update: bool = True,
         activation_offload: bool = True,
@@ -115,6 +119,7 @@ class OffmateStrategy(Checkpoints):
         super().__init__()
         if batch_size not in (None, "auto") and (not isinstance(batch_size, int) or batch_size < 1):
             raise ConfigError(f"batch_size={batch_size!r} must be at least 1, 'auto', or None for the datamodule's")
+        check_micro_batches(micro_batches, batch_size)
         self.memory = None if memory is None else parse_bytes(memory)
         self.host_memory = None if host_memory is None else parse_bytes(host_memory, setting="host_memory")
         self.planner: PlannerName = planner
@@ -130,6 +135,7 @@ class OffmateStrategy(Checkpoints):
         )
         """What plans are made with; ``memory`` is None here where it is what the device has free then."""
         self.batch_size = batch_size
+        self.micro_batches = micro_batches
         self.blocks = blocks
         self.plan_path = plan
         self.async_checkpoint = async_checkpoint
@@ -229,7 +235,7 @@ class OffmateStrategy(Checkpoints):
         if windows.fitting(trainer):
             self.settings = windows.asked(self.settings, trainer)
             if self.plan_path is not None:
-                replay.load_plan(self.plan_path, self._budget, self.settings)
+                replay.load_plan(self.plan_path, self._budget, self.settings, micro_batches=self.micro_batches)
         if self.batch_size is not None and windows.fitting(trainer):
             size = BatchSize(trainer, self.batch_size)
             if self.batch_size != "auto":
@@ -302,12 +308,10 @@ class OffmateStrategy(Checkpoints):
         self._undo.enter_context(windows.clipping(trainer, lambda: self.engine))
         if choice is not None:
             self.profile, self.plan = choice.profile, choice.plan
-            self._replanning = follow(self.settings, self.profile)
         else:
-            with sample.isolated(self.namespace):
-                self.profile = sample.measure(trainer, optimizer)
-            warn_of_change(trainer, self.profile.batch_size)
-            self.plan = self._make_plan(self.profile)
+            self.profile, self.plan = planned(self, trainer, self._budget, self._make_plan)
+        if choice is not None or (self.micro_batches == "auto" and self.plan_path is None):
+            self._replanning = follow(self.settings, self.profile)
         folder = self._folder(trainer)
         self._save_plan(folder)
         rank_zero_info(f"offmate: {headline(self.plan)}" + (f"; saved in {folder}" if folder else ""))
@@ -320,12 +324,8 @@ class OffmateStrategy(Checkpoints):
         self._install(optimizer, self.plan, self.plan.budget_bytes)
 
     def _make_plan(self, profile: Profile) -> Plan:
-        if self.plan_path is not None:
-            return replay.replay(self.plan_path, profile, self._budget)
-        budget = self._budget
-        rank_zero_info(f"offmate: planning for {format_bytes(budget)}, {self.settings.time_limit:g} s at most")
         self._replanning = follow(self.settings, profile)
-        return make_plan(profile, replace(self.settings, memory=budget))
+        return make_plan(profile, replace(self.settings, memory=self._budget))
 
     def _install(self, optimizer: Optimizer | None, plan: Plan | None, budget: int) -> None:
         threads, context = (plan.host_threads, plan.context_bytes) if plan is not None else (0, 0)

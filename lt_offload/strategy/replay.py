@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 from torch.optim import Optimizer
 
@@ -17,14 +18,26 @@ ONE_BATCH = Settings()
 """One micro-batch per update, no clipping by norm."""
 
 
-def load_plan(path: str | Path, memory: int, settings: Settings = ONE_BATCH) -> Plan:
+def load_plan(
+    path: str | Path,
+    memory: int,
+    settings: Settings = ONE_BATCH,
+    *,
+    micro_batches: int | Literal["auto"] = "auto",
+) -> Plan:
     """Return the saved plan at ``path``, checked as far as that goes without a model.
 
     Raises:
         PlanError: if it is no plan, needs more than ``memory`` bytes, has no room for the sums of gradients that
-            ``settings`` need, or updates before the norm is known by which the run clips.
+            ``settings`` need, updates before the norm is known by which the run clips, or takes batches in another
+            number of parts than ``micro_batches``.
     """
     plan = Plan.load(path)
+    if micro_batches not in ("auto", plan.parts):
+        raise PlanError(
+            f"plan={str(path)!r} has micro_batches={plan.parts}, which decides about the order of sums, and "
+            f"micro_batches={micro_batches} is set; set micro_batches={plan.parts} or 'auto', or plan again"
+        )
     if not plan.adds_up and settings.accumulate > 1:
         raise PlanError(
             f"plan={str(path)!r} is for 1 micro-batch per update, and accumulate_grad_batches={settings.accumulate} "

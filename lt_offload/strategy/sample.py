@@ -79,8 +79,17 @@ def first_batch(loader: Any) -> Any:
     return first if members is None else first[0]
 
 
-def measure(trainer: Any, optimizer: Optimizer, hardware: HardwareProfile | None = None) -> Profile:
-    """Return the profile of one training iteration of ``trainer``; ``hardware``: the machine, if it was measured."""
+def measure(
+    trainer: Any, optimizer: Optimizer, hardware: HardwareProfile | None = None, micro_batches: int = 1
+) -> Profile:
+    """Return the profile of one training iteration of ``trainer``.
+
+    Args:
+        trainer: about to train.
+        optimizer: the one that will be used.
+        hardware: the machine, if it was measured.
+        micro_batches: parts in which each block takes the batch.
+    """
     from lt_offload.profiling.measure import profile
 
     module, strategy = trainer.lightning_module, trainer.strategy
@@ -92,6 +101,7 @@ def measure(trainer: Any, optimizer: Optimizer, hardware: HardwareProfile | None
             device=strategy.root_device,
             hardware=hardware,
             blocks=strategy.blocks,
+            micro_batches=micro_batches,
             run=lambda batch: _step(strategy, batch),
             on_progress=lambda message: rank_zero_info(f"offmate: {message}"),
         )

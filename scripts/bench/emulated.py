@@ -4,6 +4,7 @@
     python -m scripts.bench.emulated --predictions
     python -m scripts.bench.emulated --clipping
     python -m scripts.bench.emulated --checkpoints
+    python -m scripts.bench.emulated --orders
 
 Cases, each in a process of its own, round after round:
 
@@ -30,6 +31,9 @@ many steps. What both saves wait for first, that updates and copies reach the ho
 itself. Beyond it a save costs the *call*, and what the steps after it take longer than those without. Computations,
 updates and the writer share the processor's cores here, so that writing costs time wherever it happens; beside a GPU
 it does not. The goal is that of the call and the next steps together.
+``--orders``: an update with the gradients of 8 micro-batches in both orders, one micro-batch after the other
+(``accumulate_grad_batches=8``) and layer by layer (``micro_batches=8``): the model of ``--small``, all of whose weights
+travel over a slow link.
 """
 
 from __future__ import annotations
@@ -65,6 +69,8 @@ CHECKPOINT_GOAL = 0.05
 SAVES = ("none", "now", "later")
 FOLLOWED = 12
 """Steps until the plan follows no more."""
+ORDERS_GOAL = 1.4
+"""Micro-batch after micro-batch, by layer after layer."""
 WARM_UP = 3
 BUDGET_SHARE = 0.5
 SMALL = {
@@ -137,7 +143,7 @@ def train(
     elif case == "planned":
         strategy = OffmateStrategy(memory=memory)
     elif case != "plain":
-        strategy = OffmateStrategy(plan=Path(folder) / f"{case}.json")
+        strategy = OffmateStrategy(plan=Path(folder) / f"{case}.json", micro_batches="auto")
     with _throttled(link):
         trainer = Trainer(
             accelerator="cpu",
@@ -169,6 +175,34 @@ def half(model: str, shape: list[int], folder: str) -> int:
     profile = lt_offload.profile(module.model, _batch(shape), optimizer=optimizer)
     resident = lt_offload.solve(profile, memory=profile.hardware.device_bytes, planner="resident", host_update=False)
     return int(BUDGET_SHARE * resident.predicted.device_peak_bytes)
+
+
+def plan_orders(model: str, shape: list[int], folder: str, parts: int, link: int) -> dict[str, Any]:
+    """Save the plans for both orders that stream everything; ``shape`` is that of one micro-batch."""
+    import torch
+
+    import lt_offload
+    from lt_offload.plan import Settings
+    from lt_offload.plan.assembly.window import with_sums
+    from lt_offload.plan.windows import for_windows
+
+    torch.manual_seed(0)
+    module = _module(model, folder)
+    module.configure_model()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-4, fused=True)
+    predicted = {}
+    for case, samples, count in (("micro-batch-major", shape[0], 1), ("layer-major", shape[0] * parts, parts)):
+        batch = _batch([samples, shape[1]])
+        profile = lt_offload.profile(module.model, batch, optimizer=optimizer, micro_batches=count)
+        machine = replace(profile.hardware, h2d_bytes_per_s=float(link), d2h_bytes_per_s=float(link))
+        profile = replace(profile, hardware=machine)
+        if count > 1:
+            plan = stream_all(profile)
+        else:
+            plan = for_windows(stream_all(with_sums(profile, parts)), profile, Settings(accumulate=parts))
+        plan.save(Path(folder) / f"{case}.json")
+        predicted[case] = plan.predicted.iteration_s
+    return predicted
 
 
 def predict(model: str, shape: list[int], folder: str) -> dict[str, Any]:
@@ -415,6 +449,55 @@ def checkpoints(folder: Path, rounds: int, steps: int) -> Path:
     return save("bench-checkpoints", "bench-checkpoints", given, found, folder)
 
 
+def orders(folder: Path, rounds: int, updates: int, link: int) -> Path:
+    """Compare both orders of accumulation in turn, print and save; return the file."""
+    from lt_offload.units import format_bytes, format_seconds
+
+    shape, parts = [1, 64], 8
+    cases = {"micro-batch-major": (shape, parts), "layer-major": ([shape[0] * parts, shape[1]], 1)}
+    times: dict[str, list[float]] = defaultdict(list)
+    peaks: dict[str, int] = {}
+    with tempfile.TemporaryDirectory() as place:
+        common = {"model": "small", "folder": place}
+        planned = in_child("scripts.bench.emulated", "plan_orders", **common, shape=shape, parts=parts, link=link)
+        for _ in range(rounds):
+            for case, (sizes, window) in cases.items():
+                timed = {"steps": updates * window, "window": window, "link": link}
+                ran = in_child("scripts.bench.emulated", "train", **common, **timed, shape=sizes, case=case)
+                steps = ran["steps_s"]
+                times[case].append(
+                    statistics.median(sum(steps[at : at + window]) for at in range(0, len(steps), window))
+                )
+                peaks[case] = ran["device_peak_bytes"]
+    each = list(zip(times["micro-batch-major"], times["layer-major"], strict=True))
+    figures = {
+        "cases": [
+            {
+                "name": case,
+                "update_s": statistics.median(times[case]),
+                "predicted_s": planned[case],
+                "device_peak_bytes": peaks[case],
+            }
+            for case in cases
+        ],
+        "ratio": statistics.median(slow / fast for slow, fast in each),
+        "worst_ratio": min(slow / fast for slow, fast in each),
+        "predicted_ratio": planned["micro-batch-major"] / planned["layer-major"],
+        "goal": ORDERS_GOAL,
+    }
+    for case in figures["cases"]:
+        print(
+            f"{case['name']:18s} {format_seconds(case['update_s'])} an update, predicted "
+            f"{format_seconds(case['predicted_s'])}, {format_bytes(case['device_peak_bytes'])}"
+        )
+    print(
+        f"layer by layer is {figures['ratio']:.2f} times as fast (worst round {figures['worst_ratio']:.2f}, predicted "
+        f"{figures['predicted_ratio']:.2f}, goal {ORDERS_GOAL:.2f})"
+    )
+    settings = {"updates": updates, "rounds": rounds, "micro_batches": parts, "shape": shape, "link_bytes_per_s": link}
+    return save("bench-orders", "bench-orders", settings, figures, folder)
+
+
 def main() -> int:
     """Measure, print and save."""
     from lt_offload.units import format_bytes, format_seconds, parse_bytes
@@ -431,9 +514,14 @@ def main() -> int:
     parser.add_argument("--predictions", action="store_true", help="predicted beside measured iterations instead")
     parser.add_argument("--clipping", action="store_true", help="what clipping costs instead")
     parser.add_argument("--checkpoints", action="store_true", help="what saving costs instead")
+    parser.add_argument("--orders", action="store_true", help="both orders of accumulation instead")
     options = parser.parse_args()
     if options.checkpoints:
         print(checkpoints(options.results, options.rounds or 6, options.steps or 8))
+        return 0
+    if options.orders:
+        link = parse_bytes(options.links or "250MB", setting="--links")
+        print(orders(options.results, options.rounds or 3, options.steps or 4, link))
         return 0
     if options.clipping:
         print(clipping(options.results, options.rounds or 3, options.steps or 24))
@@ -476,5 +564,5 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    serve_child(make_plans, train, half, predict, save_beside)
+    serve_child(make_plans, train, half, predict, save_beside, plan_orders)
     raise SystemExit(main())

@@ -45,6 +45,7 @@ ROOMS_OF_PLAN = (
     ("infeasible", "correct", "windows"),
     ("solve",),
     ("batch", "sweep", "what_if"),
+    ("orders",),
     ("plan",),  # __init__.py
 )
 WITHOUT_TORCH = ("plan", "schema", "report")

@@ -26,6 +26,7 @@ PUBLIC = [
     "Trace",
     "UnsupportedError",
     "chunked_loss_reference",
+    "micro_batched_reference",
     "offloaded",
     "profile",
     "profile_config",

@@ -15,21 +15,21 @@ from torch.autograd import graph
 from torch.autograd.graph import get_gradient_edge
 
 from lt_offload import limits
-from lt_offload.execute.block_graph import Frame
 from lt_offload.execute.edges.shared_inputs import RunningTotal
-from lt_offload.execute.frames import Frames
+from lt_offload.execute.frames import AnyFrame, Frames
 from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure
 from lt_offload.model.effects import InnerHooks
 
 
-def check_hooks(structure: Structure, repeated: Collection[int]) -> None:
+def check_hooks(structure: Structure, repeated: Collection[int], *, parted: bool = False) -> None:
     """Refuse hooks of users on parameters that would see other gradients than in plain PyTorch, or see them twice.
 
     Args:
         structure: the model's blocks.
         repeated: those that run a second time for their backward.
+        parted: blocks take a batch in parts, so that every weight gets a gradient per part.
 
     Raises:
         UnsupportedError: naming the parameter or the module.
@@ -41,10 +41,10 @@ def check_hooks(structure: Structure, repeated: Collection[int]) -> None:
             raise limits.PARAMETER_HOOKS.error(f"post-accumulate hook on weight {name}")
         if _has_joint_hook(param):
             raise limits.PARAMETER_HOOKS.error(f"register_multi_grad_hook on weight {name}")
-    for index in _shared(structure):
+    for index in _shared(structure, parted=parted):
         name, param = structure.tensors[index]
         if param._backward_hooks:
-            raise limits.PARAMETER_HOOKS.error(f"tensor hook on weight {name}, which several blocks share")
+            raise limits.PARAMETER_HOOKS.error(f"tensor hook on weight {name}, which {_SHARING[parted]}")
 
 
 def may_repeat(structure: Structure, blocks: Collection[int]) -> bool:
@@ -71,17 +71,24 @@ class Fixed:
         weights: of the engine.
         updates: knows the optimizer's groups; None without an optimizer.
         repeated: blocks that run a second time for their backward.
+        parted: blocks take a batch in parts.
     """
 
     def __init__(
-        self, structure: Structure, weights: Sequence[Weight], updates: Updates | None, repeated: Collection[int]
+        self,
+        structure: Structure,
+        weights: Sequence[Weight],
+        updates: Updates | None,
+        repeated: Collection[int],
+        parted: bool = False,
     ) -> None:
         self._updates = updates
         self._members = updates.members if updates is not None else set()
         self._weights = [(w, w.param, w.param.requires_grad, _hooks(w)) for w in weights]
         self._inside = [param._cdata for _, param, _, _ in self._weights]
         """What hooks of gradients are attached to: other tensors may be put into the same parameters."""
-        self._shared = [weights[index] for index in _shared(structure)]
+        self._shared = [weights[index] for index in _shared(structure, parted=parted)]
+        self._sharing = _SHARING[parted]
         self._inner = _inner_hooks(structure, repeated)
 
     def check_hooks(self) -> None:
@@ -99,7 +106,7 @@ class Fixed:
                 raise limits.PARAMETER_HOOKS.error(f"register_multi_grad_hook on {weight.label}")
         for weight in self._shared:
             if weight.param._backward_hooks:
-                raise limits.PARAMETER_HOOKS.error(f"tensor hook on {weight.label}, which several blocks share")
+                raise limits.PARAMETER_HOOKS.error(f"tensor hook on {weight.label}, which {self._sharing}")
 
     def check(self) -> None:
         """Compare with what there is now.
@@ -141,8 +148,13 @@ def _has_joint_hook(param: Tensor) -> bool:
     return bool(hooks) and any(getattr(hook, "__globals__", {}) is vars(graph) for hook in hooks.values())  # type: ignore[union-attr]
 
 
-def _shared(structure: Structure) -> list[int]:
-    """Return the tensors that several blocks use."""
+_SHARING = ("several blocks share", "has a gradient per part of the batch (micro_batches)")
+
+
+def _shared(structure: Structure, *, parted: bool) -> list[int]:
+    """Return the tensors that several blocks use, or several parts of a batch."""
+    if parted:
+        return list(range(len(structure.tensors)))
     uses = [tensor for block in structure.blocks for tensor in block.tensors]
     return [index for index in range(len(structure.tensors)) if uses.count(index) > 1]
 
@@ -181,7 +193,7 @@ class Backward:
     def __init__(self, anchor: Tensor) -> None:
         self._end = get_gradient_edge(anchor).node
 
-    def check(self, frame: Frame) -> None:
+    def check(self, frame: AnyFrame) -> None:
         """Refuse what a block's backward cannot do, from within it.
 
         Raises:

@@ -18,14 +18,14 @@ from torch import Tensor
 
 from lt_offload.execute.block_graph import BlockFunction, Frame
 from lt_offload.execute.edges.shared_inputs import SharedInputs
-from lt_offload.execute.frames import Frames
+from lt_offload.execute.frames import AnyFrame, Frames
 from lt_offload.execute.inference import Streaming
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.calls import BlockOutput
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import RECORDED
 
-Again = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], tuple[Frame, list[Tensor]]]
+Again = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], tuple[AnyFrame, list[Tensor]]]
 """Runs a block, given its forward and arguments, as a part of the present pass; returns its frame and its outputs."""
 
 
@@ -37,7 +37,7 @@ class DeferredForward:
         """Of its first run, by block."""
         self.originals: list[Callable[..., Any]] = []
         """What runs the blocks."""
-        self.passed: list[Frame] = []
+        self.passed: list[AnyFrame] = []
         """Of its second run, by block, once its backward has begun."""
         self.last_output: BlockOutput | None = None
         self.shared = SharedInputs()
@@ -104,7 +104,7 @@ class DeferredForwards:
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         anchor: Tensor,
-        backward: Callable[[DeferredForward, Frame, Tensor, Any], list[Tensor | None]],
+        backward: Callable[[DeferredForward, AnyFrame, Tensor, Any], list[Tensor | None]],
     ) -> Any:
         """Run one block for the first time.
 

@@ -20,10 +20,10 @@ class RunningTotal:
 
     __slots__ = ("first", "gradient", "users")
 
-    def __init__(self, first: int) -> None:
+    def __init__(self, first: int, *, users: int = 1) -> None:
         self.first = first
         """The block that used it first."""
-        self.users = 1
+        self.users = users
         """Uses as an argument of a block."""
         self.gradient: Tensor | None = None
 

@@ -63,6 +63,7 @@ def build(
         planner=planner,
         batch_size=profile.batch_size,
         sequence_length=profile.sequence_length,
+        parts=profile.parts,
         budget_bytes=budget_bytes,
         host_budget_bytes=host_budget_bytes,
         options=tuple(block.option for block in decisions.blocks),

@@ -134,7 +134,7 @@ class Checkpoints(_Base):
             rank_zero_warn(f"offmate: {filepath} is not written: {unfinished}")
             return
         if self.profile is not None:
-            record(checkpoint, self.profile.batch_size)
+            record(checkpoint, self.profile.batch_size, self.profile.parts)
         files, later = self._files()
         path = None if storage_options is not None else local(filepath)
         if files is None or path is None or self.engine is None or self.engine.plan is None:

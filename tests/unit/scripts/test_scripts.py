@@ -220,6 +220,18 @@ CHECKPOINTS = {
         ],
     }
 }
+ORDERS = {
+    "settings": {"micro_batches": 8, "link_bytes_per_s": 250e6},
+    "figures": {
+        "cases": [
+            {"name": "micro-batch-major", "update_s": 6.0, "device_peak_bytes": 60e6},
+            {"name": "layer-major", "update_s": 3.0, "device_peak_bytes": 200e6},
+        ],
+        "ratio": 2.0,
+        "worst_ratio": 1.9,
+        "goal": 1.4,
+    },
+}
 KINDS = {
     "bench-gaps": GAPS,
     "compare": COMPARE,
@@ -229,6 +241,7 @@ KINDS = {
     "bench-predictions": PREDICTIONS,
     "bench-clipping": CLIPPING,
     "bench-checkpoints": CHECKPOINTS,
+    "bench-orders": ORDERS,
     "bench-update": UPDATE,
     "bench-packing": PACKING,
     "smallest-budget": BUDGET,
@@ -252,6 +265,7 @@ def test_tables_show_figures_with_machine_and_date(results: Path) -> None:
     assert "| `quickstart` | 20 | 0 | 0 | 1.5e-08 | 1.23 | 2.5 GB | 430 MB |" in block
     assert "| far, 4 x 128, 1 GB | 500 ms | -20% | 1 | -23.0% | 10% |\n| near" in block
     assert "| 4 | 1.5 s | 1.250 | 1.500 | 1.03 | 1.010 | 1.50 |\n| 2 " in block
+    assert "| 8, 250 MB/s | 6 s | 3 s | 2.00 | 1.90 | 1.40 | 60 MB | 200 MB |" in block
     assert "| Llama, streamed | 1.05 s | 1.05 | 1.60 | 94% | 50% |  | 1 GB |" in block
     assert "| `quickstart` | 400 MB | 390 MB | 2 GB | 20% |" in block
     assert "| llama2-7b, 40 layers | 100 GB | 11 GB | 4.5 s | 10 s | 2.1% | 1.50 |" in block

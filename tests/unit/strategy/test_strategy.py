@@ -80,6 +80,7 @@ OPTIONS = {
     "planner": "auto",
     "batch_size": None,
     "blocks": None,
+    "micro_batches": 1,
     "host_update": True,
     "activation_offload": True,
     "recompute": True,

@@ -1,0 +1,333 @@
+"""The samples of a batch, taken by each block a few at a time: how its arguments are cut and its outputs put together.
+
+With ``micro_batches=k`` every block runs ``k`` times, on parts of the batch, before the next block begins: the weights
+travel once for all of them, and temporary tensors are those of one part. :func:`reference_forward` defines the numbers.
+
+Cut is what has a row per sample: every tensor among a call's arguments whose first dimension is that of the block's
+input. Other tensors (masks and tables of one row, positions) are given to every part. The output projection
+(``BlockKind`` ``head``) is not cut: the loss is computed of all logits at once, or the plan computes both a few tokens
+at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from lt_offload.errors import ConfigError, UnsupportedError
+from lt_offload.model.blocks import Structure, find_blocks
+from lt_offload.model.compiled import called, intercept
+from lt_offload.model.options import is_activation
+
+Forward = Callable[..., Any]
+
+
+def check_micro_batches(value: object, *, auto: bool = False) -> None:
+    """Refuse what is no number of parts.
+
+    Args:
+        value: as the user has given it.
+        auto: whether ``"auto"`` is one.
+
+    Raises:
+        ConfigError: naming the value.
+    """
+    if (auto and value == "auto") or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return
+    words = "at least 1, or 'auto'" if auto else "at least 1"
+    raise ConfigError(f"micro_batches={value!r} must be {words}: parts of a batch that go through each block in turn")
+
+
+def sizes_of(samples: int, count: int) -> list[int]:
+    """Return how many samples each part has: as ``torch.tensor_split`` divides them, and none is empty."""
+    count = max(1, min(count, samples))
+    return [samples // count + (part < samples % count) for part in range(count)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cut:
+    """The arguments of one call of a block, and which of them have a row per sample."""
+
+    leaves: list[Any]
+    spec: TreeSpec
+    rows: frozenset[int]
+    """Positions among ``leaves``."""
+    sizes: list[int]
+    """Samples of each part."""
+
+    def starts(self) -> Iterator[tuple[int, int]]:
+        """Yield where each part begins and how many samples it has."""
+        start = 0
+        for size in self.sizes:
+            yield start, size
+            start += size
+
+    def calls(self) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+        """Return the arguments of each part: views, which one node of autograd makes of each tensor."""
+        pieces = {at: self.leaves[at].split(self.sizes) for at in self.rows}
+        found = []
+        for part in range(len(self.sizes)):
+            leaves = [pieces[at][part] if at in pieces else leaf for at, leaf in enumerate(self.leaves)]
+            found.append(tree_unflatten(leaves, self.spec))
+        return found
+
+
+class Cutter:
+    """Cuts the calls of one block.
+
+    A table of one row per token has the form of one per sample where there are as many tokens as samples. What it is
+    shows in any other batch.
+
+    Args:
+        name: of the block.
+        count: parts of a batch that is large enough.
+    """
+
+    def __init__(self, name: str, count: int) -> None:
+        self.name = name
+        self.count = count
+        self._known: dict[tuple[str, int], bool] = {}
+        """By form of the arguments and position: whether it has a row per sample."""
+
+    def cut(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Cut | None:
+        """Return how a call is cut; None if it is not: it has one sample, or no tensor.
+
+        Raises:
+            UnsupportedError: if rows of samples cannot be told from rows of tokens.
+        """
+        leaves, spec = tree_flatten((args, kwargs))
+        positional = spec.child(0).num_leaves
+        tensors = [(at, leaf) for at, leaf in enumerate(leaves) if isinstance(leaf, Tensor) and leaf.ndim > 0]
+        activations = [at for at, leaf in tensors if is_activation(leaf, positional=at < positional)]
+        if not tensors:
+            return None
+        main = leaves[activations[0] if activations else tensors[0][0]]
+        samples = len(main)
+        sizes = sizes_of(samples, self.count)
+        if len(sizes) == 1:
+            return None
+        form, square = str(spec), main.ndim > 1 and main.shape[1] == samples
+        rows = set()
+        for at, leaf in tensors:
+            found = len(leaf) == samples
+            if found and square and leaf is not main and at not in activations:
+                if (form, at) not in self._known:
+                    raise UnsupportedError(
+                        f"micro_batches={self.count}: block {self.name} was called with {samples} samples of {samples} "
+                        "tokens, so that an argument with a row per sample cannot be told from one with a row per "
+                        "token; use another batch size or sequence length"
+                    )
+                found = self._known[form, at]
+            elif not square:
+                self._known[form, at] = found
+            if found:
+                rows.add(at)
+        return Cut(leaves=leaves, spec=spec, rows=frozenset(rows), sizes=sizes)
+
+    def refusal(self, part: Sequence[int], size: int) -> UnsupportedError:
+        """Return the error about an output of shape ``part`` where ``size`` samples went in."""
+        return UnsupportedError(
+            f"micro_batches={self.count}: block {self.name} returned a tensor of shape {list(part)} for {size} "
+            "samples, which has no row per sample; let it return tensors whose first dimension is that of its input, "
+            "or set micro_batches=1"
+        )
+
+
+class Rows:
+    """The tensor that parts make, put together as ``torch.cat`` would, mostly without holding all of them beside it."""
+
+    def __init__(self, sizes: Sequence[int]) -> None:
+        self._sizes = list(sizes)
+        self._starts = [sum(self._sizes[:part]) for part in range(len(self._sizes))]
+        self._whole: Tensor | None = None
+        self._apart: dict[int, Tensor] = {}
+        """Parts that are not in there."""
+        self._missing = set(range(len(self._sizes)))
+
+    def put(self, part: int, tensor: Tensor) -> None:
+        """Add what one part has given, in any order."""
+        self._missing.discard(part)
+        if self._whole is None and not self._apart and tensor.is_contiguous():
+            self._whole = tensor.new_empty((sum(self._sizes), *tensor.shape[1:]))
+        whole = self._whole
+        # torch.cat knows what the result is where parts differ, or have another order of dimensions.
+        alike = whole is not None and tensor.dtype == whole.dtype and tensor.shape[1:] == whole.shape[1:]
+        if alike and tensor.is_contiguous():
+            with torch.no_grad():
+                self._of(part).copy_(tensor)
+        else:
+            self._apart[part] = tensor
+
+    def result(self) -> Tensor | None:
+        """Return all rows, zeros where a part has given nothing; None if none has."""
+        if len(self._missing) == len(self._sizes):
+            return None
+        with torch.no_grad():
+            for part in self._missing:
+                self._clear(part)
+            if not self._apart:
+                return self._whole
+            return torch.cat([self._apart.get(part, self._of(part)) for part in range(len(self._sizes))])
+
+    def _of(self, part: int) -> Tensor:
+        if self._whole is None:
+            return self._apart[part]
+        return self._whole.narrow(0, self._starts[part], self._sizes[part])
+
+    def _clear(self, part: int) -> None:
+        if self._whole is not None:
+            self._of(part).zero_()
+            return
+        like = next(iter(self._apart.values()))
+        self._apart[part] = like.new_zeros((self._sizes[part], *like.shape[1:]))
+
+
+class Outputs:
+    """What parts return, without graphs, put together one after the other."""
+
+    def __init__(self, cutter: Cutter, sizes: Sequence[int]) -> None:
+        self._cutter, self._sizes = cutter, sizes
+        self._rows: dict[int, Rows] = {}
+        self._others: dict[int, Any] = {}
+        self._spec: TreeSpec | None = None
+
+    def put(self, part: int, out: Any) -> None:
+        """Add what one part has returned; the first part comes first.
+
+        Raises:
+            UnsupportedError: if an output has no row per sample, or something else than a tensor differs.
+        """
+        leaves, spec = tree_flatten(out)
+        del out
+        self._spec = self._spec or spec
+        if spec != self._spec:
+            raise other_outputs(self._cutter)
+        for at, leaf in enumerate(leaves):
+            if isinstance(leaf, Tensor):
+                check_rows(self._cutter, leaf, self._sizes[part])
+                self._rows.setdefault(at, Rows(self._sizes)).put(part, leaf.detach())
+            else:
+                check_same(self._cutter, [self._others.setdefault(at, leaf), leaf])
+
+    def result(self) -> Any:
+        """Return what the block returns for the batch."""
+        assert self._spec is not None
+        whole = {**self._others, **{at: rows.result() for at, rows in self._rows.items()}}
+        return tree_unflatten([whole[at] for at in range(self._spec.num_leaves)], self._spec)
+
+
+def joined(cutter: Cutter, sizes: Sequence[int], outs: Sequence[Any]) -> Any:
+    """Return what a block returns for a batch from what it returned for its parts: ``torch.cat`` of each tensor.
+
+    Raises:
+        UnsupportedError: if an output has no row per sample, or something else than a tensor differs between parts.
+    """
+    flat = [tree_flatten(out) for out in outs]
+    first, spec = flat[0]
+    whole: list[Any] = []
+    for at, leaf in enumerate(first):
+        parts = [leaves[at] for leaves, other in flat if other == spec]
+        if len(parts) < len(flat):
+            raise other_outputs(cutter)
+        if not isinstance(leaf, Tensor):
+            check_same(cutter, parts)
+            whole.append(leaf)
+            continue
+        for part, size in zip(parts, sizes, strict=True):
+            check_rows(cutter, part, size)
+        whole.append(torch.cat(parts))
+    return tree_unflatten(whole, spec)
+
+
+def check_rows(cutter: Cutter, tensor: Tensor, size: int) -> None:
+    """Refuse an output that has not ``size`` rows.
+
+    Raises:
+        UnsupportedError: naming the block.
+    """
+    if tensor.ndim == 0 or len(tensor) != size:
+        raise cutter.refusal(tensor.shape, size)
+
+
+def check_same(cutter: Cutter, values: Sequence[Any]) -> None:
+    """Refuse other outputs than tensors that differ between parts.
+
+    Raises:
+        UnsupportedError: naming the block.
+    """
+    if any(value is not values[0] and value != values[0] for value in values):
+        raise other_outputs(cutter)
+
+
+def other_outputs(cutter: Cutter) -> UnsupportedError:
+    """Return the error about outputs that cannot be put together."""
+    return UnsupportedError(
+        f"micro_batches={cutter.count}: block {cutter.name} returned something else for one part of the batch than for "
+        "another, which cannot be put together; return tensors with a row per sample, or set micro_batches=1"
+    )
+
+
+def in_parts(forward: Forward, cutter: Cutter) -> Forward:
+    """Return ``forward`` of a block, run on parts of its batch: the definition of the numbers."""
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        cut = cutter.cut(args, kwargs)
+        if cut is None:
+            return forward(*args, **kwargs)
+        del args, kwargs
+        return joined(cutter, cut.sizes, [forward(*a, **k) for a, k in cut.calls()])
+
+    return run
+
+
+def cutters(structure: Structure, count: int) -> list[Cutter | None]:
+    """Return what cuts the calls of each block; None for those that take the whole batch."""
+    return [Cutter(b.name, count) if count > 1 and b.kind != "head" else None for b in structure.blocks]
+
+
+@contextmanager
+def micro_batched_reference(model: nn.Module, micro_batches: int, *, blocks: str | None = None) -> Iterator[None]:
+    """Let ``model`` compute, in plain PyTorch, the numbers that training with ``micro_batches`` above 1 gives.
+
+    This is the definition: within the context the forward of each block but the output projection is
+    ``torch.cat([block(part) for part in parts])``, nothing else. So the gradients of a weight are summed over the parts
+    as autograd does, the last part's first, and random numbers are drawn part by part. ``parts`` are those of
+    ``torch.tensor_split`` by the first dimension; a batch of fewer samples than ``micro_batches`` has as many parts as
+    samples, and forwards without gradients (validation) take the whole batch.
+
+    Args:
+        model: a model with a block sequence.
+        micro_batches: parts of a batch.
+        blocks: name of what holds the model's layers; None: it is found by structure.
+
+    Raises:
+        ConfigError: if ``micro_batches`` is less than 1.
+        ModelError: if the model has no block sequence.
+        UnsupportedError: from a call, if a block cannot be cut.
+    """
+    check_micro_batches(micro_batches)
+    structure = find_blocks(model, blocks)
+    undo = []
+    for block, cutter in zip(structure.blocks, cutters(structure, micro_batches), strict=True):
+        if cutter is not None:
+            undo.append(intercept(block.module, _with_gradients(called(block.module), cutter)))
+    try:
+        yield
+    finally:
+        for back in undo:
+            back()
+
+
+def _with_gradients(forward: Forward, cutter: Cutter) -> Forward:
+    parted = in_parts(forward, cutter)
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        return (parted if torch.is_grad_enabled() else forward)(*args, **kwargs)
+
+    return run

@@ -1,0 +1,173 @@
+"""The two orders in which several micro-batches can be accumulated, priced against each other.
+
+*Micro-batch-major* (``accumulate``): a forward and backward of the whole model for one micro-batch, then for the next;
+every pass fetches all weights that do not stay. *Layer-major* (``micro_batches``): all of them through one block, then
+through the next; weights travel once, but activations of all are there between forward and backward.
+
+The order that was not measured is priced by a profile that is derived from the other's: good enough to say which wins.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
+from lt_offload.plan.batch.profiles import scaled
+from lt_offload.plan.settings import Settings
+from lt_offload.plan.solve import make_plan
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import COLLECTED_BELOW, BlockProfile, OptionProfile, Profile
+from lt_offload.units import format_seconds
+
+_SHARE = 0.25
+"""Part of the time limit that may go into a plan that is only compared."""
+_LEAST_S = 1.0
+_MOST_PARTS = 32
+_WORTH = 0.02
+"""More parts have to be faster by more than this."""
+
+Measure = Callable[[int], Profile]
+"""Returns the profile of a step whose batch is taken in so many parts."""
+
+
+def in_parts(profile: Profile, count: int) -> Profile:
+    """Return ``profile`` as it would be about if the batch went through each block in ``count`` parts.
+
+    What belongs to one part at a time shrinks with it; the gradients of a block stay until its last part is over. The
+    output projection takes the whole batch.
+    """
+    if count == profile.parts:
+        return profile
+    blocks = tuple(
+        block if block.kind == "head" else _in_parts(block, profile, index, count)
+        for index, block in enumerate(profile.blocks)
+    )
+    return replace(profile, parts=count, blocks=blocks)
+
+
+def _in_parts(block: BlockProfile, profile: Profile, index: int, count: int) -> BlockProfile:
+    ratio = profile.parts / count
+    sizes = [tensor.bytes for tensor in profile.tensors if tensor.trainable and index in tensor.blocks]
+    large = [size for size in sizes if size >= COLLECTED_BELOW]
+    together = sum(large) - max(large, default=0)
+    gradients = together * ((count > 1) - (profile.parts > 1))
+
+    saved = max((option.saved_bytes for option in block.options if option.name == "keep"), default=0)
+
+    def option(found: OptionProfile) -> OptionProfile:
+        moved = found.offload_bytes if found.name in ("offload", "mixed") else 0
+
+        def peak(size: int, *, rebuilt: int = 0, more: int = 0) -> int:
+            fixed = min(moved + rebuilt, size)  # is there for all parts
+            return max(0, fixed + math.ceil((size - fixed) * ratio) + more)
+
+        return replace(
+            found,
+            forward_peak_bytes=peak(found.forward_peak_bytes),
+            backward_peak_bytes=peak(
+                found.backward_peak_bytes, rebuilt=saved if found.name == "discard" else 0, more=gradients
+            ),
+            held_peak_bytes=None,
+        )
+
+    return replace(block, launch_s=block.launch_s / ratio, options=tuple(map(option, block.options)))
+
+
+def layer_major(profile: Profile, window: int) -> Profile:
+    """Return the profile of one batch that has all samples of ``window`` micro-batches, taken in as many parts."""
+    return in_parts(scaled(profile, profile.batch_size * window), profile.parts * window)
+
+
+def micro_batch_major(profile: Profile) -> Profile:
+    """Return the profile of one part of the batch of ``profile``, as a batch of its own."""
+    size = math.ceil(profile.batch_size / profile.parts)
+    return scaled(in_parts(profile, 1), size)
+
+
+def compared(plan: Plan, profile: Profile, settings: Settings) -> Plan:
+    """Return ``plan`` with a note that says what the other order of accumulation would take.
+
+    Itself if there is only one: one micro-batch per update, in one part.
+    """
+    budget = max(_LEAST_S, _SHARE * settings.time_limit)
+    quick = replace(settings, time_limit=min(settings.time_limit, budget))
+    mine, count = plan.predicted.iteration_s, profile.parts
+    if settings.accumulate > 1:
+        window = settings.accumulate
+        other = _seconds(layer_major(profile, window), replace(quick, accumulate=1))
+        how = f"layer-major (micro_batches={count * window} with batches of {profile.batch_size * window} samples)"
+    elif count > 1:
+        part = micro_batch_major(profile)
+        other = _seconds(part, replace(quick, accumulate=count))
+        how = f"micro-batch by micro-batch (accumulate={count} with batches of {part.batch_size} samples)"
+    else:
+        return plan
+    return replace(plan, notes=(*plan.notes, _verdict(how, mine, other)))
+
+
+def _verdict(how: str, mine: float, other: float | None) -> str:
+    if other is None:
+        return f"{how} was priced, too: no plan of it was found"
+    better = f"{mine / other:.2f} times as fast as this plan"
+    worse = f"this plan is {other / mine:.2f} times as fast"
+    return f"{how} would take about {format_seconds(other)} per update: {better if other < mine else worse}"
+
+
+def _seconds(profile: Profile, settings: Settings) -> float | None:
+    try:
+        return make_plan(profile, settings).predicted.iteration_s
+    except (ConfigError, InfeasibleError, UnsupportedError):
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartsChoice:
+    """In how many parts a batch is taken."""
+
+    profile: Profile
+    plan: Plan
+
+
+def choose_parts(measure: Measure, settings: Settings) -> PartsChoice:
+    """Return the number of parts, a power of two up to the samples of the batch, with which an iteration is fastest.
+
+    All are priced by the profile of the whole batch; what wins is measured.
+
+    Args:
+        measure: is asked for 1 and for what wins.
+        settings: of plans.
+
+    Raises:
+        InfeasibleError: if no plan fits, in however many parts.
+        UnsupportedError: if the model cannot be trained exactly in one part.
+    """
+    whole = measure(1)
+    counts = [1 << power for power in range(_MOST_PARTS.bit_length()) if 1 << power <= whole.batch_size]
+    share = max(_LEAST_S, settings.time_limit / (len(counts) + 1))
+    quick = replace(settings, time_limit=min(share, settings.time_limit))
+    seconds = {count: _seconds(in_parts(whole, count), quick) for count in counts}
+    found = {count: time for count, time in seconds.items() if time is not None}
+    if not found:
+        return PartsChoice(profile=whole, plan=make_plan(whole, settings))
+    least = min(found.values())
+    best = next(count for count, time in found.items() if time <= (1 + _WORTH) * least)
+    prices = ", ".join(
+        f"{count}: {'does not fit' if time is None else format_seconds(time)}" for count, time in seconds.items()
+    )
+    try:
+        profile = whole if best == 1 else measure(best)
+        plan = make_plan(profile, settings)
+    except (InfeasibleError, UnsupportedError) as error:
+        if best == 1 or 1 not in found:
+            raise
+        return _chosen(whole, make_plan(whole, settings), f"{prices}; {best} was refused: {error}")
+    if best > 1 and plan.predicted.iteration_s >= found.get(1, math.inf):
+        return _chosen(whole, make_plan(whole, settings), f"{prices}; measured, {best} is not faster")
+    return _chosen(profile, plan, prices)
+
+
+def _chosen(profile: Profile, plan: Plan, why: str) -> PartsChoice:
+    note = f"micro_batches={profile.parts} was chosen; seconds per iteration by number of parts: {why}"
+    return PartsChoice(profile=profile, plan=replace(plan, notes=(*plan.notes, note)))

@@ -1,0 +1,82 @@
+"""Profile and plan of a run under a Trainer, and in how many parts its batches go through each block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
+
+from lt_offload.errors import ConfigError
+from lt_offload.model.parts import check_micro_batches as check_number
+from lt_offload.plan import Settings
+from lt_offload.plan.orders import choose_parts, compared
+from lt_offload.strategy import replay, sample
+from lt_offload.strategy.batch_size import micro_batches_of_the_run, warn_of_change
+from lt_offload.units import format_bytes
+
+if TYPE_CHECKING:
+    from lt_offload.schema.plan import Plan
+    from lt_offload.schema.profile import Profile
+    from lt_offload.strategy.offmate import OffmateStrategy
+
+
+def check_micro_batches(value: object, batch_size: object) -> None:
+    """Refuse what is no number of parts, and the choice of a batch size that would not know of them.
+
+    Raises:
+        ConfigError: naming the value.
+    """
+    check_number(value, auto=True)
+    if value != 1 and batch_size == "auto":
+        raise ConfigError(
+            f"micro_batches={value!r} cannot be combined with batch_size='auto', which plans for whole batches in each "
+            "block; give batch_size as a number, or set micro_batches=1"
+        )
+
+
+def planned(
+    strategy: OffmateStrategy, trainer: Any, budget: int, make_plan: Callable[[Profile], Plan]
+) -> tuple[Profile, Plan]:
+    """Measure a training step of ``trainer`` and return it with its plan, or with the saved one.
+
+    Args:
+        strategy: with its optimizer.
+        trainer: about to train.
+        budget: bytes of the device.
+        make_plan: plans for a profile.
+
+    Raises:
+        ConfigError: if there are fewer samples than ``micro_batches``.
+    """
+    (optimizer,) = strategy.optimizers
+    count, path = strategy.micro_batches, strategy.plan_path
+
+    def measure(parts: int) -> Profile:
+        with sample.isolated(strategy.namespace):
+            return sample.measure(trainer, optimizer, micro_batches=parts)
+
+    if path is not None:
+        profile = measure(replay.load_plan(path, budget, micro_batches=count).parts)
+        warn_of_change(trainer, profile.batch_size)
+        return profile, replay.replay(path, profile, budget)
+    settings: Settings = replace(strategy.settings, memory=budget)
+    before = micro_batches_of_the_run(trainer)
+    if count == "auto" and before is not None:
+        count = before
+    elif before not in (None, count) and count != "auto":
+        rank_zero_warn(
+            f"offmate: the run of the checkpoint had micro_batches={before}, this one has {count}: sums of gradients "
+            "are in another order, so that last bits change; micro_batches='auto' keeps what it was"
+        )
+    profile = measure(1 if count == "auto" else count)
+    warn_of_change(trainer, profile.batch_size)
+    rank_zero_info(f"offmate: planning for {format_bytes(budget)}, {settings.time_limit:g} s at most")
+    if count != "auto":
+        plan = make_plan(profile)
+    else:
+        first = profile
+        choice = choose_parts(lambda parts: first if parts == 1 else measure(parts), settings)
+        profile, plan = choice.profile, choice.plan
+    return profile, compared(plan, profile, settings)

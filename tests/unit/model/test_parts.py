@@ -1,0 +1,122 @@
+"""How a batch is cut in parts, and how what parts give is put together."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lt_offload.errors import UnsupportedError
+from lt_offload.model.parts import Cutter, Outputs, Rows, in_parts, sizes_of
+
+
+@pytest.mark.parametrize(("samples", "count"), [(8, 4), (7, 4), (5, 4), (3, 4), (1, 4), (9, 2), (6, 1)])
+def test_parts_are_those_of_tensor_split(samples: int, count: int) -> None:
+    parts = torch.arange(samples).tensor_split(count)
+    assert sizes_of(samples, count) == [len(part) for part in parts if len(part)]
+
+
+def cut(args: tuple[Any, ...], count: int = 2, **kwargs: Any) -> list[tuple[tuple[Any, ...], dict[str, Any]]] | None:
+    found = Cutter("layer", count).cut(args, kwargs)
+    return None if found is None else found.calls()
+
+
+def test_every_tensor_with_a_row_per_sample_is_cut() -> None:
+    x, mask, table = torch.randn(3, 5, 2), torch.ones(3, 1, 5, 5), torch.randn(1, 5, 2)
+    calls = cut(
+        (x,), mask=(mask, {"ids": torch.arange(3)}), table=table, positions=torch.arange(5), name="a", none=None
+    )
+    assert calls is not None
+    (first, options), (second, others) = calls
+    assert [len(first[0]), len(second[0])] == [2, 1]
+    assert torch.equal(torch.cat([first[0], second[0]]), x)
+    assert torch.equal(others["mask"][0], mask[2:])
+    assert others["mask"][1]["ids"].tolist() == [2]
+    assert options["table"] is others["table"] is table
+    assert others["positions"].tolist() == [0, 1, 2, 3, 4]
+    assert (options["name"], options["none"]) == ("a", None)
+
+
+@pytest.mark.parametrize("args", [(torch.randn(1, 5, 2),), (), ("text",), (torch.tensor(3.0),)])
+def test_what_has_one_sample_or_none_is_not_cut(args: tuple[Any, ...]) -> None:
+    assert cut(args) is None
+
+
+def test_as_many_tokens_as_samples_are_told_apart_once_other_numbers_were_seen() -> None:
+    cutter, positions = Cutter("layer", 2), torch.arange(4)
+    with pytest.raises(UnsupportedError, match="4 samples of 4 tokens"):
+        cutter.cut((torch.randn(4, 4, 2),), {"positions": positions})
+    cutter.cut((torch.randn(3, 4, 2),), {"positions": positions})
+    found = cutter.cut((torch.randn(4, 4, 2),), {"positions": positions})
+    assert found is not None
+    assert [call["positions"].shape for _, call in found.calls()] == [(4,), (4,)]
+    assert cutter.cut((torch.randn(4, 4, 2),), {}) is not None
+
+
+def channels_last(*shape: int) -> Tensor:
+    return torch.randn(*shape).to(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+@pytest.mark.parametrize(
+    "parts",
+    [
+        (torch.randn(2, 3), torch.randn(1, 3)),
+        (torch.randn(3, 2).t(), torch.randn(3, 1).t()),
+        (torch.randn(2, 3), torch.randn(3, 1).t()),
+        (torch.randn(2, 3, dtype=torch.float64), torch.randn(1, 3)),
+        (channels_last(2, 3, 4, 4), channels_last(1, 3, 4, 4)),
+        (torch.randn(2), torch.randn(1)),
+    ],
+)
+def test_rows_are_what_cat_gives(parts: tuple[Tensor, Tensor], order: tuple[int, int]) -> None:
+    rows = Rows([2, 1])
+    for part in order:
+        rows.put(part, parts[part])
+    found, wanted = rows.result(), torch.cat(parts)
+    assert found is not None
+    assert torch.equal(found, wanted)
+    assert (found.dtype, found.stride()) == (wanted.dtype, wanted.stride())
+
+
+@pytest.mark.parametrize("given", [torch.randn(2, 3), torch.randn(3, 2).t()])
+def test_rows_that_nobody_gave_are_zero(given: Tensor) -> None:
+    rows = Rows([1, 2])
+    assert rows.result() is None
+    rows.put(1, given)
+    found = rows.result()
+    assert found is not None
+    assert torch.equal(found, torch.cat([torch.zeros(1, 3), given]))
+
+
+def test_outputs_are_put_together_by_their_structure() -> None:
+    outputs = Outputs(Cutter("layer", 2), [2, 1])
+    whole = {"x": torch.randn(3, 2), "more": (torch.randn(3), "same", None)}
+    for part, rows in enumerate((slice(0, 2), slice(2, 3))):
+        outputs.put(part, {"x": whole["x"][rows], "more": (whole["more"][0][rows], "same", None)})
+    found = outputs.result()
+    assert torch.equal(found["x"], whole["x"])
+    assert torch.equal(found["more"][0], whole["more"][0])
+    assert found["more"][1:] == ("same", None)
+
+
+@pytest.mark.parametrize(
+    ("outs", "words"),
+    [
+        ((torch.zeros(2), torch.zeros(2)), r"of shape \[2\] for 1 samples"),
+        ((torch.tensor(1.0), torch.tensor(1.0)), r"of shape \[\] for 2 samples"),
+        (((torch.zeros(2), 1), (torch.zeros(1), 2)), "something else for one part"),
+        (((torch.zeros(2),), [torch.zeros(1)]), "something else for one part"),
+    ],
+)
+def test_outputs_that_cannot_be_put_together(outs: tuple[Any, Any], words: str) -> None:
+    outputs = Outputs(Cutter("layer", 2), [2, 1])
+    outputs_of_both = partial(list, (outputs.put(part, out) for part, out in enumerate(outs)))
+    with pytest.raises(UnsupportedError, match=words):
+        outputs_of_both()
+    given = iter(outs)
+    with pytest.raises(UnsupportedError, match=words):
+        in_parts(lambda x: next(given), Cutter("layer", 2))(torch.zeros(3, 2))
