@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from lt_offload.errors import CheckpointError
 from lt_offload.strategy.checkpoint.foreign import reading
+from lt_offload.strategy.namespaces import bind
 from lt_offload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -220,6 +221,17 @@ class AtomicCheckpointIO(_Base):
         if local_path is None:
             return super().load_checkpoint(path, map_location, weights_only)
         return load(local_path, weights_only=weights_only)
+
+
+def atomic(io: Any, namespace: str) -> Any:
+    """Return ``io`` if it writes files itself, an :class:`AtomicCheckpointIO` if it is None, or with one within."""
+    if io is not None and getattr(io, "checkpoint_io", io) is not None:
+        return io
+    ours = bind(AtomicCheckpointIO, namespace, "plugins.TorchCheckpointIO")()
+    if io is None:
+        return ours
+    io.checkpoint_io = ours  # a wrapper around none
+    return io
 
 
 def local(path: str | Path) -> Path | None:
