@@ -332,7 +332,9 @@ class Controls(ABC):
         with self._guard.suspended:
             self.drain()
             held = [weight.total for weight in self.weights if weight.total is not None and weight.total.filled]
-            shown = {total.weight.param: total.host for total in held} if self._window.added else self._shown.used
+            shown = {} if self._consumed.gone else self._shown.used
+            if self._window.added:
+                shown = {total.weight.param: total.host for total in held}
             sums = {param: total.clone() for param, total in shown.items()}
             members = {param for group in optimizer.param_groups for param in group["params"] if param.requires_grad}
             gone = sums.keys() - members if self._window.added else ()
@@ -350,8 +352,9 @@ class Controls(ABC):
                 if weight.param in begun.sums and weight.total is not None:
                     weight.total.host.copy_(begun.sums[weight.param])
                     weight.total.filled = begun.added > 0
-            if not begun.added:
+            if begun.sums and not begun.added:
                 self._shown.use(begun.sums)
+                self._consumed.put()  # they have not been cleared yet
             for param, grad in begun.rest.items():
                 param.grad = grad.to(param.device)
             self._window.added = begun.added
