@@ -174,7 +174,7 @@ class Engine(Controls):
         self._guard = Guard(self.weights, self.residency, self.updates, self._open, unseen)
         self._fixed = Fixed(self.structure, self.weights, self.updates, self._frames.repeated)
         self._consumed = StandIns(self.weights)
-        self._shown = ShownGradients(self.weights, self._guard, self.residency, device)
+        self._shown = ShownGradients(self.weights, self._guard, self.residency)
         self._own = [OwnParameters(block.name, block.module) for block in self.structure.blocks]
         self._watch_optimizer()
         self._guard.install()
@@ -273,10 +273,7 @@ class Engine(Controls):
         try:
             with self._accounting:
                 self._accounting.enter_context(self.device.accounting(signature))
-                try:
-                    yield
-                finally:
-                    self.drop_gradients()
+                yield
             if self._within:
                 self._end_step()
         except BaseException:
@@ -299,7 +296,6 @@ class Engine(Controls):
 
     def _end_step(self) -> None:
         self._within = False
-        self.drop_gradients()
         self._accounting.close()
         with self._guard.suspended:
             self._finish() if self._window.last else self._end_pass()

@@ -410,16 +410,8 @@ class OffmateStrategy(OneProcess, _Base):
             self._micro_batch = opened.pop_all()
         return found
 
-    def post_training_step(self) -> None:
-        """Show a hook that comes before gradients are cleared those of the update before."""
-        super().post_training_step()
-        if self.engine is not None and self.engine.keeps_gradients:
-            self.engine.show_used_gradients()
-
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         """Run a backward, and end a micro-batch without an update."""
-        if self.engine is not None:
-            self.engine.drop_gradients()
         with self._micro_batch:
             loss: Tensor = super().backward(closure_loss, optimizer, *args, **kwargs)
         return loss

@@ -115,9 +115,10 @@ def _by_value(trainer: Any) -> bool:
 @contextmanager
 def _shown(engine: Engine, *, final: bool) -> Iterator[None]:
     """Let hooks within the context see gradients, and updates use what they have made of them."""
-    engine.show_gradients()
-    yield
-    engine.hide_gradients(final=final)
+    with engine.device.between():
+        engine.show_gradients()
+        yield
+        engine.hide_gradients(final=final)
 
 
 def prepare(trainer: Any, engine: Engine) -> None:
@@ -157,6 +158,8 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
             engine().clip_rest()
 
     hooked, clips = module.configure_gradient_clipping, plugin._clip_gradients
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    before_zeroing = loop._on_before_zero_grad
     post_backward, after_closure = plugin.post_backward, plugin._after_closure
 
     def shown(*args: Any, **kwargs: Any) -> Any:
@@ -166,6 +169,10 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
     def shown_before_the_step(*args: Any, **kwargs: Any) -> Any:
         with _shown(engine(), final=not (_clips_by_hook(trainer) or trainer.gradient_clip_val)):
             return after_closure(*args, **kwargs)
+
+    def shown_before_zeroing(*args: Any, **kwargs: Any) -> None:
+        with engine().showing_used_gradients():
+            before_zeroing(*args, **kwargs)
 
     def hidden(*args: Any, **kwargs: Any) -> Any:
         """The hooks that look at gradients are over; they are clipped where they are."""
@@ -180,6 +187,8 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
         undo.enter_context(_attribute(plugin, "clip_gradients", clip_gradients))
         if looks_at_gradients(trainer, ["on_after_backward"]):
             undo.enter_context(_attribute(plugin, "post_backward", shown))
+        if looks_at_gradients(trainer, ["on_before_zero_grad"]):
+            undo.enter_context(_attribute(loop, "_on_before_zero_grad", shown_before_zeroing))
         if looks_at_gradients(trainer, ["on_before_optimizer_step"]):
             undo.enter_context(_attribute(plugin, "_after_closure", shown_before_the_step))
             undo.enter_context(_attribute(plugin, "_clip_gradients", hidden))

@@ -56,6 +56,8 @@ class Controls(ABC):
     _undo: list[Callable[[], None]]
     own_loop: OwnLoop | None = None
     """Follows a loop that is not ours; elsewhere :meth:`iteration` encloses every backward."""
+    after_backward: Callable[[], None] | None = None
+    """Is called in such a loop when gradients are shown: what is made of them takes no device memory."""
     keeps_gradients = False
     """What updates have used can be shown afterwards, in plans whose updates wait."""
     _left: str | None
@@ -212,15 +214,16 @@ class Controls(ABC):
             self._end_pass()
             self._shown.put()
 
-    def show_used_gradients(self) -> None:
+    @contextmanager
+    def showing_used_gradients(self) -> Iterator[None]:
         """Let ``param.grad`` be what the last updates have used, to be read before it is cleared."""
-        with self._guard.suspended:
-            self._shown.put_used()
-
-    def drop_gradients(self) -> None:
-        """End that."""
-        with self._guard.suspended:
-            self._shown.drop()
+        with self.device.between():
+            with self._guard.suspended:
+                self._shown.put_used()
+            yield
+            with self._guard.suspended:
+                self._shown.drop()
+                self._shown.use(())
 
     def hide_gradients(self, *, final: bool) -> None:
         """End that, if they are shown: updates will use what ``param.grad`` is now.
@@ -268,6 +271,8 @@ class Controls(ABC):
         self._window.micro_batches += not self._waiting
         if self._window.delayed:
             self.show_gradients()
+            if self.after_backward is not None:
+                self.after_backward()
             return
         if self._window.which == "accumulating":
             with self._guard.suspended:

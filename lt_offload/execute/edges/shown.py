@@ -14,7 +14,6 @@ from __future__ import annotations
 import gc
 import sys
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
@@ -23,7 +22,6 @@ from torch.linalg import vector_norm
 
 from lt_offload import limits
 from lt_offload.execute.copies import Residency
-from lt_offload.execute.device.base import Device
 from lt_offload.execute.edges.guard import GRADIENT, Guard, Owned
 from lt_offload.execute.tensors import Sum, Weight
 
@@ -50,14 +48,12 @@ class ShownGradients:
         weights: of the engine; only those with a sum are shown.
         guard: sees what is done to the gradients.
         residency: has their device copies.
-        device: counts what is made of them as host memory.
     """
 
-    def __init__(self, weights: Sequence[Weight], guard: Guard, residency: Residency, device: Device) -> None:
+    def __init__(self, weights: Sequence[Weight], guard: Guard, residency: Residency) -> None:
         self._sums = [weight.total for weight in weights if weight.total is not None]
-        self._guard, self._residency, self._device = guard, residency, device
+        self._guard, self._residency = guard, residency
         self._shown: list[_Shown] = []
-        self._aside = ExitStack()
         self._used: list[Sum] = []
         """What the last updates have used."""
 
@@ -117,7 +113,6 @@ class ShownGradients:
                 shown.tensor = total.weight.param.grad = total.host.detach()
             self._shown.append(shown)
         self._guard.show(shown.owned for shown in self._shown)
-        self._aside.enter_context(self._device.between())
 
     def take(self, *, final: bool = True) -> None:
         """Let updates use what is there now, and take it away.
@@ -133,9 +128,7 @@ class ShownGradients:
         self._end(final=final)
 
     def drop(self) -> None:
-        """Take them away, whatever has been done to them; those that have been cleared are not shown again."""
-        if self._shown and self.gone:
-            self._used = []
+        """Take them away, whatever has been done to them."""
         self._end(final=True, check=False)
 
     def _adopt(self, shown: _Shown) -> None:
@@ -161,7 +154,6 @@ class ShownGradients:
                 one.total.weight.param.grad = None
         for one in shown:
             self._release(one, copy=final)
-        self._aside.close()
         held = [one for one in shown if check and _users(one.total.host) > one.users]
         if held:
             gc.collect()  # what refers to itself may be gone
