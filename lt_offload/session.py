@@ -73,9 +73,9 @@ def offloaded(
             (``"h"``); None: it is found by structure.
         run: computes the loss of a batch as the loop will, if that takes more than one call of the model, for example
             with and without gradients: ``run(sample_batch)``; None: ``model(**sample_batch)``.
-        **switches: ``delayed=True`` lets updates wait for ``optimizer.step()``, so that
-            ``engine.clip_grad_norm_(1.0)`` can clip gradients before; ``host_memory``, ``planner`` and what else
-            :func:`lt_offload.solve` takes.
+        **switches: ``delayed=True`` lets updates wait for ``optimizer.step()``: between the last backward and that
+            ``param.grad`` is the gradient, to be read and edited, and ``engine.clip_grad_norm_(1.0)`` can clip it;
+            ``host_memory``, ``planner`` and what else :func:`lt_offload.solve` takes.
 
     Yields:
         The engine, for ``stats`` and ``trace()``.
@@ -146,6 +146,7 @@ def _installed(
         with current(torch_device), plainly(model):
             engine.install()
             engine.follow(optimizer)
+            engine.after_backward = iteration.close
             hooks.append(optimizer.register_step_post_hook(lambda *_: iteration.close()))
             with device.between(), iteration:
                 yield engine

@@ -33,11 +33,12 @@ from lt_offload.execute.edges.checks import (
     check_hooks,
     check_reached,
 )
-from lt_offload.execute.edges.consumed import OwnLoop, StandIns
+from lt_offload.execute.edges.consumed import StandIns
 from lt_offload.execute.edges.controls import Controls
 from lt_offload.execute.edges.deferred import DeferredForward, DeferredForwards
 from lt_offload.execute.edges.guard import Guard, held_by_others
 from lt_offload.execute.edges.logits import LossInBlock
+from lt_offload.execute.edges.shown import ShownGradients
 from lt_offload.execute.edges.window import Window
 from lt_offload.execute.frames import AnyFrame, Frames
 from lt_offload.execute.gradients import Gradients
@@ -108,13 +109,12 @@ class Engine(Controls):
         self._guard: Guard
         self._fixed: Fixed
         self._consumed: StandIns
+        self._shown: ShownGradients
         self._own: list[OwnParameters]
         self._staying = False
         """Somebody held memory of a weight when the engine was installed."""
         self._backward = Backward(self._anchor)
         self._consumers = Consumers(lambda index: self.structure.blocks[index].name, self._frames.uses)
-        self.own_loop: OwnLoop | None = None
-        """Follows a loop that is not ours; elsewhere :meth:`iteration` encloses every backward."""
         self._within = False
         """Inside :meth:`iteration`, and not at its end yet."""
         self._deferred: DeferredForwards | None = None
@@ -174,37 +174,11 @@ class Engine(Controls):
         self._guard = Guard(self.weights, self.residency, self.updates, self._open, unseen)
         self._fixed = Fixed(self.structure, self.weights, self.updates, self._frames.repeated, self._frames.parted)
         self._consumed = StandIns(self.weights)
+        self._shown = ShownGradients(self.weights, self._guard, self.residency)
         self._own = [OwnParameters(block.name, block.module) for block in self.structure.blocks]
         self._watch_optimizer()
         self._guard.install()
         self.installed = True
-
-    def follow(self, optimizer: Optimizer) -> None:
-        """Follow a loop that is not ours: ``optimizer.step()`` ends an iteration."""
-        self.own_loop = OwnLoop(self._consumed, optimizer, self._end_backward, self._begin_step, self.finish)
-        self._undo.append(self.own_loop.remove)
-
-    def _end_backward(self) -> None:
-        """A backward of a loop that is not ours has ended."""
-        self._window.micro_batches += not self._waiting
-        if self._window.which == "accumulating":
-            with self._guard.suspended:
-                self._end_pass()
-        else:
-            self.clip_rest()
-
-    def _begin_step(self) -> bool:
-        """``optimizer.step()`` of such a loop begins; return whether there is something to update with."""
-        if self._window.delayed:
-            self._take_stand_ins()
-            self.clip_rest()
-        elif self._waiting:
-            raise limits.FORWARDS.error(
-                f"{self._waiting} forwards with gradients had no backward before optimizer.step()"
-            )
-        elif self._window.added and not self._ran_backward:
-            raise limits.WINDOW.error("optimizer.step() was called before the last micro-batch of the window")
-        return self._ran_backward or self._window.added > 0
 
     def _watch_optimizer(self) -> None:
         """Let the optimizer's states be complete when they are saved, and be taken over when they are loaded."""
@@ -224,6 +198,7 @@ class Engine(Controls):
         if not self.installed:
             return
         self.installed = False
+        self._shown.drop()
         self._guard.remove()
         self._consumed.drop()
         for undo in self._undo:
@@ -259,6 +234,7 @@ class Engine(Controls):
             return
         self._left = self.unfinished()
         with self._guard.suspended:
+            self._shown.drop()
             self._frames.close()
             self._forget_deferred()
             try:
@@ -293,7 +269,7 @@ class Engine(Controls):
         self._within = True
         self._window.begin(last=last)
         with self._guard.suspended:
-            self._consumed.drop()
+            self._begin_gradients()
         try:
             with self._accounting:
                 self._accounting.enter_context(self.device.accounting(signature))
@@ -350,7 +326,8 @@ class Engine(Controls):
             if not self.residency.settled:
                 self.residency.settle()
             self._guard.halfway = True
-            self._walk.settle()
+            with self._kept_gradients():
+                self._walk.settle()
         elif not self._ran_backward:
             self._window.check_update()
             self._restart()
@@ -482,6 +459,7 @@ class Engine(Controls):
         if self._frames.open:
             raise limits.FORWARDS.error("a forward had its backward before a later one")
         self._end_pass()
+        self._shown.take(final=False)
         self._consumed.drop()
         self._begin_pass(self._deferred.waiting - 1)
 
@@ -551,7 +529,7 @@ class Engine(Controls):
         if self.own_loop is not None and not self._waiting:
             self._window.begin()
             if self._window.added:
-                self._take_stand_ins()
+                self._take_stand_ins(final=False)
 
     def _begin_deferred(self) -> None:
         assert self._deferred is not None

@@ -381,7 +381,7 @@ class Gradients:
 
     def _update_on_device(self, weights: Sequence[Weight], grads: list[Tensor], groups: Sequence[LiveGroup]) -> None:
         """Update ``weights``, whose ``groups`` are there, and use the sums up."""
-        edit = self._edit()
+        edit = self.edit()
         if edit is not None:
             for grad in grads:
                 edit(grad)
@@ -394,10 +394,12 @@ class Gradients:
             total.filled = False
         self.updated += len(weights)
 
-    def _edit(self) -> Callable[[Tensor], None] | None:
-        """Return what is done to gradients before updates use them, as it is now; None: nothing."""
+    def edit(self, *, now: bool = False) -> Callable[[Tensor], None] | None:
+        """Return what is done to gradients before updates use them; None: nothing. ``now``: the caller does it."""
         scale = self._scale
         value = min((v for v in (self.clip_value, self._clamp) if v is not None), default=None)
+        if now:
+            self._scale = self._clamp = None
 
         def edit(grad: Tensor) -> None:
             with torch.no_grad():
@@ -505,7 +507,7 @@ class Gradients:
         sums, edit = None, None
         read: list[Event | None] = []
         if updating:
-            edit = self._edit()
+            edit = self.edit()
         if updating and self.square_sums is not None:
             sums = self.square_sums, [w.total.host for w in ready if _filled(w) and w.total]
         if self._which == "settling":  # no gradient that arrives comes after what has read the weights

@@ -5,7 +5,7 @@ starts, :func:`markdown` prints it for the README, and what shows only while tra
 :meth:`Limit.error`. Foreign optimizers are tried on a few small tensors.
 """
 
-from lt_offload.limits.before import overrides, unknown_optimizer
+from lt_offload.limits.before import overridden, overrides, unknown_optimizer
 from lt_offload.limits.running import (
     BACKWARD_OUTSIDE,
     CALL_ARGUMENTS,
@@ -16,10 +16,12 @@ from lt_offload.limits.running import (
     DURING_FORWARD,
     EXCHANGED_MEMORY,
     FORWARDS,
+    FROZEN_HALFWAY,
     GRADIENTS,
     HALFWAY,
     IN_PLACE_INPUT,
     INNER_TENSOR,
+    KEPT_GRADIENT,
     LOGITS,
     MICRO_BATCHES,
     MODULE_HOOKS,
@@ -29,6 +31,7 @@ from lt_offload.limits.running import (
     OUTSIDE_USE,
     PARAMETER_HOOKS,
     PARTIAL_BACKWARD,
+    REFROZEN,
     SEVERAL_CONSUMERS,
     SHARED_CAST,
     SUBSTITUTED,
@@ -48,9 +51,11 @@ __all__ = [
     "DURING_FORWARD",
     "EXCHANGED_MEMORY",
     "FORWARDS",
+    "FROZEN_HALFWAY",
     "GRADIENTS",
     "HALFWAY",
     "INNER_TENSOR",
+    "KEPT_GRADIENT",
     "IN_PLACE_INPUT",
     "LIMITS",
     "LOGITS",
@@ -61,6 +66,7 @@ __all__ = [
     "OUTSIDE_USE",
     "PARAMETER_HOOKS",
     "PARTIAL_BACKWARD",
+    "REFROZEN",
     "SEVERAL_CONSUMERS",
     "SHARED_CAST",
     "SUBSTITUTED",
@@ -72,6 +78,7 @@ __all__ = [
     "check",
     "check_arguments",
     "markdown",
+    "overridden",
     "overrides",
     "unknown_optimizer",
 ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -85,55 +84,36 @@ def _manual(run: Setup) -> str | None:
     instead="remove it; schedule the learning rate with an lr_scheduler of interval='step'",
 )
 def _step_hook(run: Setup) -> str | None:
-    return _overridden([run.trainer.lightning_module], ("optimizer_step", "optimizer_zero_grad", "backward"))
+    return overridden([run.trainer.lightning_module], ("optimizer_step", "optimizer_zero_grad", "backward"))
 
 
 @limit(
-    "own configure_gradient_clipping that does not call self.clip_gradients",
+    "callbacks that search for a learning rate or a batch size, or prune weights",
     "trainer",
-    why="gradients are where the plan has them, not in p.grad, and are clipped there",
-    instead="call self.clip_gradients(optimizer, gradient_clip_val=..., gradient_clip_algorithm='norm' or 'value') in "
-    "it, as often and with what values it decides",
+    why="they train on trial before the run, with other shapes than the plan's or states that are thrown away, or put "
+    "other tensors in the place of parameters",
+    instead="use batch_size='auto', search with strategy='auto' on a small model, or prune before training",
 )
-def _clipping_hook(run: Setup) -> str | None:
-    name = "configure_gradient_clipping"
-    module = run.trainer.lightning_module
-    called = _names(getattr(inspect.unwrap(getattr(module, name)), "__code__", None))
-    return None if called & {name, "clip_gradients"} else f"{type(module).__name__}.{name}"
-
-
-def _names(code: Any) -> set[str]:
-    """Return the attributes and globals that a function's code, and that of functions in it, names."""
-    if not hasattr(code, "co_names"):
-        return set()
-    return {*code.co_names, *(name for constant in code.co_consts for name in _names(constant))}
-
-
-@limit(
-    "hooks that look at gradients",
-    "trainer",
-    why="gradients are consumed inside the backward, the hook would see none",
-    instead="remove it; the gradient norm is logged as 'grad_norm'",
-)
-def _gradient_hook(run: Setup) -> str | None:
-    things = [run.trainer.lightning_module, *run.trainer.callbacks]
-    return _overridden(things, ("on_before_zero_grad", "on_after_backward", "on_before_optimizer_step"))
-
-
-_REWRITING = {"BaseFinetuning", "BatchSizeFinder", "LearningRateFinder", "ModelPruning"}
-_REWRITING |= {"StochasticWeightAveraging", "WeightAveraging"}
-
-
-@limit(
-    "callbacks that rewrite weights or the optimizer",
-    "trainer",
-    why="the plan is made for fixed weights, trainable tensors and batch size",
-    instead="remove it",
-)
-def _rewriting_callback(run: Setup) -> str | None:
+def _searching_callback(run: Setup) -> str | None:
     for callback in run.trainer.callbacks:
-        if _is_a(callback, _REWRITING):
+        if _is_a(callback, {"BatchSizeFinder", "LearningRateFinder", "ModelPruning"}):
             return f"callback {type(callback).__name__}"
+    return None
+
+
+_AVERAGING = {"StochasticWeightAveraging", "WeightAveraging"}
+
+
+@limit(
+    "WeightAveraging and StochasticWeightAveraging with device='cuda'",
+    "trainer",
+    why="the average is a second model, in the memory that the plan has for the first",
+    instead="leave device out, or set device='cpu'",
+)
+def _average_on_the_device(run: Setup) -> str | None:
+    for callback in run.trainer.callbacks:
+        if _is_a(callback, _AVERAGING) and callback._device is not None and "cpu" not in str(callback._device):
+            return f"{type(callback).__name__}(device={str(callback._device)!r})"
     return None
 
 
@@ -243,6 +223,23 @@ def _renormalised(run: Setup) -> str | None:
     return None
 
 
+@limit(
+    "StochasticWeightAveraging of models with batch norm, without a validation after the last epoch",
+    "model",
+    why="Lightning then updates the averaged weights once more, with gradients of the last batch that it has not "
+    "cleared, and they are gone here",
+    instead="validate after the last epoch, which clears them, or leave batch norm out",
+)
+def _averaging_without_validation(run: Setup) -> str | None:
+    trainer = getattr(run.model, "_trainer", None)
+    normed = any(_is_a(module, {"_BatchNorm"}) for _, module in _modules(run))
+    if trainer is None or not normed or not any(_is_a(c, {"StochasticWeightAveraging"}) for c in trainer.callbacks):
+        return None
+    every = trainer.check_val_every_n_epoch or 1
+    validated = trainer.enable_validation and trainer.max_epochs % every == 0
+    return None if validated or trainer.max_epochs == -1 else "StochasticWeightAveraging of a model with batch norm"
+
+
 # -- optimizer --------------------------------------------------------------------------------------------------------
 
 
@@ -350,7 +347,7 @@ def overrides(thing: object, hook: str) -> bool:
     return hook in vars(thing) or (owner is not None and _LIGHTNING_BASE.match(owner.__module__) is None)
 
 
-def _overridden(things: Sequence[Any], hooks: Sequence[str]) -> str | None:
+def overridden(things: Sequence[Any], hooks: Sequence[str]) -> str | None:
     """Return the first hook that one of ``things`` overrides."""
     found = (f"{type(thing).__name__}.{hook}" for thing in things for hook in hooks if overrides(thing, hook))
     return next(found, None)

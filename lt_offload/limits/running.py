@@ -79,9 +79,17 @@ DURING_FORWARD = while_running(
     instead="write before the forward or after optimizer.step()",
 )
 GRADIENTS = while_running(
-    "gradients in a loop of one's own: torch's clipping functions, GradScaler, edits, reading p.grad",
-    why="each gradient is consumed by its update during the backward",
-    instead="leave gradients alone; clip with engine.clip_value or engine.clip_grad_norm_(...)",
+    "gradients in a loop of one's own without delayed=True: torch's clipping functions, edits, reading p.grad; "
+    "GradScaler; p.grad after its update",
+    why="each gradient is consumed by its update, which is during the backward where updates do not wait",
+    instead="use offloaded(..., delayed=True) and look at gradients between the last backward and optimizer.step(), "
+    "under a Trainer in on_after_backward or on_before_optimizer_step; clip with engine.clip_value or "
+    "engine.clip_grad_norm_(...)",
+)
+KEPT_GRADIENT = while_running(
+    "gradients that are kept (self.before = p.grad) while they are still to change, views of them",
+    why="they stand where sums of gradients are, and the next ones will",
+    instead="keep a clone (p.grad.clone())",
 )
 ONE_BACKWARD = while_running(
     "more backwards per optimizer step than was said, or none: skipped steps, retain_graph",
@@ -168,7 +176,19 @@ OTHER_THREAD = while_running(
     instead="enter lt_offload.offloaded, or call Trainer.fit, in the thread that trains",
 )
 CHANGED_PARAMETERS = while_running(
-    "requires_grad, shape, dtype or parameter groups changed during training, torch.utils.swap_tensors",
-    why="the plan is made for fixed trainable tensors and one optimizer",
+    "shape or dtype of weights changed during training, torch.utils.swap_tensors",
+    why="the plan is made for tensors of these sizes",
     instead="make the change before training starts and train again from there",
+)
+REFROZEN = while_running(
+    "weights frozen or unfrozen, parameters added to the optimizer, in a loop of one's own or in training_step",
+    why="only another plan has the right gradients and updates",
+    instead="leave the with-block of offloaded and enter it again, which plans anew; under a Trainer do it in a hook "
+    "before the training step (on_train_epoch_start, on_train_batch_start), where the strategy plans anew by itself",
+)
+FROZEN_HALFWAY = while_running(
+    "weights frozen, or taken from the optimizer, between the micro-batches of one update",
+    why="plain PyTorch would update them once more, with the gradients of the micro-batches before",
+    instead="freeze them after an update: in on_train_epoch_start, or when trainer.fit_loop._should_accumulate() "
+    "was false for the batch before",
 )

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lt_offload.strategy.namespaces import bind
+
 if TYPE_CHECKING:
     from lightning.pytorch.callbacks import Callback as _Base
 else:
@@ -92,3 +94,12 @@ def tokens_in(batch: Any) -> int:
 
 def _is_ids(tensor: Tensor) -> bool:
     return tensor.ndim >= 2 and not tensor.is_floating_point() and tensor.dtype != torch.bool
+
+
+def add(trainer: Any, namespace: str) -> None:
+    """Give ``trainer`` the metrics of this module, before its checkpoints, unless it has them."""
+    if any(isinstance(callback, Metrics) for callback in trainer.callbacks):
+        return
+    checkpoints = {id(callback) for callback in trainer.checkpoint_callbacks}
+    before = next((i for i, c in enumerate(trainer.callbacks) if id(c) in checkpoints), len(trainer.callbacks))
+    trainer.callbacks.insert(before, bind(Metrics, namespace, "callbacks.Callback")())

@@ -34,7 +34,7 @@ from lt_offload.schema.explain import brief, headline
 from lt_offload.schema.plan import Plan, PlannerName
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
-from lt_offload.strategy import replay, sample, windows
+from lt_offload.strategy import metrics, replay, sample, windows
 from lt_offload.strategy.batch_size import (
     BatchSize,
     choose,
@@ -44,17 +44,17 @@ from lt_offload.strategy.batch_size import (
 from lt_offload.strategy.checkpoint import resume
 from lt_offload.strategy.checkpoint.data_order import repeatable
 from lt_offload.strategy.checkpoint.hooks import Checkpoints
-from lt_offload.strategy.metrics import Metrics, logs_after
 from lt_offload.strategy.namespaces import STRATEGY_NAME, bind, introduce, named, namespace_of
+from lt_offload.strategy.one_process import OneProcess
 from lt_offload.strategy.parts import check_micro_batches, planned
-from lt_offload.strategy.replan import Replanning, follow, steps_left
+from lt_offload.strategy.replan import Replanning, follow, measured_again, steps_left
 from lt_offload.units import parse_bytes
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
 
 
-class OffmateStrategy(Checkpoints):
+class OffmateStrategy(OneProcess, Checkpoints):
     """Trains inside a device memory budget by planning one iteration, with the same numbers as plain training.
 
     On ``accelerator="cuda"`` blocks run on the GPU; on ``accelerator="cpu"`` the same plan runs on an emulated device
@@ -94,9 +94,6 @@ class OffmateStrategy(Checkpoints):
 
     strategy_name = STRATEGY_NAME
     namespace = "lightning.pytorch"
-    num_nodes = 1  # set by the Trainer
-    global_rank = local_rank = 0
-    world_size = 1
 
     def __init__(
         self,
@@ -142,13 +139,14 @@ class OffmateStrategy(Checkpoints):
         self.report_dir = report_dir
         self.explain = False
         """Whether the whole plan is shown before training, and not just one paragraph about it."""
-        self.parallel_devices: list[torch.device] | None = None  # filled in by the Trainer
         self.profile: Profile | None = None
         self.plan: Plan | None = None
         self.trace: Trace | None = None
         """Of the last complete iteration, once training has ended."""
         self.engine: Engine | None = None
         """Present between ``setup`` and ``teardown``."""
+        self.samples: dict[int, Any] = {}
+        """The batch that the model was measured with; while a batch size is chosen, one of each."""
         self._device: Device | None = None
         self._replanning: Replanning | None = None
         """Present while the first iterations may correct the plan."""
@@ -177,34 +175,6 @@ class OffmateStrategy(Checkpoints):
             )
         self._accelerator = accelerator
 
-    # -- one process, one device -------------------------------------------------------------------------------------
-
-    @property
-    def root_device(self) -> torch.device:
-        """Where batches go and blocks run."""
-        assert self.parallel_devices, "the Trainer has not chosen a device yet"
-        return self.parallel_devices[0]
-
-    @property
-    def is_global_zero(self) -> bool:
-        """There is only one process."""
-        return True
-
-    def reduce(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
-        """Return ``tensor``."""
-        return tensor
-
-    def all_gather(self, tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Return ``tensor``."""
-        return tensor
-
-    def barrier(self, *args: Any, **kwargs: Any) -> None:
-        """Return at once."""
-
-    def broadcast(self, obj: Any, src: int = 0) -> Any:
-        """Return ``obj``."""
-        return obj
-
     # -- before training ---------------------------------------------------------------------------------------------
 
     def connect(self, model: LightningModule) -> None:
@@ -214,12 +184,7 @@ class OffmateStrategy(Checkpoints):
         if trainer is None or trainer.barebones:
             return
         resume.add(trainer, self.namespace)
-        if any(isinstance(c, Metrics) for c in trainer.callbacks):
-            return
-        metrics = bind(Metrics, self.namespace, "callbacks.Callback")()
-        checkpoints = {id(callback) for callback in trainer.checkpoint_callbacks}
-        before = next((i for i, c in enumerate(trainer.callbacks) if id(c) in checkpoints), len(trainer.callbacks))
-        trainer.callbacks.insert(before, metrics)
+        metrics.add(trainer, self.namespace)
 
     def process_dataloader(self, dataloader: object) -> object:
         """Let the epochs of training loaders begin again, so that a resumed run has the order of the first one."""
@@ -308,6 +273,7 @@ class OffmateStrategy(Checkpoints):
         self._undo.enter_context(windows.clipping(trainer, lambda: self.engine))
         if choice is not None:
             self.profile, self.plan = choice.profile, choice.plan
+            self.samples = {n: batch for n, batch in self.samples.items() if n == choice.batch_size}
         else:
             self.profile, self.plan = planned(self, trainer, self._budget, self._make_plan)
         if choice is not None or (self.micro_batches == "auto" and self.plan_path is None):
@@ -332,7 +298,7 @@ class OffmateStrategy(Checkpoints):
         self._device = open_device(budget, str(self.root_device), host_threads=threads or None, context=context)
         self.engine = Engine(self._module, optimizer, plan, self._device, structure=self._structure())
         self.engine.install()
-        windows.clip_by_value(self._trainer, self.engine)
+        windows.prepare(self._trainer, self.engine)
         self._watch.enter_context(self._device.between())
 
     def _replan(self) -> None:
@@ -352,6 +318,32 @@ class OffmateStrategy(Checkpoints):
                 del engine
                 self._take_over(found.plan)
         self._save_plan(self._folder(self._trainer))
+
+    def _follow_changes(self) -> None:
+        """Between two passes: plan again if there are other trainable tensors, or another optimizer, than before."""
+        engine, profile, trainer = self.engine, self.profile, self._trainer
+        (optimizer,) = self.optimizers
+        change = engine.changed(optimizer) if engine is not None else None
+        if engine is None or profile is None or change is None:
+            return
+        replay.check_no_plan(self.plan_path, change)
+        limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
+        self.finish_saves()
+        window = engine.leave_window(optimizer)
+        memory = engine.device.budget
+        rank_zero_info(f"offmate: {change}: the run is planned again")
+        del engine
+        self._close_engine()
+        gc.collect()  # or what refers to itself in the old engine would seem to hold weights
+        with sample.isolated(self.namespace):
+            self.profile = measured_again(trainer, optimizer, profile)
+            plan = make_plan(self.profile, replace(self.settings, memory=memory))
+        self.plan, self._replanning = plan, follow(self.settings, self.profile)
+        self._save_plan(self._folder(trainer))
+        rank_zero_info(f"offmate: {headline(plan)}")
+        self._install(optimizer, plan, plan.budget_bytes)
+        assert self.engine is not None
+        self.engine.enter_window(window)
 
     def _take_over(self, plan: Plan) -> None:
         """Go on with ``plan``: weights and states are complete on the host in between."""
@@ -387,8 +379,9 @@ class OffmateStrategy(Checkpoints):
     # -- training and evaluation -------------------------------------------------------------------------------------
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Remember the shapes of the batch."""
+        """Remember the shapes of the batch; hooks of users, which may freeze and unfreeze weights, have run by now."""
         self._signature = tuple((t.shape, t.dtype) for t in tree_leaves(batch) if isinstance(t, Tensor))
+        self._follow_changes()
 
     def optimizer_step(
         self,
@@ -400,7 +393,7 @@ class OffmateStrategy(Checkpoints):
         """Run one planned iteration: the closure's forward and backward contain every update."""
         assert self.engine is not None
         trainer = self._trainer
-        norm = logs_after(trainer, trainer.global_step + 1)
+        norm = metrics.logs_after(trainer, trainer.global_step + 1)
         self._micro_batch.close()
         self._replan()
         with self.engine.iteration(grad_norm=norm, signature=self._signature):
@@ -409,7 +402,9 @@ class OffmateStrategy(Checkpoints):
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a training step; if no update follows, begin what ends after its backward."""
         with ExitStack() as opened:
-            if self.engine is not None and self._trainer.fit_loop._should_accumulate():
+            if self.engine is not None and self._trainer.fit_loop._skip_backward:
+                opened.enter_context(self.engine.iteration(signature=self._signature))
+            elif self.engine is not None and self._trainer.fit_loop._should_accumulate():
                 self._micro_batch.close()  # of a step that returned no loss
                 opened.enter_context(self.engine.iteration(last=False, signature=self._signature))
             found = super().training_step(*args, **kwargs)

@@ -3,6 +3,8 @@
 After a few iterations the measured ones are compared with the plan's own simulation. Where they differ, the measured
 durations go into the profile, and the time that is predicted is right from then on. If a plan for that profile is
 faster, it takes over between two iterations. Only times change: sizes, budgets and the batch size stay.
+
+Weights that are frozen or unfrozen, and other parameters in the optimizer, change more: the model is measured again.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lightning_utilities.core.rank_zero import rank_zero_info
+from torch.optim import Optimizer
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.execute.engine import Engine
@@ -22,6 +25,7 @@ from lt_offload.plan.windows import has_windows
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
+from lt_offload.strategy import sample
 
 _WARM_UP = 2
 """Iterations of an engine that do not count: optimizer states are made, and memory is touched for the first time."""
@@ -127,6 +131,13 @@ class Replanning:
 def follow(settings: Settings, profile: Profile) -> Replanning | None:
     """Return what follows a run that was planned with ``settings``; None for windows, whose plans stay as they are."""
     return None if has_windows(settings) else Replanning(settings, profile)
+
+
+def measured_again(trainer: Any, optimizer: Optimizer, before: Profile) -> Profile:
+    """Return the profile of a step as model and ``optimizer`` are now; the machine is as it was ``before``."""
+    again = {"micro_batches": before.parts, "batch_size": before.batch_size}
+    found = sample.measure(trainer, optimizer, before.hardware, **again)
+    return replace(found, contention=before.contention)
 
 
 def _kept(before: Plan, plan: Plan, why: str) -> Plan:

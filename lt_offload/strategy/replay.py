@@ -46,13 +46,23 @@ def load_plan(
     if settings.delayed and not plan.delayed:
         raise PlanError(
             f"plan={str(path)!r} updates weights before the norm of all gradients is known, by which gradient_clip_val "
-            "clips; plan again, or set gradient_clip_algorithm='value'"
+            "clips, and before on_after_backward and on_before_optimizer_step, where hooks look at them; plan again, "
+            "or set gradient_clip_algorithm='value' and leave such hooks out"
         )
     if plan.budget_bytes > memory:
         raise PlanError(
             f"plan={str(path)!r} needs memory={plan.budget_bytes}, there are {memory} bytes; raise memory or plan again"
         )
     return plan
+
+
+def check_no_plan(path: str | Path | None, change: str) -> None:
+    """Raise ``PlanError`` if a plan was given, at ``path``, that a ``change`` of weights or optimizer has outdated."""
+    if path is not None:
+        raise PlanError(
+            f"plan={str(path)!r} cannot be carried out any more: {change}; leave plan out, so that the run is planned "
+            "again when that happens"
+        )
 
 
 def check_same_model(path: str | Path, structure: Structure, optimizer: Optimizer) -> None:

@@ -6,6 +6,7 @@ global generators, with :func:`isolated`.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -33,7 +34,7 @@ def isolated(namespace: str) -> AbstractContextManager[None]:
 
 
 def sample_batch(trainer: Any) -> Any:
-    """Return a training batch of ``trainer`` as its module will see it, on the device.
+    """Return a training batch of ``trainer``.
 
     Raises:
         ConfigError: if there is none, or if taking it would disturb the data's order.
@@ -43,8 +44,11 @@ def sample_batch(trainer: Any) -> Any:
         for name in BATCH_METHODS:
             if batch is None and callable(getattr(owner, name, None)):
                 batch = getattr(owner, name)()
-    if batch is None:
-        batch = from_data(trainer, first_batch)
+    return from_data(trainer, first_batch) if batch is None else batch
+
+
+def as_seen(trainer: Any, batch: Any) -> Any:
+    """Return ``batch`` as the module of ``trainer`` will see it, on the device."""
     batch = trainer.precision_plugin.convert_input(batch)
     return trainer.strategy.batch_to_device(trainer.lightning_module._on_before_batch_transfer(batch))
 
@@ -80,23 +84,31 @@ def first_batch(loader: Any) -> Any:
 
 
 def measure(
-    trainer: Any, optimizer: Optimizer, hardware: HardwareProfile | None = None, micro_batches: int = 1
+    trainer: Any,
+    optimizer: Optimizer,
+    hardware: HardwareProfile | None = None,
+    *,
+    micro_batches: int = 1,
+    batch_size: int | None = None,
 ) -> Profile:
     """Return the profile of one training iteration of ``trainer``.
 
     Args:
-        trainer: about to train.
-        optimizer: the one that will be used.
+        trainer: whose strategy keeps the batch, so that another profile of that size is one of the same batch.
+        optimizer: that it uses.
         hardware: the machine, if it was measured.
         micro_batches: parts in which each block takes the batch.
+        batch_size: of a batch that was measured before and is measured again, if the strategy has kept it.
     """
     from lt_offload.profiling.measure import profile
 
     module, strategy = trainer.lightning_module, trainer.strategy
     with untouched(trainer):
-        return profile(
+        batch = strategy.samples.get(batch_size)
+        batch = sample_batch(trainer) if batch is None else batch
+        found = profile(
             module,
-            sample_batch(trainer),
+            as_seen(trainer, copy.deepcopy(batch)),
             optimizer=optimizer,
             device=strategy.root_device,
             hardware=hardware,
@@ -105,6 +117,8 @@ def measure(
             run=lambda batch: _step(strategy, batch),
             on_progress=lambda message: rank_zero_info(f"offmate: {message}"),
         )
+    strategy.samples[found.batch_size] = batch
+    return found
 
 
 @contextmanager

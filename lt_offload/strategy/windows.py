@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -36,7 +36,7 @@ def asked(settings: Settings, trainer: Any) -> Settings:
     count = micro_batches(trainer)
     if count < 1:
         raise ConfigError(f"accumulate_grad_batches={count} must be at least 1: micro-batches per update")
-    delayed = _clips_by_norm(trainer) or _clips_by_hook(trainer)
+    delayed = _clips_by_norm(trainer) or _clips_by_hook(trainer) or looks_at_gradients(trainer) is not None
     return replace(settings, accumulate=count, delayed=delayed)
 
 
@@ -88,6 +88,15 @@ def warn_of_short_ones(trainer: Any) -> None:
         )
 
 
+LOOKING = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+"""Hooks in which gradients are complete, the last one with those of the update before."""
+
+
+def looks_at_gradients(trainer: Any, hooks: Sequence[str] = LOOKING) -> str | None:
+    """Return the first of ``hooks`` that the module or a callback of ``trainer`` overrides."""
+    return limits.overridden([trainer.lightning_module, *trainer.callbacks], hooks)
+
+
 def _clips_by_norm(trainer: Any) -> bool:
     return bool(trainer.gradient_clip_val) and not _by_value(trainer)
 
@@ -103,8 +112,18 @@ def _by_value(trainer: Any) -> bool:
     return str(getattr(algorithm, "value", algorithm)) == "value"
 
 
-def clip_by_value(trainer: Any, engine: Engine) -> None:
-    """Let ``engine`` clamp gradients if ``trainer`` always does."""
+@contextmanager
+def _shown(engine: Engine, *, final: bool) -> Iterator[None]:
+    """Let hooks within the context see gradients, and updates use what they have made of them."""
+    with engine.device.between():
+        engine.show_gradients()
+        yield
+        engine.hide_gradients(final=final)
+
+
+def prepare(trainer: Any, engine: Engine) -> None:
+    """Let ``engine`` clamp gradients if ``trainer`` always does, and keep them if a hook looks at them afterwards."""
+    engine.keeps_gradients = looks_at_gradients(trainer, ["on_before_zero_grad"]) is not None
     value = trainer.gradient_clip_val
     if engine.plan is not None and value and _by_value(trainer) and not _clips_by_hook(trainer):
         engine.clip_value = float(value)
@@ -114,8 +133,8 @@ def clip_by_value(trainer: Any, engine: Engine) -> None:
 def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[None]:
     """Let the engine clip where the Trainer's precision plugin would look for gradients.
 
-    The norms are put together in the order of the optimizer's parameters, as the plugin does. A hook of the module
-    that looks at gradients itself is told that they are gone.
+    The norms are put together in the order of the optimizer's parameters, as the plugin does. Hooks that look at
+    gradients, and edit them, do so before that, or instead.
 
     Args:
         trainer: about to train.
@@ -138,14 +157,41 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
         else:  # the engine clips those of blocks when they are complete
             engine().clip_rest()
 
-    hooked = module.configure_gradient_clipping
+    hooked, clips = module.configure_gradient_clipping, plugin._clip_gradients
+    loop = trainer.fit_loop.epoch_loop.automatic_optimization
+    before_zeroing = loop._on_before_zero_grad
+    post_backward, after_closure = plugin.post_backward, plugin._after_closure
+
+    def shown(*args: Any, **kwargs: Any) -> Any:
+        with _shown(engine(), final=False):
+            return post_backward(*args, **kwargs)
+
+    def shown_before_the_step(*args: Any, **kwargs: Any) -> Any:
+        with _shown(engine(), final=not (_clips_by_hook(trainer) or trainer.gradient_clip_val)):
+            return after_closure(*args, **kwargs)
+
+    def shown_before_zeroing(*args: Any, **kwargs: Any) -> None:
+        with engine().showing_used_gradients():
+            before_zeroing(*args, **kwargs)
+
+    def hidden(*args: Any, **kwargs: Any) -> Any:
+        """The hooks that look at gradients are over; they are clipped where they are."""
+        engine().hide_gradients(final=not (_clips_by_hook(trainer) or trainer.gradient_clip_val))
+        return clips(*args, **kwargs)
 
     def configure_gradient_clipping(*args: Any, **kwargs: Any) -> None:
-        with engine().without_gradients():
+        with _shown(engine(), final=True):
             hooked(*args, **kwargs)
 
     with ExitStack() as undo:
         undo.enter_context(_attribute(plugin, "clip_gradients", clip_gradients))
+        if looks_at_gradients(trainer, ["on_after_backward"]):
+            undo.enter_context(_attribute(plugin, "post_backward", shown))
+        if looks_at_gradients(trainer, ["on_before_zero_grad"]):
+            undo.enter_context(_attribute(loop, "_on_before_zero_grad", shown_before_zeroing))
+        if looks_at_gradients(trainer, ["on_before_optimizer_step"]):
+            undo.enter_context(_attribute(plugin, "_after_closure", shown_before_the_step))
+            undo.enter_context(_attribute(plugin, "_clip_gradients", hidden))
         if _clips_by_hook(trainer):
             undo.enter_context(_attribute(module, "configure_gradient_clipping", configure_gradient_clipping))
         yield

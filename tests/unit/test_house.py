@@ -268,7 +268,7 @@ def test_what_the_map_names_is_there(path: str) -> None:
         ("execute.copies", ("Residency.issue", "Transfer.fetch")),
         ("plan.verify.check", ("_budgets",)),
         ("machine.accounting", ("Account",)),
-        ("execute.gradients", ("Gradients.clip_norm", "Gradients._edit")),
+        ("execute.gradients", ("Gradients.clip_norm", "Gradients.edit")),
     ],
 )
 def test_the_answers_of_the_map_are_right(module: str, names: tuple[str, ...]) -> None:

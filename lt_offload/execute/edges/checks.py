@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import graph
 from torch.autograd.graph import get_gradient_edge
+from torch.optim import Optimizer
 
 from lt_offload import limits
 from lt_offload.execute.edges.shared_inputs import RunningTotal
@@ -115,17 +116,32 @@ class Fixed:
             UnsupportedError: naming what has changed.
         """
         self.check_hooks()
-        for weight, param, trainable, _ in self._weights:
-            if param.requires_grad is not trainable:
-                change = f"from {trainable} to {param.requires_grad}"
-                raise limits.CHANGED_PARAMETERS.error(f"requires_grad of {weight.label} was changed {change}")
         for (weight, *_), inside in zip(self._weights, self._inside, strict=True):
             if weight.param._cdata != inside:
                 raise limits.CHANGED_PARAMETERS.error(f"another tensor was swapped into {weight.label}")
         if self._updates is not None:
             self._updates.index_groups()
-            if self._updates.members != self._members:
-                raise limits.CHANGED_PARAMETERS.error("parameters were added to the optimizer or removed from it")
+        change = self.changed()
+        if change is not None:
+            raise limits.REFROZEN.error(change)
+
+    def changed(self, optimizer: Optimizer | None = None) -> str | None:
+        """Return what has changed that another plan could follow, as a clause for people; None if nothing has.
+
+        Args:
+            optimizer: the one that is in use now, if it may be another one.
+        """
+        for weight, param, trainable, _ in self._weights:
+            if param.requires_grad is not trainable:
+                return f"requires_grad of {weight.label} was changed from {trainable} to {param.requires_grad}"
+        if self._updates is None:
+            return None
+        if optimizer is not None and optimizer is not self._updates.optimizer:
+            return "another optimizer is in use"
+        groups = self._updates.optimizer.param_groups
+        if {param for group in groups for param in group["params"]} != self._members:
+            return "parameters were added to the optimizer or removed from it"
+        return None
 
 
 def _inner_hooks(structure: Structure, blocks: Collection[int]) -> list[InnerHooks]:

@@ -122,8 +122,6 @@ class OwnLoop:
     ) -> None:
         self._gradients = gradients
         self._end, self._begin_step, self._finish = end_backward, begin_step, finish
-        self._in_step = False
-        """``optimizer.step(closure)`` runs: the backward is part of it."""
         self._ran_backward = False
         self._used = False
         """The step uses gradients up."""
@@ -153,13 +151,22 @@ class OwnLoop:
 
     def _end_backward(self) -> None:
         self._end()
-        if not self._in_step:
-            self._gradients.put()
 
-    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if len(args) > 1 or kwargs.get("closure") is not None:
-            self._in_step = self._used = True
-            return
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._begin()
+            return None
+
+        def ending() -> Any:
+            loss = closure()
+            self._begin()
+            return loss
+
+        return (args[0], ending), {}
+
+    def _begin(self) -> None:
+        """Gradients are complete, and the optimizer, which has none to use, comes next."""
         self._used = self._begin_step()
         self._gradients.check(present=self._ran_backward)
         self._gradients.drop()
@@ -175,7 +182,7 @@ class OwnLoop:
                     raise limits.CHANGED_OPTIONS.error(f"{name} of parameter group {index} was changed {change}")
 
     def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        used, self._used, self._ran_backward, self._in_step = self._used, False, False, False
+        used, self._used, self._ran_backward = self._used, False, False
         self._finish()
         if used:
             self._gradients.put()

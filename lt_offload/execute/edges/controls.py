@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_value_
+from torch.optim import Optimizer
 
 from lt_offload import limits
 from lt_offload.errors import ConfigError
@@ -16,10 +17,11 @@ from lt_offload.execute.copies import Residency
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.record import EngineStats, Recorder
 from lt_offload.execute.edges.checks import Fixed, may_repeat
-from lt_offload.execute.edges.consumed import StandIns
+from lt_offload.execute.edges.consumed import OwnLoop, StandIns
 from lt_offload.execute.edges.guard import Guard, Owned
+from lt_offload.execute.edges.shown import ShownGradients
 from lt_offload.execute.edges.snapshots import HostSnapshot
-from lt_offload.execute.edges.window import Window
+from lt_offload.execute.edges.window import Begun, Window
 from lt_offload.execute.frames import repeated
 from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.inference import room
@@ -52,7 +54,15 @@ class Controls(ABC):
     _updated_on_host: set[int]
     _grad_norm: Tensor | None
     _staying: bool
+    _shown: ShownGradients
     _ran_backward: bool
+    _undo: list[Callable[[], None]]
+    own_loop: OwnLoop | None = None
+    """Follows a loop that is not ours; elsewhere :meth:`iteration` encloses every backward."""
+    after_backward: Callable[[], None] | None = None
+    """Is called in such a loop when gradients are shown: what is made of them takes no device memory."""
+    keeps_gradients = False
+    """What updates have used can be shown afterwards, in plans whose updates wait."""
     _left: str | None
     """What was unfinished in an iteration that failed, as :meth:`unfinished` says it."""
 
@@ -63,6 +73,11 @@ class Controls(ABC):
     @abstractmethod
     def invalidate(self) -> None:
         """Forget every device copy."""
+
+    @property
+    @abstractmethod
+    def _waiting(self) -> int:
+        """Forwards that wait for others before their backward."""
 
     @abstractmethod
     def _open(self) -> bool:
@@ -130,8 +145,7 @@ class Controls(ABC):
         """
         _require_positive(f"clip_grad_norm_(max_norm={max_norm})", max_norm)
         gradients = self._complete_gradients("clip_grad_norm_")
-        with self._guard.suspended:
-            self._end_pass()
+        with self._guard.suspended, self._changing_gradients():
             params = self.model.parameters() if parameters is None else parameters
             return gradients.clip_norm(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
@@ -146,8 +160,7 @@ class Controls(ABC):
         """
         _require_positive(f"clip_grad_value_(clip_value={clip_value})", clip_value)
         gradients = self._complete_gradients("clip_grad_value_")
-        with self._guard.suspended:
-            self._end_pass()
+        with self._guard.suspended, self._changing_gradients():
             gradients.clip_each(clip_value)
             self._clip_rest(clip_value)
 
@@ -169,18 +182,6 @@ class Controls(ABC):
         assert self.gradients is not None
         return self.gradients
 
-    def _take_stand_ins(self) -> None:
-        """Take what stands for gradients away; if a loop has done so already, forget the sums of gradients."""
-        if self._window.delayed and self._consumed.gone:
-            self._forget_sums()
-        self._consumed.check(present=bool(self._window.added))
-        self._consumed.drop()
-
-    def _forget_sums(self) -> None:
-        self._window.end()
-        if self.gradients is not None:
-            self.gradients.forget_sums()
-
     def _show_states(self) -> None:
         if self._guard.halfway:
             raise limits.HALFWAY.error("optimizer.state_dict() was called")
@@ -195,15 +196,182 @@ class Controls(ABC):
         self.updates.generation += 1
 
     @contextmanager
-    def without_gradients(self) -> Iterator[None]:
-        """Let ``param.grad`` say that it is not to be used, while code of users runs that might."""
-        with self._guard.suspended:
+    def _changing_gradients(self) -> Iterator[None]:
+        """Enclose what says how updates will change the gradients: ``param.grad`` would not show it."""
+        self._end_pass()
+        shown = self._shown.present
+        self._shown.take(final=False)
+        yield
+        if shown:
             self._consumed.put()
-        try:
-            yield
-        finally:
+
+    def show_gradients(self) -> None:
+        """Let ``param.grad`` be the sum of gradients of the present window so far, which may be edited.
+
+        Raises:
+            UnsupportedError: if updates do not wait.
+        """
+        self._complete_gradients("show_gradients")
+        with self._guard.suspended:
+            self._shown.drop()
+            self._end_pass()
+            self._shown.put()
+
+    @contextmanager
+    def showing_used_gradients(self) -> Iterator[None]:
+        """Let ``param.grad`` be what the last updates have used, to be read before it is cleared."""
+        with self.device.between():
             with self._guard.suspended:
-                self._consumed.drop()
+                self._shown.put_used()
+            yield
+            with self._guard.suspended:
+                self._shown.drop()
+                self._shown.use(())
+
+    def hide_gradients(self, *, final: bool) -> None:
+        """End that, if they are shown: updates will use what ``param.grad`` is now.
+
+        Args:
+            final: nothing else is done to them before.
+
+        Raises:
+            UnsupportedError: if somebody has kept one that is to change.
+        """
+        with self._guard.suspended:
+            self._shown.take(final=final)
+            self._consumed.drop()
+
+    def _begin_gradients(self) -> None:
+        """An iteration begins: nothing stands for gradients; if it did not already, they have been cleared."""
+        if self._consumed.gone:
+            self._shown.use(())
+        self._consumed.drop()
+
+    @contextmanager
+    def _kept_gradients(self) -> Iterator[None]:
+        """Enclose updates whose gradients can be shown afterwards, if they are to be."""
+        gradients = self.gradients
+        if not self.keeps_gradients or gradients is None:
+            yield
+            return
+        asked = gradients.square_sums is not None
+        squares = self._shown.keep(gradients.edit(now=True), squares=asked)
+        gradients.square_sums = None
+        if not self.residency.settled:
+            self.residency.settle()
+        yield
+        gradients.square_sums = squares
+
+    # -- loops that are not ours ---------------------------------------------------------------------------------------
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Follow a loop that is not ours: ``optimizer.step()`` ends an iteration."""
+        self.own_loop = OwnLoop(self._consumed, optimizer, self._end_backward, self._begin_step, self.finish)
+        self._undo.append(self.own_loop.remove)
+
+    def _end_backward(self) -> None:
+        """A backward of a loop that is not ours has ended."""
+        self._window.micro_batches += not self._waiting
+        if self._window.delayed:
+            self.show_gradients()
+            if self.after_backward is not None:
+                self.after_backward()
+            return
+        if self._window.which == "accumulating":
+            with self._guard.suspended:
+                self._end_pass()
+        else:
+            self.clip_rest()
+        self._consumed.put()
+
+    def _begin_step(self) -> bool:
+        """``optimizer.step()`` of such a loop begins; return whether there is something to update with."""
+        if self._window.delayed:
+            with self._guard.suspended:
+                self._take_stand_ins(final=self.clip_value is None)
+            self.clip_rest()
+        elif self._waiting:
+            raise limits.FORWARDS.error(
+                f"{self._waiting} forwards with gradients had no backward before optimizer.step()"
+            )
+        elif self._window.added and not self._ran_backward:
+            raise limits.WINDOW.error("optimizer.step() was called before the last micro-batch of the window")
+        return self._ran_backward or self._window.added > 0
+
+    def _take_stand_ins(self, *, final: bool) -> None:
+        """Take what ``param.grad`` shows away; if a loop has done so already, forget the sums of gradients."""
+        if self._shown.present:
+            if self._shown.gone:
+                self._forget_sums()
+                self._shown.drop()
+            else:
+                self._shown.take(final=final)
+            return
+        if self._window.delayed and self._consumed.gone:
+            self._forget_sums()
+        self._consumed.check(present=bool(self._window.added))
+        self._consumed.drop()
+
+    def _forget_sums(self) -> None:
+        self._window.end()
+        if self.gradients is not None:
+            self.gradients.forget_sums()
+
+    # -- another engine goes on ----------------------------------------------------------------------------------------
+
+    def changed(self, optimizer: Optimizer) -> str | None:
+        """Return what has changed since the engine was installed that only another plan can follow; None: nothing.
+
+        Args:
+            optimizer: the one that is in use now.
+        """
+        with self._guard.suspended:
+            return self._fixed.changed(optimizer)
+
+    def leave_window(self, optimizer: Optimizer) -> Begun:
+        """Return what the micro-batches of the present window have left, for another engine; to be closed afterwards.
+
+        Args:
+            optimizer: that will use it.
+
+        Raises:
+            UnsupportedError: if plain PyTorch would update a weight with it that is frozen now.
+        """
+        with self._guard.suspended:
+            self.drain()
+            held = [weight.total for weight in self.weights if weight.total is not None and weight.total.filled]
+            shown = {} if self._consumed.gone else self._shown.used
+            if self._window.added:
+                shown = {total.weight.param: total.host for total in held}
+            sums = {param: total.clone() for param, total in shown.items()}
+            members = {param for group in optimizer.param_groups for param in group["params"] if param.requires_grad}
+            gone = sums.keys() - members if self._window.added else ()
+            for frozen in (weight for weight in self.weights if weight.param in gone):
+                raise limits.FROZEN_HALFWAY.error(f"{frozen.label} was frozen after {self._window.added} micro-batches")
+            rest = {param: param.grad.cpu() for _, param in self.structure.rest if param.grad is not None}
+            for param in rest:
+                param.grad = None
+        return Begun(added=self._window.added, sums=sums, rest=rest)
+
+    def enter_window(self, begun: Begun) -> None:
+        """Go on in a window that another engine has begun."""
+        with self._guard.suspended:
+            for weight in self.weights:
+                if weight.param in begun.sums and weight.total is not None:
+                    weight.total.host.copy_(begun.sums[weight.param])
+                    weight.total.filled = begun.added > 0
+            if begun.sums and not begun.added:
+                self._shown.use(begun.sums)
+                self._consumed.put()  # they have not been cleared yet
+            for param, grad in begun.rest.items():
+                param.grad = grad.to(param.device)
+            self._window.added = begun.added
+            if begun.added:
+                self.recorder.begin()
+
+    @abstractmethod
+    def finish(self) -> None:
+        """End the iteration."""
 
     def may_be_replaced(self) -> bool:
         """Return whether another engine may go on now, between two iterations, unnoticed by users.

@@ -37,10 +37,13 @@ from lt_offload.execute.tensors import LiveGroup, Weight
 from lt_offload.machine.dispatch import unseen_by_dynamo
 from lt_offload.model.blocks import Structure
 
+GRADIENT = "p.grad"
+"""Stands for the name of a state where the tensor is the sum of a weight's gradients."""
+
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A tensor whose host memory the engine writes: a weight, or an optimizer state of one."""
+    """A tensor whose host memory the engine writes: a weight, or an optimizer state or the gradient of one."""
 
     weight: Weight
     state: str | None = None
@@ -49,11 +52,15 @@ class Owned:
     def label(self) -> str:
         """How errors name it."""
         name = self.weight.label
+        if self.state == GRADIENT:
+            return f"the gradient of {name}"
         return name if self.state is None else f"optimizer state {self.state!r} of {name}"
 
     @property
     def groups(self) -> tuple[LiveGroup, ...]:
         """What has to be complete for its host copy to be; the weight's event stands for its update on the host."""
+        if self.state == GRADIENT:
+            return (self.weight.total.group,) if self.weight.total is not None else ()
         states = self.weight.states.group
         return (self.weight.group,) if self.state is None or states is None else (self.weight.group, states)
 
@@ -86,7 +93,7 @@ class Guard:
         self._thread = 0
         self.suspended = _Suspended(self)
         """Context in which the engine itself works, and blocks run."""
-        self._of_weights = {w.host.untyped_storage()._cdata: Owned(w) for w in weights}
+        self._of_weights: dict[int | None, Owned] = {w.host.untyped_storage()._cdata: Owned(w) for w in weights}
         self._of_states: dict[int, Owned] = {}
         self._kept: list[torch.UntypedStorage] = []
         """The storages of ``_of_states``: while they live, nobody else has their addresses."""
@@ -208,6 +215,21 @@ class Guard:
         tensor: Tensor = self._updates.state(owned.weight)[owned.state]
         return tensor
 
+    def show(self, gradients: Iterable[Owned]) -> None:
+        """Watch the host copies of sums of gradients, too."""
+        self._of_weights.update((key, owned) for owned in gradients if (key := _sum_memory(owned)) is not None)
+
+    def hide(self, gradients: Iterable[Owned]) -> None:
+        """Watch them no longer."""
+        for owned in gradients:
+            self._of_weights.pop(_sum_memory(owned), None)
+            self._views.pop(owned, None)
+            self._tensors.pop(owned, None)
+
+    def seen_otherwise(self, owned: Owned) -> bool:
+        """Return whether somebody was given a view that is no tensor, through which it may have been written."""
+        return owned in self._views
+
     # -- what the engine tells ---------------------------------------------------------------------------------------
 
     def check_thread(self) -> None:
@@ -274,6 +296,11 @@ class Guard:
 
 
 _ORDINARY = (Tensor, nn.Parameter)
+
+
+def _sum_memory(gradient: Owned) -> int | None:
+    total = gradient.weight.total
+    return None if total is None else total.host.untyped_storage()._cdata
 
 
 def _describe(tensor: Tensor) -> str:

@@ -2,9 +2,25 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
 from lt_offload import limits
 from lt_offload.errors import ConfigError, PlanError
 from lt_offload.schema.plan import Pass, Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """What the micro-batches of a window have left so far, on the host."""
+
+    added: int
+    """How many there were."""
+    sums: dict[nn.Parameter, Tensor]
+    """Of the gradients of weights; if there were none, what the last updates have used, where it is kept."""
+    rest: dict[nn.Parameter, Tensor]
+    """Gradients of parameters outside the blocks."""
 
 
 class Window:

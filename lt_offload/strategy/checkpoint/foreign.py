@@ -96,7 +96,7 @@ def check_optimizer(optimizer: Optimizer, saved: Any) -> None:
             f"model, other adapters or other groups; {hint}"
         )
     theirs, ours = ({str(key) for group in each for key in group} for each in (groups, optimizer.param_groups))
-    alien = sorted(theirs ^ ours)
+    alien = sorted((theirs ^ ours) - _OF_SCHEDULERS)
     if alien:
         raise ConfigError(
             f"the checkpoint was written with another optimizer than {kind}: they differ in {', '.join(alien)}; {hint}"
@@ -105,6 +105,10 @@ def check_optimizer(optimizer: Optimizer, saved: Any) -> None:
     indices = [index for group in groups for index in group["params"]]
     for index, parameter in zip(indices, parameters, strict=True):
         _check_state(states.get(index, {}), parameter, f"the checkpoint's {kind} state of tensor {index}", hint)
+
+
+_OF_SCHEDULERS = {"initial_lr", "swa_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"}
+"""Options that learning rate schedules put into groups, some of them in the middle of a run."""
 
 
 @contextmanager

@@ -416,15 +416,3 @@ def test_a_backward_inside_the_step_is_refused() -> None:
     module.training_step = training_step
     with pytest.raises(UnsupportedError, match="called a second time after a backward"):
         fit(strategy("middle"), module)
-
-
-@pytest.mark.parametrize("name", ["frozen", "group"])
-def test_changes_in_a_hook_that_no_plan_is_made_for_are_refused(name: str) -> None:
-    def act(module: Any, optimizer: Any, turn: int) -> None:
-        if turn == 1 and name == "frozen":
-            module.model.requires_grad_(False)
-        elif turn == 1:
-            optimizer.add_param_group({"params": [nn.Parameter(torch.zeros(2))]})
-
-    with pytest.raises(UnsupportedError, match="requires_grad|added to the optimizer"):
-        trained(strategy("middle"), act, "on_train_batch_end")

@@ -139,9 +139,62 @@ def clipped_and_skipped(model: nn.Module, optimizer: torch.optim.Optimizer, engi
             optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("steps", [clipped, skipping, by_closure, sometimes, clipped_and_skipped])
+def by_torch(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    """Clip, scale and put noise on gradients as in any loop, over one and several micro-batches."""
+    for seeds in ((0,), (1, 2), (3, 4, 5)):
+        for seed in seeds:
+            backward(model, seed)
+        assert nn.utils.clip_grad_norm_(model.parameters(), 0.1) > 0.1
+        generator = torch.Generator().manual_seed(seeds[0])
+        for parameter in model.parameters():
+            gradient = parameter.grad
+            assert gradient is not None
+            gradient.add_(torch.randn(gradient.shape, generator=generator), alpha=1e-3)
+        nn.utils.clip_grad_value_(model.parameters(), 1e-2)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def unevenly(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    """Replace, remove and zero gradients; look at them in the middle of a window."""
+    for turn in range(4):
+        backward(model, turn)
+        for at, parameter in enumerate(model.parameters()):
+            if at % 3 == turn % 3:
+                parameter.grad = None
+            elif at % 3 == 1:
+                parameter.grad = parameter.grad.sign() if parameter.grad is not None else None
+        if turn % 2:
+            optimizer.zero_grad(set_to_none=False)  # before the step that stays a gradient, of zeros
+        backward(model, turn + 10)
+        model.lm_head.weight.grad.mul_(0.5)  # type: ignore[union-attr]
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def in_a_closure(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    for seed in range(3):
+
+        def closure(seed: int = seed) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss: torch.Tensor = model(**models.batch(model, seed=seed)).loss
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            return loss
+
+        optimizer.step(closure)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "steps", [clipped, skipping, by_closure, sometimes, clipped_and_skipped, by_torch, unevenly, in_a_closure]
+)
 def test_updates_that_wait_for_the_step(steps: Any) -> None:
     require_equal(steps, delayed=True)
+
+
+def test_a_closure_that_clips_where_updates_do_not_wait_is_refused() -> None:
+    with pytest.raises(UnsupportedError, match="delayed=True"):
+        run(in_a_closure)
 
 
 @pytest.mark.parametrize("settings", [{}, {"delayed": True}, {"accumulate": 2}], ids=str)
@@ -206,11 +259,6 @@ def zeroed(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | 
     backward(model, 1)
 
 
-def by_torch(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
-    backward(model, 0)
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-
-
 def not_zeroing(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
     for seed in range(2):
         backward(model, seed)
@@ -227,6 +275,25 @@ def clipped_too_early(model: nn.Module, optimizer: torch.optim.Optimizer, engine
     backward(model, 0)
     clip(model, engine)
     backward(model, 1)
+
+
+def read_after_clipping(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    backward(model, 0)
+    clip(model, engine)
+    nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+
+
+def read_after_the_step(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    backward(model, 0)
+    optimizer.step()
+    model.lm_head.weight.grad.norm()
+
+
+def kept_by_views(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    backward(model, 0)
+    rows = [p.grad[:1] for p in model.parameters() if p.grad is not None]
+    optimizer.step()
+    assert rows
 
 
 def run(steps: Any, **settings: Any) -> None:
@@ -251,7 +318,9 @@ def test_other_numbers_of_micro_batches_than_was_said(steps: Any, message: str) 
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        (by_torch, "engine.clip_grad_norm_"),
+        (read_after_clipping, "engine.clip_grad_norm_"),
+        (read_after_the_step, "p.grad after its update|used by"),
+        (kept_by_views, "was kept"),
         (not_zeroing, "weight"),
         (clipped_twice, "clipped already"),
         (clipped_too_early, "called after its gradients had been clipped"),

@@ -212,7 +212,8 @@ def connected(module: Any, datamodule: Any = None, loader: Any = None) -> L.Trai
 
 
 def test_batches_go_the_way_they_go_in_training() -> None:
-    batch = sample.sample_batch(connected(Module(), loader=DataLoader(torch.ones(4, 1), batch_size=2)))
+    trainer = connected(Module(), loader=DataLoader(torch.ones(4, 1), batch_size=2))
+    batch = sample.as_seen(trainer, sample.sample_batch(trainer))
     assert batch.dtype == torch.bfloat16
     assert torch.equal(batch, torch.full((2, 1), 2.0, dtype=torch.bfloat16))
 

@@ -1,0 +1,22 @@
+"""What every comparison with stock Lightning here has: a hostile device, and no waiting for measurements of lanes."""
+
+from __future__ import annotations
+
+import pytest
+
+from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.profiling import measure
+from lt_offload.schema.profile import Contention
+from lt_offload.strategy import offmate
+
+
+@pytest.fixture(autouse=True)
+def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run tasks as late as possible, overwrite freed memory and check the order of every access."""
+    monkeypatch.setattr(offmate, "open_device", lambda budget, *_, **__: EmulatedDevice(budget, "lazy", check=True))
+
+
+@pytest.fixture(autouse=True)
+def _uncontended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plan as if lanes did not slow each other down: to measure that takes longer than all else here."""
+    monkeypatch.setattr(measure, "measure_contention", lambda *_, **__: Contention())

@@ -1,0 +1,251 @@
+"""Hooks that look at gradients and edit them: the offmate strategy against the stock one, bit for bit."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.utilities import grad_norm
+from torch import Tensor, nn
+
+from lt_offload import OffmateStrategy
+from lt_offload.errors import PlanError, UnsupportedError
+from tests.parity.lightning.test_clipping import Pictures
+from tests.support.engines import equal
+from tests.support.trainers import Run, differences, fit, seeded_module
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+]
+
+OPTIONS: dict[str, Any] = {"layers": 3, "dropout": 0.1}
+HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+Act = Callable[[LightningModule, list[Any]], Any]
+
+
+def budgets(module: nn.Module) -> tuple[int, ...]:
+    """Budgets in which weights and states have to travel, some of them have to, and all may stay."""
+    weights = sum(p.nbytes for p in module.parameters())
+    return 2 * weights, 5 * weights, 200_000_000
+
+
+class Looking(Callback):
+    """Calls ``act`` in a hook, with the module and a list for what it sees."""
+
+    def __init__(self, hook: str, act: Act) -> None:
+        self.act, self.seen = act, list[Any]()
+        setattr(self, hook, self._call)
+
+    def _call(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.act(pl_module, self.seen)
+
+
+def copies(module: LightningModule, seen: list[Any]) -> None:
+    seen += [None if p.grad is None else p.grad.clone() for p in module.parameters()]
+
+
+def norms(module: LightningModule, seen: list[Any]) -> None:
+    seen += list(grad_norm(module, norm_type=2).values())
+    seen += [p.grad.abs().max() for p in module.parameters() if p.grad is not None]
+
+
+def through_other_ways(module: LightningModule, seen: list[Any]) -> None:
+    """Read without operations on the tensors themselves."""
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            seen.append(torch.from_numpy(parameter.grad.float().numpy().copy()))
+            seen.append(torch.tensor(parameter.grad.data.view(-1)[0].item()))
+
+
+def halve(module: LightningModule, seen: list[Any]) -> None:
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.mul_(0.5)
+
+
+def by_torch(module: LightningModule, seen: list[Any]) -> None:
+    seen.append(nn.utils.clip_grad_norm_(module.parameters(), 0.05))
+
+
+def assign(module: LightningModule, seen: list[Any]) -> None:
+    for at, parameter in enumerate(module.parameters()):
+        if parameter.grad is not None:
+            if at % 3 == 0:
+                parameter.grad = parameter.grad * 2
+            elif at % 3 == 1:
+                parameter.grad.data = parameter.grad.sign()
+
+
+def remove(module: LightningModule, seen: list[Any]) -> None:
+    """Leave some weights out, others only now and then."""
+    turn = len(seen)
+    seen.append(None)
+    for at, parameter in enumerate(module.parameters()):
+        if at % 4 == 0 or (at + turn) % 4 == 1:
+            parameter.grad = None
+
+
+def by_numpy(module: LightningModule, seen: list[Any]) -> None:
+    for parameter in module.parameters():
+        if parameter.grad is not None:
+            parameter.grad.numpy()[...] *= 0.25
+
+
+def kept(module: LightningModule, seen: list[Any]) -> None:
+    """Compare with the gradients of the update before, which nobody changes any more."""
+    before = vars(module).setdefault("before", {})
+    for name, parameter in module.named_parameters():
+        if name in before and before[name] is not None:
+            seen.append((before[name] * parameter.grad).sum())
+        before[name] = parameter.grad
+
+
+def looked_at(strategy: Any, hook: str, act: Act, module: Any = None, **settings: Any) -> tuple[Run, list[Any]]:
+    callback = Looking(hook, act)
+    module = seeded_module(**OPTIONS) if module is None else module
+    return fit(strategy, module, callbacks=[callback], **settings), callback.seen
+
+
+def require_equal(hook: str, act: Act, make: Callable[[], Any] | None = None, **settings: Any) -> Run:
+    stock, expected = looked_at("auto", hook, act, make() if make else None, **settings)
+    for memory in budgets(stock.module):
+        ours, found = looked_at(OffmateStrategy(memory=memory), hook, act, make() if make else None, **settings)
+        assert len(expected) == len(found)
+        assert [i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if not same(a, b)] == []
+        assert differences(stock, ours) == [] if make is None else states_equal(stock, ours)
+        assert ours.trainer.strategy.plan.delayed
+        own = vars(ours.trainer.precision_plugin)
+        assert not {"post_backward", "_after_closure", "_clip_gradients"} & own.keys()
+    return stock
+
+
+def same(a: Any, b: Any) -> bool:
+    return a is b is None or (isinstance(a, Tensor) and isinstance(b, Tensor) and equal(a, b))
+
+
+def states_equal(a: Run, b: Run) -> bool:
+    left, right = a.module.state_dict(), b.module.state_dict()
+    return all(equal(value, right[name]) for name, value in left.items())
+
+
+WINDOWS: list[dict[str, Any]] = [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}]
+
+
+@pytest.mark.parametrize("settings", WINDOWS, ids=["one", "windows"])
+@pytest.mark.parametrize("hook", HOOKS)
+def test_what_hooks_see_is_what_stock_shows(hook: str, settings: dict[str, Any]) -> None:
+    require_equal(hook, copies, **settings)
+
+
+@pytest.mark.parametrize("act", [norms, through_other_ways])
+def test_other_ways_to_look(act: Act) -> None:
+    require_equal("on_before_optimizer_step", act)
+
+
+EDITS = {"halve": halve, "clip": by_torch, "assign": assign, "remove": remove, "numpy": by_numpy}
+
+
+@pytest.mark.parametrize("name", EDITS)
+def test_updates_use_what_hooks_have_made_of_gradients(name: str) -> None:
+    stock = require_equal("on_before_optimizer_step", EDITS[name])
+    assert differences(stock, fit("auto", seeded_module(**OPTIONS))) != [], "the hook does nothing"
+
+
+@pytest.mark.parametrize("name", ["halve", "assign"])
+def test_edits_in_the_middle_of_a_window(name: str) -> None:
+    require_equal("on_after_backward", EDITS[name], accumulate_grad_batches=3, gradient_clip_val=0.5)
+
+
+def test_clipping_by_value_comes_after_the_hook() -> None:
+    clip = {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}
+    require_equal("on_before_optimizer_step", halve, **clip)
+    require_equal("on_before_zero_grad", copies, **clip)
+
+
+def test_bfloat16() -> None:
+    require_equal("on_before_optimizer_step", by_torch, precision="bf16-true")
+
+
+def test_weights_outside_the_blocks() -> None:
+    require_equal("on_before_optimizer_step", halve, Pictures)
+    require_equal("on_before_zero_grad", copies, Pictures)
+
+
+def test_gradients_that_are_kept_after_the_last_hook() -> None:
+    require_equal("on_before_optimizer_step", kept)
+
+
+def test_adapters_and_frozen_weights() -> None:
+    require_equal("on_after_backward", copies, lambda: seeded_module(layers=3, lora=True))
+
+
+class Norms(LightningModule):
+    """Logs norms as the manual of Lightning shows."""
+
+
+def test_norms_that_a_module_logs(tmp_path: Path) -> None:
+    def module() -> Any:
+        made = seeded_module(**OPTIONS)
+
+        def on_before_optimizer_step(self: Any, optimizer: Any) -> None:
+            self.log_dict(grad_norm(self, norm_type=2))
+
+        made.on_before_optimizer_step = types.MethodType(on_before_optimizer_step, made)
+        return made
+
+    stock = fit("auto", module(), log_every_n_steps=1)
+    for memory in budgets(stock.module):
+        ours = fit(OffmateStrategy(memory=memory), module(), log_every_n_steps=1)
+        assert differences(stock, ours) == []
+        logged = stock.trainer.callback_metrics
+        assert "grad_2.0_norm_total" in logged
+        assert all(equal(value, ours.trainer.callback_metrics[name]) for name, value in logged.items())
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_step_without_a_loss() -> None:
+    def module() -> Any:
+        made = seeded_module(**OPTIONS)
+        step = made.training_step
+        made.training_step = lambda batch, batch_idx: None if batch_idx == 1 else step(batch, batch_idx)
+        return made
+
+    for hook in HOOKS:
+        require_equal(hook, copies, module)
+
+
+# -- what cannot be ----------------------------------------------------------------------------------------------------
+
+
+def test_gradients_that_are_kept_while_they_change_are_refused() -> None:
+    callback = Looking("on_after_backward", kept)
+    with pytest.raises(UnsupportedError, match=r"the gradient of weight .* was kept: .*p.grad.clone\(\)"):
+        fit(OffmateStrategy(memory="200MB"), seeded_module(**OPTIONS), callbacks=[callback])
+
+
+def test_a_plan_that_updates_too_early_is_refused_before_training(tmp_path: Path) -> None:
+    ours = fit(OffmateStrategy(memory="200MB"), max_epochs=1)
+    path = ours.trainer.strategy.plan.save(tmp_path / "plan.json")
+    callback = LambdaCallback(on_before_optimizer_step=print)
+    with pytest.raises(PlanError, match="on_before_optimizer_step, where hooks look"):
+        fit(OffmateStrategy(memory="200MB", plan=path), callbacks=[callback])
+
+
+def test_an_error_in_a_hook_is_the_one_that_is_raised() -> None:
+    def failing(module: LightningModule, seen: list[Any]) -> None:
+        raise RuntimeError("on purpose")
+
+    module = seeded_module(**OPTIONS)
+    before = {name: p.detach().clone() for name, p in module.named_parameters()}
+    for hook in HOOKS[:2]:
+        with pytest.raises(RuntimeError, match="on purpose"):
+            looked_at(OffmateStrategy(memory="200MB"), hook, failing, module)
+        assert all(torch.equal(before[name], p) for name, p in module.named_parameters())
+        assert all(p.grad is None for p in module.parameters())

@@ -1,0 +1,308 @@
+"""Weights that callbacks freeze and unfreeze while a run trains: the offmate strategy against the stock one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import BackboneFinetuning, BaseFinetuning, ModelCheckpoint
+from torch.utils.data import DataLoader
+
+from lt_offload import OffmateStrategy
+from lt_offload.errors import InfeasibleError, PlanError, UnsupportedError
+from tests.support.trainers import Run, Tokens, differences, fit, seeded_module, state_differences
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+]
+
+Making = Callable[[], list[Any]]
+
+
+def budgets(options: dict[str, Any]) -> tuple[int, ...]:
+    """Budgets in which weights and states have to travel, some of them have to, and all may stay."""
+    weights = sum(p.nbytes for p in seeded_module(**options).parameters())
+    return 2 * weights, 5 * weights, 200_000_000
+
+
+def module(options: dict[str, Any]) -> Any:
+    """Return a module whose optimizer takes what is trainable when it is made, without a schedule."""
+    made = seeded_module(**options)
+    made.configure_optimizers = lambda: torch.optim.AdamW(
+        [p for p in made.parameters() if p.requires_grad], lr=1e-2, fused=True
+    )
+    return made
+
+
+def layers(module: Any) -> Any:
+    """Return the decoder layers, those of a model with adapters, too."""
+    inner = module.model
+    return (inner.base_model.model if hasattr(inner, "peft_config") else inner).model.layers
+
+
+class Layers(BaseFinetuning):
+    """Thaws the layers, the last one first, one per epoch, as the manual of Lightning shows."""
+
+    def freeze_before_training(self, pl_module: Any) -> None:
+        self.freeze(layers(pl_module))
+
+    def finetune_function(self, pl_module: Any, epoch: int, optimizer: Any) -> None:
+        if epoch:
+            self.unfreeze_and_add_param_group(layers(pl_module)[-epoch], optimizer, lr=1e-3)
+
+
+class At(Callback):
+    """Does something once, at the call number ``at`` of a hook; ``before`` is done before training."""
+
+    def __init__(self, hook: str, at: int, act: Callable[[Any, Any], None], before: Callable[[Any], Any]) -> None:
+        self.at, self.act, self.before = at, act, before
+        setattr(self, hook, self._call)
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        self.before(pl_module)
+
+    def _call(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.at -= 1
+        if self.at == 0:
+            self.act(pl_module, trainer.optimizers[0])
+
+
+def body_frozen(module: Any) -> None:
+    layers(module).requires_grad_(False)
+
+
+def nothing_frozen(module: Any) -> None:
+    pass
+
+
+def only_the_norm(module: Any) -> None:
+    module.requires_grad_(False)
+    module.model.model.norm.requires_grad_(True)
+
+
+def thaw(module: Any, optimizer: Any) -> None:
+    layers(module)[-1].requires_grad_(True)
+    optimizer.add_param_group({"params": list(layers(module)[-1].parameters()), "lr": 3e-3})
+
+
+def thaw_head(module: Any, optimizer: Any) -> None:
+    """A head that is the embedding, too: the first block needs a backward from now on."""
+    module.model.lm_head.weight.requires_grad_(True)
+    optimizer.add_param_group({"params": [module.model.lm_head.weight]})
+
+
+def freeze(module: Any, optimizer: Any) -> None:
+    layers(module)[0].requires_grad_(False)
+
+
+def freeze_and_thaw(module: Any, optimizer: Any) -> None:
+    module.model.lm_head.requires_grad_(False)
+    thaw(module, optimizer)
+
+
+def thaw_and_write(module: Any, optimizer: Any) -> None:
+    """Change weights, states, options and groups in one hook."""
+    thaw(module, optimizer)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.mul_(0.9)
+    for state in optimizer.state.values():
+        state["exp_avg"].mul_(0.5)
+    optimizer.param_groups[0]["lr"] = 2e-3
+
+
+def other_optimizer(module: Any, optimizer: Any) -> None:
+    layers(module).requires_grad_(True)
+    module.trainer.strategy.setup_optimizers(module.trainer)
+
+
+def thaw_base(module: Any, optimizer: Any) -> None:
+    """Train the weights below adapters, too."""
+    frozen = [p for p in layers(module)[-1].parameters() if not p.requires_grad]
+    for parameter in frozen:
+        parameter.requires_grad_(True)
+    optimizer.add_param_group({"params": frozen, "lr": 1e-3})
+
+
+def require_equal(callbacks: Making, options: dict[str, Any], memories: Any = None, **settings: Any) -> Run:
+    stock = fit("auto", module(options), callbacks=callbacks(), **settings)
+    for memory in memories or budgets(options):
+        ours = fit(OffmateStrategy(memory=memory), module(options), callbacks=callbacks(), **settings)
+        assert differences(stock, ours) == []
+        trainable = [p.requires_grad for p in ours.module.parameters()]
+        assert trainable == [p.requires_grad for p in stock.module.parameters()]
+        planned = sum(place != "none" for place in ours.trainer.strategy.plan.update_places)
+        assert planned == sum(trainable), "the plan is not one for the tensors that are trainable now"
+    return stock
+
+
+OPTIONS: dict[str, Any] = {"layers": 4}
+TIED: dict[str, Any] = {"layers": 4, "family": "llama-tied"}
+
+
+@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2}, {"gradient_clip_val": 0.1}], ids=str)
+def test_thawing_a_layer_per_epoch_equals_stock(settings: dict[str, Any]) -> None:
+    require_equal(lambda: [Layers()], OPTIONS, max_epochs=3, **settings)
+
+
+CHANGES: dict[str, tuple[dict[str, Any], Any, str, int, Any]] = {
+    "between batches": (OPTIONS, body_frozen, "on_train_batch_start", 3, thaw),
+    "after a batch": (OPTIONS, body_frozen, "on_train_batch_end", 2, thaw),
+    "between epochs": (OPTIONS, body_frozen, "on_train_epoch_end", 1, thaw),
+    "before validation": (OPTIONS, body_frozen, "on_validation_start", 2, thaw),
+    "before the first batch": (OPTIONS, body_frozen, "on_train_start", 1, thaw),
+    "frozen": (OPTIONS, nothing_frozen, "on_train_batch_start", 3, freeze),
+    "both": (OPTIONS, body_frozen, "on_train_epoch_start", 2, freeze_and_thaw),
+    "tied": (TIED, only_the_norm, "on_train_batch_start", 3, thaw_head),
+    "with writes": (OPTIONS, body_frozen, "on_train_batch_start", 3, thaw_and_write),
+    "optimizer": (OPTIONS, body_frozen, "on_train_epoch_start", 2, other_optimizer),
+    "adapters": ({"layers": 3, "lora": True, "dropout": 0.1}, nothing_frozen, "on_train_epoch_start", 2, thaw_base),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_changes_in_hooks_equal_stock(name: str) -> None:
+    options, before, hook, at, act = CHANGES[name]
+    require_equal(lambda: [At(hook, at, act, before)], options)
+
+
+@pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.1}], ids=["plain", "clipped"])
+def test_thawing_in_the_middle_of_a_window_keeps_the_gradients_so_far(clip: dict[str, Any]) -> None:
+    thawing = ("on_train_batch_start", 2, thaw, body_frozen)
+    require_equal(lambda: [At(*thawing)], OPTIONS, accumulate_grad_batches=3, **clip)
+
+
+def test_freezing_in_the_middle_of_a_window_is_refused() -> None:
+    module_ = module({"layers": 3, "batch_size": 1})
+    callback = At("on_train_batch_start", 3, freeze, nothing_frozen)
+    with pytest.raises(UnsupportedError, match="layers.0.* was frozen after 2 micro-batches: plain PyTorch"):
+        fit(OffmateStrategy(memory="200MB"), module_, callbacks=[callback], accumulate_grad_batches=4)
+
+
+def test_a_run_goes_on_from_a_checkpoint_written_after_thawing(tmp_path: Path) -> None:
+    def thawing() -> Any:
+        return At("on_train_epoch_start", 2, thaw, body_frozen)
+
+    class Again(Callback):
+        """Takes up what the run of the checkpoint had changed before its optimizer is loaded."""
+
+        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+            body_frozen(pl_module)
+
+        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+            thaw(pl_module, trainer.optimizers[0])
+
+    expected = fit("auto", module(OPTIONS), callbacks=[thawing()], max_epochs=3)
+    for memory in budgets(OPTIONS):
+        saver = ModelCheckpoint(tmp_path / f"{memory}", every_n_train_steps=1, save_top_k=-1, filename="{step}")
+        saving = {"callbacks": [thawing(), saver], "enable_checkpointing": True, "max_epochs": 2}
+        fit(OffmateStrategy(memory=memory), module(OPTIONS), **saving)
+        path = tmp_path / f"{memory}" / "step=4.ckpt"  # in the middle of the second epoch
+        ours = fit(OffmateStrategy(memory=memory), module(OPTIONS), callbacks=[Again()], ckpt=path, max_epochs=3)
+        assert [n for n in state_differences(expected, ours) if n != "optimizer groups or keys"] == []
+        assert ours.trainer.global_step == expected.trainer.global_step == 9
+
+
+def test_lightnings_callback_takes_its_groups_up_again(tmp_path: Path) -> None:
+    """What stock does with frozen weights then, it does, too: its checkpoint has a group for each thawed layer."""
+    ordered = {**OPTIONS, "shuffle": False}
+    for at, strategy in enumerate(("auto", OffmateStrategy(memory=budgets(OPTIONS)[0]))):
+        saver = ModelCheckpoint(tmp_path / f"{at}", every_n_epochs=1, save_top_k=-1, filename="{epoch}")
+        fit(strategy, module(ordered), callbacks=[Layers(), saver], enable_checkpointing=True, max_epochs=3)
+        path = tmp_path / f"{at}" / "epoch=1.ckpt"
+        stock = fit("auto", module(ordered), callbacks=[Layers()], ckpt=path, max_epochs=4)
+        ours = fit(OffmateStrategy(memory="200MB"), module(ordered), callbacks=[Layers()], ckpt=path, max_epochs=4)
+        assert differences(stock, ours) == []
+        assert len(ours.optimizer.param_groups) == 4
+
+
+class Backbone(LightningModule):
+    """A model in two parts, which share nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = seeded_module(layers=4).model
+        self.backbone = self.model.model
+        self.losses: list[Any] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.model(**batch).loss
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.model.lm_head.parameters(), lr=1e-2)
+        return [optimizer], [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)]
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Tokens(self.model, 6, 0), batch_size=2)
+
+
+def test_backbone_finetuning_with_a_schedule_equals_stock() -> None:
+    def callbacks() -> list[Any]:
+        return [BackboneFinetuning(unfreeze_backbone_at_epoch=2, verbose=False)]
+
+    stock = fit("auto", Backbone(), callbacks=callbacks(), max_epochs=4)
+    for memory in budgets(OPTIONS):
+        ours = fit(OffmateStrategy(memory=memory), Backbone(), callbacks=callbacks(), max_epochs=4)
+        assert state_differences(stock, ours) == []
+        assert all(map(torch.equal, stock.module.losses, ours.module.losses))
+        assert all(p.requires_grad for p in ours.module.parameters())
+
+
+# -- what cannot be ----------------------------------------------------------------------------------------------------
+
+
+def test_a_plan_that_was_given_cannot_follow(tmp_path: Path) -> None:
+    first = module(OPTIONS)
+    body_frozen(first)
+    path = fit(OffmateStrategy(memory="200MB"), first, max_epochs=1).trainer.strategy.plan.save(tmp_path / "plan.json")
+    callback = At("on_train_batch_start", 3, thaw, body_frozen)
+    with pytest.raises(
+        PlanError, match="plan=.* cannot be carried out any more: requires_grad of weight .* leave plan"
+    ):
+        fit(OffmateStrategy(memory="200MB", plan=path), module(OPTIONS), callbacks=[callback])
+
+
+def test_thawing_what_the_optimizer_does_not_hold_is_refused() -> None:
+    callback = At("on_train_batch_start", 2, lambda m, o: layers(m)[0].requires_grad_(True), body_frozen)
+    with pytest.raises(UnsupportedError, match="trainable parameter model.model.layers.0.* optimizer does not hold"):
+        fit(OffmateStrategy(memory="200MB"), module(OPTIONS), callbacks=[callback])
+
+
+def test_thawing_in_the_training_step_is_refused() -> None:
+    made = module(OPTIONS)
+    body_frozen(made)
+    step = made.training_step
+
+    def thawing(batch: Any, batch_idx: int) -> Any:
+        if made.trainer.global_step == 1 and not layers(made)[-1].mlp.up_proj.weight.requires_grad:
+            thaw(made, made.trainer.optimizers[0])
+        return step(batch, batch_idx)
+
+    made.training_step = thawing
+    with pytest.raises(UnsupportedError, match=r"requires_grad of weight .* do it in a hook before the training step"):
+        fit(OffmateStrategy(memory="200MB"), made)
+
+
+def test_memory_that_is_too_small_for_what_was_thawed_is_said() -> None:
+    frozen = module(OPTIONS)
+    only_the_norm(frozen)
+    memory = fit(OffmateStrategy(memory="200MB", planner="resident"), frozen, max_epochs=1).trainer.strategy.plan
+    least = memory.predicted.device_peak_bytes
+
+    def everything(made: Any, optimizer: Any) -> None:
+        other = [p for p in made.parameters() if not p.requires_grad]
+        for parameter in other:
+            parameter.requires_grad_(True)
+        optimizer.add_param_group({"params": other})
+
+    callback = At("on_train_batch_start", 3, everything, only_the_norm)
+    with pytest.raises(InfeasibleError, match="needs at least|memory"):
+        fit(OffmateStrategy(memory=least, planner="resident"), module(OPTIONS), callbacks=[callback])
