@@ -36,6 +36,7 @@ from lt_offload.execute.edges.checks import (
 from lt_offload.execute.edges.consumed import OwnLoop, StandIns
 from lt_offload.execute.edges.controls import Controls
 from lt_offload.execute.edges.deferred import DeferredForward, DeferredForwards
+from lt_offload.execute.edges.empty_step import EmptyStep
 from lt_offload.execute.edges.guard import Guard, held_by_others
 from lt_offload.execute.edges.logits import LossInBlock
 from lt_offload.execute.edges.window import Window
@@ -121,6 +122,7 @@ class Engine(Controls):
         self._window = Window(plan)
         self._accounting = ExitStack()
         """Of the memory that the iteration takes."""
+        self._step: EmptyStep
         self._step_hook: Any = None
         self._ran_backward = False
         self._left: str | None = None
@@ -211,6 +213,8 @@ class Engine(Controls):
         if self.updates is None:
             return
         optimizer = self.updates.optimizer
+        self._step = EmptyStep(self.updates, {w.param for w in self.weights}, delayed=self._window.delayed)
+        self._undo.append(self._step.remove)
         for handle in (
             optimizer.register_state_dict_pre_hook(lambda _: self._show_states()),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._replace_states()),
@@ -258,6 +262,8 @@ class Engine(Controls):
         if not self.installed:
             return
         self._left = self.unfinished()
+        if self.updates is not None:
+            self._step.restore()
         with self._guard.suspended:
             self._frames.close()
             self._forget_deferred()
@@ -360,6 +366,7 @@ class Engine(Controls):
             check_reached(self.weights, self._frames)
             self._frames.clear()
         self._grad_norm = self.gradients.end_iteration()
+        self.updates.end_iteration(self.weights)
         self._ran_backward = False
         self._window.end()
         self._forget_deferred()
@@ -507,6 +514,7 @@ class Engine(Controls):
             assert self.updates is not None
             after: Any = self.updates.optimizer._optimizer_step_post_hooks
             after.move_to_end(self._step_hook.id, last=False)
+        self._step.enclose()
         self._ran_backward = True
         self._guard.halfway = self._window.which == "updating"
 

@@ -1,0 +1,76 @@
+"""The loop's own ``optimizer.step()``, which finds nothing left to do where updates belong to the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from lt_offload.execute.optimizer import Updates
+
+
+class EmptyStep:
+    """Sees a step of the loop begin: what updates are still to use is remembered, what has no gradient may be hidden.
+
+    Most optimizers leave tensors without a gradient alone. Of one that does not, the groups have no weights of the
+    engine while its step runs; parameters outside the blocks stay there.
+
+    Args:
+        updates: of the engine.
+        delayed: whether updates come after the step.
+    """
+
+    def __init__(self, updates: Updates, weights: set[nn.Parameter], *, delayed: bool) -> None:
+        self._updates, self._weights, self._delayed = updates, weights, delayed
+        self._hidden: list[list[nn.Parameter]] = []
+        self._before = updates.optimizer.register_step_pre_hook(self._before_step)
+        self._after = updates.optimizer.register_step_post_hook(self.restore)
+
+    def remove(self) -> None:
+        """End."""
+        self.restore()
+        self._before.remove()
+        self._after.remove()
+
+    def enclose(self) -> None:
+        """Be the last that is called before the step, and the first after it: no hook of users' misses a parameter."""
+        before: Any = self._updates.optimizer._optimizer_step_pre_hooks
+        after: Any = self._updates.optimizer._optimizer_step_post_hooks
+        before.move_to_end(self._before.id)
+        after.move_to_end(self._after.id, last=False)
+
+    def restore(self, *_: object) -> None:
+        """Give the groups their parameters back."""
+        for group, params in zip(self._updates.optimizer.param_groups, self._hidden, strict=False):
+            group["params"] = params
+        self._hidden = []
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._begin()
+            return None
+        if len(args) > 1:
+            return (args[0], self._following(closure), *args[2:]), kwargs
+        return args, kwargs | {"closure": self._following(closure)}
+
+    def _following(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure after which the step proper begins."""
+
+        def run() -> Any:
+            found = closure()
+            self._begin()
+            return found
+
+        return run
+
+    def _begin(self) -> None:
+        if self._delayed:
+            self._updates.freeze()
+        if self._updates.without_gradients and not self._hidden:
+            groups = self._updates.optimizer.param_groups
+            self._hidden = [group["params"] for group in groups]
+            for group, params in zip(groups, self._hidden, strict=True):
+                group["params"] = [param for param in params if param not in self._weights]
