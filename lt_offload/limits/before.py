@@ -310,15 +310,17 @@ def _idle_optimizer(run: Setup) -> str | None:
 
 
 @limit(
-    "optimizers with capturable=True",
+    "optimizers with capturable=True or differentiable=True",
     "optimizer",
-    why="torch updates weights in CUDA graphs only where they are on a GPU, and plans update some on the host",
-    instead="use capturable=False, which gives up nothing here: no step is captured in a graph",
+    why="torch captures updates in CUDA graphs only of weights on a GPU, and plans update some on the host; nor is an "
+    "update part of a graph of autograd",
+    instead="set it to False, which gives up nothing here",
 )
-def _capturable(run: Setup) -> str | None:
+def _captured(run: Setup) -> str | None:
     for optimizer in run.optimizers:
-        if any(group.get("capturable") for group in optimizer.param_groups):
-            return f"{type(optimizer).__name__}(capturable=True)"
+        for option in ("capturable", "differentiable"):
+            if any(group.get(option) is True for group in optimizer.param_groups):
+                return f"{type(optimizer).__name__}({option}=True)"
     return None
 
 

@@ -29,7 +29,7 @@ Verdict = Literal["alone", "joint", "idle", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
-class Trial:
+class OptimizerTrial:
     """What an optimizer does to a few small tensors."""
 
     verdict: Verdict
@@ -40,25 +40,25 @@ class Trial:
     """Tensors without a gradient change, too."""
 
 
-def tried(optimizer: Optimizer) -> Trial:
+def tried(optimizer: Optimizer) -> OptimizerTrial:
     """Try ``optimizer``, which is not changed; those of torch, transformers and this package are known to work."""
     if f"{type(optimizer).__module__}.".startswith(_KNOWN):
-        return Trial("alone")
+        return OptimizerTrial("alone")
     try:
         together, counted = _stepped(optimizer, one_by_one=False)
         alone, _ = _stepped(optimizer, one_by_one=True)
     except Exception:  # whatever a foreign optimizer raises on tensors that it was not made for
-        return Trial("unknown")
+        return OptimizerTrial("unknown")
     if not _moved(optimizer, together):
-        return Trial("idle")
+        return OptimizerTrial("idle")
     if not all(map(_equal, together, alone)):
-        return Trial("joint")
+        return OptimizerTrial("joint")
     acts = _acts_without_gradients(optimizer)
     try:  # the loop's own step(), which finds no gradients, counts for the updates
         counts = _equal(counted, _stepped_idly(optimizer, empty=acts))
     except Exception:
         counts = False
-    return Trial("alone" if counts else "joint", without_gradients=acts)
+    return OptimizerTrial("alone" if counts else "joint", without_gradients=acts)
 
 
 def _stepped(optimizer: Optimizer, *, one_by_one: bool) -> tuple[list[list[Any]], list[Any]]:

@@ -8,7 +8,7 @@ from typing import Any
 import lightning.pytorch
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload import OffmateStrategy, limits
@@ -19,8 +19,8 @@ from lt_offload.plan import Plan, solve
 from tests.parity.optimizers.own import AdamWScheduleFree, CountingItself, Lion, SideBySide, muon_with_adam
 from tests.parity.users import test_odd_parameters as odd_parameters
 from tests.parity.windows.training import Training, budgets, require_equal
-from tests.support import models, plans, trainers
-from tests.support.engines import Case, Factory, differences, installed, offloaded, plain
+from tests.support import engines, models, plans, trainers
+from tests.support.engines import Case, Factory, Result, differences, installed, offloaded, plain
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
@@ -72,6 +72,31 @@ def test_states_in_any_order_and_of_several_tensors(make: Factory) -> None:
     """A state that begins as the weight lies before one that begins as zeros; a table is in every tensor's state."""
     case = Case(optimizer=make, places=("paged", "device", "host"))
     assert differences(plain(case), offloaded(case)) == []
+
+
+def switching(model: nn.Module, optimizer: AdamWScheduleFree) -> list[Tensor]:
+    """Train, and look at the averaged weights after each step, as the method wants it."""
+    losses = []
+    for seed in range(3):
+        model(**models.batch(model, seed=seed)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.eval()
+        with torch.no_grad():
+            losses.append(model(**models.batch(model, seed=9)).loss)
+        optimizer.train()
+    return losses
+
+
+def test_weights_and_states_are_exchanged_between_steps() -> None:
+    case = Case()
+    expected, model = engines.build(case), engines.build(case)
+    one, other = AdamWScheduleFree(expected.parameters()), AdamWScheduleFree(model.parameters())
+    losses = switching(expected, one)
+    places = ("paged", "host", "device")
+    with installed(model, other, plans.streamed(find_blocks(model), other, options=("keep",), places=places)):
+        found = switching(model, other)
+    assert differences(Result(losses, expected, one), Result(found, model, other)) == []
 
 
 def own_loop() -> tuple[nn.Module, Optimizer, Plan]:

@@ -83,6 +83,7 @@ def test_matrices_alone() -> None:
         (lambda params: optim.LBFGS(params), "optimizer LBFGS: "),
         (lambda params: optim.SparseAdam(params), "optimizer SparseAdam: gradients travel as dense tensors"),
         (lambda params: optim.AdamW(params, capturable=True), "AdamW(capturable=True): "),
+        (lambda params: optim.Adamax(params, differentiable=True), "Adamax(differentiable=True): "),
     ],
 )
 def test_those_that_cannot_be_are_refused(make: Factory, found: str) -> None:
