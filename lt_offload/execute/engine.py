@@ -39,6 +39,7 @@ from lt_offload.execute.edges.deferred import DeferredForward, DeferredForwards
 from lt_offload.execute.edges.empty_step import EmptyStep
 from lt_offload.execute.edges.guard import Guard, held_by_others
 from lt_offload.execute.edges.logits import LossInBlock
+from lt_offload.execute.edges.saved_states import SavedStates
 from lt_offload.execute.edges.window import Window
 from lt_offload.execute.frames import AnyFrame, Frames
 from lt_offload.execute.gradients import Gradients
@@ -123,7 +124,6 @@ class Engine(Controls):
         self._accounting = ExitStack()
         """Of the memory that the iteration takes."""
         self._step: EmptyStep
-        self._step_hook: Any = None
         self._ran_backward = False
         self._left: str | None = None
         self._grad_norm: Tensor | None = None
@@ -212,16 +212,10 @@ class Engine(Controls):
         """Let the optimizer's states be complete when they are saved, and be taken over when they are loaded."""
         if self.updates is None:
             return
-        optimizer = self.updates.optimizer
-        self._step = EmptyStep(self.updates, {w.param for w in self.weights}, delayed=self._window.delayed)
-        self._undo.append(self._step.remove)
-        for handle in (
-            optimizer.register_state_dict_pre_hook(lambda _: self._show_states()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self._replace_states()),
-        ):
-            self._undo.append(handle.remove)
-        self._step_hook = optimizer.register_step_post_hook(self._after_step)
-        self._undo.append(self._step_hook.remove)
+        params = {weight.param for weight in self.weights}
+        self._step = EmptyStep(self.updates, params, self._after_step, delayed=self._window.delayed)
+        saved = SavedStates(self.updates, self._guard, self._open, self.drain, self.invalidate)
+        self._undo += [self._step.remove, saved.remove]
 
     def remove(self) -> None:
         """Give the model back: complete weights, original forwards, no hooks. The engine cannot be used again."""
@@ -262,8 +256,6 @@ class Engine(Controls):
         if not self.installed:
             return
         self._left = self.unfinished()
-        if self.updates is not None:
-            self._step.restore()
         with self._guard.suspended:
             self._frames.close()
             self._forget_deferred()
@@ -331,7 +323,7 @@ class Engine(Controls):
             self._finish() if self._window.last else self._end_pass()
             self._consumed.put()
 
-    def _after_step(self, *_: object) -> None:
+    def _after_step(self) -> None:
         """End the iteration before other hooks of ``optimizer.step()`` are called, which see weights as after it."""
         if self._within and (self._ran_backward or self._window.added):
             self._end_step()
@@ -510,10 +502,6 @@ class Engine(Controls):
             self.own_loop.begin_backward(updating=self._window.which == "updating")
         elif not self._within:
             raise limits.BACKWARD_OUTSIDE.error("a backward ran through the model outside the training step")
-        else:
-            assert self.updates is not None
-            after: Any = self.updates.optimizer._optimizer_step_post_hooks
-            after.move_to_end(self._step_hook.id, last=False)
         self._step.enclose()
         self._ran_backward = True
         self._guard.halfway = self._window.which == "updating"
@@ -603,6 +591,7 @@ class Engine(Controls):
 
     def _reset(self) -> None:
         if self.gradients is not None:
+            self._step.restore()
             self.gradients.reset(self.weights)
             self._walk.cursor, self._ran_backward = 0, False
         self._guard.halfway = False

@@ -181,19 +181,6 @@ class Controls(ABC):
         if self.gradients is not None:
             self.gradients.forget_sums()
 
-    def _show_states(self) -> None:
-        if self._guard.halfway:
-            raise limits.HALFWAY.error("optimizer.state_dict() was called")
-        self.drain()
-
-    def _replace_states(self) -> None:
-        assert self.updates is not None
-        if self._guard.halfway or self._open():
-            raise limits.DURING_FORWARD.error("optimizer.load_state_dict() was called")
-        self.drain()
-        self.invalidate()
-        self.updates.generation += 1
-
     @contextmanager
     def without_gradients(self) -> Iterator[None]:
         """Let ``param.grad`` say that it is not to be used, while code of users runs that might."""

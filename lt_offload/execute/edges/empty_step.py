@@ -19,14 +19,18 @@ class EmptyStep:
 
     Args:
         updates: of the engine.
+        weights: of the engine.
+        ended: is called when the step has ended, before hooks of users.
         delayed: whether updates come after the step.
     """
 
-    def __init__(self, updates: Updates, weights: set[nn.Parameter], *, delayed: bool) -> None:
-        self._updates, self._weights, self._delayed = updates, weights, delayed
+    def __init__(
+        self, updates: Updates, weights: set[nn.Parameter], ended: Callable[[], None], *, delayed: bool
+    ) -> None:
+        self._updates, self._weights, self._delayed, self._ended = updates, weights, delayed, ended
         self._hidden: list[list[nn.Parameter]] = []
         self._before = updates.optimizer.register_step_pre_hook(self._before_step)
-        self._after = updates.optimizer.register_step_post_hook(self.restore)
+        self._after = updates.optimizer.register_step_post_hook(self._after_step)
 
     def remove(self) -> None:
         """End."""
@@ -41,11 +45,15 @@ class EmptyStep:
         before.move_to_end(self._before.id)
         after.move_to_end(self._after.id, last=False)
 
-    def restore(self, *_: object) -> None:
+    def restore(self) -> None:
         """Give the groups their parameters back."""
         for group, params in zip(self._updates.optimizer.param_groups, self._hidden, strict=False):
             group["params"] = params
         self._hidden = []
+
+    def _after_step(self, *_: object) -> None:
+        self.restore()
+        self._ended()
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
