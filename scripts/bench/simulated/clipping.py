@@ -1,6 +1,6 @@
 """What clipping by norm costs, as simulated: three ways, on models and machines of the recipes. Prints JSON.
 
-    python -m scripts.bench.clipping [--only NAME] [--time-limit 8] [--windows 1,2,4]
+    python -m scripts.bench.simulated.clipping [--only NAME] [--time-limit 8] [--windows 1,2,4]
 
 Seconds per update of
 
