@@ -36,10 +36,9 @@ from lt_offload.execute.edges.checks import (
 from lt_offload.execute.edges.consumed import OwnLoop, StandIns
 from lt_offload.execute.edges.controls import Controls
 from lt_offload.execute.edges.deferred import DeferredForward, DeferredForwards
-from lt_offload.execute.edges.empty_step import EmptyStep
 from lt_offload.execute.edges.guard import Guard, held_by_others
 from lt_offload.execute.edges.logits import LossInBlock
-from lt_offload.execute.edges.saved_states import SavedStates
+from lt_offload.execute.edges.own_optimizer import EmptyStep, SavedStates
 from lt_offload.execute.edges.window import Window
 from lt_offload.execute.frames import AnyFrame, Frames
 from lt_offload.execute.gradients import Gradients
