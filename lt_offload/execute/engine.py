@@ -38,6 +38,7 @@ from lt_offload.execute.edges.controls import Controls
 from lt_offload.execute.edges.deferred import DeferredForward, DeferredForwards
 from lt_offload.execute.edges.guard import Guard, held_by_others
 from lt_offload.execute.edges.logits import LossInBlock
+from lt_offload.execute.edges.own_optimizer import EmptyStep, SavedStates
 from lt_offload.execute.edges.shown import ShownGradients
 from lt_offload.execute.edges.window import Window
 from lt_offload.execute.frames import AnyFrame, Frames
@@ -121,7 +122,7 @@ class Engine(Controls):
         self._window = Window(plan)
         self._accounting = ExitStack()
         """Of the memory that the iteration takes."""
-        self._step_hook: Any = None
+        self._step: EmptyStep
         self._ran_backward = False
         self._left: str | None = None
         self._grad_norm: Tensor | None = None
@@ -184,14 +185,10 @@ class Engine(Controls):
         """Let the optimizer's states be complete when they are saved, and be taken over when they are loaded."""
         if self.updates is None:
             return
-        optimizer = self.updates.optimizer
-        for handle in (
-            optimizer.register_state_dict_pre_hook(lambda _: self._show_states()),
-            optimizer.register_load_state_dict_pre_hook(lambda *_: self._replace_states()),
-        ):
-            self._undo.append(handle.remove)
-        self._step_hook = optimizer.register_step_post_hook(self._after_step)
-        self._undo.append(self._step_hook.remove)
+        params = {weight.param for weight in self.weights}
+        self._step = EmptyStep(self.updates, params, self._after_step, delayed=self._window.delayed)
+        saved = SavedStates(self.updates, self._guard, self._open, self.drain, self.invalidate)
+        self._undo += [self._step.remove, saved.remove]
 
     def remove(self) -> None:
         """Give the model back: complete weights, original forwards, no hooks. The engine cannot be used again."""
@@ -301,7 +298,7 @@ class Engine(Controls):
             self._finish() if self._window.last else self._end_pass()
             self._consumed.put()
 
-    def _after_step(self, *_: object) -> None:
+    def _after_step(self) -> None:
         """End the iteration before other hooks of ``optimizer.step()`` are called, which see weights as after it."""
         if self._within and (self._ran_backward or self._window.added):
             self._end_step()
@@ -337,6 +334,7 @@ class Engine(Controls):
             check_reached(self.weights, self._frames)
             self._frames.clear()
         self._grad_norm = self.gradients.end_iteration()
+        self.updates.end_iteration(self.weights)
         self._ran_backward = False
         self._window.end()
         self._forget_deferred()
@@ -481,10 +479,7 @@ class Engine(Controls):
             self.own_loop.begin_backward(updating=self._window.which == "updating")
         elif not self._within:
             raise limits.BACKWARD_OUTSIDE.error("a backward ran through the model outside the training step")
-        else:
-            assert self.updates is not None
-            after: Any = self.updates.optimizer._optimizer_step_post_hooks
-            after.move_to_end(self._step_hook.id, last=False)
+        self._step.enclose()
         self._ran_backward = True
         self._guard.halfway = self._window.which == "updating"
 
@@ -573,6 +568,7 @@ class Engine(Controls):
 
     def _reset(self) -> None:
         if self.gradients is not None:
+            self._step.restore()
             self.gradients.reset(self.weights)
             self._walk.cursor, self._ran_backward = 0, False
         self._guard.halfway = False

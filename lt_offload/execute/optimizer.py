@@ -13,8 +13,8 @@ would have other last bits.
 
 from __future__ import annotations
 
-from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter, OrderedDict, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from operator import is_
 from types import NoneType
@@ -27,9 +27,12 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lt_offload import limits
+from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.edges.snapshots import Snapshots
 from lt_offload.execute.tensors import STATE_ALIGNMENT, States, Weight
 from lt_offload.machine.dispatch import unseen_by_dynamo
+from lt_offload.model.optimizers import tried
 from lt_offload.units import round_up
 
 State = Mapping[str, Any]
@@ -138,6 +141,11 @@ _RULES: dict[type[Optimizer], Callable[..., Update | None]] = {
 }
 
 
+_OWN = {"param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
+_OWN |= {"step"}  # a scheduler's counting wrapper around the real optimizer's step
+"""Attributes of an optimizer that those which stand for it have in another form."""
+
+
 _FACTORIES = {
     torch.ops.aten.zeros_like.default: 0.0,
     torch.ops.aten.ones_like.default: 1.0,
@@ -164,9 +172,29 @@ class Updates:
         """Some states hold Python numbers: no operation shows when those are read."""
         self._replaces = False
         """The optimizer has replaced tensors in a state that existed, and may do so again."""
+        self.without_gradients = tried(optimizer).without_gradients
+        """Its step changes tensors without a gradient, too."""
+        self._frozen: tuple[list[dict[str, Any]], dict[str, Any]] | None = None
+        """Options of the groups and attributes as the loop's own step began with them, until updates have used them."""
+        self._updated: set[int] = set()
+        """Indices of the weights whose update in this iteration is queued."""
         self._known: set[Weight] = set()
         """Weights whose second update is queued: the first makes their state, the second would show a replacement."""
         self.index_groups()
+        self.unshare(optimizer.state.values())
+
+    def unshare(self, states: Iterable[dict[str, Any]]) -> None:
+        """Give ``states`` tensors of their own, where an optimizer has several use one (a table of bitsandbytes')."""
+        held = Counter(map(id, _tensors(vars(self.optimizer).items())))
+        # Listed: the host's thread may be adding those that it has made.
+        held.update(
+            id(value) for state in list(self.optimizer.state.values()) for value in _tensors(list(state.items()))
+        )
+        for state in states:
+            for name, value in state.items():
+                if isinstance(value, Tensor) and held[id(value)] > 1:
+                    with plain_torch():
+                        state[name] = value.clone()
 
     def index_groups(self) -> None:
         """Learn which group each parameter is in; call when groups may have been added."""
@@ -176,6 +204,22 @@ class Updates:
     def members(self) -> set[nn.Parameter]:
         """The parameters of all groups."""
         return set(self._group_of)
+
+    def freeze(self) -> None:
+        """Let coming updates use options and attributes as they are now: the loop's own step may count them up."""
+        self._frozen = [self._copied(group) for group in self.optimizer.param_groups], self._attributes()
+
+    def end_iteration(self, weights: Iterable[Weight]) -> None:
+        """Let updates use what there is then, again.
+
+        Raises:
+            UnsupportedError: if a plain step would have changed one of ``weights`` that had no gradient.
+        """
+        self._frozen = None
+        updated, self._updated = self._updated, set()
+        for weight in weights if self.without_gradients and updated else ():
+            if weight.index not in updated and weight.param.requires_grad:
+                raise limits.WITHOUT_GRADIENT.error(f"{type(self.optimizer).__name__}, {weight.label}")
 
     def state(self, weight: Weight) -> dict[str, Any]:
         """Return the live state dictionary of ``weight``, or a new one that the optimizer does not know yet."""
@@ -201,6 +245,7 @@ class Updates:
             place: ``"host"`` or ``"device"``, where parameter, gradient and states are.
             grads: one gradient per weight, at that place.
         """
+        self._updated.update(weight.index for weight in weights)
         update = self._by_function(weights, place, grads) or self._by_step(weights, place, grads)
         return partial(self._on_host, weights, update) if place == "host" else update
 
@@ -242,9 +287,8 @@ class Updates:
             proxy = weight.proxy(place, data, grad)
             index = self._group_of[weight.param]
             if index not in groups:
-                # Cloned: a learning rate may be a tensor that a scheduler changes in place before this update runs.
-                live = self._live(index)
-                groups[index] = {k: v.clone() if isinstance(v, Tensor) else v for k, v in live.items()} | {"params": []}
+                # Copied: a learning rate may be a tensor that a scheduler changes in place before this update runs.
+                groups[index] = self._copied(self._live(index)) | {"params": []}
             groups[index]["params"].append(proxy)
             state[proxy] = self.state(weight)
         sub = self._sub(tuple(weight.index for weight in weights))
@@ -254,7 +298,10 @@ class Updates:
             self.states_move = True
             self._known.update(weight for weight, own in zip(weights, state.values(), strict=True) if own)
 
+        attributes = self._frozen[1] if self._frozen is not None else self._attributes()
+
         def run() -> None:
+            vars(sub).update(attributes)
             sub.param_groups = list(groups.values())
             sub.state = state
             before = [[*own.values()] for own in state.values()]
@@ -271,6 +318,7 @@ class Updates:
 
     def update_on_device(self, weights: Sequence[Weight], grads: Sequence[Tensor]) -> None:
         """Update ``weights`` in their device copies now, states included; the caller has waited for all of them."""
+        self._updated.update(weight.index for weight in weights)
         for weight in weights:
             states = weight.states
             if states.group is not None and not states.unchanged(self.state(weight)):
@@ -297,6 +345,8 @@ class Updates:
         finally:
             for states in resident:
                 states.leave()
+        if newborn:
+            self.unshare([self.state(states.weight) for states in newborn])
         for states in newborn:
             states.born(self.state(states.weight))
             self.generation += 1
@@ -316,19 +366,36 @@ class Updates:
         return bool(group.get("fused") or group.get("capturable"))
 
     def _live(self, group: int) -> dict[str, Any]:
-        live: dict[str, Any] = self.optimizer.param_groups[group]
+        live: dict[str, Any] = (self._frozen[0] if self._frozen is not None else self.optimizer.param_groups)[group]
         return live
+
+    @staticmethod
+    def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
+        return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
+
+    def _attributes(self) -> dict[str, Any]:
+        """Return the attributes that a step of tensors of its own may find: counters of steps, above all."""
+        return {name: value for name, value in vars(self.optimizer).items() if name not in _OWN}
 
     def _sub(self, key: tuple[int, ...]) -> Optimizer:
         sub = self._subs.get(key)
         if sub is None:
             sub = object.__new__(type(self.optimizer))
-            sub.__dict__.update(self.optimizer.__dict__)
-            sub.__dict__.pop("step", None)  # a scheduler's counting wrapper around the real optimizer's step
+            vars(sub).update(self._attributes())
             sub._optimizer_step_pre_hooks = OrderedDict()
             sub._optimizer_step_post_hooks = OrderedDict()
             self._subs[key] = sub
         return sub
+
+
+def _tensors(items: Iterable[tuple[str, Any]]) -> Iterator[Tensor]:
+    """Yield the tensors among the values of ``items`` and of dictionaries and lists among these."""
+    for name, value in items:
+        if isinstance(value, Tensor):
+            yield value
+        elif name not in _OWN and isinstance(value, (dict, list, tuple)):
+            inner = value.values() if isinstance(value, dict) else value
+            yield from (part for part in inner if isinstance(part, Tensor))
 
 
 def _same(known: Sequence[Any], state: dict[str, Any]) -> bool:

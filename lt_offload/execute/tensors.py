@@ -232,9 +232,13 @@ class States:
         assert self.group is not None and self.group.buffer is not None and not self.known
         self._adopt(_movable(state))
         self.attach(self.group.buffer)
-        for tensor, view in zip(self.known, self.on_device.values(), strict=True):
-            if tensor.data_ptr() != view.data_ptr():
-                view.copy_(tensor)
+        pairs = zip(self.known, self.on_device.values(), strict=True)
+        moved = [(tensor, view) for tensor, view in pairs if tensor.data_ptr() != view.data_ptr()]
+        # What lies in the arena already may be where another one goes: an optimizer makes its states in any order.
+        with plain_torch():
+            contents = [tensor.clone() for tensor, _ in moved]
+        for content, (_, view) in zip(contents, moved, strict=True):
+            view.copy_(content)
         self.leave()
 
     def _adopt(self, found: dict[str, Tensor]) -> None:

@@ -37,6 +37,7 @@ from lt_offload.limits.running import (
     SUBSTITUTED,
     TRANSFORMED,
     WINDOW,
+    WITHOUT_GRADIENT,
     check_arguments,
 )
 from lt_offload.limits.table import LIMITS, Limit, Setup, check, markdown
@@ -73,6 +74,7 @@ __all__ = [
     "TRANSFORMED",
     "WINDOW",
     "MICRO_BATCHES",
+    "WITHOUT_GRADIENT",
     "Limit",
     "Setup",
     "check",

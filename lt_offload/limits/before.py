@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 def unknown_optimizer(optimizer: Optimizer) -> bool:
     """Return whether nobody has vouched for ``optimizer`` updating each tensor on its own and no trial has shown it."""
-    return _each_alone(optimizer) is None
+    return _verdict(optimizer) == "unknown"
 
 
 # -- trainer ----------------------------------------------------------------------------------------------------------
@@ -247,7 +247,8 @@ def _averaging_without_validation(run: Setup) -> str | None:
     "no optimizer or several",
     "optimizer",
     why="each parameter has exactly one update per iteration",
-    instead="return one optimizer; parameter groups may differ in every option",
+    instead="return one optimizer; parameter groups may differ in every option, and a class of one's own may update "
+    "them by different rules, e.g. matrices by Muon and the others by Adam",
 )
 def _not_one_optimizer(run: Setup) -> str | None:
     count = len(run.optimizers)
@@ -271,22 +272,78 @@ def _global_optimizer(run: Setup) -> str | None:
     return None
 
 
-def _each_alone(optimizer: Optimizer) -> bool | None:
-    """Return whether ``optimizer`` updates each tensor on its own; None if that is not known."""
-    from lt_offload.model.optimizers import each_alone
+def _verdict(optimizer: Optimizer) -> str:
+    """Return what a trial says about ``optimizer``."""
+    from lt_offload.model.optimizers import tried
 
-    return each_alone(optimizer)
+    return tried(optimizer).verdict
 
 
 @limit(
     "optimizers whose step does more than update each tensor, e.g. clip all gradients first",
     "optimizer",
-    why="a trial on small tensors gave other numbers one by one, in another order, than all at once",
+    why="a trial on small tensors gave other numbers one by one, in another order, than all at once, or other counts "
+    "of steps without gradients than with them",
     instead="use an optimizer that updates each tensor from its own gradient and state alone",
 )
 def _joint_optimizer(run: Setup) -> str | None:
     for optimizer in run.optimizers:
-        if _each_alone(optimizer) is False:
+        if _verdict(optimizer) == "joint":
+            return f"optimizer {type(optimizer).__name__}"
+    return None
+
+
+@limit(
+    "optimizers that hand their work to others, e.g. one of Muon and AdamW side by side, Lookahead",
+    "optimizer",
+    why="a step on small tensors in the parameter groups changed none of them: others have parameters of their own",
+    instead="write one class that does what each group asks for, as SingleDeviceMuonWithAuxAdam does by use_muon",
+)
+def _idle_optimizer(run: Setup) -> str | None:
+    for optimizer in run.optimizers:
+        if _verdict(optimizer) == "idle":
+            return f"optimizer {type(optimizer).__name__}"
+    return None
+
+
+@limit(
+    "optimizers with capturable=True or differentiable=True",
+    "optimizer",
+    why="torch captures updates in CUDA graphs only of weights on a GPU, and plans update some on the host; nor is an "
+    "update part of a graph of autograd",
+    instead="set it to False, which gives up nothing here",
+)
+def _captured(run: Setup) -> str | None:
+    for optimizer in run.optimizers:
+        for option in ("capturable", "differentiable"):
+            if any(group.get(option) is True for group in optimizer.param_groups):
+                return f"{type(optimizer).__name__}({option}=True)"
+    return None
+
+
+@limit(
+    "options of single tensors in bitsandbytes' GlobalOptimManager",
+    "optimizer",
+    why="it knows tensors by their place in memory and in the groups, which those of an update alone do not have",
+    instead="give these tensors a parameter group, or raise min_8bit_size, below which states have 32 bits",
+)
+def _managed_options(run: Setup) -> str | None:
+    for optimizer in run.optimizers:
+        manager = getattr(optimizer, "mng", None)
+        if any(getattr(manager, name, None) for name in ("pid2config", "index2config", "module_weight_config_triple")):
+            return f"GlobalOptimManager of {type(optimizer).__name__}"
+    return None
+
+
+@limit(
+    "optimizers of sparse gradients, and states in CUDA's managed memory (paged optimizers of bitsandbytes)",
+    "optimizer",
+    why="gradients travel as dense tensors, and states as the plan says, which the driver may not move as well",
+    instead="use Adam for SparseAdam, AdamW8bit for PagedAdamW8bit",
+)
+def _own_memory(run: Setup) -> str | None:
+    for optimizer in run.optimizers:
+        if _is_a(optimizer, {"SparseAdam"}) or getattr(optimizer, "is_paged", False) is True:
             return f"optimizer {type(optimizer).__name__}"
     return None
 

@@ -140,6 +140,11 @@ MODULE_HOOKS = while_running(
     why="the block runs again for its backward, and would call them again",
     instead="add hooks before training starts, so that the plan is made for them, or to the block itself",
 )
+WITHOUT_GRADIENT = while_running(
+    "tensors without a gradient, where the optimizer changes those, too (zeros in place of None)",
+    why="a tensor is updated when its gradient is complete, and this one had none in this iteration",
+    instead="skip tensors whose grad is None in the optimizer's step, or use every parameter in every forward",
+)
 CHANGED_OPTIONS = while_running(
     "options of the optimizer changed between the backward and optimizer.step()",
     why="the updates of this iteration have used the options that were there during the backward",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -20,29 +21,48 @@ _GROUPS = 4
 _STEPS = 2
 _SCALES = (1e-3, 1.0, 1e3)
 """Of the gradients: what depends on all of them depends on the largest."""
+_OWN = ("params", "param_groups", "state", "step", "defaults")
 
 Stand = tuple[int, nn.Parameter]
 """A parameter group, and a small tensor like one of its parameters."""
+Verdict = Literal["alone", "joint", "idle", "unknown"]
 
 
-def each_alone(optimizer: Optimizer) -> bool | None:
-    """Return whether ``optimizer`` gives the same numbers, bit for bit, one tensor at a time and in another order.
+@dataclass(frozen=True, slots=True)
+class OptimizerTrial:
+    """What an optimizer does to a few small tensors."""
 
-    Those of torch, of transformers and of this package do, or are refused by name. None if it cannot be tried, e.g.
-    because it needs a GPU or a closure. The optimizer itself is not changed.
-    """
+    verdict: Verdict
+    """``alone``: one tensor at a time, in another order, gives the same numbers, bit for bit; ``joint``: it does not;
+    ``idle``: nothing changes, the optimizer hands the work to others; ``unknown``: it could not be tried, e.g. because
+    it needs a GPU or a closure."""
+    without_gradients: bool = False
+    """Tensors without a gradient change, too."""
+
+
+def tried(optimizer: Optimizer) -> OptimizerTrial:
+    """Try ``optimizer``, which is not changed; those of torch, transformers and this package are known to work."""
     if f"{type(optimizer).__module__}.".startswith(_KNOWN):
-        return True
+        return OptimizerTrial("alone")
     try:
-        together = _stepped(optimizer, one_by_one=False)
-        alone = _stepped(optimizer, one_by_one=True)
+        together, counted = _stepped(optimizer, one_by_one=False)
+        alone, _ = _stepped(optimizer, one_by_one=True)
     except Exception:  # whatever a foreign optimizer raises on tensors that it was not made for
-        return None
-    return all(_equal(a, b) for a, b in zip(together, alone, strict=True))
+        return OptimizerTrial("unknown")
+    if not _moved(optimizer, together):
+        return OptimizerTrial("idle")
+    if not all(map(_equal, together, alone)):
+        return OptimizerTrial("joint")
+    acts = _acts_without_gradients(optimizer)
+    try:  # the loop's own step(), which finds no gradients, counts for the updates
+        counts = _equal(counted, _stepped_idly(optimizer, empty=acts))
+    except Exception:
+        counts = False
+    return OptimizerTrial("alone" if counts else "joint", without_gradients=acts)
 
 
-def _stepped(optimizer: Optimizer, *, one_by_one: bool) -> list[list[Any]]:
-    """Step stand-ins; return, for each, itself and its state."""
+def _stepped(optimizer: Optimizer, *, one_by_one: bool) -> tuple[list[list[Any]], list[Any]]:
+    """Step stand-ins; return, for each, itself and its state; and what an optimizer of all of them has counted."""
     stands = _stands(optimizer)
     states: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
     parts = [[stand] for stand in reversed(stands)] if one_by_one else [stands]
@@ -57,7 +77,49 @@ def _stepped(optimizer: Optimizer, *, one_by_one: bool) -> list[list[Any]]:
                 stand.grad = grad.to(stand.dtype)
             for twin in twins:
                 type(twin).step(twin)
-    return [[stand.detach(), *(value for _, value in sorted(states[stand].items()))] for _, stand in stands]
+        counted = _counted(twins[0])
+    return [[stand.detach(), *(value for _, value in sorted(states[stand].items()))] for _, stand in stands], counted
+
+
+def _stepped_idly(optimizer: Optimizer, *, empty: bool) -> list[Any]:
+    """Return what an optimizer counts in steps without gradients; ``empty``: without tensors."""
+    with untouched(optimizer=optimizer):
+        twin = _twin(optimizer, _stands(optimizer), defaultdict(dict))
+        for group in twin.param_groups if empty else ():
+            group["params"] = []
+        for _ in range(_STEPS):
+            type(twin).step(twin)
+        return _counted(twin)
+
+
+def _counted(twin: Optimizer) -> list[Any]:
+    """Return the numbers in options and attributes."""
+    places = [*twin.param_groups, vars(twin)]
+    found = [value for place in places for key, value in place.items() if key not in _OWN]
+    numbers = [value for value in found if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)]
+    return [value.clone() if isinstance(value, Tensor) else value for value in numbers]
+
+
+def _acts_without_gradients(optimizer: Optimizer) -> bool:
+    stands = _stands(optimizer)
+    before = [stand.detach().clone() for _, stand in stands]
+    state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+    try:
+        with untouched(optimizer=optimizer):
+            twin = _twin(optimizer, stands, state)
+            type(twin).step(twin)
+    except Exception:  # it does not ask whether there is a gradient
+        return True
+    same = (torch.equal(old, stand.detach()) for old, (_, stand) in zip(before, stands, strict=True))
+    return any(state.values()) or any(stand.grad is not None for _, stand in stands) or not all(same)
+
+
+def _moved(optimizer: Optimizer, stepped: Sequence[Sequence[Any]]) -> bool:
+    """Return whether steps have changed something, or might not have because the learning rate is 0."""
+    before = [stand for _, stand in _stands(optimizer)]
+    changed = (len(row) > 1 or not torch.equal(old, row[0]) for old, row in zip(before, stepped, strict=True))
+    holds = any(isinstance(value, Optimizer) for value in vars(optimizer).values())
+    return any(changed) or not (holds or all(group.get("lr", 1.0) for group in optimizer.param_groups))
 
 
 def _stands(optimizer: Optimizer) -> list[Stand]:

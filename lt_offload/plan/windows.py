@@ -32,8 +32,9 @@ def has_windows(settings: Settings) -> bool:
 def plan_windows(profile: Profile, settings: Settings, plan_one: Callable[[Profile, Settings], Plan]) -> Plan:
     """Return the plan for windows of ``settings.accumulate`` micro-batches.
 
-    What is fastest for the mean pass of a window need not be for its passes one after the other: a plan for the update
-    alone is compared, too.
+    What is fastest for the mean pass of a window need not be for its passes one after the other. A second plan is
+    compared: one for the update alone, or, where updates wait, one whose updates on the device last as long as their
+    copies.
 
     Args:
         profile: what model and machine cost.
@@ -42,11 +43,28 @@ def plan_windows(profile: Profile, settings: Settings, plan_one: Callable[[Profi
     """
     window, half = settings.accumulate, replace(for_one(settings), time_limit=settings.time_limit / 2)
     mean = for_windows(plan_one(with_sums(profile, window), half), profile, settings)
+    other = (
+        _settling(with_sums(profile, window), window) if settings.delayed else with_sums(profile, window, mean=False)
+    )
     try:
-        last = for_windows(plan_one(with_sums(profile, window, mean=False), half), profile, settings)
+        second = for_windows(plan_one(other, half), profile, settings)
     except (ConfigError, InfeasibleError, UnsupportedError):  # there is a plan: no other was found in time
         return mean
-    return min(mean, last, key=lambda plan: plan.predicted.iteration_s)
+    return min(mean, second, key=lambda plan: plan.predicted.iteration_s)
+
+
+def _settling(profile: Profile, window: int) -> Profile:
+    """Return ``profile``, with sums, with updates on the device that last as long as a settling pass makes them.
+
+    It brings weights, states and sums to the device for the update alone, beside no computation.
+    """
+    trained = [tensor for tensor in profile.tensors if tensor.trainable]
+    updated = sum(tensor.bytes for tensor in trained)
+    if not updated:
+        return profile
+    copied = sum(tensor.bytes + tensor.state_bytes for tensor in trained)
+    seconds = 1 / profile.optimizer.device_bytes_per_s + copied / updated / profile.hardware.h2d_bytes_per_s / window
+    return replace(profile, optimizer=replace(profile.optimizer, device_bytes_per_s=1 / seconds))
 
 
 def plan_forwards(profile: Profile, settings: Settings, plan_passes: Callable[[Profile, Settings], Plan]) -> Plan:

@@ -31,7 +31,7 @@ class Case:
     dtype: str = "float32"
     dropout: float = 0.0
     lora: bool = False
-    optimizer: str = "adamw-fused"
+    optimizer: str | Callable[[Any], torch.optim.Optimizer] = "adamw-fused"
     lag: int = 1
     lead: int = 1
     roomy: bool = False
@@ -54,14 +54,19 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 }
 
 
-def make_optimizer(model: nn.Module, name: str) -> torch.optim.Optimizer:
+Factory = Callable[[Any], torch.optim.Optimizer]
+"""Makes an optimizer from parameter groups."""
+
+
+def make_optimizer(model: nn.Module, name: str | Factory) -> torch.optim.Optimizer:
     """Two parameter groups: matrices with weight decay, vectors without."""
     params = [p for p in model.parameters() if p.requires_grad]
     groups = [
         {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
     ]
-    return OPTIMIZERS[name]([group for group in groups if group["params"]])
+    make = OPTIMIZERS[name] if isinstance(name, str) else name
+    return make([group for group in groups if group["params"]])
 
 
 def scheduler(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:

@@ -43,6 +43,7 @@ def state_bytes(structure: Structure, optimizer: torch.optim.Optimizer) -> tuple
         clone = torch.nn.Parameter(param.detach().clone())
         clone.grad = torch.zeros_like(clone)
         twin = copy.copy(optimizer)
+        vars(twin).update({k: v for k, v in vars(optimizer).items() if k not in vars(twin)})  # no copy has these
         twin.param_groups = [{**groups[param], "params": [clone]}]
         twin.state = defaultdict(dict)
         twin.step()

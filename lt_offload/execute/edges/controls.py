@@ -182,18 +182,6 @@ class Controls(ABC):
         assert self.gradients is not None
         return self.gradients
 
-    def _show_states(self) -> None:
-        if self._guard.halfway:
-            raise limits.HALFWAY.error("optimizer.state_dict() was called")
-        self.drain()
-
-    def _replace_states(self) -> None:
-        assert self.updates is not None
-        if self._guard.halfway or self._open():
-            raise limits.DURING_FORWARD.error("optimizer.load_state_dict() was called")
-        self.drain()
-        self.invalidate()
-        self.updates.generation += 1
 
     @contextmanager
     def _changing_gradients(self) -> Iterator[None]:

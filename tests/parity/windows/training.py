@@ -17,7 +17,7 @@ from lt_offload.execute.engine import Engine
 from lt_offload.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests.support import models
-from tests.support.engines import Result, differences, make_optimizer
+from tests.support.engines import Factory, Result, differences, make_optimizer
 
 Shape = tuple[int, int]
 """Samples and tokens."""
@@ -29,7 +29,7 @@ class Training:
 
     start: nn.Module
     windows: Sequence[Sequence[Shape]]
-    optimizer: str = "adamw-fused"
+    optimizer: str | Factory = "adamw-fused"
     clip_norm: float | None = None
     clip_value: float | None = None
 

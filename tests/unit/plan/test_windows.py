@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
-from lt_offload.plan import Plan, check, choose_batch, simulate, solve
+from lt_offload.plan import Plan, check, choose_batch, simulate, solve, windows
 from lt_offload.plan.batch.profiles import scaled
 from lt_offload.plan.planners.baselines import no_offload_s
 from lt_offload.plan.settings import Settings
@@ -159,3 +159,15 @@ def test_no_room_says_what_would_do() -> None:
         solve(small_profile(), memory=1, accumulate=2)
     needed = caught.value.needed_bytes  # type: ignore[union-attr]
     assert check(solve(small_profile(), memory=needed, accumulate=2), small_profile()) == []
+
+
+def test_updates_on_the_device_that_wait_are_planned_for_with_their_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A settling pass brings weights, states and sums to the device for the update alone."""
+    profile = small_profile()
+    with pytest.raises(InfeasibleError) as caught:
+        solve(profile, memory=1, delayed=True)
+    assert caught.value.needed_bytes is not None
+    memory = 3 * caught.value.needed_bytes
+    found = solve(profile, memory=memory, delayed=True).predicted.iteration_s
+    monkeypatch.setattr(windows, "_settling", lambda profile, window: profile)
+    assert found < 0.9 * solve(profile, memory=memory, delayed=True).predicted.iteration_s

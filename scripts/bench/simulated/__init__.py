@@ -1,0 +1,1 @@
+"""Programs that compare ways of training without training: by the simulator."""

@@ -1,0 +1,215 @@
+"""Optimizers as users write them, most of them after the code that is published with a method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+Groups = list[dict[str, Any]]
+
+
+def _orthogonal(grad: Tensor, steps: int) -> Tensor:
+    a, b, c = 3.4445, -4.7750, 2.0315
+    x = grad.bfloat16()
+    if grad.size(-2) > grad.size(-1):
+        x = x.mT
+    x = x / (x.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        square = x @ x.mT
+        x = a * x + (b * square + c * square @ square) @ x
+    return x.mT if grad.size(-2) > grad.size(-1) else x
+
+
+def _muon(grad: Tensor, momentum: Tensor, beta: float) -> Tensor:
+    momentum.lerp_(grad, 1 - beta)
+    update = grad.lerp_(momentum, beta)
+    update = _orthogonal(update, steps=2)
+    return update * max(1, grad.size(-2) / grad.size(-1)) ** 0.5
+
+
+def _adam(grad: Tensor, first: Tensor, second: Tensor, step: int, betas: tuple[float, float], eps: float) -> Tensor:
+    first.lerp_(grad, 1 - betas[0])
+    second.lerp_(grad.square(), 1 - betas[1])
+    return first / (1 - betas[0] ** step) / ((second / (1 - betas[1] ** step)).sqrt() + eps)
+
+
+class SingleDeviceMuonWithAuxAdam(Optimizer):
+    """After Keller Jordan's: Muon for groups with ``use_muon``, Adam for others; tensors without gradient get zeros."""
+
+    def __init__(self, param_groups: Groups) -> None:
+        for group in param_groups:
+            if group["use_muon"]:
+                group.setdefault("lr", 0.02)
+                group.setdefault("momentum", 0.95)
+            else:
+                group.setdefault("lr", 3e-4)
+                group.setdefault("betas", (0.9, 0.95))
+                group.setdefault("eps", 1e-10)
+            group.setdefault("weight_decay", 0)
+        super().__init__(param_groups, {})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    p.grad = torch.zeros_like(p)
+                state = self.state[p]
+                if group["use_muon"]:
+                    if len(state) == 0:
+                        state["momentum_buffer"] = torch.zeros_like(p)
+                    update = _muon(p.grad, state["momentum_buffer"], group["momentum"])
+                else:
+                    if len(state) == 0:
+                        state["exp_avg"] = torch.zeros_like(p)
+                        state["exp_avg_sq"] = torch.zeros_like(p)
+                        state["step"] = 0
+                    state["step"] += 1
+                    update = _adam(
+                        p.grad, state["exp_avg"], state["exp_avg_sq"], state["step"], group["betas"], group["eps"]
+                    )
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.add_(update.reshape(p.shape), alpha=-group["lr"])
+        return loss
+
+
+def muon_with_adam(groups: Groups) -> SingleDeviceMuonWithAuxAdam:
+    """Return Muon for matrices, Adam for the rest."""
+    params = [p for group in groups for p in group["params"]]
+    kinds: Groups = [
+        {"params": [p for p in params if p.ndim >= 2], "use_muon": True, "weight_decay": 0.1},
+        {"params": [p for p in params if p.ndim < 2], "use_muon": False, "lr": 1e-2},
+    ]
+    return SingleDeviceMuonWithAuxAdam([kind for kind in kinds if kind["params"]])
+
+
+class AdamWScheduleFree(Optimizer):
+    """After Meta's schedule_free: counts steps in the groups, and begins a state with the weight itself."""
+
+    def __init__(self, params: Any, lr: float = 1e-2, warmup_steps: int = 2) -> None:
+        counts = {"k": 0, "train_mode": True, "weight_sum": 0.0, "lr_max": -1.0, "scheduled_lr": 0.0}
+        super().__init__(params, {"lr": lr, "warmup_steps": warmup_steps, "weight_decay": 0.0} | counts)
+
+    @torch.no_grad()
+    def eval(self) -> None:
+        self._switch(1 - 1 / 0.9, train_mode=False)
+
+    @torch.no_grad()
+    def train(self) -> None:
+        self._switch(1 - 0.9, train_mode=True)
+
+    def _switch(self, weight: float, *, train_mode: bool) -> None:
+        for group in self.param_groups:
+            if group["train_mode"] is not train_mode:
+                for p in group["params"]:
+                    if "z" in self.state[p]:
+                        p.lerp_(end=self.state[p]["z"].to(p.device), weight=weight)
+                group["train_mode"] = train_mode
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            assert group["train_mode"]
+            k = group["k"]
+            lr = group["scheduled_lr"] = group["lr"] * min(1.0, (k + 1) / group["warmup_steps"])
+            lr_max = group["lr_max"] = max(lr, group["lr_max"])
+            group["weight_sum"] += lr_max**2
+            share = lr_max**2 / group["weight_sum"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if "z" not in state:
+                    state["z"] = torch.clone(p)
+                    state["exp_avg_sq"] = torch.zeros_like(p)
+                state["exp_avg_sq"].mul_(0.99).addcmul_(p.grad, p.grad, value=0.01)
+                step = p.grad.div(state["exp_avg_sq"].div(1 - 0.99 ** (k + 1)).sqrt_().add_(1e-8))
+                step.add_(p, alpha=group["weight_decay"])
+                p.lerp_(end=state["z"], weight=share)
+                p.add_(step, alpha=lr * (0.9 * (1 - share) - 1))
+                state["z"].sub_(step, alpha=lr)
+            group["k"] = k + 1
+        return loss
+
+
+class Lion(Optimizer):
+    """After Google's."""
+
+    def __init__(self, params: Any, lr: float = 1e-3) -> None:
+        super().__init__(params, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                p.data.mul_(1 - group["lr"] * group["weight_decay"])
+                state = self.state[p]
+                if len(state) == 0:
+                    state["exp_avg"] = torch.zeros_like(p)
+                first, second = group["betas"]
+                update = state["exp_avg"].clone().mul_(first).add(p.grad, alpha=1 - first).sign_()
+                p.add_(update, alpha=-group["lr"])
+                state["exp_avg"].mul_(second).add_(p.grad, alpha=1 - second)
+        return loss
+
+
+class CountingItself(Lion):
+    """Counts steps in an attribute, and has a table that the states of all tensors use, as bitsandbytes' does."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=1e-2)
+        self.steps = 0
+        self.tables = {"signed": torch.linspace(-1, 1, 64)}
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.steps += 1
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if len(state) == 0:
+                    state["table"] = self.tables["signed"]
+                    state["code"] = torch.zeros_like(p, dtype=torch.uint8)
+                scale = p.grad.abs().max()
+                mean = (state["table"][state["code"].long()] + p.grad / scale) / 2
+                state["code"].copy_(torch.bucketize(mean.clamp(-1, 1), state["table"]).clamp_(max=63))
+                p.sub_(mean.to(p.dtype), alpha=group["lr"] / self.steps)
+        return loss
+
+
+class SideBySide(Optimizer):
+    """Two optimizers in the clothes of one."""
+
+    def __init__(self, params: Iterable[nn.Parameter]) -> None:
+        found = list(params)
+        self.muon = torch.optim.Muon([p for p in found if p.ndim == 2], lr=1e-2)
+        self.adam = torch.optim.AdamW([p for p in found if p.ndim != 2], lr=1e-2)
+        super().__init__([*self.muon.param_groups, *self.adam.param_groups], {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.muon.step()
+        self.adam.step()

@@ -1,0 +1,186 @@
+"""Optimizers that users write: the numbers of plain PyTorch at three budgets, in loops and under a Trainer."""
+
+from __future__ import annotations
+
+import types
+from typing import Any
+
+import lightning.pytorch
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lt_offload import OffmateStrategy, limits
+from lt_offload.errors import UnsupportedError
+from lt_offload.model.blocks import find_blocks
+from lt_offload.model.optimizers import tried
+from lt_offload.plan import Plan, solve
+from tests.parity.optimizers.own import AdamWScheduleFree, CountingItself, Lion, SideBySide, muon_with_adam
+from tests.parity.users import test_odd_parameters as odd_parameters
+from tests.parity.windows.training import Training, budgets, require_equal
+from tests.support import engines, models, plans, trainers
+from tests.support.engines import Case, Factory, Result, differences, installed, offloaded, plain
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+]
+
+OWN: list[Factory] = [muon_with_adam, AdamWScheduleFree, Lion, CountingItself]
+
+
+@pytest.mark.parametrize("make", OWN)
+def test_equal_at_three_budgets(make: Factory) -> None:
+    windows = [[(2, 12)], [(1, 9)], [(2, 7)]]
+    training = Training(start=models.build(layers=2), windows=windows, optimizer=make)
+    profile, expected = training.profile(), training.plainly()
+    for memory in budgets(profile):
+        require_equal(training, solve(profile, memory=memory), expected)
+
+
+@pytest.mark.parametrize("make", OWN)
+def test_options_and_counts_of_a_step_are_those_that_its_updates_use(make: Factory) -> None:
+    """Where updates wait, the loop's own step is over before they begin."""
+    start = models.build(layers=2, dtype=torch.bfloat16)
+    training = Training(start=start, windows=[[(2, 12)], [(1, 9), (2, 7)], [(2, 7)]], optimizer=make, clip_norm=0.2)
+    profile = training.profile()
+    for memory in budgets(profile, accumulate=2, delayed=True)[::2]:
+        require_equal(training, solve(profile, memory=memory, accumulate=2, delayed=True), training.plainly())
+
+
+@pytest.mark.parametrize("make", OWN)
+@pytest.mark.parametrize("settings", [{}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}], ids=str)
+def test_under_a_trainer(make: Factory, settings: dict[str, Any]) -> None:
+    """The Trainer's closure runs inside the step."""
+
+    class Module(trainers.Module):
+        def configure_optimizers(self) -> Optimizer:
+            return make([{"params": list(self.parameters())}])
+
+    def run(strategy: Any) -> trainers.Run:
+        lightning.pytorch.seed_everything(3, verbose=False)
+        return trainers.fit(strategy, Module(layers=2), max_epochs=1, **settings)
+
+    expected = run("auto")
+    for memory in (150_000, 100_000_000):
+        assert trainers.differences(expected, run(OffmateStrategy(memory=memory))) == []
+
+
+@pytest.mark.parametrize("make", [AdamWScheduleFree, CountingItself])
+def test_states_in_any_order_and_of_several_tensors(make: Factory) -> None:
+    """A state that begins as the weight lies before one that begins as zeros; a table is in every tensor's state."""
+    case = Case(optimizer=make, places=("paged", "device", "host"))
+    assert differences(plain(case), offloaded(case)) == []
+
+
+def switching(model: nn.Module, optimizer: AdamWScheduleFree) -> list[Tensor]:
+    """Train, and look at the averaged weights after each step, as the method wants it."""
+    losses = []
+    for seed in range(3):
+        model(**models.batch(model, seed=seed)).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.eval()
+        with torch.no_grad():
+            losses.append(model(**models.batch(model, seed=9)).loss)
+        optimizer.train()
+    return losses
+
+
+def test_weights_and_states_are_exchanged_between_steps() -> None:
+    case = Case()
+    expected, model = engines.build(case), engines.build(case)
+    one, other = AdamWScheduleFree(expected.parameters()), AdamWScheduleFree(model.parameters())
+    losses = switching(expected, one)
+    places = ("paged", "host", "device")
+    with installed(model, other, plans.streamed(find_blocks(model), other, options=("keep",), places=places)):
+        found = switching(model, other)
+    assert differences(Result(losses, expected, one), Result(found, model, other)) == []
+
+
+def own_loop() -> tuple[nn.Module, Optimizer, Plan]:
+    torch.manual_seed(0)
+    model = odd_parameters.Model("long")
+    optimizer = muon_with_adam([{"params": list(model.parameters())}])
+    return model, optimizer, plans.streamed(find_blocks(model), optimizer, options=("keep",), places=("host", "device"))
+
+
+def test_hooks_of_a_step_see_every_parameter() -> None:
+    """Those without a gradient would be changed, so that they are not there while the loop's own step runs."""
+    model, optimizer, plan = own_loop()
+    whole = [list(group["params"]) for group in optimizer.param_groups]
+    seen: list[bool] = []
+
+    def look(optimizer: Optimizer, *_: object) -> None:
+        seen.append([group["params"] for group in optimizer.param_groups] == whole)
+
+    optimizer.register_step_pre_hook(look)
+    optimizer.register_step_post_hook(look)
+    with installed(model, optimizer, plan):
+        model(x=torch.randn(4, 8), y=torch.tensor([0, 1, 2, 3])).backward()
+        optimizer.step()
+        look(optimizer)
+    assert seen == [True] * 3
+
+
+def test_a_tensor_without_a_gradient_that_would_be_changed_is_refused() -> None:
+    model, optimizer, plan = own_loop()
+    refused = pytest.raises(UnsupportedError, match="SingleDeviceMuonWithAuxAdam, weight layers.0.extra.weight: ")
+    with refused, installed(model, optimizer, plan):
+        model(x=torch.randn(2, 8), y=torch.tensor([0, 1])).backward()
+        optimizer.step()
+
+
+class Skipping(Lion):
+    """Counts steps, but only those that find a gradient."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.found = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.found += any(p.grad is not None for group in self.param_groups for p in group["params"])
+        super().step()
+
+
+def refusal(optimizer: Optimizer) -> str:
+    with pytest.raises(UnsupportedError) as error:
+        limits.check("optimizer", limits.Setup(model=nn.Linear(3, 3).requires_grad_(False), optimizers=[optimizer]))
+    return str(error.value)
+
+
+def test_those_that_cannot_be_are_refused() -> None:
+    params = list(nn.Linear(3, 3).parameters())
+    assert "- optimizer SideBySide: a step on small tensors" in refusal(SideBySide(params))
+    assert "- optimizer Skipping: a trial on small tensors" in refusal(Skipping(params))
+    paged = Lion(params)
+    vars(paged)["is_paged"] = True
+    assert "- optimizer Lion: gradients travel as dense tensors, and states" in refusal(paged)
+    managed = Lion(params)
+    vars(managed)["mng"] = types.SimpleNamespace(pid2config={1: {"optim_bits": 32}})
+    assert "- GlobalOptimManager of Lion: " in refusal(managed)
+
+
+def test_a_rate_of_zero_says_nothing_about_what_an_optimizer_does() -> None:
+    """As in the first step of a warm-up."""
+    params = list(nn.Linear(3, 3).parameters())
+    assert tried(PlainSGD(params, lr=0.0)).verdict == "alone"
+    assert tried(Idle(params, lr=0.1)).verdict == "idle"
+
+
+class PlainSGD(Optimizer):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=group["lr"])
+
+
+class Idle(PlainSGD):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        pass
