@@ -12,11 +12,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from lt_offload.execute.activations import ActivationOffloader
 from lt_offload.execute.device.base import Device, Event
 from lt_offload.execute.edges.snapshots import Snapshots
 from lt_offload.execute.groups import Layout
 from lt_offload.execute.optimizer import Updates
+from lt_offload.execute.runs.activations import ActivationOffloader
 from lt_offload.execute.tensors import LiveGroup, distinct
 from lt_offload.schema.plan import Op, Plan
 

@@ -19,8 +19,6 @@ from torch.optim import Optimizer
 
 from lt_offload import limits
 from lt_offload.errors import OverBudget, UnsupportedError
-from lt_offload.execute.activations import ROUNDING, HostPool
-from lt_offload.execute.block_graph import BlockFunction
 from lt_offload.execute.bound_weights import BoundWeights, expose
 from lt_offload.execute.copies import Residency
 from lt_offload.execute.device.base import Device
@@ -35,18 +33,20 @@ from lt_offload.execute.edges.checks import (
 )
 from lt_offload.execute.edges.consumed import StandIns
 from lt_offload.execute.edges.controls import Controls
-from lt_offload.execute.edges.deferred import DeferredForward, DeferredForwards
 from lt_offload.execute.edges.guard import Guard, held_by_others
 from lt_offload.execute.edges.logits import LossInBlock
 from lt_offload.execute.edges.own_optimizer import EmptyStep, SavedStates
 from lt_offload.execute.edges.shown import ShownGradients
 from lt_offload.execute.edges.window import Window
-from lt_offload.execute.frames import AnyFrame, Frames
 from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.groups import Layout, move_rest
 from lt_offload.execute.inference import Streaming, room
 from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.program import Walk, check_match
+from lt_offload.execute.runs.activations import ROUNDING, HostPool
+from lt_offload.execute.runs.block_graph import BlockFunction
+from lt_offload.execute.runs.deferred import DeferredForward, DeferredForwards
+from lt_offload.execute.runs.frames import AnyFrame, Frames
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import tensors_of

@@ -10,8 +10,8 @@ from torch.optim import Optimizer
 from lt_offload.errors import PlanError, UnsupportedError
 from lt_offload.execute.copies import Residency
 from lt_offload.execute.device.record import Recorder
-from lt_offload.execute.frames import Frames
 from lt_offload.execute.gradients import Gradients
+from lt_offload.execute.runs.frames import Frames
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure
 from lt_offload.model.compiled import is_compiled

@@ -19,9 +19,9 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lt_offload.errors import ConfigError
+from lt_offload.machine.forked import in_a_fork
 from lt_offload.model.snapshot import untouched as kept
 from lt_offload.schema.profile import HardwareProfile, Profile
-from lt_offload.strategy.forked import in_a_fork
 
 BATCH_METHODS = ("worst_case_batch", "sample_batch")
 """Methods of the module or the datamodule that are asked for a batch first; the largest is the best one to plan for."""
@@ -57,7 +57,7 @@ def from_data(trainer: Any, ask: Callable[[Any], Any]) -> Any:
     """Return what ``ask`` finds out about a training dataloader; loader, data and generators do not notice.
 
     Raises:
-        ConfigError: if the loader cannot be asked, see :func:`~lt_offload.strategy.forked.in_a_fork`.
+        ConfigError: if the loader cannot be asked, see :func:`~lt_offload.machine.forked.in_a_fork`.
     """
     return in_a_fork(
         lambda: ask(trainer.fit_loop._data_source.dataloader()),

@@ -113,9 +113,9 @@ def instrumented(phases: Phases, copies: Counter[str]) -> Iterator[None]:
     """Time the engine's entries and parts, for engines that are made within the context; count what its lanes do."""
     import torch
 
-    from lt_offload.execute import block_graph as units
     from lt_offload.execute import engine, gradients
     from lt_offload.execute.device import cuda, emulated
+    from lt_offload.execute.runs import block_graph as units
 
     with ExitStack() as stack:
 

@@ -11,11 +11,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from lt_offload.errors import UnsupportedError
-from lt_offload.execute import activations
-from lt_offload.execute.activations import MovedStorage, WeightAlias
-from lt_offload.execute.block_graph import Frame
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
+from lt_offload.execute.runs import activations
+from lt_offload.execute.runs.activations import MovedStorage, WeightAlias
+from lt_offload.execute.runs.block_graph import Frame
 from lt_offload.execute.tensors import States
 from lt_offload.model.blocks import find_blocks
 from tests.support import plans

@@ -16,9 +16,9 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from lt_offload import limits
-from lt_offload.execute.edges.shared_inputs import RunningTotal
-from lt_offload.execute.frames import AnyFrame, Frames
 from lt_offload.execute.optimizer import Updates
+from lt_offload.execute.runs.frames import AnyFrame, Frames
+from lt_offload.execute.runs.shared_inputs import RunningTotal
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure
 from lt_offload.model.effects import InnerHooks

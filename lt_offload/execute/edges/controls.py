@@ -22,11 +22,11 @@ from lt_offload.execute.edges.guard import Guard, Owned
 from lt_offload.execute.edges.shown import ShownGradients
 from lt_offload.execute.edges.snapshots import HostSnapshot
 from lt_offload.execute.edges.window import Begun, Window
-from lt_offload.execute.frames import repeated
 from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.inference import room
 from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.program import first_changes
+from lt_offload.execute.runs.frames import repeated
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure
 from lt_offload.schema.plan import Plan
@@ -181,7 +181,6 @@ class Controls(ABC):
             raise limits.CLIPPING.error(f"engine.{call}() was called")
         assert self.gradients is not None
         return self.gradients
-
 
     @contextmanager
     def _changing_gradients(self) -> Iterator[None]:

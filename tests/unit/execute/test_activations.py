@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from lt_offload.errors import OverBudget
-from lt_offload.execute.activations import ActivationOffloader, HostPool, Moved
 from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.execute.runs.activations import ActivationOffloader, HostPool, Moved
 
 MODES = ["lazy", "random", "thread"]
 

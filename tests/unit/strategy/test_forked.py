@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from lt_offload.errors import ConfigError
-from lt_offload.strategy import forked as module
-from lt_offload.strategy.forked import in_a_fork
+from lt_offload.machine import forked as module
+from lt_offload.machine.forked import in_a_fork
 
 
 def asked(work: Any) -> Any:

@@ -11,11 +11,11 @@ from typing import Any
 from torch import Tensor
 
 from lt_offload.errors import PlanError
-from lt_offload.execute.activations import HostPool
-from lt_offload.execute.block_graph import Frame
+from lt_offload.execute.runs.activations import HostPool
+from lt_offload.execute.runs.block_graph import Frame
 from lt_offload.execute.device.base import Device
-from lt_offload.execute.edges.parts import Parts, between
-from lt_offload.execute.edges.shared_inputs import SharedInputs
+from lt_offload.execute.runs.parts import Parts, between
+from lt_offload.execute.runs.shared_inputs import SharedInputs
 from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure
@@ -119,7 +119,7 @@ class Frames:
         kwargs: dict[str, Any],
         previous: BlockOutput | None,
     ) -> Frame:
-        """Return the frame of a block of a forward that will run again as a whole: see ``edges/deferred.py``.
+        """Return the frame of a block of a forward that will run again as a whole: see ``runs/deferred.py``.
 
         Args:
             index: of the block.
