@@ -211,6 +211,9 @@ class Guard:
     def _memory(self, owned: Owned) -> Tensor:
         if owned.state is None:
             return owned.weight.host
+        if owned.state == GRADIENT:
+            assert owned.weight.total is not None
+            return owned.weight.total.host
         assert self._updates is not None
         tensor: Tensor = self._updates.state(owned.weight)[owned.state]
         return tensor

@@ -299,7 +299,7 @@ def test_no_grad_call_inside_an_iteration_is_refused() -> None:
     with session(case, model, optimizer) as engine:
         with engine.iteration():
             loss = model(**batch).loss
-            with pytest.raises(UnsupportedError, match="between the forward and the backward"), torch.no_grad():
+            with pytest.raises(UnsupportedError, match="between a forward and its backward"), torch.no_grad():
                 model(**batch)
             loss.backward()
             optimizer.step()
