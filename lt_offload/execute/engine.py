@@ -263,6 +263,7 @@ class Engine(Controls):
         if not last:
             self._window.require()
         self.gradients.square_sums = [] if grad_norm else None
+        self._rest_squares = None
         self._within = True
         self._window.begin(last=last)
         with self._guard.suspended:
@@ -333,7 +334,7 @@ class Engine(Controls):
             self._walk.finish()
             check_reached(self.weights, self._frames)
             self._frames.clear()
-        self._grad_norm = self.gradients.end_iteration()
+        self._grad_norm = self.gradients.end_iteration(self._norms_of_rest())
         self.updates.end_iteration(self.weights)
         self._ran_backward = False
         self._window.end()

@@ -275,16 +275,17 @@ class Gradients:
             if weight.total is not None:
                 weight.total.filled = weight.total.group.dirty = False
 
-    def end_iteration(self) -> Tensor | None:
-        """Forget how gradients were clipped; return their norm before that, None if it was not asked for."""
+    def end_iteration(self, others: Sequence[Tensor]) -> Tensor | None:
+        """Forget how gradients were clipped; return their norm and ``others``' (squared) before, None if not asked."""
         self._scale = self._clamp = None
         sums, self.square_sums = self.square_sums, None
-        if not sums:
+        if sums is None:
             return None
         if any(weight.total is not None for weight in self._weights):
             self.device.drain()  # the host has squared its sums
             sums = [square.cpu() for square in sums]
-        return torch.stack(sums).sum().sqrt()
+        sums = [*sums, *(square.to(sums[0].device) if sums else square for square in others)]
+        return torch.stack(sums).sum().sqrt() if sums else None
 
     def begin_block(self, weights: Sequence[Weight]) -> None:
         """A block's backward begins, which gives ``weights`` gradients, each once."""

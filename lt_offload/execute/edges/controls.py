@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.linalg import vector_norm
 from torch.nn.utils import clip_grad_value_
 from torch.optim import Optimizer
 
@@ -53,6 +54,8 @@ class Controls(ABC):
     _blocks: list[list[Weight]]
     _updated_on_host: set[int]
     _grad_norm: Tensor | None
+    _rest_squares: list[Tensor] | None = None
+    """The squared norms of gradients outside the blocks, once they are known."""
     _staying: bool
     _shown: ShownGradients
     _ran_backward: bool
@@ -146,6 +149,7 @@ class Controls(ABC):
         _require_positive(f"clip_grad_norm_(max_norm={max_norm})", max_norm)
         gradients = self._complete_gradients("clip_grad_norm_")
         with self._guard.suspended, self._changing_gradients():
+            self._norms_of_rest()
             params = self.model.parameters() if parameters is None else parameters
             return gradients.clip_norm(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
 
@@ -171,9 +175,19 @@ class Controls(ABC):
                 self._clip_rest(self.clip_value)
 
     def _clip_rest(self, value: float) -> None:
+        self._norms_of_rest()
         rest = [param for _, param in self.structure.rest if param.grad is not None]
         if rest:  # torch's function fails for none
             clip_grad_value_(rest, value)
+
+    def _norms_of_rest(self) -> list[Tensor]:
+        """Return the squared norms of gradients outside the blocks, before they were clipped, if they are asked for."""
+        if self.gradients is None or self.gradients.square_sums is None:
+            return []
+        if self._rest_squares is None:
+            grads = [param.grad for _, param in self.structure.rest if param.grad is not None]
+            self._rest_squares = [vector_norm(grad, dtype=torch.float32).square() for grad in grads]
+        return self._rest_squares
 
     def _complete_gradients(self, call: str) -> Gradients:
         """Return the gradients, which wait for their updates until they are complete."""

@@ -207,16 +207,24 @@ class Pictures(lightning.pytorch.LightningModule):
         return DataLoader(batches("ViT"), batch_size=None)  # type: ignore[arg-type]
 
 
+class WatchedPictures(Pictures):
+    def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
+        self.norm = float(torch.nn.utils.get_total_norm([p.grad for p in self.parameters() if p.grad is not None]))
+
+
 @pytest.mark.parametrize(("algorithm", "value"), [("norm", 0.1), ("value", 1e-3)])
 @pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2}], ids=str)
 def test_parameters_outside_the_blocks_are_clipped_with_the_others(
     algorithm: str, value: float, settings: dict[str, Any]
 ) -> None:
     clip = {"gradient_clip_val": value, "gradient_clip_algorithm": algorithm, **settings}
-    stock = fit("auto", Pictures(), **clip).module.state_dict()
+    watched = fit("auto", WatchedPictures(), **clip).module
+    stock = watched.state_dict()
     weights = sum(value.nbytes for value in stock.values())
     for memory in (2 * weights, 5 * weights, 200_000_000):
-        ours = fit(OffmateStrategy(memory=memory), Pictures(), **clip).module.state_dict()
+        run = fit(OffmateStrategy(memory=memory), Pictures(), log_every_n_steps=1, **clip)
+        ours = run.module.state_dict()
+        assert float(run.trainer.callback_metrics["grad_norm"]) == pytest.approx(watched.norm, rel=1e-5)
         assert [name for name in stock if not torch.equal(stock[name], ours[name])] == []
 
 
