@@ -23,9 +23,16 @@ from typing_extensions import override
 
 from lt_offload import limits
 from lt_offload.errors import UnsupportedError
-from lt_offload.execute.runs.activations import ActivationOffloader, CacheCostly, HostPool, Moved, ReplayCostly, SavedTensors
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.edges.inner import InnerTensors
+from lt_offload.execute.runs.activations import (
+    ActivationOffloader,
+    CacheCostly,
+    HostPool,
+    Moved,
+    ReplayCostly,
+    SavedTensors,
+)
 from lt_offload.execute.runs.shared_inputs import RunningTotal
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.calls import edges, tensors_of

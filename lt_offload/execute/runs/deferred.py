@@ -16,10 +16,10 @@ from typing import Any
 
 from torch import Tensor
 
-from lt_offload.execute.runs.block_graph import BlockFunction, Frame
-from lt_offload.execute.runs.shared_inputs import SharedInputs
-from lt_offload.execute.runs.frames import AnyFrame, Frames
 from lt_offload.execute.inference import Streaming
+from lt_offload.execute.runs.block_graph import BlockFunction, Frame
+from lt_offload.execute.runs.frames import AnyFrame, Frames
+from lt_offload.execute.runs.shared_inputs import SharedInputs
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.calls import BlockOutput
 from lt_offload.schema.plan import Plan

@@ -11,12 +11,12 @@ from typing import Any
 from torch import Tensor
 
 from lt_offload.errors import PlanError
+from lt_offload.execute.device.base import Device
+from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.runs.activations import HostPool
 from lt_offload.execute.runs.block_graph import Frame
-from lt_offload.execute.device.base import Device
 from lt_offload.execute.runs.parts import Parts, between
 from lt_offload.execute.runs.shared_inputs import SharedInputs
-from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure
 from lt_offload.model.calls import BlockOutput

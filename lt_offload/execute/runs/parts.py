@@ -14,11 +14,11 @@ from typing import Any
 
 from torch import Tensor
 
+from lt_offload.execute.device.base import Device
+from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.runs.activations import ActivationOffloader, HostPool
 from lt_offload.execute.runs.block_graph import TRAVELLING, Frame
-from lt_offload.execute.device.base import Device
 from lt_offload.execute.runs.shared_inputs import RunningTotal
-from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.parts import Cut, Cutter, Outputs, Rows, check_rows, check_same, other_outputs
 from lt_offload.schema.plan import Save
