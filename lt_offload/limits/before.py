@@ -401,7 +401,8 @@ _LIGHTNING_BASE = re.compile(r"(lightning\.pytorch|pytorch_lightning)\.(core\.|c
 def overrides(thing: object, hook: str) -> bool:
     """Return whether ``thing`` defines ``hook`` itself instead of inheriting it from Lightning."""
     owner = next((cls for cls in type(thing).__mro__ if hook in vars(cls)), None)
-    return hook in vars(thing) or (owner is not None and _LIGHTNING_BASE.match(owner.__module__) is None)
+    inherited = owner is None or _LIGHTNING_BASE.match(owner.__module__) is not None
+    return hook in getattr(thing, "__dict__", ()) or not inherited
 
 
 def overridden(things: Sequence[Any], hooks: Sequence[str]) -> str | None:

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from lt_offload.execute import gradients
 from lt_offload.execute.copies import Transfer
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.gradients import Gradients
-from lt_offload.execute.runs import activations, gradients
+from lt_offload.execute.runs import activations
 from tests.support.engines import Case, differences, offloaded, plain
 
 TIED = Case(family="llama-tied", options=("recompute", "mixed"), places=("device", "host"), dropout=0.1)

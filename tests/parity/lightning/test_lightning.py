@@ -19,6 +19,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.loops.optimization.automatic import Closure
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from torch.utils.checkpoint import checkpoint
 
@@ -378,5 +379,6 @@ def test_a_step_without_loss_is_skipped_like_stock() -> None:
         module.training_step = lambda batch, batch_idx: step(batch, batch_idx) if batch_idx != 1 else None
         return fit(strategy, module)
 
+    Closure.warning_cache.clear()  # Lightning says it once per process
     with pytest.warns(UserWarning, match="returned `None`"):
         assert differences(skipping("auto"), skipping(Forced())) == []

@@ -33,7 +33,7 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def _one_profile(monkeypatch: pytest.MonkeyPatch) -> None:
     """Profile once: the plan is forced, and all runs are of one model."""
-    monkeypatch.setattr(sample, "measure", lambda trainer, optimizer: measured(trainer, optimizer))
+    monkeypatch.setattr(sample, "measure", measured)
 
 
 @functools.cache
@@ -41,9 +41,9 @@ def _first() -> list[Any]:
     return []
 
 
-def measured(trainer: Any, optimizer: Any) -> Any:
+def measured(trainer: Any, optimizer: Any, **options: Any) -> Any:
     if not _first():
-        _first().append(MEASURE(trainer, optimizer))
+        _first().append(MEASURE(trainer, optimizer, **options))
     return _first()[0]
 
 
