@@ -22,6 +22,7 @@ from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import UnsupportedError
+from tests import sampling
 from tests.support.engines import equal
 from tests.support.trainers import Run, differences, fit, seeded_module, trainer
 
@@ -59,8 +60,10 @@ def averaged(callback: Any) -> list[Tensor]:
     return [value.detach() for value in callback._average_model.state_dict().values()]
 
 
-@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}], ids=str)
-@pytest.mark.parametrize("name", AVERAGES)
+WINDOWS: list[dict[str, Any]] = [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}]
+
+
+@pytest.mark.parametrize(("name", "settings"), sampling.grid(AVERAGES, WINDOWS, count=4))
 def test_averages_of_lightning_equal_stock(name: str, settings: dict[str, Any]) -> None:
     expected = AVERAGES[name]()
     stock = fit("auto", seeded_module(**OPTIONS), callbacks=[expected], max_epochs=3, **settings)

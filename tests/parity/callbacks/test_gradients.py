@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import PlanError, UnsupportedError
+from tests import sampling
 from tests.parity.lightning.test_clipping import Pictures
 from tests.support.engines import equal
 from tests.support.trainers import Run, differences, fit, seeded_module
@@ -138,8 +139,7 @@ def states_equal(a: Run, b: Run) -> bool:
 WINDOWS: list[dict[str, Any]] = [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}]
 
 
-@pytest.mark.parametrize("settings", WINDOWS, ids=["one", "windows"])
-@pytest.mark.parametrize("hook", HOOKS)
+@pytest.mark.parametrize(("hook", "settings"), sampling.grid(HOOKS, WINDOWS, count=4))
 def test_what_hooks_see_is_what_stock_shows(hook: str, settings: dict[str, Any]) -> None:
     require_equal(hook, copies, **settings)
 
@@ -152,7 +152,7 @@ def test_other_ways_to_look(act: Act) -> None:
 EDITS = {"halve": halve, "clip": by_torch, "assign": assign, "remove": remove, "numpy": by_numpy}
 
 
-@pytest.mark.parametrize("name", EDITS)
+@pytest.mark.parametrize("name", sampling.some(list(EDITS), 3))
 def test_updates_use_what_hooks_have_made_of_gradients(name: str) -> None:
     stock = require_equal("on_before_optimizer_step", EDITS[name])
     assert differences(stock, fit("auto", seeded_module(**OPTIONS))) != [], "the hook does nothing"

@@ -16,6 +16,7 @@ from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError, PlanError, UnsupportedError
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.strategy import offmate
+from tests import sampling
 from tests.parity.models.test_models import batches, made
 from tests.support.trainers import Run, differences, fit, seeded_module
 
@@ -37,8 +38,11 @@ def budgets(options: dict[str, Any]) -> tuple[int, ...]:
     return 2 * weights, 5 * weights, 200_000_000
 
 
-@pytest.mark.parametrize("settings", [{}, {"precision": "bf16-true"}, {"accumulate_grad_batches": 2}], ids=str)
-@pytest.mark.parametrize("options", [{"dropout": 0.1, "layers": 6}, {"family": "llama-tied"}], ids=str)
+SETTINGS: list[dict[str, Any]] = [{}, {"precision": "bf16-true"}, {"accumulate_grad_batches": 2}]
+MODELS: list[dict[str, Any]] = [{"dropout": 0.1, "layers": 6}, {"family": "llama-tied"}]
+
+
+@pytest.mark.parametrize(("options", "settings"), sampling.grid(MODELS, SETTINGS, count=4))
 def test_clipping_by_norm_equals_stock(options: dict[str, Any], settings: dict[str, Any]) -> None:
     stock = fit("auto", seeded_module(**options), gradient_clip_val=0.1, **settings)
     for memory in budgets(options):

@@ -19,6 +19,7 @@ from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError, PlanError, UnsupportedError
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.strategy import offmate, windows
+from tests import sampling
 from tests.support.trainers import Run, differences, fit, seeded_module, trainer
 
 pytestmark = [
@@ -48,12 +49,10 @@ def budgets(options: dict[str, Any]) -> tuple[int, ...]:
     return 2 * weights, 5 * weights, 200_000_000
 
 
-@pytest.mark.parametrize("precision", ["32-true", "bf16-true"])
-@pytest.mark.parametrize(
-    "options",
-    [{"dropout": 0.1, "layers": 6}, {"dropout": 0.1, "lora": True}, {"family": "llama-tied"}],
-    ids=str,
-)
+MODELS: list[dict[str, Any]] = [{"dropout": 0.1, "layers": 6}, {"dropout": 0.1, "lora": True}, {"family": "llama-tied"}]
+
+
+@pytest.mark.parametrize(("options", "precision"), sampling.grid(MODELS, ["32-true", "bf16-true"], count=4))
 def test_windows_with_a_last_short_one_equal_stock(options: dict[str, Any], precision: Any) -> None:
     for memory in budgets(options):  # 3 batches per epoch: windows of 2 and 1
         stock, ours = both(options, memory, precision=precision, accumulate_grad_batches=2)

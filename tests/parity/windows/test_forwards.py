@@ -18,6 +18,7 @@ from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.plan import Plan, solve
 from lt_offload.schema.profile import Profile
+from tests import sampling
 from tests.parity.windows.training import budgets
 from tests.support import models
 from tests.support.engines import Result, differences, make_optimizer
@@ -160,11 +161,11 @@ def plainly(start: nn.Module, step: Step, window: int = 1, *, apart: bool = Fals
 
 
 COUNTS = {preference: (2, 1), reference_between: (1, 1), reference_last: (2, 2), three: (3, 2)}
-steps = pytest.mark.parametrize("step", COUNTS, ids=lambda step: step.__name__)
+MODELS: list[dict[str, Any]] = [{"dropout": 0.1, "family": "bloom", "tie_word_embeddings": False}, {"lora": True}]
+SETTINGS: list[dict[str, Any]] = [{}, {"accumulate": 2}, {"delayed": True}]
 
 
-@pytest.mark.parametrize("options", [{"dropout": 0.1, "family": "bloom", "tie_word_embeddings": False}, {"lora": True}])
-@steps
+@pytest.mark.parametrize(("step", "options"), sampling.grid(COUNTS, MODELS, count=5))
 def test_losses_of_several_forwards_equal_plain_training(step: Step, options: dict[str, Any]) -> None:
     start = models.build(**options)
     profile, expected = profiled(start, step), plainly(start, step)
@@ -175,8 +176,7 @@ def test_losses_of_several_forwards_equal_plain_training(step: Step, options: di
         assert differences(expected, by(plan, start, step)) == []
 
 
-@pytest.mark.parametrize("settings", [{}, {"accumulate": 2}, {"delayed": True}], ids=str)
-@steps
+@pytest.mark.parametrize(("step", "settings"), sampling.grid(COUNTS, SETTINGS, count=6))
 def test_weights_that_blocks_share_and_windows_sum_forward_by_forward(step: Step, settings: dict[str, Any]) -> None:
     """As if each forward had a backward of its own, the last one first: the plan says so."""
     start = models.build("llama-tied", dropout=0.1)

@@ -17,6 +17,7 @@ from lt_offload.plan.settings import Settings
 from lt_offload.report.page import write_plan_report
 from lt_offload.schema.explain import brief
 from lt_offload.schema.profile import Contention, Profile
+from tests import sampling
 from tests.support.profiles.fixtures import llama7b_b4
 from tests.support.profiles.program_rules import random_profile
 from tests.support.profiles.small import small_profile
@@ -41,8 +42,7 @@ def budgets(profile: Profile, **settings: Any) -> list[int]:
     return [int(1.1 * least), (least + most) // 2, most]
 
 
-@pytest.mark.parametrize("mode", MODES, ids=str)
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("seed", "mode"), sampling.grid(range(5), MODES, count=8))
 def test_plans_keep_their_budgets_and_say_what_the_simulator_says(seed: int, mode: dict[str, Any]) -> None:
     profile = random_profile(np.random.default_rng(seed), KINDS[seed])
     profile = replace(
