@@ -139,7 +139,7 @@ def states_equal(a: Run, b: Run) -> bool:
 WINDOWS: list[dict[str, Any]] = [{}, {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1}]
 
 
-@pytest.mark.parametrize(("hook", "settings"), sampling.grid(HOOKS, WINDOWS, count=4))
+@pytest.mark.parametrize(("hook", "settings"), sampling.grid(HOOKS, WINDOWS, count=3))
 def test_what_hooks_see_is_what_stock_shows(hook: str, settings: dict[str, Any]) -> None:
     require_equal(hook, copies, **settings)
 
@@ -152,13 +152,13 @@ def test_other_ways_to_look(act: Act) -> None:
 EDITS = {"halve": halve, "clip": by_torch, "assign": assign, "remove": remove, "numpy": by_numpy}
 
 
-@pytest.mark.parametrize("name", sampling.some(list(EDITS), 3))
+@pytest.mark.parametrize("name", sampling.some(list(EDITS), 2))
 def test_updates_use_what_hooks_have_made_of_gradients(name: str) -> None:
     stock = require_equal("on_before_optimizer_step", EDITS[name])
     assert differences(stock, fit("auto", seeded_module(**OPTIONS))) != [], "the hook does nothing"
 
 
-@pytest.mark.parametrize("name", ["halve", "assign"])
+@pytest.mark.parametrize("name", sampling.some(["halve", "assign"], 1))
 def test_edits_in_the_middle_of_a_window(name: str) -> None:
     require_equal("on_after_backward", EDITS[name], accumulate_grad_batches=3, gradient_clip_val=0.5)
 

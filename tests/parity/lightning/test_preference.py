@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy
+from tests import sampling
 from tests.support import models
 from tests.support.trainers import fit
 
@@ -58,8 +59,10 @@ class Preference(LightningModule):
         return DataLoader(pairs, batch_size=None)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("settings", [{}, {"gradient_clip_val": 0.1}], ids=str)
-@pytest.mark.parametrize("adapters", [True, False])
+SETTINGS: list[dict[str, Any]] = [{}, {"gradient_clip_val": 0.1}]
+
+
+@pytest.mark.parametrize(("adapters", "settings"), sampling.grid([True, False], SETTINGS, count=2))
 def test_preferences_are_learnt_as_in_stock(adapters: bool, settings: dict[str, Any]) -> None:
     stock = fit("auto", Preference(adapters=adapters), **settings)
     expected = stock.module.state_dict()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import lt_offload
 from lt_offload.errors import ModelError
+from tests import sampling
 from tests.support.engines import Result, differences
 from tests.support.user_nets import seed
 
@@ -170,8 +171,7 @@ def offloaded(model: nn.Module, rows: list[Batch], **settings: Any) -> Result:
         return train(model, optimizer, rows)
 
 
-@pytest.mark.parametrize("budget", ["tight", "middle", "resident"])
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("name", "budget"), sampling.grid(MODELS, ["tight", "middle", "resident"], count=9))
 def test_every_kind_of_model_equals_plain_pytorch(name: str, budget: str) -> None:
     profile, needed = measured(name)
     memory = int(needed * {"tight": 1.02, "middle": 1.6, "resident": 20.0}[budget])

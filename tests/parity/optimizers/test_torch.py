@@ -13,6 +13,7 @@ from torch import optim
 
 from lt_offload import limits
 from lt_offload.errors import UnsupportedError
+from tests import sampling
 from tests.support.engines import Case, Factory, changed, differences, offloaded, plain
 
 RATE = 1e-2
@@ -58,7 +59,7 @@ def test_none_is_forgotten() -> None:
     assert found == OPTIONS.keys() | REFUSED | {optim.Muon, optim.Optimizer}
 
 
-@pytest.mark.parametrize(("cls", "options", "dtype"), ROWS, ids=str)
+@pytest.mark.parametrize(("cls", "options", "dtype"), sampling.some(ROWS, 16), ids=str)
 def test_each_of_torch(cls: type[optim.Optimizer], options: dict[str, Any], dtype: str) -> None:
     """With everything on the device, with all of it travelling, and with updates in every place."""
     case = Case(optimizer=factory(cls, options), dtype=dtype, options=("keep", "recompute"), shapes=SHAPES)

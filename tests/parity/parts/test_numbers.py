@@ -14,6 +14,7 @@ import lt_offload
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.plan import Plan
 from lt_offload.schema.profile import Profile
+from tests import sampling
 from tests.parity.engine import test_reruns as reruns
 from tests.parity.parts import nets
 from tests.support import engines, models
@@ -56,7 +57,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", sampling.some(CASES, 8), ids=str)
 def test_all_options_give_the_numbers_of_the_reference(case: Case) -> None:
     found = ours(case)
     assert differences(reference(case), found) == []
@@ -166,8 +167,11 @@ def test_forwards_of_several_blocks_run_again(chains: Any) -> None:
 # -- arguments and outputs --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("layer", [nets.Nested, nets.Learned, nets.Skip])
-@pytest.mark.parametrize("switches", [{}, {"recompute": False}, {"activation_offload": False}])
+LAYERS = [nets.Nested, nets.Learned, nets.Skip]
+SWITCHES: list[dict[str, bool]] = [{}, {"recompute": False}, {"activation_offload": False}]
+
+
+@pytest.mark.parametrize(("layer", "switches"), sampling.grid(LAYERS, SWITCHES, count=4))
 def test_arguments_in_tuples_and_dictionaries_are_cut_and_tables_shared(layer: Any, switches: dict[str, Any]) -> None:
     net = nets.net(layer)
     batches = [nets.ids(samples, tokens, seed) for seed, (samples, tokens) in enumerate([(8, 5), (7, 6), (2, 3)])]
