@@ -156,7 +156,7 @@ class Engine(Controls):
                 for op in plan.ops
                 if op.kind in ("forward", "backward")
             }
-            self._deferred = DeferredForwards(plan, self._frames, self.streaming, self._blocks)
+            self._deferred = DeferredForwards(plan, self._frames, self.streaming, self._blocks, self._consumers.watch)
             self._walk = Walk(
                 plan,
                 self.weights,
@@ -267,6 +267,7 @@ class Engine(Controls):
         self._within = True
         self._window.begin(last=last)
         with self._guard.suspended:
+            self._forget_deferred()  # of a step that returned no loss
             self._begin_gradients()
         try:
             with self._accounting:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lt_offload.limits.table import Setup, limit
@@ -266,10 +266,7 @@ _GLOBAL_OPTIMIZERS |= {"DAdaptAdaGrad", "DAdaptAdam", "DAdaptLion", "DAdaptSGD",
     instead="use AdamW, Adam, SGD, Adafactor or another optimizer that updates each tensor on its own",
 )
 def _global_optimizer(run: Setup) -> str | None:
-    for optimizer in run.optimizers:
-        if _is_a(optimizer, _GLOBAL_OPTIMIZERS):
-            return f"optimizer {type(optimizer).__name__}"
-    return None
+    return _optimizer_that(run, lambda optimizer: _is_a(optimizer, _GLOBAL_OPTIMIZERS))
 
 
 def _verdict(optimizer: Optimizer) -> str:
@@ -287,10 +284,7 @@ def _verdict(optimizer: Optimizer) -> str:
     instead="use an optimizer that updates each tensor from its own gradient and state alone",
 )
 def _joint_optimizer(run: Setup) -> str | None:
-    for optimizer in run.optimizers:
-        if _verdict(optimizer) == "joint":
-            return f"optimizer {type(optimizer).__name__}"
-    return None
+    return _optimizer_that(run, lambda optimizer: _verdict(optimizer) == "joint")
 
 
 @limit(
@@ -300,10 +294,7 @@ def _joint_optimizer(run: Setup) -> str | None:
     instead="write one class that does what each group asks for, as SingleDeviceMuonWithAuxAdam does by use_muon",
 )
 def _idle_optimizer(run: Setup) -> str | None:
-    for optimizer in run.optimizers:
-        if _verdict(optimizer) == "idle":
-            return f"optimizer {type(optimizer).__name__}"
-    return None
+    return _optimizer_that(run, lambda optimizer: _verdict(optimizer) == "idle")
 
 
 @limit(
@@ -342,10 +333,9 @@ def _managed_options(run: Setup) -> str | None:
     instead="use Adam for SparseAdam, AdamW8bit for PagedAdamW8bit",
 )
 def _own_memory(run: Setup) -> str | None:
-    for optimizer in run.optimizers:
-        if _is_a(optimizer, {"SparseAdam"}) or getattr(optimizer, "is_paged", False) is True:
-            return f"optimizer {type(optimizer).__name__}"
-    return None
+    return _optimizer_that(
+        run, lambda optimizer: _is_a(optimizer, {"SparseAdam"}) or getattr(optimizer, "is_paged", False) is True
+    )
 
 
 @limit(
@@ -388,6 +378,10 @@ def _modules(run: Setup) -> Iterator[tuple[str, Any]]:
 def _parameters(run: Setup) -> Iterator[tuple[str, nn.Parameter]]:
     assert run.model is not None
     return run.model.named_parameters()
+
+
+def _optimizer_that(run: Setup, fits: Callable[[Optimizer], bool]) -> str | None:
+    return next((f"optimizer {type(optimizer).__name__}" for optimizer in run.optimizers if fits(optimizer)), None)
 
 
 def _is_a(thing: object, names: set[str]) -> bool:

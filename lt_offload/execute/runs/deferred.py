@@ -65,11 +65,20 @@ class DeferredForwards:
         frames: of the engine.
         streaming: runs forwards without a plan.
         blocks: the weights of each block.
+        watch: is told what each block is called with.
     """
 
-    def __init__(self, plan: Plan, frames: Frames, streaming: Streaming, blocks: Sequence[Sequence[Weight]]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        frames: Frames,
+        streaming: Streaming,
+        blocks: Sequence[Sequence[Weight]],
+        watch: Callable[[int, Sequence[Tensor]], None],
+    ) -> None:
         self._count, self._options = plan.deferred_forwards, plan.options
         self._frames, self._streaming, self._blocks = frames, streaming, blocks
+        self._watch = watch
         self._known: list[weakref.ref[DeferredForward]] = []
         self._present: DeferredForward | None = None
 
@@ -128,6 +137,7 @@ class DeferredForwards:
         present.originals.append(forward)
         if frame.needs_backward:
             inputs = frame.take_inputs()
+            self._watch(index, inputs)
             frame.totals = present.shared.note(index, inputs)
             run = partial(backward, present)
             out = frame.unflatten(BlockFunction.apply(frame, anchor, run, *inputs))  # type: ignore[no-untyped-call]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -113,8 +114,9 @@ def train(
     torch.manual_seed(7)
     losses = []
     for at, batch in enumerate(batches(model, 3 if window == 1 else 2 * window)):
-        loss = step(model, batch) / window
-        loss.backward()
+        with engine.device.accounting() if engine is not None else nullcontext():
+            loss = step(model, batch) / window
+            loss.backward()
         if apart is not None:
             apart.finish()
         losses.append(loss.detach().clone())
@@ -148,6 +150,7 @@ def by(plan: Plan, start: nn.Module, step: Step, window: int = 1) -> Result:
         engine.install()
         engine.follow(optimizer)
         result = train(model, optimizer, step, window, engine, clip=plan.delayed)
+        assert engine.stats.device_peak_bytes <= min(plan.budget_bytes, plan.predicted.device_peak_bytes)
     finally:
         engine.remove()
         device.close()
