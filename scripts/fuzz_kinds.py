@@ -16,7 +16,7 @@ from torch import nn
 from lt_offload import Plan, Profile, profile_config, simulate, solve
 from lt_offload.cli import compose, recipes
 from lt_offload.cli.main import main
-from lt_offload.finetune.data import FineTuneData
+from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.plan import check
 from lt_offload.plan.sweep import parse_sweep
 from lt_offload.profiling.hardware import hardware_names, load_hardware

@@ -14,7 +14,7 @@ import torch
 from lt_offload import limits
 from lt_offload.cli import recipes
 from lt_offload.cli.main import LIGHTNING_VERBS, main
-from lt_offload.finetune.data import FineTuneData
+from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
 from lt_offload.plan.settings import PLANNERS
 from tests.support import models, tiny

@@ -26,7 +26,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 from lt_offload.cli.compose import compose
 from lt_offload.cli.progress import quiet
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data import FineTuneData
+from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.summary import RunSummary
 from lt_offload.strategy.checkpoint import files as checkpoint

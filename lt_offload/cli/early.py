@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune import load, sources
+from lt_offload.finetune import load
+from lt_offload.finetune.data import sources
 from lt_offload.finetune.module import FineTune
 from lt_offload.resources import is_dir, is_file, user_path
 from lt_offload.strategy.checkpoint import files as checkpoint

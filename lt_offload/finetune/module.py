@@ -17,8 +17,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
+from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.export import continuation
-from lt_offload.finetune.formats import IGNORED
 from lt_offload.model.blocks import find_blocks
 from lt_offload.optim import AdamW
 

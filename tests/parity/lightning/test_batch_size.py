@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader
 
 from lt_offload import OffmateStrategy
 from lt_offload.errors import ConfigError, InfeasibleError
-from lt_offload.finetune.data import FineTuneData
+from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile

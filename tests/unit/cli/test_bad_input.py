@@ -13,7 +13,7 @@ import yaml
 from lt_offload.cli import doctor, early
 from lt_offload.cli.main import main
 from lt_offload.errors import ConfigError
-from lt_offload.finetune import data
+from lt_offload.finetune.data import module as data
 from tests.support.commands import fails
 
 pytestmark = [

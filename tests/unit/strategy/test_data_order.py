@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
-from lt_offload.finetune.data import ResumableLoader
-from lt_offload.finetune.packing import ResumableBatches, Sequences
+from lt_offload.finetune.data.loaders import ResumableBatches, ResumableLoader
+from lt_offload.finetune.data.packing import Sequences
 from lt_offload.strategy.checkpoint.data_order import Repeatable, repeatable
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.formats import Row
-from lt_offload.finetune.rows import Places, read_json, usable
+from lt_offload.finetune.data.formats import Row
+from lt_offload.finetune.data.rows import Places, read_json, usable
 from lt_offload.resources import is_dir, is_file, user_path
 
 PYDOC = "pydoc_topics"

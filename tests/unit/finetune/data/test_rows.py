@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data import FineTuneData
+from lt_offload.finetune.data.module import FineTuneData
 from tests.support import tiny
 
 

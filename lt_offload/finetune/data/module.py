@@ -13,9 +13,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune import load, sources
-from lt_offload.finetune.formats import Example, Format, Row, columns, encode_prompt, encoder, optional_columns
-from lt_offload.finetune.packing import Pad, ResumableBatches, Sequences, pack, stack
+from lt_offload.finetune import load
+from lt_offload.finetune.data import sources
+from lt_offload.finetune.data.formats import Example, Format, Row, columns, encode_prompt, encoder, optional_columns
+from lt_offload.finetune.data.loaders import Items, ResumableBatches, ResumableLoader
+from lt_offload.finetune.data.packing import Pad, Sequences, pack, stack
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,27 +25,6 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Batch = dict[str, Tensor]
-Items = Sequences | Subset[tuple[Tensor, Tensor]]
-
-
-class ResumableLoader(DataLoader[tuple[Tensor, Tensor]]):
-    """A loader whose position in the epoch Lightning saves and restores with its checkpoints.
-
-    Batches are made in the calling process, so the position is exactly what training has seen.
-    """
-
-    def __init__(self, items: Items, *, batch_sampler: ResumableBatches, collate_fn: Any) -> None:
-        # A generator of its own: making an iterator draws from it, and would change the dropout masks that follow.
-        super().__init__(items, batch_sampler=batch_sampler, collate_fn=collate_fn, generator=torch.Generator())
-        self._order = batch_sampler
-
-    def state_dict(self) -> dict[str, int]:
-        """Return the position in the training order."""
-        return self._order.state_dict()
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue at the position in the training order."""
-        self._order.load_state_dict(state)
 
 
 class FineTuneData(LightningDataModule):

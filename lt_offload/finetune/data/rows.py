@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.formats import Row
+from lt_offload.finetune.data.formats import Row
 
 _log = logging.getLogger(__name__)
 _MOST_NAMED = 3

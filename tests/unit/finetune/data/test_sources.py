@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune import sources
+from lt_offload.finetune.data import sources
 
 ROWS = [{"text": "one", "n": 1}, {"text": "two", "n": 2}]
 

@@ -4,8 +4,9 @@ import pytest
 import torch
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.formats import IGNORED, Example
-from lt_offload.finetune.packing import Pad, ResumableBatches, Sequences, pack, stack
+from lt_offload.finetune.data.formats import IGNORED, Example
+from lt_offload.finetune.data.loaders import ResumableBatches
+from lt_offload.finetune.data.packing import Pad, Sequences, pack, stack
 
 
 def examples(*lengths: int) -> list[Example]:

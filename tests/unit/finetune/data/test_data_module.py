@@ -11,8 +11,8 @@ from lightning.pytorch import LightningModule, Trainer
 from torch import Tensor, nn
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data import FineTuneData
-from lt_offload.finetune.formats import IGNORED
+from lt_offload.finetune.data.formats import IGNORED
+from lt_offload.finetune.data.module import FineTuneData
 from tests.support import tiny
 
 TEXT = "".join(chr(97 + i % 26) for i in range(1000))

@@ -6,7 +6,7 @@ import pytest
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
-from lt_offload.finetune.formats import IGNORED, Example, encode_alpaca, encode_prompt, encode_text
+from lt_offload.finetune.data.formats import IGNORED, Example, encode_alpaca, encode_prompt, encode_text
 from tests.support import tiny
 
 
