@@ -1,6 +1,6 @@
 """Lightning's command line for fine-tuning: from files and flags to settings, and errors that name the wrong one.
 
-What is then done with the settings is in ``verbs.py``.
+What is then done with the settings is in ``verbs/``.
 """
 
 from __future__ import annotations

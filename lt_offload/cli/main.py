@@ -91,9 +91,9 @@ def _dispatch(args: list[str]) -> int:
         return 0
     files = recipes.chain(recipes.find(args[0]))
     say(f"lt-finetune {verb} {files[-1].stem}: starting PyTorch and Lightning ...")
-    from lt_offload.cli import verbs
+    from lt_offload.cli.run import run
 
-    return verbs.run(verb, files, args[1:])
+    return run(verb, files, args[1:])
 
 
 def _list(args: list[str]) -> int:
@@ -130,7 +130,7 @@ def _doctor(args: list[str]) -> int:
     if save is not None:
         check_output(save, "--save")
     say("Measuring this machine ...")
-    from lt_offload.cli.doctor import doctor
+    from lt_offload.cli.verbs.doctor import doctor
 
     doctor(save)
     return 0

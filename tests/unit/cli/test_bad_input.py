@@ -10,8 +10,9 @@ import pytest
 import torch
 import yaml
 
-from lt_offload.cli import doctor, early
+from lt_offload.cli import early
 from lt_offload.cli.main import main
+from lt_offload.cli.verbs import doctor
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data import module as data
 from tests.support.commands import fails
@@ -168,9 +169,10 @@ def test_a_checkpoint_of_the_run_is_taken(recipe: str, tmp_path: Path) -> None:
 
 
 def _App(recipe: str, *args: str) -> Any:
-    from lt_offload.cli import app, recipes, verbs
+    from lt_offload.cli import app, recipes
+    from lt_offload.cli.verbs import fit
 
-    return app.App(verbs.fit, Path(recipe), recipes.chain(Path(recipe)), args)
+    return app.App(fit.fit, Path(recipe), recipes.chain(Path(recipe)), args)
 
 
 # -- what adds to a recipe --------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from lt_offload.cli import doctor
+from lt_offload.cli.verbs import doctor
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.schema.profile import HardwareProfile
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lt_offload.cli import doctor
 from lt_offload.cli.main import main
+from lt_offload.cli.verbs import doctor
 from lt_offload.plan.sweep import Sweep
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.resources import shipped_files

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from lt_offload.cli import doctor
 from lt_offload.cli.main import main
+from lt_offload.cli.verbs import doctor
 from lt_offload.schema.explain import brief
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import HardwareProfile, Profile

@@ -1,0 +1,1 @@
+"""What ``lt-finetune`` does, one verb a file. A verb's keyword parameters are flags, its docstring is help."""

@@ -1,0 +1,49 @@
+"""``lt-finetune RECIPE``: train, and say how it went."""
+
+from __future__ import annotations
+
+import signal
+import sys
+
+from lt_offload.cli.app import App
+from lt_offload.cli.early import check_early
+from lt_offload.cli.outputs import make_folder
+from lt_offload.strategy.checkpoint import files as checkpoint
+from lt_offload.strategy.checkpoint.resume import EXIT_CODES
+
+
+def fit(app: App, *, ckpt_path: str | None = None, resume: bool = False, explain: bool = False) -> int:
+    """Fine-tune.
+
+    Ctrl-C and SIGTERM end the iteration, write a checkpoint and leave with 130 and 143; the second one does not wait.
+
+    Args:
+        app: the settings.
+        ckpt_path: checkpoint to continue from, bit for bit as if there had been no interruption.
+        resume: continue, in its folder, the last run of this recipe (or that of trainer.default_root_dir) from its
+            newest complete checkpoint.
+        explain: say what the plan does with every block, not just a paragraph about it.
+    """
+    from lt_offload.finetune.summary import print_summary, run_gains, write_run_report
+
+    path = str(app.resumed) if app.resumed is not None else ckpt_path
+    check_early(app, path, resume=True)
+    make_folder(app.run_dir, "trainer.default_root_dir")
+    trainer = app.trainer
+    if hasattr(trainer.strategy, "explain"):
+        trainer.strategy.explain = explain
+    try:
+        trainer.fit(app.model, datamodule=app.datamodule, ckpt_path=path, weights_only=True)
+    except SystemExit as left:
+        if not trainer.interrupted:
+            raise
+        newest = checkpoint.newest(app.run_dir / "checkpoints")
+        hint = f"{newest} is complete, continue with --resume" if newest else "there is no checkpoint yet"
+        print(f"interrupted after step {trainer.global_step}; {hint}", file=sys.stderr)
+        terminated = EXIT_CODES[signal.SIGTERM]
+        return terminated if left.code == terminated else EXIT_CODES[signal.SIGINT]
+    report = write_run_report(app.summary, trainer, app.run_dir)
+    print_summary(app.summary, trainer, app.run_dir, report)
+    if gains := run_gains(app.summary, trainer):
+        write_run_report(app.summary, trainer, app.run_dir, gains)
+    return 0
