@@ -13,7 +13,8 @@ import torch
 
 from lt_offload import limits
 from lt_offload.cli import recipes
-from lt_offload.cli.main import LIGHTNING_VERBS, main
+from lt_offload.cli.main import main
+from lt_offload.cli.table import VERBS
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
 from lt_offload.plan.settings import PLANNERS
@@ -50,7 +51,7 @@ def test_commands_are_accepted(
     args = shlex.split(command)[1:]
     if args[0] not in ("ls", "cp", "check"):
         options = {"plan": ["--hardware", "--report", "--memory", "--sweep", "--save"]}.get(args[0], [])
-        args = [arg for arg in args if arg not in (*LIGHTNING_VERBS, "--resume")]
+        args = [arg for arg in args if arg not in (*VERBS, "--resume")]
         for option in options:
             if option in args:
                 del args[args.index(option) : args.index(option) + 2]

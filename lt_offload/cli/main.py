@@ -7,17 +7,16 @@ from __future__ import annotations
 
 import difflib
 import os
-import shutil
 import sys
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from lt_offload import __version__
 from lt_offload.cli import recipes
-from lt_offload.cli.outputs import check_output
 from lt_offload.cli.progress import keeping_quiet, say
+from lt_offload.cli.static.arguments import parse
+from lt_offload.cli.table import VERBS
 from lt_offload.errors import ConfigError, OffloadError
-from lt_offload.resources import is_dir, is_file, user_path
 
 USAGE = """\
 usage: lt-finetune RECIPE [--key value ...]            fine-tune
@@ -40,7 +39,6 @@ RECIPE is a YAML file or the name of a shipped one. Any setting can be given on 
 Ctrl-C and SIGTERM end the iteration and write a checkpoint (exit codes 130 and 143); the second one does not wait.
 """
 _OPTIONS = ("--version", "--help", "--quiet", "--debug")
-LIGHTNING_VERBS = ("fit", "plan", "validate", "generate", "export", "check")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -75,9 +73,11 @@ def _dispatch(args: list[str]) -> int:
     if verb == "--version":
         print(f"lt-finetune {__version__}")
         return 0
-    if verb in _PLAIN_VERBS:
-        return _PLAIN_VERBS[verb](args[1:])
-    if verb in LIGHTNING_VERBS:
+    found = VERBS.get(verb)
+    if found is not None and not found.recipe:
+        words, flags = parse(found.read(), args[1:])
+        return found.load()(*words, **flags)
+    if found is not None:
         args = args[1:]
     else:
         verb = "fit"
@@ -94,54 +94,6 @@ def _dispatch(args: list[str]) -> int:
     from lt_offload.cli.run import run
 
     return run(verb, files, args[1:])
-
-
-def _list(args: list[str]) -> int:
-    _no_more("ls", args)
-    known = recipes.shipped()
-    width = max(map(len, known))
-    for name, path in known.items():
-        print(f"{name:{width}}  {recipes.describe(path)}")
-    return 0
-
-
-def _copy(args: list[str]) -> int:
-    if len(args) != 2:
-        raise ConfigError(f"cp needs a recipe and a file, got {args}: lt-finetune cp quickstart mine.yaml")
-    source, target = recipes.find(args[0]), user_path(args[1])
-    if is_dir(target):
-        target = target / source.name
-    if is_file(target):
-        raise ConfigError(f"{target} exists already; give another name, or remove it first")
-    check_output(target, "cp")
-    shutil.copyfile(source, target)
-    print(f"{target}  (run it: lt-finetune {target})")
-    return 0
-
-
-def _doctor(args: list[str]) -> int:
-    save = None
-    if args:
-        flag, _, value = args[0].partition("=")
-        values = [value] if value else args[1:]
-        if flag != "--save" or len(values) != 1:
-            raise ConfigError(f"doctor takes --save FILE and nothing else, got {' '.join(args)}")
-        [save] = values
-    if save is not None:
-        check_output(save, "--save")
-    say("Measuring this machine ...")
-    from lt_offload.cli.verbs.doctor import doctor
-
-    doctor(save)
-    return 0
-
-
-def _no_more(verb: str, args: list[str]) -> None:
-    if args:
-        raise ConfigError(f"{verb} takes no arguments, got {' '.join(args)}")
-
-
-_PLAIN_VERBS: dict[str, Callable[[list[str]], int]] = {"ls": _list, "cp": _copy, "doctor": _doctor}
 
 
 def _fail(message: str, *, debug: bool, code: int) -> int:

@@ -14,10 +14,9 @@ from typing import Any
 
 import yaml
 
+from lt_offload.cli.table import VERBS
 from lt_offload.errors import ConfigError
 from lt_offload.resources import is_file, shipped_files, shipped_root, user_path
-
-VERBS = ("fit", "plan", "validate", "generate", "export", "check", "ls", "cp", "doctor", "help")
 
 
 def shipped() -> dict[str, Path]:
@@ -38,7 +37,7 @@ def find(recipe: str) -> Path:
     name = recipe.removesuffix(".yaml").removeprefix("recipes/")
     if name in known:
         return known[name]
-    verbs = difflib.get_close_matches(name, VERBS, n=1, cutoff=0.7)
+    verbs = difflib.get_close_matches(name, [*VERBS, "help"], n=1, cutoff=0.7)
     if verbs:
         raise ConfigError(f"there is no verb or recipe {recipe!r}; did you mean {verbs[0]}?")
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import platform
-from pathlib import Path
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
+from lt_offload.cli.outputs import check_output
 from lt_offload.cli.progress import say
 from lt_offload.machine.numa import memory_node_of
 from lt_offload.machine.pinning import advice, is_wsl2, memlock_bytes
@@ -17,12 +17,15 @@ from lt_offload.schema.profile import HardwareProfile
 from lt_offload.units import format_bytes
 
 
-def doctor(save: str | Path | None = None) -> None:
-    """Measure this machine and print a table.
+def doctor(*, save: str | None = None) -> int:
+    """Measure this machine and print a table: the numbers that plans depend on.
 
     Args:
-        save: YAML file to write, which ``--hardware`` reads; None: none.
+        save: YAML file to write, which ``lt-finetune plan RECIPE --hardware FILE`` reads anywhere.
     """
+    if save is not None:
+        check_output(save, "--save")
+    say("Measuring this machine ...")
     machine = measure_machine(on_progress=lambda message: say(f"  {message}"))
     table = Table(title=f"{machine.name} on {platform.machine()}, {torch.get_num_threads()} threads")
     table.add_column("what")
@@ -40,6 +43,7 @@ def doctor(save: str | Path | None = None) -> None:
         )
     if save is not None:
         print(f"{save_hardware(machine, save)}  (plan for this machine anywhere: --hardware {save})")
+    return 0
 
 
 def rows(machine: HardwareProfile) -> list[tuple[str, str]]:

@@ -64,11 +64,11 @@ def test_cp_makes_a_recipe_that_still_finds_its_bases(tmp_path: Path, capsys: py
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["cp", "quickstart"], "cp needs a recipe and a file"),
+        (["cp", "quickstart"], "cp needs FILE: lt-finetune cp RECIPE FILE"),
         (["cp", "quickstart", "{}/there.yaml"], "exists already"),
         (["cp", "quickstart", "{}/no/folder.yaml"], "there is no folder"),
         (["cp", "quikstart", "{}/x.yaml"], "did you mean quickstart"),
-        (["ls", "all"], "ls takes no arguments"),
+        (["ls", "all"], "ls: all is one word too many"),
         (["fit"], "fit needs a recipe"),
         (["plan", "--memory", "8GB"], "plan needs a recipe"),
         (["quikstart"], "did you mean quickstart"),

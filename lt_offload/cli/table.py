@@ -1,0 +1,59 @@
+"""The verbs of ``lt-finetune``, one line each: help, completion, suggestions and dispatch all read this table.
+
+What a verb does is a function of its name, whose docstring is its help and whose parameters are its words and flags.
+With ``recipe`` the first word is a recipe, and the function gets its settings as an :class:`~lt_offload.cli.app.App`,
+made by Lightning's command line. Without, it gets what ``static/arguments.py`` makes of its signature: positional
+parameters are words, the others flags. Functions are imported when they are called, so that only those are slow
+that need something slow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+
+from lt_offload.cli.static.source import Documented, read_definition
+
+
+@dataclass(frozen=True, slots=True)
+class Verb:
+    """What one verb needs and where it is."""
+
+    name: str
+    summary: str
+    """What it is for, in a few words."""
+    recipe: bool = True
+    """Whether its first word is a recipe, whose settings it needs, and with them Lightning."""
+    module: str = ""
+    """Below ``lt_offload.cli``; its own file in ``verbs`` if not given."""
+
+    @property
+    def source(self) -> str:
+        """The module of its function."""
+        return f"lt_offload.cli.{self.module or f'verbs.{self.name}'}"
+
+    def read(self) -> Documented:
+        """Return its words, flags and their meaning, without importing it."""
+        return read_definition(self.source, self.name)
+
+    def load(self) -> Callable[..., int]:
+        """Import it, and return its function, which returns the exit code."""
+        function: Callable[..., int] = getattr(import_module(self.source), self.name)
+        return function
+
+
+VERBS = {
+    verb.name: verb
+    for verb in (
+        Verb("fit", "fine-tune (this verb may be left out)"),
+        Verb("plan", "how fast, with how much memory? no weights, no GPU needed"),
+        Verb("validate", "loss on held-out data"),
+        Verb("generate", "the model continues a prompt"),
+        Verb("export", "write a Hugging Face folder"),
+        Verb("check", "is every setting known and of the right type?"),
+        Verb("ls", "list the recipes that come with it", recipe=False, module="verbs.files"),
+        Verb("cp", "copy a recipe, to change it", recipe=False, module="verbs.files"),
+        Verb("doctor", "measure what this machine can do", recipe=False),
+    )
+}

@@ -1,0 +1,39 @@
+"""``lt-finetune ls`` and ``lt-finetune cp``: the recipes that come with the package."""
+
+from __future__ import annotations
+
+import shutil
+
+from lt_offload.cli import recipes
+from lt_offload.cli.outputs import check_output
+from lt_offload.errors import ConfigError
+from lt_offload.resources import is_dir, is_file, user_path
+
+
+def ls() -> int:
+    """List the recipes that come with the package, each with its first line."""
+    known = recipes.shipped()
+    width = max(map(len, known))
+    for name, path in known.items():
+        print(f"{name:{width}}  {recipes.describe(path)}")
+    return 0
+
+
+def cp(recipe: str, file: str) -> int:
+    """Copy a recipe, to change it.
+
+    The copy still builds on the shipped files that it names; everything in it can be changed.
+
+    Args:
+        recipe: name of a shipped recipe, or a file.
+        file: where to; a folder keeps the name. Nothing is overwritten.
+    """
+    source, target = recipes.find(recipe), user_path(file)
+    if is_dir(target):
+        target = target / source.name
+    if is_file(target):
+        raise ConfigError(f"{target} exists already; give another name, or remove it first")
+    check_output(target, "cp")
+    shutil.copyfile(source, target)
+    print(f"{target}  (run it: lt-finetune {target})")
+    return 0
