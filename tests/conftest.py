@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -49,6 +50,15 @@ def settled_heap() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def private_cache_of_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Leave nothing in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("data-cache")
+        patch.setattr("lt_offload.finetune.data.examples.default_cache", lambda: folder)
+        yield
 
 
 @pytest.fixture(autouse=True)

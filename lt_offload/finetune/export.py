@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -48,8 +49,8 @@ def check_target(folder: str | Path) -> Path:
 
 
 @torch.no_grad()
-def continuation(model: Any, ids: Tensor, *, max_new_tokens: int, end: int | None) -> list[int]:
-    """Return the tokens that most likely follow ``ids`` of shape (1, n), up to and without the token ``end``.
+def continuation(model: Any, ids: Tensor, *, max_new_tokens: int, end: Collection[int]) -> list[int]:
+    """Return the tokens that most likely follow ``ids`` of shape (1, n), up to and without one of ``end``.
 
     Each step runs the whole model once for one token, so weights that are streamed travel once per token.
     """
@@ -59,7 +60,7 @@ def continuation(model: Any, ids: Tensor, *, max_new_tokens: int, end: int | Non
         output = model(input_ids=step, past_key_values=cache, use_cache=True)
         cache = output.past_key_values
         token = int(output.logits[0, -1].argmax())
-        if token == end:
+        if token in end:
             break
         new.append(token)
         step = ids.new_tensor([[token]])

@@ -180,7 +180,7 @@ class FineTune(LightningModule):
         self.log("val_loss", self._loss(batch), prog_bar=True, on_epoch=True, on_step=False, batch_size=tokens)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int = 0) -> list[int]:
-        """Return the tokens that follow ``input_ids``, at most ``max_new_tokens``, before the token ``end``."""
+        """Return the tokens that follow ``input_ids``, at most ``max_new_tokens``, before one of the tokens ``end``."""
         return continuation(self.model, batch["input_ids"], max_new_tokens=batch["max_new_tokens"], end=batch["end"])
 
     def configure_optimizers(self) -> OptimizerLRScheduler:

@@ -1,15 +1,29 @@
-"""Makes token ids and labels from the rows of a data set, in a prompt if they are instructions.
+"""Makes token ids and labels from the rows of a data set, exactly as the tokenizer and its chat template write them.
 
-Labels are the ids that the model is to predict, ``IGNORED`` where nothing is learned; the model shifts them itself.
+Labels are the ids that the model is to predict, ``IGNORED`` where nothing is learned; the model shifts them itself. A
+text is tokenised as a whole, and what is learned is found by the characters that a token stands for: a token with any
+character of an answer is learned.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from lt_offload.errors import ConfigError
+from lt_offload.finetune.data.chat.conversations import (
+    Conversation,
+    from_alpaca,
+    from_chat,
+    from_completion,
+    parse_messages,
+)
+from lt_offload.finetune.data.chat.spans import Locator
+from lt_offload.finetune.data.chat.templates import ChatTemplate, Span
+from lt_offload.finetune.data.columns import Layout
+from lt_offload.finetune.data.rows import Row, RowFault, check_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -17,17 +31,14 @@ if TYPE_CHECKING:
 IGNORED = -100
 """Label of a position without loss."""
 
-Format = Literal["text", "alpaca"]
-Row = Mapping[str, Any]
+TrainOn = Literal["responses", "last", "all"]
 
 _WITH_INPUT = (
     "Below is an instruction that describes a task, paired with an input that provides further context. "
     "Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Input:\n{input}\n\n### Response:\n"
 )
 _WITHOUT_INPUT = (
     "Below is an instruction that describes a task. Write a response that appropriately completes the request.\n\n"
-    "### Instruction:\n{instruction}\n\n### Response:\n"
 )
 
 
@@ -48,72 +59,265 @@ class Example:
         return self if len(self.ids) <= length else Example(ids=self.ids[:length], labels=self.labels[:length])
 
 
-def encoder(format: Format, tokenizer: PreTrainedTokenizerBase, text_column: str) -> Callable[[Row], Example]:
-    """Return the function that turns a row of ``format`` into an example."""
-    if format == "text":
-        return lambda row: encode_text(tokenizer, row[text_column])
-    return lambda row: encode_alpaca(tokenizer, row)
+@dataclass(frozen=True, slots=True)
+class Written:
+    """A row as text, and what of it is learned.
+
+    Args:
+        text: to be tokenised as a whole.
+        learned: ranges of characters.
+        plain: whether the tokenizer adds its own tokens, as the one that begins a text; a chat template writes them.
+        note: what was changed to write it.
+    """
+
+    text: str
+    learned: Sequence[Span]
+    plain: bool = False
+    note: str | None = None
 
 
-def columns(format: Format, text_column: str) -> tuple[str, ...]:
-    """Return the columns that rows of ``format`` must have."""
-    return (text_column,) if format == "text" else ("instruction", "output")
+class Encoder:
+    """Turns rows into examples.
 
+    Args:
+        tokenizer: what counts and splits.
+        template: chat template; None if there is none.
+        train_on: what of a conversation is learned.
+        system: system message of conversations that have none.
+        explicit_template: whether ``template`` was asked for, and is not just the tokenizer's.
 
-def optional_columns(format: Format) -> tuple[str, ...]:
-    """Return the columns that rows of ``format`` may have."""
-    return () if format == "text" else ("input",)
+    Raises:
+        ConfigError: if the tokenizer cannot say which characters a token stands for.
+    """
 
-
-def encode_text(tokenizer: PreTrainedTokenizerBase, text: str) -> Example:
-    """Every token is learned; the end-of-text token closes the document if the tokenizer has one."""
-    ids = _tokens(tokenizer, text) + _end(tokenizer)
-    return Example(ids=ids, labels=list(ids))
-
-
-def encode_alpaca(tokenizer: PreTrainedTokenizerBase, row: Row) -> Example:
-    """Only the response is learned. The prompt is the tokenizer's chat template, else the one of Stanford Alpaca."""
-    question, output = _question(row), row["output"] or ""
-    prompt = _prompt(tokenizer, row)
-    if tokenizer.chat_template:
-        answer = {"role": "assistant", "content": output}
-        whole = str(tokenizer.apply_chat_template([question, answer], tokenize=False))
-        if not whole.startswith(prompt):
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        template: ChatTemplate | None = None,
+        train_on: TrainOn = "responses",
+        system: str | None = None,
+        explicit_template: bool = False,
+    ) -> None:
+        if not tokenizer.is_fast:
             raise ConfigError(
-                "the tokenizer's chat template writes a conversation that does not begin with its own prompt, so the "
-                "response cannot be told apart; choose another one with --data.tokenizer"
+                f"the tokenizer ({type(tokenizer).__name__}) does not say which characters a token stands for, so "
+                "answers cannot be told apart; name a model with a tokenizer.json with --data.tokenizer"
             )
-        tail = _tokens(tokenizer, whole[len(prompt) :])
-    else:
-        tail = _tokens(tokenizer, output) + _end(tokenizer)
-    head = _tokens(tokenizer, prompt)
-    # An empty response would teach the model to say nothing.
-    learned = tail if output.strip() else [IGNORED] * len(tail)
-    return Example(ids=head + tail, labels=[IGNORED] * len(head) + learned)
+        self.tokenizer = tokenizer
+        self.template = template
+        self.train_on = train_on
+        self.system = system
+        self.explicit_template = explicit_template
+        self.locator = Locator(template) if template is not None else None
+        self.closes_itself = _closes_itself(tokenizer)
+
+    def check(self, layout: Layout) -> None:
+        """Compare the settings with the format of the data.
+
+        Raises:
+            ConfigError: if a setting has no place in it, or a chat template is needed.
+        """
+        strings = layout.format == "completion" and not layout.of_messages
+        if layout.format == "text" or strings:
+            what = "plain text" if layout.format == "text" else "a prompt and a completion that are texts"
+            hint = "; leave it unset"
+            if strings:
+                pair = f"{{instruction: {layout.columns['prompt']}, output: {layout.columns['completion']}}}"
+                hint += f", or make conversations of them: --data.columns '{pair}'"
+            for name, given in (("template", self.explicit_template), ("system", self.system is not None)):
+                if given:
+                    raise ConfigError(f"data.{name} has no place in data.format={layout.format}: it is {what}{hint}")
+        if layout.format == "text" and self.train_on == "last":
+            raise ConfigError("data.train_on=last: data.format=text has no answers; leave it unset")
+        chat = layout.format == "chat" or (layout.format == "completion" and not strings)
+        if chat and self.template is None:
+            raise ConfigError(
+                f"data.format={layout.format} needs a chat template, and this tokenizer has none; choose one, for "
+                "example --data.template chatml (or the one that the model was trained with)"
+            )
+
+    @cached_property
+    def ends(self) -> list[int]:
+        """Tokens that end what the model says: that which ends a text, and that which ends a turn."""
+        found = [] if self.tokenizer.eos_token_id is None else [int(self.tokenizer.eos_token_id)]
+        if self.locator is not None and (closing := self.locator.closing.strip()):
+            first = self.tokenizer(closing, add_special_tokens=False)["input_ids"][:1]
+            if first and self.tokenizer.convert_ids_to_tokens(first[0]) in self.tokenizer.added_tokens_encoder:
+                found += [token for token in first if token not in found]
+        return found
+
+    def encode(self, rows: Sequence[Row | RowFault], layout: Layout, *, from_table: bool) -> list[Any]:
+        """Return an :class:`Example` for each row, with a note or None; or the fault of a row that cannot be used.
+
+        Args:
+            rows: of one data set; faults are handed on.
+            layout: where their parts are.
+            from_table: whether a missing key is null.
+        """
+        made: list[Any] = []
+        for row in rows:
+            try:
+                if isinstance(row, RowFault):
+                    raise row
+                made.append(self.write(row, layout, from_table=from_table))
+            except RowFault as fault:
+                made.append(fault)
+        for plain in (True, False):
+            numbers = [i for i, each in enumerate(made) if isinstance(each, Written) and each.plain is plain]
+            for number, example in zip(numbers, self._tokenize([made[i] for i in numbers], plain), strict=True):
+                made[number] = (example, made[number].note)
+        return made
+
+    def write(self, row: Row, layout: Layout, *, from_table: bool = False) -> Written:
+        """Return a row as text.
+
+        Raises:
+            RowFault: if that cannot be.
+        """
+        format, columns = layout.format, layout.columns
+        if format == "text":
+            if columns["text"] not in row:
+                raise RowFault(f"{columns['text']} is missing")
+            return self._plain("", check_text(row[columns["text"]], columns["text"]))
+        if format == "completion":
+            for column in (columns["prompt"], columns["completion"]):
+                if column not in row:
+                    raise RowFault(f"{column} is missing")
+            if not layout.of_messages:
+                prompt, answer = (check_text(row[columns[role]], columns[role]) for role in ("prompt", "completion"))
+                return self._plain(prompt, answer)
+            return self.write_conversation(from_completion(row, layout, from_table=from_table))
+        if format == "alpaca":
+            conversation = from_alpaca(row, layout)
+            return (
+                self._alpaca(conversation, row, layout)
+                if self.template is None
+                else self.write_conversation(conversation)
+            )
+        return self.write_conversation(from_chat(row, layout, from_table=from_table))
+
+    def write_conversation(self, conversation: Conversation) -> Written:
+        """Return a conversation as the chat template writes it.
+
+        Raises:
+            RowFault: if it cannot.
+        """
+        assert self.template is not None, "check() comes first"
+        assert self.locator is not None
+        conversation, note = self.template.fit(self._with_system(conversation))
+        turns = conversation.learned(self.train_on == "last")
+        text, spans = self.locator.locate(conversation, turns)
+        return Written(text, [(0, len(text))] if self.train_on == "all" else spans, note=note)
+
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, *, ask: bool
+    ) -> list[int]:
+        """Return the tokens of a conversation, with ``ask`` up to where the assistant goes on.
+
+        Raises:
+            ConfigError: if there is no chat template, or it refuses the conversation.
+        """
+        if self.template is None:
+            raise ConfigError(
+                "a conversation needs a chat template, and this tokenizer has none; choose one, for example "
+                "--data.template chatml"
+            )
+        try:
+            parsed = parse_messages(messages, "messages")
+            whole = self._with_system(
+                Conversation(messages=parsed, tools=[dict(tool) for tool in tools] if tools else None)
+            )
+            conversation, _ = self.template.fit(whole)
+            text = self.template.render(conversation.messages, conversation.tools, ask=ask)
+        except RowFault as fault:
+            raise ConfigError(f"the conversation cannot be written: {fault}") from fault
+        return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+    def text_prompt(self, text: str) -> list[int]:
+        """Return the tokens of a text to be continued."""
+        ids = list(self.tokenizer(text, verbose=False)["input_ids"])
+        return ids[:-1] if self.closes_itself and ids else ids
+
+    def alpaca_prompt(self, instruction: str) -> list[int]:
+        """Return the tokens of an instruction without a chat template."""
+        return self.text_prompt(_stanford(f"{self.system}\n\n" if self.system else _WITHOUT_INPUT, instruction, ""))
+
+    def _with_system(self, conversation: Conversation) -> Conversation:
+        messages = conversation.messages
+        if self.system is None or messages[0]["role"] in ("system", "developer"):
+            return conversation
+        return Conversation(
+            messages=[{"role": "system", "content": self.system}, *messages],
+            tools=conversation.tools,
+            context=conversation.context + 1 if conversation.context else 0,
+        )
+
+    def _alpaca(self, conversation: Conversation, row: Row, layout: Layout) -> Written:
+        """Return an instruction in Stanford Alpaca's words."""
+        columns = layout.columns
+        if len(conversation.messages) > 3 or (
+            len(conversation.messages) == 3 and not row.get(columns.get("system", ""))
+        ):
+            raise RowFault("history needs a chat template, and this tokenizer has none; choose one with data.template")
+        added = row.get(columns.get("input", ""), "") or ""
+        system = row.get(columns.get("system", "")) or self.system
+        intro = f"{system}\n\n" if system else _WITH_INPUT if added else _WITHOUT_INPUT
+        return self._plain(_stanford(intro, row[columns["instruction"]], added), row[columns["output"]])
+
+    def _plain(self, prompt: str, answer: str) -> Written:
+        """Return a text of which the end is learned, as are the token that ends it and, without a prompt, all of it."""
+        text = prompt + answer
+        end = self.tokenizer.eos_token
+        if end is not None and not self.closes_itself and not text.endswith(str(end)):
+            text += str(end)
+        begin = 0 if not prompt or self.train_on == "all" else len(prompt)
+        return Written(text, [(begin, len(text))] if answer.strip() else [], plain=True)
+
+    def _tokenize(self, written: Sequence[Written], plain: bool) -> list[Example]:
+        if not written:
+            return []
+        # verbose=False: a document longer than the model's context is no news, it is going to be packed or cut.
+        batch = self.tokenizer([each.text for each in written], add_special_tokens=plain, verbose=False)
+        examples = []
+        for number, (ids, each) in enumerate(zip(batch["input_ids"], written, strict=True)):
+            labels = [IGNORED] * len(ids)
+            for begin, end in each.learned:
+                if begin == 0 and end == len(each.text):
+                    labels = list(ids)
+                    continue
+                first, stop = _tokens_of(batch, number, begin, end, len(each.text), len(ids))
+                labels[first:stop] = ids[first:stop]
+            examples.append(Example(ids=list(ids), labels=labels))
+        return examples
 
 
-def encode_prompt(format: Format, tokenizer: PreTrainedTokenizerBase, prompt: str) -> list[int]:
-    """Return the tokens to be continued: the text itself, or the instruction as it looks in training."""
-    text = prompt if format == "text" else _prompt(tokenizer, {"instruction": prompt})
-    return _tokens(tokenizer, text)
+def _tokens_of(batch: Any, number: int, begin: int, end: int, length: int, count: int) -> tuple[int, int]:
+    """Return the range of tokens with any of the characters ``begin`` to ``end``; white space may be in no token."""
+    first = _token_at(batch, number, begin, end)
+    if first is None:
+        return 0, 0
+    stop = _token_at(batch, number, end, length)
+    if stop is None:
+        return first, count
+    while batch.token_to_chars(number, stop).start < end:
+        stop += 1
+    return first, stop
 
 
-def _question(row: Row) -> dict[str, str]:
-    parts = [row["instruction"] or "", row.get("input") or ""]
-    return {"role": "user", "content": "\n\n".join(part for part in parts if part)}
+def _token_at(batch: Any, number: int, begin: int, end: int) -> int | None:
+    for position in range(begin, end):
+        if (token := batch.char_to_token(number, position)) is not None:
+            return int(token)
+    return None
 
 
-def _prompt(tokenizer: PreTrainedTokenizerBase, row: Row) -> str:
-    if tokenizer.chat_template:
-        return str(tokenizer.apply_chat_template([_question(row)], tokenize=False, add_generation_prompt=True))
-    template = _WITH_INPUT if row.get("input") else _WITHOUT_INPUT
-    return template.format(instruction=row["instruction"] or "", input=row.get("input") or "")
+def _stanford(intro: str, instruction: str, added: str) -> str:
+    middle = f"### Input:\n{added}\n\n" if added else ""
+    return f"{intro}### Instruction:\n{instruction}\n\n{middle}### Response:\n"
 
 
-def _tokens(tokenizer: PreTrainedTokenizerBase, text: str) -> list[int]:
-    # verbose=False: a document longer than the model's context is no news, it is going to be packed or cut.
-    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
-
-
-def _end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    return [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
+def _closes_itself(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether the tokenizer itself ends every text with the token that ends it."""
+    end = tokenizer.eos_token_id
+    return end is not None and list(tokenizer("a")["input_ids"])[-1:] == [end]

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from lightning.pytorch import LightningDataModule
+from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
 from torch import Tensor
 from torch.utils.data import DataLoader, Subset
@@ -15,7 +17,10 @@ from torch.utils.data import DataLoader, Subset
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.data import sources
-from lt_offload.finetune.data.formats import Example, Format, Row, columns, encode_prompt, encoder, optional_columns
+from lt_offload.finetune.data.chat.templates import ChatTemplate, find_template
+from lt_offload.finetune.data.columns import FormatChoice, check_columns
+from lt_offload.finetune.data.examples import Examples, Preparation, Stream
+from lt_offload.finetune.data.formats import Encoder, Example, TrainOn
 from lt_offload.finetune.data.loaders import Items, ResumableBatches, ResumableLoader
 from lt_offload.finetune.data.packing import Pad, Sequences, pack, stack
 
@@ -34,10 +39,20 @@ class FineTuneData(LightningDataModule):
 
     Args:
         model: name of the model, whose tokenizer is used; set by the recipe's ``model.name``.
-        path: file or folder (txt, md, json, jsonl, csv, parquet), name of a data set on the hub, or ``pydoc_topics``,
-            Python's language reference, which every Python has.
-        format: ``text`` learns every token of one column, ``alpaca`` learns the responses to instructions.
-        text_column: column with the text, for ``format: text``.
+        path: file, folder of files of one kind or glob (json, jsonl, csv, tsv, txt, md, each possibly with ``.gz``,
+            parquet, arrow), name of a data set on the hub, ``pydoc_topics``, which is Python's language reference and
+            which every Python has, or a list of these. A text file (txt, md) is one row.
+        format: ``text`` (a column text, all of it learned), ``alpaca`` (instruction, input, output), ``chat`` (messages
+            of OpenAI or conversations of ShareGPT, tools, system), ``completion`` (prompt, completion); ``auto``: what
+            the columns are.
+        columns: names of columns by what they hold, where they have other names: ``{text: content}``, ``{messages:
+            dialogue}``, ``{prompt: question, completion: answer}``; ``role`` and ``content`` name the keys of messages.
+        template: chat template: null for the tokenizer's own, name of a shipped one (chatml, alpaca, llama2, llama3,
+            mistral, zephyr, phi3, gemma) or a file with Jinja. Instructions are written in Stanford Alpaca's words
+            where there is none.
+        system: system message of conversations that have none; null: they stay without.
+        train_on: what is learned of a conversation: ``responses`` (all answers, with the token that ends them),
+            ``last`` (the last answer) or ``all``. Text is learned as a whole.
         subset: configuration of a data set on the hub.
         split: split of a data set on the hub.
         validation_path: like ``path``, for validation. If not given, ``validation_share`` applies.
@@ -49,20 +64,26 @@ class FineTuneData(LightningDataModule):
         batch_size: sequences per training step.
         seed: of the training order.
         sample_prompt: text (or instruction) that the model continues at the end of the training, to be looked at.
-        skip_bad_rows: leave out rows whose text is missing, null, a number or a list, and say how many; if false, they
-            are an error.
+        skip_bad_rows: leave out rows that cannot be used (a text is missing, null or a number, a conversation is
+            malformed, the chat template refuses it) and say how many; if false, they are an error.
+        streaming: read the rows while training, instead of all of them before; for files larger than RAM.
+        num_proc: processes that tokenise; null: this one, whose tokenizer has threads.
+        cache_dir: folder that keeps tokenised data for the next start; null: lt_offload/data in the user's cache.
     """
 
     def __init__(
         self,
         model: str,
         *,
-        path: str,
-        format: Format = "text",
-        text_column: str = "text",
+        path: str | list[str],
+        format: FormatChoice = "auto",
+        columns: dict[str, str] | None = None,
+        template: str | None = None,
+        system: str | None = None,
+        train_on: TrainOn = "responses",
         subset: str | None = None,
         split: str = "train",
-        validation_path: str | None = None,
+        validation_path: str | list[str] | None = None,
         validation_share: float = 0.05,
         tokenizer: str | None = None,
         max_length: int = 512,
@@ -71,11 +92,17 @@ class FineTuneData(LightningDataModule):
         seed: int = 0,
         sample_prompt: str | None = None,
         skip_bad_rows: bool = False,
+        streaming: bool = False,
+        num_proc: int | None = None,
+        cache_dir: str | None = None,
     ) -> None:
         super().__init__()
         for setting, value, low in (("max_length", max_length, 2), ("batch_size", batch_size, 1)):
             if value < low:
                 raise ConfigError(f"data.{setting}={value} is too small; it must be at least {low}")
+        if num_proc is not None and num_proc < 1:
+            raise ConfigError(f"data.num_proc={num_proc} is too small; it must be at least 1")
+        check_columns(columns or {})
         if not -(2**63) <= seed < 2**63:
             raise ConfigError(f"data.seed={seed} is out of range; choose a number from 0 to {2**63 - 1}")
         if not 0 <= validation_share < 1:
@@ -84,8 +111,11 @@ class FineTuneData(LightningDataModule):
             )
         self.model = model
         self.path = path
-        self.format: Format = format
-        self.text_column = text_column
+        self.format: FormatChoice = format
+        self.columns = dict(columns or {})
+        self.template = template
+        self.system = system
+        self.train_on: TrainOn = train_on
         self.subset = subset
         self.split = split
         self.validation_path = validation_path
@@ -96,6 +126,9 @@ class FineTuneData(LightningDataModule):
         self.seed = seed
         self.sample_prompt = sample_prompt
         self.skip_bad_rows = skip_bad_rows
+        self.streaming = streaming
+        self.num_proc = num_proc
+        self.cache_dir = cache_dir
         self.tokenizer_name = tokenizer or model
         self._train: Items | None = None
         self._validation: Items | None = None
@@ -110,7 +143,7 @@ class FineTuneData(LightningDataModule):
         """
         if self._train is not None:
             return
-        training, validation = self._rows()
+        training, validation = self.examples()
         items = self._sequences(training, "data.path")
         if validation is not None:
             self._train, self._validation = items, self._sequences(validation, "data.validation_path")
@@ -122,23 +155,99 @@ class FineTuneData(LightningDataModule):
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The tokenizer; loaded when first asked for."""
-        return load.load_tokenizer(self.tokenizer_name)
+        """The tokenizer, with the chat template that is used; loaded when first asked for."""
+        return self._tokenizer_and_template[0]
 
-    def prompt(self, text: str, *, max_new_tokens: int = 64) -> dict[str, Any]:
-        """Return a batch for ``predict_step`` that asks for a continuation of ``text``, formatted as in training.
+    @cached_property
+    def encoder(self) -> Encoder:
+        """Makes tokens of rows and conversations."""
+        tokenizer, template = self._tokenizer_and_template
+        return Encoder(
+            tokenizer,
+            template=template,
+            train_on=self.train_on,
+            system=self.system,
+            explicit_template=self.template is not None,
+        )
+
+    @cached_property
+    def preparation(self) -> Preparation:
+        """Makes examples of files."""
+        return Preparation(
+            encoder=self.encoder,
+            format=self.format,
+            columns=self.columns,
+            skip_bad_rows=self.skip_bad_rows,
+            cache_dir=self.cache_dir,
+            num_proc=self.num_proc,
+            say=rank_zero_info,
+        )
+
+    @cached_property
+    def _tokenizer_and_template(self) -> tuple[PreTrainedTokenizerBase, ChatTemplate | None]:
+        tokenizer = load.load_tokenizer(self.tokenizer_name)
+        template, notes = find_template(self.template, tokenizer)
+        for note in notes:
+            _log.warning("%s", note)
+        if self.template is not None and template is not None:
+            tokenizer.chat_template = template.text  # so that it is exported with the model
+        return tokenizer, template
+
+    def encode_conversation(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+    ) -> list[int]:
+        """Return the tokens of a conversation, written as in training.
+
+        Args:
+            messages: with role and content, as in data of ``format: chat``; ``data.system`` is put in front if there is
+                no system message.
+            tools: functions that the assistant may call.
+            add_generation_prompt: end where the assistant goes on.
+
+        Raises:
+            ConfigError: if there is no chat template, or it refuses the conversation.
+        """
+        return self.encoder.prompt(messages, tools, ask=add_generation_prompt)
+
+    def prompt(self, text: str | Sequence[Mapping[str, Any]], *, max_new_tokens: int = 64) -> dict[str, Any]:
+        """Return a batch for ``predict_step`` that asks for what follows ``text``, written as in training.
+
+        Args:
+            text: an instruction, a text to be continued if the data are texts, or the messages of a conversation.
+            max_new_tokens: where to stop if the model does not.
 
         Raises:
             ConfigError: if there is no text.
         """
-        ids = encode_prompt(self.format, self.tokenizer, text)
-        if not ids:
+        if not text:
             raise ConfigError("the prompt is empty; give some text")
+        if not isinstance(text, str):
+            ids = self.encode_conversation(text)
+        elif not self.asks_questions:
+            ids = self.encoder.text_prompt(text)
+        elif self.encoder.template is None:
+            ids = self.encoder.alpaca_prompt(text)
+        else:
+            ids = self.encode_conversation([{"role": "user", "content": text}])
         return {
             "input_ids": torch.tensor([ids]),
             "max_new_tokens": max_new_tokens,
-            "end": self.tokenizer.eos_token_id,
+            "end": self.encoder.ends,
         }
+
+    @cached_property
+    def asks_questions(self) -> bool:
+        """Whether the data are instructions or conversations, and no texts that are continued."""
+        if self.format == "auto":
+            if self.path == sources.PYDOC:
+                return False
+            source = sources.sources(self.path, subset=self.subset, split=self.split, setting="data.path")[0]
+            layout = self.preparation.layout(source)
+            return layout.format in ("alpaca", "chat") or (layout.format == "completion" and layout.of_messages)
+        return self.format in ("alpaca", "chat")
 
     def train_dataloader(self) -> TRAIN_DATALOADERS:
         """Return the training batches in their seeded order."""
@@ -194,31 +303,29 @@ class FineTuneData(LightningDataModule):
         pad = self.tokenizer.pad_token_id
         return Pad(int(pad if pad is not None else self.tokenizer.eos_token_id or 0), self.max_length)
 
-    def _rows(self) -> tuple[list[Row] | Any, list[Row] | Any | None]:
-        if self.path == sources.PYDOC:
-            if self.format != "text" or self.text_column != "text":
-                raise ConfigError(f"data.path={sources.PYDOC} is text: set data.format=text and data.text_column=text")
-            training, validation = sources.pydoc_topics()
-        else:
-            training, validation = self._load(self.path, "path"), None
-        if self.validation_path is not None:
-            validation = self._load(self.validation_path, "validation_path")
-        return training, validation
+    def examples(self) -> tuple[Examples, Examples | None]:
+        """Return the tokenised rows for training, and for validation if they are others."""
+        training, validation = self._sources("path"), self._sources("validation_path")
+        return self.preparation.examples(training), self.preparation.examples(validation) if validation else None
 
-    def _load(self, path: str, setting: str) -> Any:
-        return sources.load_rows(
-            path,
-            subset=self.subset,
-            split=self.split,
-            columns=columns(self.format, self.text_column),
-            optional=optional_columns(self.format),
-            setting=f"data.{setting}",
-            skip_bad=self.skip_bad_rows,
-        )
+    def streams(self) -> tuple[list[Stream], list[Stream]]:
+        """Return tokenised rows for training and for validation, one after the other, for ``data.streaming``."""
+        training, validation = self._sources("path"), self._sources("validation_path")
+        return [self.preparation.stream(each) for each in training], [self.preparation.stream(e) for e in validation]
 
-    def _sequences(self, rows: list[Row] | Any, setting: str) -> Sequences:
-        encode = encoder(self.format, self.tokenizer, self.text_column)
-        examples = [encode(row) for row in rows]
+    def _sources(self, name: Literal["path", "validation_path"]) -> list[sources.Source]:
+        path = getattr(self, name)
+        if path == sources.PYDOC:
+            if self.format not in ("auto", "text") or self.columns:
+                raise ConfigError(
+                    f"data.path={sources.PYDOC} is text: set data.format=text and leave data.columns unset"
+                )
+            return [sources.pydoc()[0]]
+        if path is None:
+            return [sources.pydoc()[1]] if self.path == sources.PYDOC else []
+        return sources.sources(path, subset=self.subset, split=self.split, setting=f"data.{name}")
+
+    def _sequences(self, examples: Examples | list[Example], setting: str) -> Sequences:
         if not self.pack:
             examples = self._cut(examples)
         where = f"{setting}={self.path if setting == 'data.path' else self.validation_path}"
@@ -238,7 +345,7 @@ class FineTuneData(LightningDataModule):
             )
         return sequences
 
-    def _cut(self, examples: list[Example]) -> list[Example]:
+    def _cut(self, examples: Examples | list[Example]) -> list[Example]:
         """Return examples of at most ``max_length`` tokens that have something to learn; say what is lost."""
         longer = sum(len(example.ids) > self.max_length for example in examples)
         kept = [cut for example in examples if (cut := example.cut(self.max_length)).trainable]

@@ -1,99 +1,117 @@
-"""Rows of JSON files, and which rows of any source have no text to learn from. Names file and row of what is wrong.
+"""Rows of files as JSON text, one by one, and what is wrong with those that are none. Names file, row and byte.
 
-JSON is read here and not by ``datasets``: its reader changes types to fit all rows, cannot say which row is broken, and
-some broken files bring the process down.
+JSON and CSV are read with Python's own readers and not by ``datasets``: its readers change types to fit all rows,
+cannot say which row is broken, and some broken files bring the process down.
 """
 
 from __future__ import annotations
 
+import codecs
+import contextlib
+import csv
+import gzip
+import itertools
 import json
-import logging
-from collections.abc import Iterator, Sequence
+import re
+import sys
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.formats import Row
 
-_log = logging.getLogger(__name__)
-_MOST_NAMED = 3
-
-
-def read_json(files: Sequence[Path], setting: str, columns: Sequence[str]) -> list[Row]:
-    """Return the rows of JSON files, each a list of objects or one object per line, as far as ``columns`` go.
-
-    Raises:
-        ConfigError: if a file is no JSON, or one of its rows is no object.
-    """
-    return [row for file in files for row in _rows(file, setting, columns)]
+Row = Mapping[str, Any]
+_SPACE = re.compile(r"[ \t\r\n]*")
+_CHUNK = 1 << 20
+_BLANK = b" \t\r\n" + codecs.BOM_UTF8
 
 
-def _rows(file: Path, setting: str, columns: Sequence[str]) -> Iterator[Row]:
-    try:
-        parsed = _parsed(file)
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{setting}: {str(file)!r} is not UTF-8 text: {error}") from None
-    except RecursionError:
-        raise ConfigError(f"{setting}: {str(file)!r} cannot be read as json: it is nested too deeply") from None
-    except ValueError as error:
-        raise ConfigError(f"{setting}: {str(file)!r} cannot be read as json: {error}") from None
-    for number, row in enumerate(parsed, start=1):
-        if not isinstance(row, dict):
-            raise ConfigError(
-                f"{setting}: {str(file)!r} row {number} is {_kind(row)}, not an object such as "
-                f"{json.dumps(dict.fromkeys(columns, '...'))}"
-            )
-        yield row
+class RowFault(Exception):
+    """A row that cannot be used; says why."""
 
 
-def _parsed(file: Path) -> list[Any]:
-    """Return the items of a list, or of the lines; raise ``ValueError`` for what is neither."""
-    text = file.read_text(encoding="utf-8-sig")
-    begin = text.lstrip()[:1]
-    if begin == "[" or (begin != "{" and file.suffix.lower() != ".jsonl"):
-        whole = json.loads(text)
-        if not isinstance(whole, list):
-            raise ValueError(f"it holds {_kind(whole)} instead of rows")
-        return whole
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):  # other separators may stand inside strings
-        try:
-            rows += [json.loads(line)] if line.strip() else []
-        except ValueError as error:
-            try:
-                return [json.loads(text)]  # one object over several lines
-            except ValueError:
-                raise ValueError(f"line {number}: {error}") from None
-    return rows
+class _RepeatedKey(ValueError):
+    """An object with one key twice."""
 
 
-def usable(rows: Any, *, needed: Sequence[str], optional: Sequence[str], places: Places, skip: bool) -> Any:
-    """Return those of ``rows`` that have text in the columns ``needed``, and text or nothing in the ``optional`` ones.
+def read_rows(file: Path, kind: str, setting: str, *, whole: bool = True) -> Iterator[str | RowFault]:
+    """Yield the rows of a file as JSON text, and a fault in the place of each row that is none.
 
     Args:
-        rows: a list of objects, or a data set.
-        needed: columns that must be text.
-        optional: columns that may be missing or null.
-        places: where the rows come from, for errors.
-        skip: leave the others out and say so, instead of refusing all.
+        file: json, csv, tsv or text, possibly with the ending ``.gz``.
+        kind: ``json``, ``csv``, ``tsv`` or ``text``.
+        setting: name of the setting that names the file, for errors.
+        whole: whether the file may be read as a whole; if not, a JSON file must have one object per line.
 
     Raises:
-        ConfigError: if there are others, unless they are skipped; counts them and names the first.
+        ConfigError: if the file cannot be read at all.
     """
-    bad = [(number, why) for number, row in enumerate(rows) if (why := _fault(row, needed, optional))]
-    if not bad:
-        return rows
-    named = "; ".join(f"{places.name(number)}: {why}" for number, why in bad[:_MOST_NAMED])
-    more = "; ..." if len(bad) > _MOST_NAMED else ""
-    problem = f"{places.setting}={places.path!r}: {len(bad)} of {len(rows)} rows have no text to learn ({named}{more})"
-    if not skip:
-        raise ConfigError(f"{problem}; mend or remove them, or set data.skip_bad_rows=true to train without them")
-    if len(bad) == len(rows):
-        raise ConfigError(f"{problem}; data.skip_bad_rows=true leaves none: choose data.format and data.text_column")
-    _log.warning("%s; they are left out", problem)
-    left_out = {number for number, _ in bad}
-    kept = [number for number in range(len(rows)) if number not in left_out]
-    return rows.select(kept) if hasattr(rows, "select") else [rows[number] for number in kept]
+    where = f"{setting}: {str(file)!r}"
+    if file.stat().st_size == 0:
+        raise ConfigError(f"{where} is empty; it needs at least one row")
+    try:
+        if kind == "json":
+            yield from _json_rows(file, where, whole)
+        elif kind == "text":
+            with _open_text(file) as stream:
+                text = stream.read()
+            if text.strip():
+                yield json.dumps({"text": text})
+        else:
+            yield from _table_rows(file, where, "\t" if kind == "tsv" else ",")
+    except UnicodeDecodeError:
+        raise ConfigError(f"{where} {_bad_byte(file)}") from None
+    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
+        raise ConfigError(f"{where} is no complete gzip file: {error}") from None
+
+
+def parse(text: str) -> Row:
+    """Return the object that ``text`` is.
+
+    Raises:
+        RowFault: if it is no JSON, no object, or has a key twice.
+    """
+    try:
+        row = _STRICT.decode(text)
+    except _RepeatedKey as error:
+        raise RowFault(f"has the key {error} twice") from None
+    except RecursionError:
+        raise RowFault("is nested too deeply") from None
+    except ValueError as error:
+        raise RowFault(f"is no JSON: {error}") from None
+    if not isinstance(row, dict):
+        raise RowFault(f"is {kind_of(row)}, not an object")
+    return row
+
+
+def kind_of(value: Any) -> str:
+    """Return what ``value`` is, in JSON's words."""
+    if value is None:
+        return "null"
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f"a text ({value!r:.20})" if isinstance(value, str) else f"a number ({value!r:.20})"
+
+
+def check_text(value: Any, name: str) -> str:
+    """Return ``value``, which must be a text that can be written as UTF-8.
+
+    Raises:
+        RowFault: if it is not.
+    """
+    if not isinstance(value, str):
+        raise RowFault(f"{name} is {kind_of(value)}, not a text")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise RowFault(f"{name} is not Unicode text: it has half of a surrogate pair") from None
+    return value
 
 
 class Places:
@@ -108,7 +126,7 @@ class Places:
     def __init__(self, path: str, setting: str, files: Sequence[Path]) -> None:
         self.path, self.setting, self.files = path, setting, files
         self.counts: list[int] = []
-        """Rows of each file, where there are several."""
+        """Rows of each file, as far as they are known."""
 
     def name(self, number: int) -> str:
         """Return the file and the row in it, counted from 1, of row ``number``, counted from 0."""
@@ -116,39 +134,214 @@ class Places:
             if number < count:
                 return f"{file.name} row {number + 1}"
             number -= count
-        return f"{self.files[0].name} row {number + 1}" if len(self.files) == 1 else f"row {number + 1}"
+        if len(self.files) > len(self.counts):
+            return f"{self.files[len(self.counts)].name} row {number + 1}"
+        return f"row {number + 1}"
 
 
-def _fault(row: Row, needed: Sequence[str], optional: Sequence[str]) -> str | None:
-    for column in needed:
-        value = row.get(column)
-        if not isinstance(value, str):
-            return f"{column} is {_kind(value)}" if column in row else f"{column} is missing"
-        if not value.isascii() and _is_broken(value):
-            return f"{column} is not Unicode text: it has half of a surrogate pair"
-    for column in optional:
-        value = row.get(column)
-        if value is not None and (not isinstance(value, str) or _is_broken(value)):
-            return f"{column} is {_kind(value)}"
-    return None
+def _open_text(file: Path) -> IO[str]:
+    if file.suffix.lower() == ".gz":
+        return gzip.open(file, "rt", encoding="utf-8-sig", newline="")
+    return file.open(encoding="utf-8-sig", newline="")
 
 
-def _is_broken(text: str) -> bool:
+def _open_bytes(file: Path) -> IO[bytes]:
+    return gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb")  # type: ignore[return-value]
+
+
+def _bad_byte(file: Path) -> str:
+    """Return which byte of the file is not UTF-8."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    offset, row = 0, 1
+    with _open_bytes(file) as stream:
+        while chunk := stream.read(_CHUNK):
+            pending = len(decoder.getstate()[0])
+            try:
+                decoder.decode(chunk)
+            except UnicodeDecodeError as error:
+                row += error.object[: error.start].count(b"\n")
+                byte = error.object[error.start]
+                return _not_utf8(byte, offset - pending + error.start, f"line {row}")
+            offset += len(chunk)
+            row += chunk.count(b"\n")
+    return "is not UTF-8 text: it ends in the middle of a character"
+
+
+def _not_utf8(byte: int, offset: int, place: str) -> str:
+    guess = "it looks like UTF-16" if byte in (0xFE, 0xFF) and offset == 0 else "it may be Latin-1 or Windows-1252"
+    return (
+        f"is not UTF-8 text: byte 0x{byte:02x} at offset {offset} ({place}); data must be UTF-8, {guess}: "
+        "convert it, for example with iconv -t utf-8"
+    )
+
+
+# -- JSON -------------------------------------------------------------------------------------------------------------
+
+
+def _without_repeats(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise _RepeatedKey(repr(key))
+            seen.add(key)
+    return made
+
+
+_STRICT = json.JSONDecoder(object_pairs_hook=_without_repeats)
+_PLAIN = json.JSONDecoder()
+
+
+def _json_rows(file: Path, where: str, whole: bool) -> Iterator[str | RowFault]:
+    with _open_bytes(file) as stream:
+        first, second = itertools.islice(itertools.chain((x for x in stream if x.strip(_BLANK)), (b"", b"")), 2)
+    first = first.lstrip(_BLANK)
+    by_line = file.name.lower().removesuffix(".gz").endswith(".jsonl")
+    of_lines = not first.startswith(b"[") and (by_line or first.startswith(b"{"))
+    several = by_line or second or not whole  # a single line may be an object of columns
+    if of_lines and ((_ends(first) and several) or (by_line and not (whole and _is_one_object(file)))):
+        yield from _lines(file)
+        return
+    if not whole:
+        raise ConfigError(
+            f"{where} is one list or object, which data.streaming=true cannot read row by row; write one object per "
+            "line (.jsonl), or set data.streaming=false"
+        )
+    with _open_text(file) as stream:
+        text = stream.read()
     try:
-        text.encode()
-    except UnicodeEncodeError:
+        yield from _items(text, where)
+    except RecursionError:
+        raise ConfigError(f"{where} cannot be read as json: it is nested too deeply") from None
+    except ValueError as error:
+        raise ConfigError(f"{where} cannot be read as json: {error}") from None
+
+
+def _ends(line: bytes) -> bool:
+    """Return whether an object that begins in ``line`` ends or breaks in it, instead of going on in the next one."""
+    text = line.decode(errors="replace").rstrip()
+    try:
+        _PLAIN.decode(text)
+    except RecursionError:
         return True
-    return False
+    except json.JSONDecodeError as error:
+        return error.pos < len(text)
+    return True
 
 
-def _kind(value: Any) -> str:
-    """Return what ``value`` is, in JSON's words."""
-    if value is None:
-        return "null"
-    if isinstance(value, dict):
-        return "an object"
-    if isinstance(value, list | tuple):
-        return "a list"
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return f"a text ({value!r:.20})" if isinstance(value, str) else f"a number ({value!r:.20})"
+def _is_one_object(file: Path) -> bool:
+    try:
+        with _open_text(file) as stream:
+            return isinstance(json.load(stream), dict)
+    except (ValueError, RecursionError):
+        return False
+
+
+def _lines(file: Path) -> Iterator[str | RowFault]:
+    offset = 0
+    with _open_bytes(file) as stream:
+        for line in stream:
+            content = line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line
+            try:
+                text = content.decode()
+            except UnicodeDecodeError as error:
+                start = offset + len(line) - len(content) + error.start
+                yield RowFault(_not_utf8(content[error.start], start, f"byte {error.start + 1} of the line"))
+            else:
+                if text.strip(" \t\r\n"):
+                    yield text
+            offset += len(line)
+
+
+def _items(text: str, where: str) -> Iterator[str | RowFault]:
+    """Yield the items of a list, the rows of an object of columns, or a single object."""
+    begin = _space(text, 0)
+    if text[begin : begin + 1] != "[":
+        whole = _PLAIN.decode(text)
+        if not isinstance(whole, dict):
+            raise ValueError(f"it holds {kind_of(whole)} instead of rows")
+        yield from _columns(whole, text, where)
+        return
+    position, number = _space(text, begin + 1), 0
+    if text[position : position + 1] == "]":
+        return
+    while True:
+        number += 1
+        try:
+            end = _PLAIN.raw_decode(text, position)[1]
+        except json.JSONDecodeError as error:
+            raise ValueError(f"row {number}: {error}") from None
+        yield text[position:end]
+        position = _space(text, end)
+        if text[position : position + 1] == "]":
+            break
+        if text[position : position + 1] != ",":
+            raise ValueError(f"after row {number}: {json.JSONDecodeError('expecting a comma or ]', text, position)}")
+        position = _space(text, position + 1)
+    rest = _space(text, position + 1)
+    if rest < len(text):
+        raise ValueError(str(json.JSONDecodeError("extra data", text, rest)))
+
+
+def _columns(whole: dict[str, Any], text: str, where: str) -> Iterator[str]:
+    """Yield rows of an object of columns; any other object is a row."""
+    try:
+        _STRICT.decode(text)
+    except _RepeatedKey as error:
+        raise ConfigError(f"{where} has the key or column {error} twice; rename or remove one of them") from None
+    lists = bool(whole) and all(isinstance(column, list) for column in whole.values())
+    turns = [name for name in ("messages", "conversations") if isinstance(whole.get(name), list)]
+    if not lists or any(isinstance(turn, dict) for name in turns for turn in whole[name]):
+        yield text
+        return
+    lengths = {name: len(column) for name, column in whole.items()}
+    if len(set(lengths.values())) > 1:
+        said = ", ".join(f"{name!r} {length}" for name, length in lengths.items())
+        raise ConfigError(f"{where} has columns of different lengths ({said}); make them one length")
+    for values in zip(*whole.values(), strict=True):
+        yield json.dumps(dict(zip(whole, values, strict=True)))
+
+
+def _space(text: str, position: int) -> int:
+    found = _SPACE.match(text, position)
+    assert found is not None
+    return found.end()
+
+
+# -- CSV and TSV ------------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _long_fields() -> Iterator[None]:
+    before = csv.field_size_limit(sys.maxsize)
+    try:
+        yield
+    finally:
+        csv.field_size_limit(before)
+
+
+def _table_rows(file: Path, where: str, delimiter: str) -> Iterator[str | RowFault]:
+    """Yield rows; every value is text, as it stands there."""
+    with _open_text(file) as stream:
+        reader = csv.reader(stream, delimiter=delimiter, strict=True)
+        try:
+            with _long_fields():
+                header = next(reader, [])
+            doubled = sorted({name for name in header if header.count(name) > 1})
+            if doubled:
+                raise ConfigError(f"{where} has the column {doubled[0]!r} twice in its first line; rename one of them")
+            while True:
+                with _long_fields():
+                    values = next(reader, None)
+                if values is None:
+                    return
+                if len(values) == len(header):
+                    yield json.dumps(dict(zip(header, values, strict=True)))
+                elif values:
+                    yield RowFault(
+                        f"has {len(values)} values, the first line has {len(header)} (it ends in line "
+                        f"{reader.line_num}; a value with {delimiter!r} or a line break in it needs quotes)"
+                    )
+        except csv.Error as error:
+            raise ConfigError(f"{where} cannot be read as a table: line {reader.line_num}: {error}") from None

@@ -5,126 +5,308 @@ Everything a user can get wrong about a path is found here, before a model is lo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import glob
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.formats import Row
-from lt_offload.finetune.data.rows import Places, read_json, usable
+from lt_offload.finetune.data.rows import Places, Row, RowFault, parse, read_rows
 from lt_offload.resources import is_dir, is_file, user_path
+
+if TYPE_CHECKING:
+    from datasets import Dataset
 
 PYDOC = "pydoc_topics"
 """Name of the source that every Python installation has: the language reference behind ``help()``."""
 PYDOC_HELD_OUT = 8
 """Every so many topics, in alphabetical order, one is held out for validation."""
 
-_BUILDERS = {".txt": "text", ".md": "text", ".json": "json", ".jsonl": "json", ".csv": "csv", ".parquet": "parquet"}
-_ENDINGS = ", ".join(_BUILDERS)
+KINDS = {
+    ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".txt": "text", ".md": "text",
+    ".parquet": "parquet", ".arrow": "arrow",
+}  # fmt: skip
+"""Kinds of files by their endings; those of text may be followed by ``.gz``."""
+_TABLES = ("parquet", "arrow")
+_ENDINGS = f"{', '.join(KINDS)}, or .gz after one of text"
+_SAVED = ("state.json", "dataset_dict.json")
+"""What a folder holds that ``datasets`` has saved."""
+_LOOKED_AT = 1000
+"""Rows whose keys are the columns of JSON data."""
+_CHUNK_ROWS = 10_000
 
 
-def load_rows(
-    path: str,
-    *,
-    subset: str | None,
-    split: str,
-    columns: Sequence[str],
-    setting: str,
-    optional: Sequence[str] = (),
-    skip_bad: bool = False,
-) -> Sequence[Row]:
-    """Return the rows behind ``path``: a file, a folder of files of one kind, or the name of a data set on the hub.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Source:
+    """Rows of one path: read from its files as JSON text, or a table of ``datasets``.
 
     Args:
-        path: see above; text files become one row each.
-        subset: name of a configuration of a hub data set.
-        split: split of a hub data set.
-        columns: columns that must be there.
-        setting: name of the setting that ``path`` comes from, for errors.
-        optional: columns that may be there.
-        skip_bad: leave out rows without text, instead of refusing them.
+        places: names of files and rows.
+        kind: of its files; ``hub`` or ``saved`` where ``datasets`` finds them.
+        open: returns the table, ``streaming`` or not.
+    """
+
+    places: Places
+    kind: str
+    open: Callable[[bool], Any] | None = None
+
+    @property
+    def is_table(self) -> bool:
+        """Whether rows come in Arrow's types, in which a missing key is null."""
+        return self.open is not None
+
+    def table(self) -> Dataset:
+        """Return all rows; those of text files in the columns ``row``, which is JSON, and ``fault``.
+
+        Raises:
+            ConfigError: if a file cannot be read, or there are no rows.
+        """
+        table = self.open(False) if self.open is not None else self._read()
+        if len(table) == 0:
+            raise ConfigError(f"{self.places.setting}={self.places.path!r} has no rows; it needs at least one")
+        return table
+
+    def rows(self) -> Iterator[Row | RowFault]:
+        """Yield one row after the other, without holding them all."""
+        if self.open is not None:
+            yield from _failing_well(self.open(True), self.places)
+            return
+        for file in self.places.files:
+            count = 0
+            for text in read_rows(file, self.kind, self.places.setting, whole=False):
+                yield _parsed(text)
+                count += 1
+            if len(self.places.counts) < len(self.places.files):
+                self.places.counts.append(count)
+
+    def _read(self) -> Dataset:
+        import pyarrow as pa
+        from datasets import Dataset
+
+        schema = pa.schema({"row": pa.large_string(), "fault": pa.large_string()})
+        batches = []
+        self.places.counts.clear()
+        for file in self.places.files:
+            count = 0
+            of_file = read_rows(file, self.kind, self.places.setting)
+            while chunk := list(itertools.islice(of_file, _CHUNK_ROWS)):
+                batches.append(text_batch(chunk, schema))
+                count += len(chunk)
+            self.places.counts.append(count)
+        return Dataset(pa.Table.from_batches(batches, schema))
+
+
+def text_batch(rows: Iterable[str | RowFault], schema: Any = None) -> Any:
+    """Return rows as a batch of Arrow with the columns ``row`` and ``fault``."""
+    import pyarrow as pa
+
+    rows = list(rows)
+    return pa.record_batch(
+        [
+            pa.array([None if isinstance(row, RowFault) else row for row in rows], pa.large_string()),
+            pa.array([str(row) if isinstance(row, RowFault) else None for row in rows], pa.large_string()),
+        ],
+        schema=schema or pa.schema({"row": pa.large_string(), "fault": pa.large_string()}),
+    )
+
+
+def rows_of(batch: Any) -> list[Row | RowFault]:
+    """Return the rows in a batch of a source's table."""
+    if batch.column_names != ["row", "fault"]:
+        return list(batch.to_pylist())
+    texts, faults = batch.column("row").to_pylist(), batch.column("fault").to_pylist()
+    return [_parsed(RowFault(fault) if text is None else text) for text, fault in zip(texts, faults, strict=True)]
+
+
+def first_row(rows: Iterable[Row | RowFault], places: Places) -> tuple[list[str], Row]:
+    """Return the columns of some rows, and the first one.
 
     Raises:
-        ConfigError: if there is nothing there, the file cannot be read, has no rows or lacks a column, or if rows have
-            no text in it.
+        ConfigError: if none of them is a row.
     """
-    files = local_files(path, setting)
-    places = Places(path, setting, files)
-    rows = _read_files(places, columns) if files else _read_hub(path, subset, split, setting)
-    if len(rows) == 0:
-        raise ConfigError(f"{setting}={path!r} has no rows; it needs at least one")
-    names = getattr(rows, "column_names", None) or list(dict.fromkeys(name for row in rows for name in row))
-    missing = [column for column in columns if column not in names]
-    if missing:
-        raise ConfigError(
-            f"{setting}={path!r} has no column {missing[0]!r}, it has {', '.join(map(repr, names)) or 'none'}; "
-            "choose data.format and data.text_column to match"
-        )
-    result: Sequence[Row] = usable(rows, needed=columns, optional=optional, places=places, skip=skip_bad)
-    return result
+    looked_at = list(itertools.islice(rows, _LOOKED_AT))
+    found = [row for row in looked_at if isinstance(row, Mapping)]
+    if not found:
+        why = f" ({places.name(0)} {looked_at[0]})" if looked_at else ""
+        raise ConfigError(f"{places.setting}={places.path!r} has no rows that can be read{why}")
+    return list(dict.fromkeys(name for row in found for name in row)), found[0]
 
 
-def local_files(path: str, setting: str) -> list[Path]:
-    """Return the files at ``path``, none if it can only be a name on the hub.
+def sources(path: str | Sequence[str], *, subset: str | None, split: str, setting: str) -> list[Source]:
+    """Return the sources that ``path`` names; nothing is read yet.
+
+    Args:
+        path: file, folder of files of one kind, glob, or the name of a data set on the hub; or a list of these.
+        subset: name of a configuration of a hub data set.
+        split: split of a hub data set.
+        setting: name of the setting that ``path`` comes from, for errors.
+
+    Raises:
+        ConfigError: if there is nothing there.
+    """
+    return [_source(item, subset, split, setting) for item in _listed(path, setting)]
+
+
+def local_files(path: str | Sequence[str], setting: str) -> list[Path]:
+    """Return the files at ``path``, none if it can only be names on the hub.
 
     Raises:
         ConfigError: if it is a path and there is nothing to read.
     """
+    return [file for item in _listed(path, setting) for file in _files(item, setting)]
+
+
+def _listed(path: str | Sequence[str], setting: str) -> list[str]:
+    items = [path] if isinstance(path, str) else list(path)
+    if not items:
+        raise ConfigError(f"{setting}=[] names no data; give a file, a folder or a name on the hub")
+    if not all(items):
+        raise ConfigError(f"{setting}='' names no data; give a file, a folder or a name on the hub")
+    if doubled := [item for item in items if items.count(item) > 1]:
+        raise ConfigError(f"{setting} names {doubled[0]!r} twice; remove one of them")
+    return items
+
+
+def _source(path: str, subset: str | None, split: str, setting: str) -> Source:
+    local = user_path(path)
+    if is_dir(local) and any(is_file(local / name) for name in _SAVED):
+        places = Places(path, setting, [])
+        return Source(places=places, kind="saved", open=lambda streaming: _open_saved(places, local, split, streaming))
+    files = _files(path, setting)
+    places = Places(path, setting, files)
+    if not files:
+        return Source(
+            places=places, kind="hub", open=lambda streaming: _open_hub(places, subset, split, streaming=streaming)
+        )
+    kind = _kind(files[0])
+    assert kind is not None
+    if kind in _TABLES:
+        return Source(places=places, kind=kind, open=lambda streaming: _open_tables(places, kind, streaming))
+    return Source(places=places, kind=kind)
+
+
+def _kind(file: Path) -> str | None:
+    """Return the kind of a file by its ending, None if it has no known one."""
+    packed = file.suffix.lower() == ".gz"
+    kind = KINDS.get((file.with_suffix("") if packed else file).suffix.lower())
+    return None if packed and kind in _TABLES else kind
+
+
+def _files(path: str, setting: str) -> list[Path]:
     local = user_path(path)
     if is_dir(local):
-        files = sorted(file for file in local.iterdir() if file.suffix.lower() in _BUILDERS)
-        kinds = {_BUILDERS[file.suffix.lower()] for file in files}
-        if len(kinds) != 1:
-            have = "files of several kinds" if kinds else "no data files"
-            raise ConfigError(f"{setting}={path!r} is a folder with {have}; it should hold one of {_ENDINGS}")
-        return files
+        if any(is_file(local / name) for name in _SAVED):
+            return []
+        return _of_one_kind([file for file in local.iterdir() if is_file(file)], f"{setting}={path!r} is a folder with")
     if is_file(local):
-        if local.suffix.lower() not in _BUILDERS:
+        if _kind(local) is None:
             raise ConfigError(f"{setting}={path!r} is of an unknown kind; it should end with one of {_ENDINGS}")
         return [local]
-    if local.suffix.lower() in _BUILDERS or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
+    if glob.has_magic(path):
+        found = [Path(name) for name in glob.glob(str(local), recursive=True)]
+        if not found:
+            raise ConfigError(f"{setting}={path!r} matches no file (looked in {Path.cwd()})")
+        return _of_one_kind([file for file in found if is_file(file)], f"{setting}={path!r} matches")
+    if _kind(local) is not None or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
         raise ConfigError(f"{setting}={path!r} does not exist (looked in {Path.cwd()})")
     return []
 
 
-def _read_files(places: Places, columns: Sequence[str]) -> Any:
-    path, setting, files = places.path, places.setting, places.files
-    empty = [file for file in files if file.stat().st_size == 0]
-    if empty:
-        raise ConfigError(f"{setting}={path!r}: {empty[0].name} is empty")
-    builder = _BUILDERS[files[0].suffix.lower()]
-    if builder == "json":
-        of_files = [read_json([file], setting, columns) for file in files]
-        places.counts = [len(rows) for rows in of_files]
-        return [row for rows in of_files for row in rows]
-    from datasets import Dataset, concatenate_datasets, load_dataset
+def _of_one_kind(found: Iterable[Path], where: str) -> list[Path]:
+    files = sorted(file for file in found if _kind(file) is not None and not file.name.startswith("."))
+    kinds = sorted({str(_kind(file)) for file in files})
+    if len(kinds) != 1:
+        have = f"files of several kinds ({', '.join(kinds)})" if kinds else "no data files"
+        raise ConfigError(f"{where} {have}; it should be one of {_ENDINGS}")
+    return files
 
-    if builder == "text":
-        return Dataset.from_dict({"text": [text for file in files if (text := _read_text(file, setting)).strip()]})
+
+def _parsed(row: str | RowFault) -> Row | RowFault:
+    if isinstance(row, RowFault):
+        return row
     try:
-        tables = [load_dataset(builder, data_files=[str(file)], split="train") for file in files]
-        places.counts = [len(table) for table in tables]
+        return parse(row)
+    except RowFault as fault:
+        return fault
+
+
+# -- what datasets reads ----------------------------------------------------------------------------------------------
+
+
+def _open_tables(places: Places, kind: str, streaming: bool) -> Any:
+    from datasets import concatenate_datasets, load_dataset
+
+    for file in places.files:
+        if file.stat().st_size == 0:
+            raise ConfigError(f"{places.setting}: {str(file)!r} is empty; it needs at least one row")
+    try:
+        for file in places.files:
+            _check_columns(file, kind, places.setting)
+        if streaming:
+            files = list(map(str, places.files))
+            return load_dataset(kind, data_files=files, split="train", streaming=True)
+        tables = [load_dataset(kind, data_files=[str(file)], split="train") for file in places.files]
+        places.counts[:] = [len(table) for table in tables]
         return concatenate_datasets(tables)
+    except ConfigError:
+        raise
     except Exception as error:  # the readers raise whatever their libraries do, each with another base class
-        raise ConfigError(f"{setting}={path!r} cannot be read as {builder}: {_root(error)}") from error
+        raise ConfigError(f"{places.setting}={places.path!r} cannot be read as {kind}: {_root(error)}") from error
 
 
-def _read_text(file: Path, setting: str) -> str:
+def _check_columns(file: Path, kind: str, setting: str) -> None:
+    import pyarrow as pa
+    import pyarrow.parquet
+
+    if kind == "parquet":
+        names = pyarrow.parquet.read_schema(file).names
+    else:
+        with pa.memory_map(str(file)) as mapped:
+            try:
+                names = pa.ipc.open_stream(mapped).schema.names
+            except pa.ArrowInvalid:
+                mapped.seek(0)
+                names = pa.ipc.open_file(mapped).schema.names
+    doubled = [name for name in names if names.count(name) > 1]
+    if doubled:
+        raise ConfigError(f"{setting}: {str(file)!r} has the column {doubled[0]!r} twice; rename one of them")
+
+
+def _open_saved(places: Places, folder: Path, split: str, streaming: bool) -> Any:
+    from datasets import Dataset, load_from_disk
+
     try:
-        return file.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{setting}: {str(file)!r} is not UTF-8 text: {error}") from None
+        found = load_from_disk(str(folder))
+    except Exception as error:  # as above
+        raise ConfigError(f"{places.setting}={places.path!r} cannot be read: {_root(error)}") from error
+    if not isinstance(found, Dataset):
+        if split not in found:
+            raise ConfigError(f"data.split={split!r}: {places.path!r} has {', '.join(map(repr, found))}")
+        found = found[split]
+    return found.to_iterable_dataset() if streaming else found
 
 
-def _read_hub(path: str, subset: str | None, split: str, setting: str) -> Any:
+def _open_hub(places: Places, subset: str | None, split: str, *, streaming: bool) -> Any:
     from datasets import load_dataset
 
     try:
-        return load_dataset(path, subset, split=split)
+        if streaming:
+            return load_dataset(places.path, subset, split=split, streaming=True)
+        return load_dataset(places.path, subset, split=split)
     except Exception as error:  # as above
         raise ConfigError(
-            f"{setting}={path!r} is neither a file here nor a data set that the hub would give: {_root(error)}"
+            f"{places.setting}={places.path!r} is neither a file here nor a data set that the hub would give: "
+            f"{_root(error)}"
         ) from error
+
+
+def _failing_well(rows: Iterable[Row], places: Places) -> Iterator[Row]:
+    try:
+        yield from rows
+    except Exception as error:  # as above
+        raise ConfigError(f"{places.setting}={places.path!r} cannot be read: {_root(error)}") from error
 
 
 def _root(error: BaseException) -> str:
@@ -133,6 +315,21 @@ def _root(error: BaseException) -> str:
         error = error.__cause__
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
+
+
+# -- Python's language reference --------------------------------------------------------------------------------------
+
+
+def pydoc() -> tuple[Source, Source]:
+    """Return Python's language reference as sources of training and validation rows."""
+    training, validation = pydoc_topics()
+    return _given(training, "data.path"), _given(validation, "data.validation_path")
+
+
+def _given(rows: list[Row], setting: str) -> Source:
+    from datasets import Dataset
+
+    return Source(places=Places(PYDOC, setting, []), kind="pydoc", open=lambda streaming: Dataset.from_list(rows))
 
 
 def pydoc_topics() -> tuple[list[Row], list[Row]]:

@@ -65,7 +65,7 @@ def test_nothing_is_overwritten(folder: str, tmp_path: Path, occupied: str) -> N
 def test_continuation_is_greedy_and_stops_at_the_end(family: str) -> None:
     model = models.build(family).eval()
     ids = torch.tensor([[5, 6, 7]])
-    new = continuation(model, ids, max_new_tokens=6, end=None)
+    new = continuation(model, ids, max_new_tokens=6, end=())
     whole = ids
     for token in new:
         with torch.no_grad():
@@ -73,4 +73,4 @@ def test_continuation_is_greedy_and_stops_at_the_end(family: str) -> None:
         whole = torch.cat([whole, torch.tensor([[token]])], dim=1)
     assert len(new) == 6
     first = new.index(new[3])
-    assert continuation(model, ids, max_new_tokens=6, end=new[3]) == new[:first]
+    assert continuation(model, ids, max_new_tokens=6, end=[new[3]]) == new[:first]

@@ -62,7 +62,7 @@ def test_training_lowers_the_held_out_loss_and_is_summed_up(folder: str, text: s
     assert facts["steps"] == "40"
     assert summary.prompt == "the quick"
     expected = continuation(
-        module.model, source.prompt("the quick")["input_ids"], max_new_tokens=64, end=source.tokenizer.eos_token_id
+        module.model, source.prompt("the quick")["input_ids"], max_new_tokens=64, end=[source.tokenizer.eos_token_id]
     )
     assert summary.sample == source.tokenizer.decode(expected)
     assert module.training

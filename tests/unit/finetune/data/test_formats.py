@@ -1,3 +1,5 @@
+"""Tokens exactly as the tokenizer and its chat template give them, and labels where an answer is."""
+
 from __future__ import annotations
 
 from typing import Any
@@ -5,70 +7,207 @@ from typing import Any
 import pytest
 
 from lt_offload.errors import ConfigError
-from lt_offload.finetune import load
-from lt_offload.finetune.data.formats import IGNORED, Example, encode_alpaca, encode_prompt, encode_text
-from tests.support import tiny
+from lt_offload.finetune.data.chat.templates import find_template
+from lt_offload.finetune.data.columns import Layout, find_layout
+from lt_offload.finetune.data.formats import IGNORED, Encoder, Example
+from lt_offload.finetune.data.rows import Places, Row, RowFault
+from tests.support.tiny import CHAT_TEMPLATE
+from tests.support.vocabularies import tokenizer
+
+KINDS = ("bytes", "metaspace")
+ROW = {"instruction": "say", "input": "it", "output": "Yes it is"}
 
 
-@pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load.load_tokenizer(str(tiny.tokenizer(tmp_path_factory.mktemp("plain"))))
+def encoder(own: Any, template: str | None = None, **settings: Any) -> Encoder:
+    found, _ = find_template(template, own)
+    return Encoder(own, template=found, explicit_template=template is not None, **settings)
 
 
-@pytest.fixture(scope="module")
-def chat(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return load.load_tokenizer(str(tiny.tokenizer(tmp_path_factory.mktemp("chat"), chat=True)))
+def encode(made: Encoder, row: Row, format: Any = "auto", **columns: str) -> Example:
+    layout = find_layout(format, columns, list(row), row, Places("", "data.path", []))
+    made.check(layout)
+    [found] = made.encode([row], layout, from_table=False)
+    if isinstance(found, RowFault):
+        raise found
+    example: Example = found[0]
+    return example
 
 
-ROW = {"instruction": "Add.", "input": "1 2", "output": "3"}
+def learned(example: Example) -> list[int]:
+    assert all(label in (IGNORED, token) for token, label in zip(example.ids, example.labels, strict=True))
+    return [label for label in example.labels if label != IGNORED]
 
 
-def test_text_learns_every_token_and_the_end(plain: Any) -> None:
-    example = encode_text(plain, "héllo\n")
-    assert plain.decode(example.ids) == "héllo\n</s>"
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("text", ["Yes, the answer is no.", " say café\n", "</s> in the middle", "ends</s>", "😀"])
+def test_text_is_what_the_tokenizer_gives_with_its_end(kind: str, text: str) -> None:
+    own = tokenizer(kind, begins=True)
+    example = encode(encoder(own), {"text": text})
+    assert example.ids == own(text if text.endswith("</s>") else text + "</s>")["input_ids"]
+    assert example.ids[0] == own.bos_token_id
+    assert example.ids[-1] == own.eos_token_id
     assert example.labels == example.ids
 
 
-def test_alpaca_learns_only_the_response(plain: Any) -> None:
-    example = encode_alpaca(plain, ROW)
-    learned = [token for token, label in zip(example.ids, example.labels, strict=True) if label != IGNORED]
-    assert plain.decode(learned) == "3</s>"
-    text = plain.decode(example.ids)
-    assert "### Instruction:\nAdd.\n\n### Input:\n1 2\n\n### Response:\n3</s>" in text
+def test_a_tokenizer_that_ends_texts_itself_gets_no_second_end() -> None:
+    own = tokenizer("bytes", ends=True)
+    assert encode(encoder(own), {"text": "Yes"}).ids == own("Yes")["input_ids"]
+    example = encode(encoder(own), {"prompt": "Yes", "completion": " no"})
+    assert example.ids == own("Yes no")["input_ids"]
+    assert learned(example) == own(" no")["input_ids"]
+    assert encoder(own).text_prompt("Yes") == own("Yes", add_special_tokens=False)["input_ids"]
 
 
-@pytest.mark.parametrize("missing", [None, ""])
-def test_alpaca_without_input_has_no_input_section(plain: Any, missing: str | None) -> None:
-    text = plain.decode(encode_alpaca(plain, ROW | {"input": missing}).ids)
-    assert "Input" not in text
-    assert text == plain.decode(encode_alpaca(plain, {"instruction": "Add.", "output": "3"}).ids)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("begins", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "completion"),
+    [
+        ("### Response:\n", "Yes it is"),
+        ("question: ", "answer"),
+        ("question:", " answer"),
+        ("say", "yes"),
+        ("12", "3"),
+        ("hel", "lo there"),
+        ("a ", " b"),
+        ("ends in 😀", "😀 goes on"),
+    ],
+)
+def test_prompt_and_completion_are_tokenised_together(kind: str, begins: bool, prompt: str, completion: str) -> None:
+    own = tokenizer(kind, begins=begins)
+    example = encode(encoder(own), {"prompt": prompt, "completion": completion})
+    assert example.ids == own(prompt + completion + "</s>")["input_ids"]
+    answer = learned(example)
+    assert answer == example.ids[-len(answer) :]
+    # The first learned token is the first one with a character of the completion.
+    offsets = own(prompt + completion + "</s>", return_offsets_mapping=True)["offset_mapping"]
+    with_answer = [end > len(prompt) for begin, end in offsets]
+    assert [label != IGNORED for label in example.labels] == with_answer
 
 
-def test_alpaca_uses_the_chat_template(chat: Any) -> None:
-    example = encode_alpaca(chat, ROW)
-    assert chat.decode(example.ids) == "<|user|>Add.\n\n1 2</s><|assistant|>3</s>"
-    learned = [label for label in example.labels if label != IGNORED]
-    assert chat.decode(learned) == "3</s>"
-    assert example.ids == chat.apply_chat_template(
-        [{"role": "user", "content": "Add.\n\n1 2"}, {"role": "assistant", "content": "3"}], return_dict=False
-    )
+def test_no_space_comes_between_prompt_and_answer() -> None:
+    own = tokenizer("metaspace", begins=True)
+    example = encode(encoder(own), {"instruction": "say", "output": "Yes"})
+    assert own.convert_ids_to_tokens(learned(example)) == ["Yes", "</s>"]
+    assert own("Yes", add_special_tokens=False).tokens()[0].startswith("▁")
 
 
-def test_a_template_that_hides_its_prompt_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
-    tokenizer = load.load_tokenizer(str(tiny.tokenizer(tmp_path_factory.mktemp("odd"))))
-    tokenizer.chat_template = "{% if add_generation_prompt %}ASK{% else %}{{ messages[-1]['content'] }}{% endif %}"
-    with pytest.raises(ConfigError, match="chat template"):
-        encode_alpaca(tokenizer, ROW)
+@pytest.mark.parametrize("kind", KINDS)
+def test_instructions_without_a_chat_template(kind: str) -> None:
+    own = tokenizer(kind, begins=True)
+    text = own.decode(encode(encoder(own), ROW).ids)
+    assert "further context" in text
+    assert text.endswith("### Instruction:\nsay\n\n### Input:\nit\n\n### Response:\nYes it is</s>")
+    without = encode(encoder(own), ROW | {"input": None})
+    assert "Input" not in own.decode(without.ids)
+    assert without == encode(encoder(own), {"instruction": "say", "output": "Yes it is"})
+    prompt = encoder(own).alpaca_prompt("say")
+    assert without.ids[: len(prompt)] == prompt
+    assert set(without.labels[: len(prompt)]) == {IGNORED}
+    assert own.decode(learned(without)) == "Yes it is</s>"
+    with_system = own.decode(encode(encoder(own, system="Be brief."), ROW).ids)
+    assert with_system.startswith("<s> Be brief.\n\n### Ins" if kind == "metaspace" else "<s>Be brief.\n\n### Ins")
 
 
-def test_prompt_is_what_training_showed(plain: Any, chat: Any) -> None:
-    assert plain.decode(encode_prompt("text", plain, "once")) == "once"
-    for tokenizer in (plain, chat):
-        example = encode_alpaca(tokenizer, {"instruction": "Add.", "output": "3"})
-        prompt = encode_prompt("alpaca", tokenizer, "Add.")
-        assert example.ids[: len(prompt)] == prompt
-        assert example.labels[len(prompt)] != IGNORED
-        assert set(example.labels[: len(prompt)]) == {IGNORED}
+@pytest.mark.parametrize("kind", KINDS)
+def test_instructions_become_messages_where_there_is_a_chat_template(kind: str) -> None:
+    own = tokenizer(kind, begins=True, template=CHAT_TEMPLATE)
+    made = encoder(own)
+    example = encode(made, ROW)
+    messages = [{"role": "user", "content": "say\n\nit"}, {"role": "assistant", "content": "Yes it is"}]
+    assert example.ids == own.apply_chat_template(messages, return_dict=False)
+    assert own.decode(learned(example)) == "Yes it is</s>"
+    assert made.prompt(messages[:1], ask=True) == example.ids[: -len(learned(example))]
+    again = encode(made, ROW | {"system": "Be", "history": [["a", "b"], ["c", "d"]]})
+    roles = ["system", "user", "assistant", "user", "assistant", "user", "assistant"]
+    contents = ["Be", "a", "b", "c", "d", "say\n\nit", "Yes it is"]
+    whole = [{"role": role, "content": content} for role, content in zip(roles, contents, strict=True)]
+    assert again.ids == own.apply_chat_template(whole, return_dict=False)
+    assert own.decode(learned(again)).replace("</s> ", "</s>") == "b</s>d</s>Yes it is</s>"
+
+
+@pytest.mark.parametrize("train_on", ["responses", "last", "all"])
+def test_what_is_learned_of_a_conversation(train_on: Any) -> None:
+    own = tokenizer("bytes", template=CHAT_TEMPLATE)
+    turns = [("user", "a"), ("assistant", "first"), ("user", "b"), ("assistant", "second"), ("user", "c")]
+    row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    example = encode(encoder(own, train_on=train_on), row)
+    assert example.ids == own.apply_chat_template(row["messages"], return_dict=False)
+    expected = {"responses": "first</s>second</s>", "last": "second</s>", "all": own.decode(example.ids)}
+    assert own.decode(learned(example)) == expected[train_on]
+
+
+@pytest.mark.parametrize("answer", ["", " \n"])
+def test_an_empty_answer_teaches_nothing(answer: str) -> None:
+    for template in (None, CHAT_TEMPLATE):
+        own = tokenizer("metaspace", begins=True, template=template)
+        assert not encode(encoder(own), {"instruction": "say", "output": answer}).trainable
+    assert not encode(encoder(own), {"prompt": "say", "completion": answer}).trainable
+    assert not encode(encoder(own), {"text": answer}).trainable
+    turns = [("user", "a"), ("assistant", answer), ("user", "b"), ("assistant", "second")]
+    row = {"messages": [{"role": role, "content": text} for role, text in turns]}
+    assert own.decode(learned(encode(encoder(own), row))) == "second</s>"
+
+
+def test_a_weight_of_zero_is_not_learned() -> None:
+    own = tokenizer("bytes", template=CHAT_TEMPLATE)
+    turns = [("user", "a", 1), ("assistant", "first", 0), ("user", "b", 1), ("assistant", "second", 1)]
+    row = {"messages": [{"role": role, "content": text, "weight": weight} for role, text, weight in turns]}
+    assert own.decode(learned(encode(encoder(own), row))) == "second</s>"
+
+
+def test_a_prompt_of_messages_is_context() -> None:
+    own = tokenizer("bytes", template=CHAT_TEMPLATE)
+    turns = [("user", "a"), ("assistant", "first"), ("user", "b"), ("assistant", "second")]
+    messages = [{"role": role, "content": text} for role, text in turns]
+    row = {"prompt": messages[:3], "completion": messages[3:]}
+    for system in (None, "Be brief."):
+        example = encode(encoder(own, system=system), row)
+        assert own.decode(learned(example)) == "second</s>"
+        front = [{"role": "system", "content": system}] if system else []
+        assert example.ids == own.apply_chat_template(front + messages, return_dict=False)
+
+
+@pytest.mark.parametrize(
+    ("row", "settings", "message"),
+    [
+        ({"messages": []}, {}, "needs a chat template, and this tokenizer has none; .* --data.template chatml"),
+        ({"prompt": [], "completion": []}, {}, "needs a chat template"),
+        ({"text": "a"}, {"template": "chatml"}, "data.template has no place in data.format=text: it is plain text"),
+        ({"text": "a"}, {"system": "b"}, "data.system has no place in data.format=text"),
+        ({"text": "a"}, {"train_on": "last"}, "data.train_on=last: data.format=text has no answers"),
+        (
+            {"prompt": "a", "completion": "b"},
+            {"template": "chatml"},
+            "make conversations of them: --data.columns '{instruction: prompt, output: completion}'",
+        ),
+    ],
+)
+def test_settings_without_a_place_in_the_format(row: Row, settings: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        encode(encoder(tokenizer("bytes"), **settings), row)
+
+
+def test_history_needs_a_chat_template() -> None:
+    with pytest.raises(RowFault, match="history needs a chat template"):
+        encode(encoder(tokenizer("bytes")), ROW | {"history": [["a", "b"]]})
+
+
+def test_a_tokenizer_that_does_not_know_its_characters_is_refused() -> None:
+    own = tokenizer("bytes")
+
+    class Slow:
+        is_fast = False
+
+    with pytest.raises(ConfigError, match="Slow.* --data.tokenizer"):
+        Encoder(Slow())  # type: ignore[arg-type]
+    assert Encoder(own).ends == [own.eos_token_id]
+
+
+def test_what_ends_an_answer() -> None:
+    own = tokenizer("bytes", template=None)
+    assert own.convert_ids_to_tokens(encoder(own, "chatml").ends) == ["</s>", "<|im_end|>"]
+    assert own.convert_ids_to_tokens(encoder(own, "zephyr").ends) == ["</s>"]
 
 
 @pytest.mark.parametrize(
@@ -76,3 +215,12 @@ def test_prompt_is_what_training_showed(plain: Any, chat: Any) -> None:
 )
 def test_the_first_token_is_never_predicted(labels: list[int], trainable: bool) -> None:
     assert Example(ids=[5, 5], labels=labels).trainable is trainable
+
+
+def test_rows_of_both_kinds_in_one_batch_keep_their_order() -> None:
+    own = tokenizer("bytes", begins=True)
+    layout = Layout("text", {"text": "text"}, {})
+    rows: list[Any] = [{"text": "Yes"}, RowFault("bad"), {"text": 3}, {"text": "no"}]
+    made = encoder(own).encode(rows, layout, from_table=False)
+    assert [isinstance(each, RowFault) for each in made] == [False, True, True, False]
+    assert [own.decode(made[i][0].ids) for i in (0, 3)] == ["<s>Yes</s>", "<s>no</s>"]

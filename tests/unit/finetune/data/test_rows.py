@@ -1,7 +1,8 @@
-"""Rows without text: counted and named by file and row, before anything is tokenised."""
+"""Rows that cannot be used: counted and named by file and row, before anything is trained."""
 
 from __future__ import annotations
 
+import gzip
 import json
 import logging
 from pathlib import Path
@@ -10,24 +11,23 @@ from typing import Any
 import pytest
 
 from lt_offload.errors import ConfigError
+from lt_offload.finetune.data.examples import Examples
 from lt_offload.finetune.data.module import FineTuneData
 from tests.support import tiny
 
 
 @pytest.fixture(scope="module")
 def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.tokenizer(tmp_path_factory.mktemp("tokenizer")))
+    return str(tiny.tokenizer(tmp_path_factory.mktemp("tokenizer"), chat=True))
 
 
-@pytest.fixture(autouse=True)
-def _private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
+def made(tokenizer: str, path: Path | str, **settings: Any) -> Examples:
+    return FineTuneData(tokenizer, path=str(path), **settings).examples()[0]
 
 
-def made(tokenizer: str, path: Path, **settings: Any) -> FineTuneData:
-    data = FineTuneData(tokenizer, path=str(path), **{"max_length": 8, "validation_share": 0.0} | settings)
-    data.setup("fit")
-    return data
+def texts(tokenizer: str, path: Path | str, **settings: Any) -> list[str]:
+    data = FineTuneData(tokenizer, path=str(path), **settings)
+    return [data.tokenizer.decode(each.ids).removesuffix("</s>") for each in data.examples()[0]]
 
 
 def lines(path: Path, *rows: object) -> Path:
@@ -35,66 +35,136 @@ def lines(path: Path, *rows: object) -> Path:
     return path
 
 
-GOOD = {"text": "a text of some length"}
+GOOD = {"text": "a text"}
+HI, HEY = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hey"}
+CALL = {"name": "add", "arguments": {"a": 1}}
+
+
+def chat(*messages: object, **more: object) -> dict[str, object]:
+    return {"messages": list(messages), **more}
 
 
 @pytest.mark.parametrize(
-    ("row", "what"),
+    ("good", "row", "what"),
     [
-        ({}, "text is missing"),
-        ({"text": None}, "text is null"),
-        ({"text": 3.5}, r"text is a number \(3.5\)"),
-        ({"text": ["a"]}, "text is a list"),
-        ({"text": {"a": "b"}}, "text is an object"),
-        ({"text": True}, "text is true"),
-        ({"text": "\ud800"}, "text is not Unicode text"),
+        (GOOD, {}, "text is missing"),
+        (GOOD, {"text": None}, "text is null"),
+        (GOOD, {"text": 3.5}, "text is a number (3.5), not a text"),
+        (GOOD, {"text": ["a"]}, "text is a list"),
+        (GOOD, {"text": {"a": "b"}}, "text is an object"),
+        (GOOD, {"text": True}, "text is true"),
+        (GOOD, {"text": "\ud800"}, "text is not Unicode text: it has half of a surrogate pair"),
+        (GOOD, [1], "is a list, not an object"),
+        ({"instruction": "a", "output": "b"}, {"instruction": "a", "output": None}, "output is null"),
+        ({"instruction": "a", "output": "b"}, {"output": "b"}, "instruction is missing"),
+        ({"instruction": "a", "output": "b", "input": ""}, {"instruction": "a", "output": "b", "input": 3}, "input is"),
+        (
+            {"prompt": "a", "completion": "b"},
+            {"prompt": "a", "completion": 2},
+            "completion is a number (2), not a text",
+        ),
+        ({"prompt": "a", "completion": "b"}, {"prompt": "a"}, "completion is missing"),
+        (chat(HI, HEY), chat(), "messages is empty"),
+        (chat(HI, HEY), {"messages": None}, "messages is null, not a list of messages"),
+        (chat(HI, HEY), {"messages": "hi"}, "messages is no JSON: "),
+        (chat(HI, HEY), chat(HI), "messages has no message of the assistant, so there is nothing to learn"),
+        (chat(HI, HEY), chat(HI, "hey"), "messages: message 2: is a text ('hey'), not an object with role and content"),
+        (chat(HI, HEY), chat({"role": "judge", "content": ""}), "message 1: unknown role 'judge'; known are system"),
+        (chat(HI, HEY), chat(HI, HEY | {"content": None}), "message 2: (role 'assistant') content is null"),
+        (chat(HI, HEY), chat(HI, HEY | {"content": 4}), "message 2: (role 'assistant') content is a number"),
+        (chat(HI, HEY), chat({"content": "x"}), "message 1: has no 'role', it has 'content'"),
+        (chat(HI, HEY), chat(HI, HEY | {"weight": 3}), "message 2: weight is 3; it must be 0 or 1"),
+        (
+            chat(HI, HEY),
+            chat(HI | {"content": [{"type": "image_url"}]}, HEY),
+            "message 1: (role 'user') content has a part that is not text (image_url); only text is learned",
+        ),
+        (
+            chat(HI, HEY),
+            chat(HI | {"tool_calls": [CALL]}, HEY),
+            "(role 'user') has tool_calls, which only the assistant",
+        ),
+        (chat(HI, HEY), chat(HI, HEY | {"tool_calls": CALL}), "message 2: tool_calls is an object, not a list"),
+        (
+            chat(HI, HEY),
+            chat(HI, HEY | {"tool_calls": [{"id": "x"}]}),
+            "message 2: tool_calls: a call has no name of a",
+        ),
+        (
+            chat(HI, HEY),
+            chat(HI, HEY | {"tool_calls": [{"function": {"name": "add", "arguments": "{a"}}]}),
+            "message 2: tool_calls: arguments of add is no JSON: ",
+        ),
+        (chat(HI, HEY), chat(HI, {"from": "function_call", "value": "add"}), "(role 'function_call') value is no JSON"),
+        (chat(HI, HEY, tools="[]"), chat(HI, HEY, tools="[{}"), "tools is no JSON"),
+        (chat(HI, HEY, tools="[]"), chat(HI, HEY, tools=[{"x": 1}]), "tools has an entry that is no function with a"),
+        (chat(HI, HEY, tools="[]"), chat(HI, HEY, tools=7), "tools is a number (7), not a list of functions"),
+        (
+            chat(HI, HEY, system=""),
+            chat({"role": "system", "content": "s"}, HI, HEY, system="t"),
+            "there are two system messages, in system and in messages",
+        ),
     ],
 )
-def test_a_row_without_text(tokenizer: str, tmp_path: Path, row: object, what: str) -> None:
-    path = lines(tmp_path / "rows.jsonl", GOOD, row, GOOD, row)
-    with pytest.raises(
-        ConfigError, match=rf"2 of 4 rows have no text to learn \(rows.jsonl row 2: {what}.*; rows.jsonl row 4"
-    ):
+def test_a_row_that_cannot_be_used(tokenizer: str, tmp_path: Path, good: object, row: object, what: str) -> None:
+    path = lines(tmp_path / "rows.jsonl", good, row, good, row)
+    with pytest.raises(ConfigError) as caught:
         made(tokenizer, path)
+    assert "2 of 4 rows cannot be used (rows.jsonl row 2: " in str(caught.value)
+    assert what in str(caught.value)
+    assert "; rows.jsonl row 4: " in str(caught.value)
+    assert "set data.skip_bad_rows=true to train without them" in str(caught.value)
+    assert len(made(tokenizer, path, skip_bad_rows=True)) == 2
 
 
 @pytest.mark.parametrize(
-    ("row", "what"),
+    ("line", "what"),
     [
-        ({"instruction": "say", "output": None}, "output is null"),
-        ({"instruction": None, "output": "x"}, "instruction is null"),
-        ({"instruction": "say", "output": "x", "input": 3}, "input is a number"),
+        ("broken", "is no JSON: Expecting value"),
+        ('{"text": "a", "n": 1, "text": "b"}', "has the key 'text' twice"),
+        ('{"text": "a", "meta": {"n": 1, "n": 2}}', "has the key 'n' twice"),
+        ("[" * 10**5, "is nested too deeply"),
+        ('{"text": "a"} {"text": "b"}', "is no JSON: Extra data"),
+        (b'{"text": "caf\xe9"}', "is not UTF-8 text: byte 0xe9 at offset 29 (byte 14 of the line); data must be UTF-8"),
     ],
 )
-def test_instructions(tokenizer: str, tmp_path: Path, row: object, what: str) -> None:
-    good = {"instruction": "say", "output": "x", "input": None}
-    (tmp_path / "rows.json").write_text(json.dumps([good, row]))
-    with pytest.raises(ConfigError, match=f"1 of 2 rows have .*rows.json row 2: {what}"):
-        made(tokenizer, tmp_path / "rows.json", format="alpaca", pack=False)
+def test_a_line_that_is_no_row(tokenizer: str, tmp_path: Path, line: str | bytes, what: str) -> None:
+    content = line.encode() if isinstance(line, str) else line
+    for name in ("rows.jsonl", "rows.json"):  # one object per line under both endings
+        (tmp_path / name).write_bytes(b'{"text": "ab"}\n' + b"\n" + content + b'\n{"text": "cd"}\r\n')
+        with pytest.raises(ConfigError) as caught:
+            made(tokenizer, tmp_path / name)
+        assert f"1 of 3 rows cannot be used ({name} row 2: {what}" in str(caught.value)
+        assert texts(tokenizer, tmp_path / name, skip_bad_rows=True) == ["ab", "cd"]
+
+
+def test_a_list_with_an_object_that_has_a_key_twice(tokenizer: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"text": "a"}, {"text": "b", "text": "c"}, 3]')
+    with pytest.raises(
+        ConfigError, match=r"2 of 3 rows .*a.json row 2: has the key 'text' twice; a.json row 3: is a nu"
+    ):
+        made(tokenizer, tmp_path / "a.json")
 
 
 def test_the_file_of_a_folder_is_named(tokenizer: str, tmp_path: Path) -> None:
     for name, rows in {"a": [GOOD] * 3, "b": [GOOD, {"text": 1}]}.items():
         lines(tmp_path / f"{name}.jsonl", *rows)
-    with pytest.raises(ConfigError, match=r"1 of 5 rows have no text to learn \(b.jsonl row 2: text is a number"):
+    with pytest.raises(ConfigError, match=r"1 of 5 rows cannot be used \(b.jsonl row 2: text is a number"):
         made(tokenizer, tmp_path)
-
-
-def test_tables_are_looked_through_too(tokenizer: str, tmp_path: Path) -> None:
-    (tmp_path / "a.csv").write_text("text\n1\n2\n")
-    with pytest.raises(ConfigError, match=r"2 of 2 rows have no text to learn \(a.csv row 1: text is a number"):
-        made(tokenizer, tmp_path / "a.csv")
+    assert made(tokenizer, tmp_path, skip_bad_rows=True).name(3) == "b.jsonl row 1"
 
 
 def test_bad_rows_are_left_out_if_that_is_asked_for(
     tokenizer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    clean = made(tokenizer, lines(tmp_path / "clean.jsonl", GOOD, GOOD))
-    with caplog.at_level(logging.WARNING):
-        data = made(tokenizer, lines(tmp_path / "rows.jsonl", GOOD, {"text": None}, GOOD), skip_bad_rows=True)
-    assert "1 of 3 rows have no text to learn (rows.jsonl row 2: text is null); they are left out" in caplog.text
-    batches = [[batch["input_ids"].tolist() for batch in each.train_dataloader()] for each in (data, clean)]
-    assert batches[0] == batches[1]
+    path = lines(tmp_path / "rows.jsonl", GOOD, {"text": None}, GOOD)
+    for _ in range(2):  # made, and read from the cache
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            examples = made(tokenizer, path, skip_bad_rows=True)
+        assert "1 of 3 rows cannot be used (rows.jsonl row 2: text is null, not a text); they are left" in caplog.text
+        assert (len(examples), examples.bad) == (2, 1)
+        assert examples.name(1) == "rows.jsonl row 3"
     with pytest.raises(ConfigError, match="leaves none"):
         made(tokenizer, lines(tmp_path / "all.jsonl", {"text": None}), skip_bad_rows=True)
 
@@ -102,51 +172,86 @@ def test_bad_rows_are_left_out_if_that_is_asked_for(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
+        ("a.json", "", "is empty; it needs at least one row"),
         ("a.json", "[]", "has no rows"),
         ("a.jsonl", "\n \n", "has no rows"),
-        ("a.json", "3", r"it holds a number \(3\) instead of rows"),
+        ("a.txt", " \n", "has no rows"),
+        ("a.json", "3", "it holds a number (3) instead of rows"),
         ("a.json", "null", "it holds null instead of rows"),
-        ("a.json", '["x"]', r"row 1 is a text \('x'\), not an object such as {\"text\": "),
-        ("a.json", '[{"text": "a"}, 3]', "row 2 is a number"),
-        ("a.json", "{}", "no column 'text', it has none"),
-        ("a.jsonl", '{"text": "a"}\nbroken\n', "a.jsonl' cannot be read as json: line 2: "),
+        ("a.json", '["x"]', "has no rows that can be read (a.json row 1 is a text ('x'), not an object)"),
+        ("a.json", "{}", "has no columns of a known format, it has none"),
+        (
+            "a.json",
+            '[{"text": "a"},\n {"text": b}]',
+            "cannot be read as json: row 2: Expecting value: line 2 column 11",
+        ),
+        ("a.json", '[{"text": "a"} {"text": "b"}]', "after row 1: expecting a comma or ]: line 1 column 16"),
+        ("a.json", '[{"text": "a"}] x', "extra data: line 1 column 17"),
+        ("a.json", '[{"text": "a"}', "after row 1: expecting a comma or ]: line 1 column 15"),
         ("a.json", "[" * 10**5, "nested too deeply"),
-        ("a.jsonl", '{"text": "\xff', "cannot be read as json: line 1"),
-        ("a.txt", "three short words", "a.txt has 18 tokens, which do not fill one sequence of data.max_length=32"),
+        ("a.json", '{"text": ["a", "b"], "n": [1]}', "has columns of different lengths ('text' 2, 'n' 1)"),
+        ("a.json", '{"text": ["a"], "text": ["b"]}', "has the key or column 'text' twice"),
+        ("a.jsonl", '{"text": "\xff', "no rows that can be read (a.jsonl row 1 is no JSON: Unterminated string"),
+        ("a.json", b'[{"text": "caf\xe9"}]', "is not UTF-8 text: byte 0xe9 at offset 14 (line 1); data must be UTF-8"),
+        ("a.txt", b"ab\n\xff", "is not UTF-8 text: byte 0xff at offset 3 (line 2)"),
+        ("a.txt", b"\xff\xfea\x00", "byte 0xff at offset 0 (line 1); data must be UTF-8, it looks like UTF-16"),
+        ("a.txt", b"caf\xc3", "it ends in the middle of a character"),
+        ("a.csv", b"text\ncaf\xe9\n", "is not UTF-8 text: byte 0xe9 at offset 8 (line 2)"),
+        ("a.csv", "text,n,text\na,1,b\n", "has the column 'text' twice in its first line"),
+        ("a.csv", "text,n\na,1\nb\n", "1 of 2 rows cannot be used (a.csv row 2: has 1 values, the first line has 2"),
+        ("a.csv", 'text\n"a\n', "cannot be read as a table: line 2: unexpected end of data"),
+        ("a.csv", "text\n", "has no rows"),
+        ("a.jsonl.gz", b"no gzip", "is no complete gzip file: Not a gzipped file"),
+        ("a.jsonl.gz", gzip.compress(b'{"text": "a"}' * 50)[:-12], "is no complete gzip file"),
+        ("a.parquet", b"PAR", "cannot be read as parquet: "),
+        ("a.arrow", b"ARR", "cannot be read as arrow: "),
     ],
 )
-def test_files_without_rows(tokenizer: str, tmp_path: Path, name: str, content: str, message: str) -> None:
-    (tmp_path / name).write_text(content, encoding="utf-8")
-    with pytest.raises(ConfigError, match=message):
-        made(tokenizer, tmp_path / name, max_length=32)
+def test_files_that_cannot_be_read(
+    tokenizer: str, tmp_path: Path, name: str, content: str | bytes, message: str
+) -> None:
+    (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(ConfigError) as caught:
+        made(tokenizer, tmp_path / name)
+    assert message in str(caught.value)
+    assert name in str(caught.value)
+    assert str(caught.value).startswith("data.path")
 
 
-@pytest.mark.parametrize("name", ["a.json", "a.jsonl"])
+@pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.json.gz", "a.JSONL"])
 @pytest.mark.parametrize(
     "content",
     [
-        '[{"text": "ab"},\n {"text": "cd"}]',
-        '[{"text": "ab"}, {"text": "cd"}]',
-        '{"text": "ab"}\n\n{"text": "cd"}\r\n',
-        '{\n"text": "ab\u2028"\n}',
+        '[{"text": "ab"},\n {"text": "cd\u2028"}]',
+        '\ufeff[{"text": "ab"}, {"text": "cd\u2028"}]\n',
+        '{"text": "ab"}\n\n{"text": "cd\u2028"}\r\n',
+        '\n{"text": "ab"}\n{"text": "cd\\u2028"}',
     ],
 )
 def test_both_forms_under_both_endings(tokenizer: str, tmp_path: Path, name: str, content: str) -> None:
-    (tmp_path / name).write_text(content)
-    assert len(made(tokenizer, tmp_path / name, max_length=2).train_dataloader()) == 3
+    packed = gzip.compress(content.encode()) if name.endswith("gz") else content.encode()
+    (tmp_path / name).write_bytes(packed)
+    assert texts(tokenizer, tmp_path / name) == ["ab", "cd\u2028"]
 
 
-def test_when_all_is_held_out_that_is_said(tokenizer: str, tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_text("three short words")
-    data = made(tokenizer, tmp_path / "a.txt", max_length=16, validation_share=0.05)
-    with pytest.raises(ConfigError, match="gives 0 training sequences .* or data.validation_share, which holds out 1"):
-        data.train_dataloader()
+def test_objects_of_columns_and_single_objects(tokenizer: str, tmp_path: Path) -> None:
+    (tmp_path / "columns.json").write_text('{"text": ["ab", "cd"], "n": [1, null]}')
+    assert texts(tokenizer, tmp_path / "columns.json") == ["ab", "cd"]
+    for name in ("one.json", "one.jsonl"):
+        (tmp_path / name).write_text('{\n"text": "ab",\n"tags": ["x"]\n}')
+        assert texts(tokenizer, tmp_path / name) == ["ab"]
+    (tmp_path / "chat.json").write_text(json.dumps(chat(HI, HEY), indent=1))
+    assert texts(tokenizer, tmp_path / "chat.json") == ["<|user|>hi</s><|assistant|>hey"]
 
 
-def test_an_empty_response_teaches_nothing(tokenizer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    rows = [{"instruction": "say", "output": text} for text in ("yes", "", " \n")]
-    (tmp_path / "rows.json").write_text(json.dumps(rows))
-    with caplog.at_level(logging.WARNING):
-        data = made(tokenizer, tmp_path / "rows.json", format="alpaca", pack=False, max_length=400)
-    assert len(data.train_dataloader()) == 1
-    assert "2 examples have nothing to learn and are left out" in caplog.text
+def test_every_value_of_a_table_is_text(tokenizer: str, tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text('\ufefftext,n\r\n1,2\r\nNA,3\r\n"a, ""b""\nc",4\r\n')
+    assert texts(tokenizer, tmp_path / "a.csv") == ["1", "NA", 'a, "b"\nc']
+    (tmp_path / "a.tsv").write_text("n\ttext\n1\ta, b\n")
+    assert texts(tokenizer, tmp_path / "a.tsv") == ["a, b"]
+
+
+def test_odd_texts_stay_as_they_are(tokenizer: str, tmp_path: Path) -> None:
+    odd = ["\0", "\u2028\x85", "😀\U0010ffff", "x" * 1_000_000, "\ud83d\ude00"]
+    path = lines(tmp_path / "a.jsonl", *({"text": text} for text in odd))
+    assert texts(tokenizer, path) == [*odd[:-1], "😀"]

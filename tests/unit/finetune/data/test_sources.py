@@ -1,13 +1,22 @@
+"""What ``data.path`` may be: files of every kind, folders, globs, lists, saved data sets and names on the hub."""
+
 from __future__ import annotations
 
+import gzip
 import json
+import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet
 import pytest
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data import sources
 
+HUB: Any = {"subset": None, "split": "train", "setting": "data.path"}
 ROWS = [{"text": "one", "n": 1}, {"text": "two", "n": 2}]
 
 
@@ -16,37 +25,120 @@ def _private_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
 
 
-def load(path: Path | str, columns: tuple[str, ...] = ("text",)) -> list[str]:
-    rows = sources.load_rows(str(path), subset=None, split="train", columns=columns, setting="data.path")
-    return [row["text"] for row in rows]
+def load(path: Path | str | list[str]) -> list[str]:
+    found: list[Any] = []
+    for source in sources.sources(path if isinstance(path, list) else str(path), **HUB):
+        found += sources.rows_of(source.table().with_format("arrow")[:])
+    return [row["text"] for row in found]
+
+
+def streamed(path: Path | str) -> list[str]:
+    found: list[Any] = []
+    for source in sources.sources(str(path), **HUB):
+        found += source.rows()
+    return [row["text"] for row in found]
 
 
 def write(path: Path) -> Path:
-    if path.suffix == ".json":
-        path.write_text(json.dumps(ROWS))
-    elif path.suffix == ".jsonl":
-        path.write_text("\n".join(map(json.dumps, ROWS)))
-    elif path.suffix == ".csv":
-        path.write_text("text,n\none,1\ntwo,2\n")
+    name = path.name.removesuffix(".gz")
+    if name.endswith(".parquet"):
+        pyarrow.parquet.write_table(pa.Table.from_pylist(ROWS), path)
+    elif name.endswith(".arrow"):
+        table = pa.Table.from_pylist(ROWS)
+        with pa.ipc.new_stream(str(path), table.schema) as writer:
+            writer.write_table(table)
     else:
-        import pyarrow
-        import pyarrow.parquet
-
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+        if name.endswith(".json"):
+            text = json.dumps(ROWS)
+        elif name.endswith(".jsonl"):
+            text = "\n".join(map(json.dumps, ROWS))
+        else:
+            text = "\n".join(
+                "\t".join(row) if name.endswith("tsv") else ",".join(row)
+                for row in (["text", "n"], ["one", "1"], ["two", "2"])
+            )
+        path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
     return path
 
 
-@pytest.mark.parametrize("ending", ["json", "jsonl", "csv", "parquet"])
-def test_tables(tmp_path: Path, ending: str) -> None:
-    assert load(write(tmp_path / f"data.{ending}")) == ["one", "two"]
+KINDS = ("json", "jsonl", "csv", "tsv", "parquet", "arrow", "json.gz", "jsonl.gz", "csv.gz", "tsv.gz")
+
+
+@pytest.mark.parametrize("ending", KINDS)
+def test_kinds_of_files(tmp_path: Path, ending: str) -> None:
+    path = write(tmp_path / f"data.{ending}")
+    assert load(path) == ["one", "two"]
+    if not ending.startswith("json") or ending.startswith("jsonl"):
+        assert streamed(path) == ["one", "two"]
+
+
+def test_a_list_cannot_be_streamed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is one list or object, which data.streaming=true cannot read row by row"):
+        streamed(write(tmp_path / "data.json"))
 
 
 def test_a_text_file_is_one_row_and_a_folder_one_per_file(tmp_path: Path) -> None:
     (tmp_path / "b.md").write_text("zwei\n\nabsätze\n", encoding="utf-8")
     (tmp_path / "a.txt").write_text("eins")
+    (tmp_path / "c.txt").write_text(" \n")
+    (tmp_path / "d.txt.gz").write_bytes(gzip.compress(b"drei"))
     (tmp_path / "ignored.bin").write_bytes(b"\0")
+    (tmp_path / ".hidden.txt").write_text("no")
     assert load(tmp_path / "b.md") == ["zwei\n\nabsätze\n"]
-    assert load(tmp_path) == ["eins", "zwei\n\nabsätze\n"]
+    assert load(tmp_path) == streamed(tmp_path) == ["eins", "zwei\n\nabsätze\n", "drei"]
+
+
+def test_folders_globs_and_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "sub").mkdir()
+    for name in ("b.jsonl", "a.jsonl", "sub/c.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"text": name}))
+    (tmp_path / "d.csv").write_text("text\nd\n")
+    assert load(tmp_path / "*.jsonl") == ["a.jsonl", "b.jsonl"]
+    assert load(tmp_path / "**" / "*.jsonl") == ["a.jsonl", "b.jsonl", "sub/c.jsonl"]
+    assert load(tmp_path / "sub") == ["sub/c.jsonl"]
+    assert load([str(tmp_path / "d.csv"), str(tmp_path / "sub")]) == ["d", "sub/c.jsonl"]
+    assert len(sources.local_files([str(tmp_path / "d.csv"), str(tmp_path / "*.jsonl")], "data.path")) == 3
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load("sub/*.jsonl") == load("~/sub") == ["sub/c.jsonl"]
+
+
+def test_files_of_a_table_are_counted(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write(tmp_path / f"{name}.parquet")
+    [source] = sources.sources(str(tmp_path), **HUB)
+    assert len(source.table()) == 4
+    assert source.places.name(2) == "b.parquet row 1"
+
+
+def test_folders_that_datasets_has_saved(tmp_path: Path) -> None:
+    import datasets
+
+    one = datasets.Dataset.from_list(ROWS)
+    one.save_to_disk(tmp_path / "one")
+    datasets.DatasetDict({"train": one, "test": one.select([1])}).save_to_disk(tmp_path / "both")
+    assert load(tmp_path / "one") == streamed(tmp_path / "one") == load(tmp_path / "both") == ["one", "two"]
+    assert sources.local_files(str(tmp_path / "both"), "data.path") == []
+    [source] = sources.sources(str(tmp_path / "both"), **HUB | {"split": "test"})
+    assert source.table()["text"][:] == ["two"]
+    [source] = sources.sources(str(tmp_path / "both"), **HUB | {"split": "dev"})
+    with pytest.raises(ConfigError, match="data.split='dev': .* has 'train', 'test'"):
+        source.table()
+
+
+def twice(path: Path) -> Path:
+    table = pa.table([["a"], ["b"]], names=["text", "text"])
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(table, path)
+    else:
+        with pa.ipc.new_file(str(path), table.schema) as writer:
+            writer.write_table(table)
+    return path
+
+
+def made(path: Path, content: str = "") -> Path:
+    path.write_text(content)
+    return path
 
 
 @pytest.mark.parametrize(
@@ -54,40 +146,52 @@ def test_a_text_file_is_one_row_and_a_folder_one_per_file(tmp_path: Path) -> Non
     [
         (lambda p: p / "missing.txt", "does not exist"),
         (lambda p: p / "missing" / "folder", "does not exist"),
-        (lambda p: (p / "empty.json").touch() or p / "empty.json", "is empty"),
-        (lambda p: (p / "blank.txt").write_text(" \n") and p / "blank.txt", "has no rows"),
-        (lambda p: (p / "none.json").write_text("[]") and p / "none.json", "(has no rows|cannot be read)"),
-        (lambda p: (p / "broken.json").write_text('{"text": ') and p / "broken.json", "cannot be read as json"),
-        (lambda p: (p / "latin.txt").write_bytes(b"\xe9\xe8") and p / "latin.txt", "not UTF-8"),
-        (lambda p: (p / "data.xlsx").write_bytes(b"x") and p / "data.xlsx", "of an unknown kind"),
+        (lambda p: "", "data.path='' names no data"),
+        (lambda p: p / "*.json", "matches no file"),
+        (lambda p: [], "names no data"),
+        (lambda p: ["a.json", "a.json"], "names 'a.json' twice"),
+        (lambda p: made(p / "data.xlsx", "x"), "of an unknown kind; it should end with one of .json, .jsonl"),
+        (lambda p: made(p / "data.parquet.gz", "x"), "of an unknown kind"),
         (lambda p: p, "no data files"),
-        (lambda p: write(p / "a.csv") and write(p / "b.json") and p, "files of several kinds"),
+        (
+            lambda p: [str(made(p / name, "[]").parent) for name in ("a.csv", "b.json")][:1],
+            r"several kinds \(csv, json\)",
+        ),
+        (lambda p: made(p / "a.parquet"), "a.parquet' is empty"),
+        (lambda p: twice(p / "a.parquet"), "has the column 'text' twice"),
+        (lambda p: twice(p / "a.arrow"), "has the column 'text' twice"),
     ],
 )
-def test_what_cannot_be_read(tmp_path: Path, make: object, message: str) -> None:
-    assert callable(make)
+def test_what_cannot_be_read(tmp_path: Path, make: Callable[[Path], Any], message: str) -> None:
     path = make(tmp_path)
     with pytest.raises(ConfigError, match=message) as caught:
         load(path)
-    assert "data.path=" in str(caught.value) or "data.path:" in str(caught.value)
+    assert str(caught.value).startswith("data.path")
 
 
-def test_a_missing_column_is_named_with_those_there_are(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"no column 'content', it has 'text', 'n'"):
-        load(write(tmp_path / "data.csv"), columns=("content",))
+def test_names_that_no_file_can_have(tmp_path: Path) -> None:
+    for name in ("x" * 5000 + ".json", "a\0.json"):
+        with pytest.raises(ConfigError, match="does not exist"):
+            load(name)
+    folder = tmp_path / "a.json"
+    os.mkdir(folder)
+    with pytest.raises(ConfigError, match="is a folder with no data files"):
+        load(folder)
 
 
 def test_a_name_on_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    def load_dataset(path: str, subset: str | None, *, split: str) -> object:
+    def load_dataset(path: str, subset: str | None, *, split: str, streaming: bool = False) -> object:
         if path != "some/set":
             raise FileNotFoundError("no such data set")
-        return datasets.Dataset.from_list([{"text": f"{subset} {split}"}])
+        found = datasets.Dataset.from_list([{"text": f"{subset} {split}"}])
+        return found.to_iterable_dataset() if streaming else found
 
     monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    rows = sources.load_rows("some/set", subset="small", split="test", columns=("text",), setting="data.path")
-    assert rows[0]["text"] == "small test"
+    [source] = sources.sources("some/set", subset="small", split="test", setting="data.path")
+    assert source.table()[0]["text"] == "small test"
+    assert list(source.rows()) == [{"text": "small test"}]
     with pytest.raises(ConfigError, match="neither a file here nor a data set .* no such data set"):
         load("other/set")
 

@@ -1,0 +1,266 @@
+"""Where in the text of a conversation the words of the assistant are, to the character.
+
+A template may say it itself (``{% generation %}``). For the others the text is compared with that of the same
+conversation with marked or changed messages, so that templates which write earlier turns differently are understood,
+too. A turn begins where the prompt that asks for it ends, and ends where the next message begins: the token that ends
+it is learned.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from os.path import commonprefix
+
+from lt_offload.finetune.data.chat.conversations import Conversation, Message
+from lt_offload.finetune.data.chat.templates import ChatTemplate, Span
+from lt_offload.finetune.data.rows import RowFault
+
+_FIRST_MARK = 0xF0000
+_MARKS = re.compile("[\U000f0000-\U000fffff]")
+_OTHER = "\U00100001"
+"""A character that no text has, in a message that is changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a template writes around the words of the assistant, in a turn that others follow.
+
+    Args:
+        header: what asks for the turn.
+        opening: what follows that before the words.
+        closing: what ends the turn.
+    """
+
+    header: str
+    opening: str
+    closing: str
+
+
+class Locator:
+    """Finds the turns of the assistant in conversations of one template."""
+
+    def __init__(self, template: ChatTemplate) -> None:
+        self.template = template
+
+    def locate(self, conversation: Conversation, turns: Sequence[int]) -> tuple[str, list[Span]]:
+        """Return the text of ``conversation``, and where the messages ``turns``, which are the assistant's, are in it.
+
+        Raises:
+            RowFault: if the template refuses it, leaves out a message, or cannot be understood.
+        """
+        messages = conversation.messages
+        try:
+            text, generated = self.template.render_with_spans(messages, conversation.tools)
+        except RowFault as fault:
+            raise self.template.blame(conversation, fault) from None
+        if generated is not None:
+            self._check_complete(conversation, text)
+            if (spans := _of_turns(generated, messages, turns)) is not None:
+                return text, spans
+        places = self._places(conversation, text)
+        return text, [self._span(conversation, text, turn, places) for turn in turns]
+
+    @property
+    def closing(self) -> str:
+        """What the template ends a turn of the assistant with; empty where that cannot be told."""
+        return self.surroundings.closing
+
+    @cached_property
+    def surroundings(self) -> Surroundings:
+        """What the template writes around a turn, tried out; empty where that cannot be told."""
+        messages: list[Message] = [
+            {"role": "user", "content": "question"},
+            {"role": "assistant", "content": "answer"},
+            {"role": "user", "content": "another"},
+            {"role": "assistant", "content": "final"},
+        ]
+        try:
+            before, asking = self.template.render(messages[:1]), self.template.render(messages[:1], ask=True)
+            text = self.template.render(messages)
+            header = asking[len(before) :] if asking.startswith(before) else ""
+            begin, end = self._compared(Conversation(messages=messages), text, 1, Surroundings(header, "", ""))
+        except RowFault:
+            return Surroundings("", "", "")
+        start = text.index("answer", begin)
+        return Surroundings(header, text[begin:start], text[start + len("answer") : end])
+
+    def _places(self, conversation: Conversation, text: str) -> dict[int, Span] | None:
+        """Return where the words of each message are, without white space around them; None if that cannot be told.
+
+        Raises:
+            RowFault: if a message is left out.
+        """
+        messages = conversation.messages
+        if _MARKS.search(text) is not None or len(messages) > 30_000:
+            return None
+        marked = []
+        expected = {}
+        for number, message in enumerate(messages):
+            content = message["content"]
+            core = content.strip()
+            if core:
+                begin, end = chr(_FIRST_MARK + 2 * number), chr(_FIRST_MARK + 2 * number + 1)
+                left = len(content) - len(content.lstrip())
+                content = f"{content[:left]}{begin}{core}{end}{content[left + len(core) :]}"
+                expected[number] = len(core)
+            marked.append(message | {"content": content})
+        try:
+            written = self.template.render(marked, conversation.tools)
+        except RowFault:
+            return None
+        found: dict[int, list[int]] = {}
+        plain = []
+        position = last = 0
+        for mark in _MARKS.finditer(written):
+            plain.append(written[last : mark.start()])
+            position += mark.start() - last
+            last = mark.end()
+            found.setdefault((ord(mark[0]) - _FIRST_MARK) // 2, []).append(position)
+        if "".join([*plain, written[last:]]) != text:
+            self._check_complete(conversation, text)
+            return None
+        for number in expected:
+            if number not in found:
+                raise _left_out(messages, number, self.template)
+        return {n: (at[0], at[1]) for n, at in found.items() if len(at) == 2 and at[1] - at[0] == expected[n]}
+
+    def _span(self, conversation: Conversation, text: str, turn: int, places: dict[int, Span] | None) -> Span:
+        around = self.surroundings
+        message = conversation.messages[turn]
+        last = turn == len(conversation.messages) - 1
+        if places is not None and turn in places and not message.get("tool_calls"):
+            begin, end = places[turn]
+            core = message["content"].strip()
+            left, right = message["content"].split(core, 1) if core else ("", "")
+            if left and text[:begin].endswith(around.header + around.opening + left):
+                begin -= len(left)
+            if text.startswith(right + around.closing, end):
+                end += len(right)
+            if text[:begin].endswith(around.header + around.opening) and around.header:
+                begin -= len(around.opening)
+                if last:
+                    return begin, len(text)
+                if around.closing and text.startswith(around.closing, end):
+                    return begin, end + len(around.closing)
+        return self._compared(conversation, text, turn, around)
+
+    def _compared(self, conversation: Conversation, text: str, turn: int, around: Surroundings) -> Span:
+        """Return where a turn is, from texts of shorter conversations, or of one in which it says something else."""
+        messages, tools = conversation.messages, conversation.tools
+        begin = end = None
+        if turn:
+            asking = self._rendered(messages[:turn], tools, ask=True)
+            if asking is not None and text.startswith(asking):
+                begin = len(asking)
+        if turn == len(messages) - 1:
+            end = len(text)
+        else:
+            until = self._rendered(messages[: turn + 1], tools)
+            if until is not None and text.startswith(until) and len(until) > (begin or 0):
+                end = len(until)
+        if begin is not None and end is not None:
+            return begin, end
+        words = self._changed(messages, tools, turn, text)
+        if begin is None:
+            begin = self._beginning(text, words, around)
+        if end is None:
+            until = self._rendered(messages[: turn + 1], tools)
+            if until is None:
+                raise self._unclear(messages, turn)
+            closing = until[self._changed(messages[: turn + 1], tools, turn, until)[1] :]
+            common = commonprefix([closing, text[words[1] :]])
+            if len(common) < len(closing):  # what ends the conversation is not what ends a turn in the middle
+                common = self._whole_tokens(text, words[1], common, around)
+            end = words[1] + len(common)
+        if not begin <= words[0] <= words[1] <= end:
+            raise self._unclear(messages, turn)
+        return begin, end
+
+    def _beginning(self, text: str, words: Span, around: Surroundings) -> int:
+        before = around.header + around.opening
+        if before and text[: words[0]].endswith(before):
+            return words[0] - len(around.opening)
+        if around.header and (found := text.rfind(around.header, 0, words[0])) >= 0:
+            return found + len(around.header)
+        return words[0]
+
+    def _whole_tokens(self, text: str, start: int, common: str, around: Surroundings) -> str:
+        """Return ``common``, which follows ``start``, without a special token that begins in it and ends behind it."""
+        end = start + len(common)
+        for token in self.template.tokens:
+            for begin in range(max(start, end - len(token) + 1), end):
+                if text.startswith(token, begin):
+                    end = begin
+                    break
+        return text[start:end]
+
+    def _changed(self, messages: Sequence[Message], tools: Sequence[Message] | None, turn: int, text: str) -> Span:
+        """Return which part of ``text`` is another one if the message ``turn`` says something else."""
+        spoken = {key: value for key, value in messages[turn].items() if key != "tool_calls"} | {"content": _OTHER}
+        called = messages[turn].get("tool_calls")
+        others = [spoken]
+        if called:  # a result without a call may be refused
+            others.append(
+                messages[turn]
+                | {"tool_calls": [call | {"function": call["function"] | {"name": _OTHER}} for call in called]}
+            )
+        for other in others:
+            written = self._rendered([*messages[:turn], other, *messages[turn + 1 :]], tools)
+            if written is not None and _OTHER in written:
+                break
+        else:
+            raise self._unclear(messages, turn)
+        first = len(commonprefix([text, written]))
+        rest = len(commonprefix([text[first:][::-1], written[first:][::-1]]))
+        return first, len(text) - rest
+
+    def _rendered(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None, *, ask: bool = False
+    ) -> str | None:
+        try:
+            return self.template.render(messages, tools, ask=ask)
+        except RowFault:
+            return None
+
+    def _check_complete(self, conversation: Conversation, text: str) -> None:
+        """Raise ``RowFault`` if the template leaves a message out."""
+        messages = conversation.messages
+        for number, message in enumerate(messages):
+            if not message["content"].strip() or message["content"].strip() in text:
+                continue
+            changed = [*messages[:number], message | {"content": _OTHER}, *messages[number + 1 :]]
+            written = self._rendered(changed, conversation.tools)
+            if written is not None and _OTHER not in written:
+                raise _left_out(messages, number, self.template)
+
+    def _unclear(self, messages: Sequence[Message], turn: int) -> RowFault:
+        return RowFault(
+            f"message {turn + 1} (role 'assistant'): the chat template ({self.template.name}) writes it in a way in "
+            "which it cannot be told apart from the rest; set data.train_on=all or another data.template, or mark "
+            "answers in the template with {% generation %}"
+        )
+
+
+def _left_out(messages: Sequence[Message], number: int, template: ChatTemplate) -> RowFault:
+    role = messages[number]["role"]
+    return RowFault(
+        f"message {number + 1} (role {role!r}) is left out by the chat template ({template.name}); set another "
+        "data.template, or remove such messages"
+    )
+
+
+def _of_turns(generated: Sequence[Span], messages: Sequence[Message], turns: Sequence[int]) -> list[Span] | None:
+    """Return the spans of ``turns``, None if marked spans and turns are not one to one."""
+    assistant = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    joined: list[Span] = []
+    for begin, end in generated:
+        if joined and joined[-1][1] == begin and len(generated) != len(assistant):
+            joined[-1] = (joined[-1][0], end)
+        else:
+            joined.append((begin, end))
+    if len(joined) != len(assistant):
+        return None
+    return [joined[assistant.index(turn)] for turn in turns]

@@ -1,0 +1,278 @@
+"""Chat templates: the tokenizer's own, a shipped one or a file; what one can show, and the rest written as text."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal
+
+from lt_offload.errors import ConfigError
+from lt_offload.finetune.data.chat.conversations import Conversation, Message
+from lt_offload.finetune.data.rows import RowFault
+from lt_offload.resources import is_file, shipped_files, user_path
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Span = tuple[int, int]
+
+_MARKERS = re.compile(r"\{%-?\s*generation\s*-?%\}")
+_END_OF_TURN = {"chatml": "<|im_end|>", "llama3": "<|eot_id|>", "phi3": "<|end|>", "gemma": "<end_of_turn>"}
+"""Shipped templates whose turns end with another token than the text."""
+TOOLS_AS_TEXT = (
+    "the chat template has no place for functions: they are described in the system message, and calls are JSON "
+    "between <tool_call> and </tool_call>"
+)
+_TOOLS = (
+    "These functions can be called:\n<tools>\n{tools}\n</tools>\n"
+    "A call is a JSON object with the keys name and arguments between <tool_call> and </tool_call>."
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Abilities:
+    """What of functions a template writes.
+
+    Args:
+        tools: descriptions of functions.
+        calls: calls, whose arguments it wants as an ``object`` or as ``text``; None if it writes none.
+        results: messages with the role ``tool``.
+    """
+
+    tools: bool
+    calls: Literal["object", "text"] | None
+    results: bool
+
+
+class ChatTemplate:
+    """A chat template and the special tokens that it writes.
+
+    Args:
+        name: what it is called in messages.
+        text: in Jinja.
+        special: names and texts of the tokenizer's special tokens.
+        tokens: texts that are one token each wherever they stand.
+        tool_text: template for conversations with tools, where it is another one.
+    """
+
+    def __init__(
+        self, name: str, text: str, special: Mapping[str, str], tokens: Sequence[str], tool_text: str | None = None
+    ) -> None:
+        self.name = name
+        self.text = text
+        self.special = dict(special)
+        self.tokens = tuple(tokens)
+        self.tool_text = tool_text or text
+
+    def render(self, messages: Sequence[Message], tools: Sequence[Message] | None = None, *, ask: bool = False) -> str:
+        """Return the text of a conversation; with ``ask``, of one that the assistant is to go on with.
+
+        Raises:
+            RowFault: if the template refuses it.
+        """
+        return self.render_with_spans(messages, tools, ask=ask)[0]
+
+    def render_with_spans(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None = None, *, ask: bool = False
+    ) -> tuple[str, list[Span] | None]:
+        """Return the text, and where the assistant's words are in it if the template marks them.
+
+        Raises:
+            RowFault: if the template refuses the conversation.
+        """
+        from jinja2 import TemplateError
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        text = self.tool_text if tools else self.text
+        special: dict[str, Any] = self.special
+        marked = _MARKERS.search(text) is not None
+        try:
+            rendered: Any = render_jinja_template(
+                [list(messages)],
+                list(tools) if tools else None,
+                chat_template=text,
+                return_assistant_tokens_mask=marked,
+                add_generation_prompt=ask,
+                **special,
+            )
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
+            first = (str(error).strip() or type(error).__name__).splitlines()[0]
+            raise RowFault(f"the chat template ({self.name}) refuses it: {first}") from error
+        return rendered[0][0], rendered[1][0] if marked else None
+
+    def blame(self, conversation: Conversation, fault: RowFault) -> RowFault:
+        """Return ``fault`` with the first message that the template refuses."""
+        messages, tools = conversation.messages, conversation.tools
+        for number in range(1, len(messages) + 1):
+            try:
+                self.render(messages[:number], tools)
+            except RowFault:
+                try:
+                    self.render(messages[:number])
+                except RowFault:
+                    return RowFault(f"message {number} (role {messages[number - 1]['role']!r}): {fault}")
+                return RowFault(f"tools: {fault}")
+        return fault
+
+    def fit(self, conversation: Conversation) -> tuple[Conversation, str | None]:
+        """Return ``conversation`` as this template can write it, and what was changed, if anything."""
+        messages = conversation.messages
+        if "developer" not in self.text and any(message["role"] == "developer" for message in messages):
+            messages = [m | {"role": "system"} if m["role"] == "developer" else m for m in messages]
+            conversation = replace(conversation, messages=messages)
+        calls = any(message.get("tool_calls") for message in messages)
+        if not (calls or conversation.tools or any(message["role"] == "tool" for message in messages)):
+            return conversation, None
+        can = self.abilities
+        if (conversation.tools and not can.tools) or (calls and can.calls is None) or not can.results:
+            return self._as_text(conversation), TOOLS_AS_TEXT
+        if calls and can.calls == "text":
+            messages = [_with_text_arguments(message) for message in messages]
+        return replace(conversation, messages=messages), None
+
+    @cached_property
+    def abilities(self) -> Abilities:
+        """What of functions it writes, tried out."""
+        parameters = {"type": "object", "properties": {"key7": {"type": "string", "description": "some text"}}}
+        function = {"name": "name7", "description": "some function", "parameters": parameters}
+        tools = [{"type": "function", "function": function}]
+        user = {"role": "user", "content": "question"}
+        call: Message = {"type": "function", "id": "call00007"}
+        call["function"] = {"name": "name7", "arguments": {"key7": "value7"}}
+        asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+        result = {"role": "tool", "content": "result7", "tool_call_id": "call00007", "name": "name7"}
+        answer = {"role": "assistant", "content": "answer"}
+        of_object = self._try([user, asked, result, answer], tools)
+        of_text = self._try([user, _with_text_arguments(asked), result, answer], tools)
+        calls: Literal["object", "text"] | None = None
+        if "value7" in of_object and "{'key7'" not in of_object:
+            calls = "object"
+        elif '{"key7": "value7"}' in of_text:
+            calls = "text"
+        written = {"object": of_object, "text": of_text}[calls] if calls else self._try([user, answer, result, answer])
+        return Abilities("name7" in self._try([user], tools), calls, "result7" in written)
+
+    def _try(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str:
+        try:
+            return self.render(messages, tools)
+        except RowFault:
+            return ""
+
+    def _as_text(self, conversation: Conversation) -> Conversation:
+        messages = [dict(message) for message in conversation.messages]
+        as_user = "result7" not in self._try(
+            [
+                {"role": "user", "content": "question"},
+                {"role": "assistant", "content": "answer"},
+                {"role": "tool", "content": "result7"},
+                {"role": "assistant", "content": "answer"},
+            ]
+        )
+        for message in messages:
+            calls = [call["function"] for call in message.pop("tool_calls", None) or []]
+            texts = [message["content"]] if message["content"] else []
+            texts += [f"<tool_call>\n{json.dumps(call, ensure_ascii=False)}\n</tool_call>" for call in calls]
+            message["content"] = "\n".join(texts)
+            if message["role"] == "tool" and as_user:
+                message["role"] = "user"
+                message["content"] = f"<tool_response>\n{message['content']}\n</tool_response>"
+        context = conversation.context
+        if conversation.tools:
+            listed = "\n".join(json.dumps(tool, ensure_ascii=False) for tool in conversation.tools)
+            described = _TOOLS.format(tools=listed)
+            if messages[0]["role"] in ("system", "developer"):
+                messages[0]["content"] += f"\n\n{described}"
+            else:
+                messages.insert(0, {"role": "system", "content": described})
+                context += 1 if context else 0
+        return Conversation(messages=messages, context=context)
+
+
+def _with_text_arguments(message: Message) -> Message:
+    if not message.get("tool_calls"):
+        return message
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append(call | {"function": call["function"] | {"arguments": arguments}})
+    return message | {"tool_calls": calls}
+
+
+def find_template(setting: str | None, tokenizer: PreTrainedTokenizerBase) -> tuple[ChatTemplate | None, list[str]]:
+    """Return the chat template that ``data.template`` names, and what has to be said about it.
+
+    Args:
+        setting: null for the tokenizer's own, name of a shipped one, or a file.
+        tokenizer: may have none, and then None is returned for null.
+
+    Raises:
+        ConfigError: if there is no such template, or it is no Jinja.
+    """
+    special = {key: str(value) for key, value in tokenizer.special_tokens_map.items() if isinstance(value, str)}
+    tokens = tuple(tokenizer.added_tokens_encoder)
+    if setting is None:
+        own: Any = tokenizer.chat_template
+        if not own:
+            return None, []
+        text, tool_text = own, None
+        if isinstance(own, dict):
+            text, tool_text = own.get("default"), own.get("tool_use")
+            if text is None:
+                names = ", ".join(own)
+                raise ConfigError(f"the tokenizer has chat templates {names}, none is the default; set data.template")
+        return _checked(ChatTemplate("the tokenizer's", text, special, tokens, tool_text)), []
+    shipped = shipped_files("configs/templates", ".jinja")
+    file = user_path(setting)
+    if setting in shipped:
+        text, notes = _adapted(setting, shipped[setting].read_text(encoding="utf-8"), tokenizer)
+        return _checked(ChatTemplate(setting, text, special, tokens)), notes
+    if not is_file(file):
+        near = difflib.get_close_matches(setting, shipped, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(shipped)}"
+        raise ConfigError(f"data.template={setting!r} is neither a shipped chat template nor a file; {hint}")
+    try:
+        text = file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"data.template={setting!r} is not UTF-8 text: {error}") from None
+    return _checked(ChatTemplate(file.name, text, special, tokens)), []
+
+
+def _adapted(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[str]]:
+    """Return a shipped template with the tokens that ``tokenizer`` has, and what was changed."""
+    notes = []
+    vocabulary, end = tokenizer.get_vocab(), _END_OF_TURN.get(name)
+    if end is not None and end not in vocabulary and tokenizer.eos_token is not None:
+        text = text.replace(end, str(tokenizer.eos_token))
+        notes.append(
+            f"data.template={name}: this tokenizer has no token {end}, turns end with {tokenizer.eos_token} instead"
+        )
+    tokens = sorted(set(re.findall(r"<\|?\w+\|?>", text)) - vocabulary.keys() - _tags(text))
+    if tokens:
+        notes.append(
+            f"data.template={name}: this tokenizer has no token for {', '.join(tokens)}; they are split like other text"
+        )
+    begin = tokenizer.bos_token_id
+    if begin is not None and "bos_token" not in text and tokenizer("a")["input_ids"][:1] == [begin]:
+        text = "{{- bos_token }}" + text
+    return text, notes
+
+
+def _tags(text: str) -> set[str]:
+    """Return what looks like XML, with an end for each beginning: no tokens are meant."""
+    return {f"<{name}>" for name in re.findall(r"</(\w+)>", text)}
+
+
+def _checked(template: ChatTemplate) -> ChatTemplate:
+    from jinja2 import TemplateSyntaxError
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    for text in {template.text, template.tool_text}:
+        try:
+            _compile_jinja_template(text)
+        except TemplateSyntaxError as error:
+            raise ConfigError(f"chat template {template.name}: line {error.lineno}: {error.message}") from None
+    return template

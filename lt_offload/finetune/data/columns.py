@@ -1,0 +1,157 @@
+"""Which column of a data set holds what: the roles of each format, and the format that columns speak for."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from lt_offload.errors import ConfigError
+from lt_offload.finetune.data.rows import Places, Row
+
+Format = Literal["text", "alpaca", "chat", "completion"]
+FormatChoice = Literal["auto", "text", "alpaca", "chat", "completion"]
+
+_NEEDED: dict[Format, tuple[str, ...]] = {
+    "chat": ("messages",),
+    "alpaca": ("instruction", "output"),
+    "completion": ("prompt", "completion"),
+    "text": ("text",),
+}
+"""Roles that rows of a format must have, in the order in which formats are tried."""
+_OPTIONAL: dict[Format, tuple[str, ...]] = {
+    "chat": ("tools", "system"),
+    "alpaca": ("input", "system", "history"),
+    "completion": ("tools",),
+    "text": (),
+}
+_OF_MESSAGES = ("role", "content")
+"""Roles of the keys of a message, not of columns."""
+_OTHER_NAMES = {"messages": ("messages", "conversations")}
+ROLES = tuple(dict.fromkeys([*(r for f in _NEEDED for r in (*_NEEDED[f], *_OPTIONAL[f])), *_OF_MESSAGES]))
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """Where in a row things are.
+
+    Args:
+        format: of the rows.
+        columns: columns by their roles; only those that are there.
+        keys: keys of messages by their roles, as far as they were named.
+        of_messages: whether prompts and completions are lists of messages.
+    """
+
+    format: Format
+    columns: Mapping[str, str]
+    keys: Mapping[str, str]
+    of_messages: bool = False
+
+    @property
+    def said(self) -> str:
+        """Format and columns in a few words."""
+        return f"{self.format} (column{'s' if len(self.columns) > 1 else ''} {', '.join(self.columns.values())})"
+
+
+def check_columns(mapping: Mapping[str, str]) -> None:
+    """Check ``data.columns`` by itself.
+
+    Raises:
+        ConfigError: if a role is unknown, or two have one column.
+    """
+    for role in mapping:
+        if role not in ROLES:
+            near = difflib.get_close_matches(role, ROLES, n=1)
+            hint = f"did you mean {near[0]}?" if near else f"roles are {', '.join(ROLES)}"
+            raise ConfigError(f"data.columns: unknown role {role!r}; {hint} (roles stand left: role: column)")
+    for group in (_OF_MESSAGES, tuple(role for role in ROLES if role not in _OF_MESSAGES)):
+        used: dict[str, str] = {}
+        for role in group:
+            column = mapping.get(role)
+            if column is not None and used.setdefault(column, role) != role:
+                raise ConfigError(
+                    f"data.columns gives column {column!r} two roles, {used[column]} and {role}; give it one"
+                )
+
+
+def find_layout(
+    choice: FormatChoice, mapping: Mapping[str, str], names: Sequence[str], first: Row, places: Places
+) -> Layout:
+    """Return where in rows with the columns ``names`` things are.
+
+    Args:
+        choice: ``data.format``.
+        mapping: ``data.columns``.
+        names: columns that there are.
+        first: a row.
+        places: where the rows come from, for errors.
+
+    Raises:
+        ConfigError: if columns are missing, speak for no format, or are those of preference pairs.
+    """
+    where = f"{places.setting}={places.path!r}"
+    keys = {role: mapping[role] for role in _OF_MESSAGES if role in mapping}
+    given = {role: column for role, column in mapping.items() if role not in keys}
+    absent = [column for column in given.values() if column not in names]
+    if absent:
+        near = difflib.get_close_matches(absent[0], names, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"data.columns: {where} has no column {absent[0]!r}, it has {_quoted(names)}{hint}")
+    if choice == "auto":
+        _refuse_preferences(where, names, first)
+    found = {role: column for role in ROLES if (column := _column(role, given, names)) is not None}
+    formats: list[Format] = list(_NEEDED) if choice == "auto" else [choice]
+    wanted = set(given) | ({"messages"} if keys else set())
+    for format in formats:
+        roles = (*_NEEDED[format], *_OPTIONAL[format])
+        if all(role in found for role in _NEEDED[format]) and (choice != "auto" or wanted <= set(roles)):
+            stray = sorted(wanted - set(roles))
+            if stray:
+                raise ConfigError(
+                    f"data.columns: data.format={format} has no role {stray[0]!r}, it has {', '.join(roles)}"
+                )
+            columns = {role: found[role] for role in roles if role in found}
+            return Layout(format, columns, keys, not isinstance(first.get(columns.get("prompt", "")), str | None))
+    _refuse_preferences(where, names, first)
+    if choice == "auto":
+        needs = "; ".join(f"{format}: {', '.join(roles)}" for format, roles in _NEEDED.items())
+        raise ConfigError(
+            f"{where} has no columns of a known format, it has {_quoted(names)}; formats need {needs}. Say which "
+            f"column is which, for example --data.columns '{{text: {_some_name(names)}}}'"
+        )
+    missing = next(role for role in _NEEDED[choice] if role not in found)
+    raise ConfigError(
+        f"{where} has no column {missing!r}, it has {_quoted(names)}; choose data.format=auto, or name the column with "
+        f"--data.columns '{{{missing}: {_some_name(names)}}}'"
+    )
+
+
+def _column(role: str, given: Mapping[str, str], names: Sequence[str]) -> str | None:
+    if role in given:
+        return given[role]
+    taken = set(given.values())
+    return next((name for name in _OTHER_NAMES.get(role, (role,)) if name in names and name not in taken), None)
+
+
+def _refuse_preferences(where: str, names: Sequence[str], first: Row) -> None:
+    pairs = "chosen" in names and "rejected" in names
+    if pairs or ("completion" in names and isinstance(first.get("label"), bool)):
+        what = "chosen and rejected" if pairs else "label"
+        hint = (
+            " To train on the better answers alone, --data.format chat --data.columns '{messages: chosen}'"
+            if (isinstance(first.get("chosen"), list))
+            else " To train on the better answers alone, --data.format completion --data.columns '{completion: chosen}'"
+        )
+        raise ConfigError(
+            f"{where} holds preferences (columns {what}), which this fine-tuning does not learn from: it learns to "
+            f"write answers, not to prefer one.{hint if pairs else ''}"
+        )
+
+
+def _quoted(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "none"
+
+
+def _some_name(names: Sequence[str]) -> str:
+    return names[0] if names else "..."

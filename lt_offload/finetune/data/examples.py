@@ -1,0 +1,413 @@
+"""Tokenised rows of files or the hub: made once, kept in a cache as Arrow files and read from there by memory map.
+
+The cache is found by a fingerprint of all that decides about the tokens: files (size and time of change), tokenizer,
+chat template, settings and this code.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lt_offload import __version__
+from lt_offload.errors import ConfigError
+from lt_offload.finetune.data.columns import FormatChoice, Layout, find_layout
+from lt_offload.finetune.data.formats import Encoder, Example
+from lt_offload.finetune.data.rows import Places, RowFault
+from lt_offload.finetune.data.sources import Source, first_row, rows_of
+
+if TYPE_CHECKING:
+    from datasets import Dataset
+
+_log = logging.getLogger(__name__)
+_MOST_NAMED = 3
+_BATCH_ROWS = 512
+
+
+class Examples(Sequence[Example]):
+    """Tokenised rows, in order.
+
+    Args:
+        dataset: with lists of integers in the columns ``ids`` and ``labels``.
+        parts: for each source its name of rows, its layout, and the numbers of the rows that are here.
+    """
+
+    def __init__(self, dataset: Dataset, parts: Sequence[Part]) -> None:
+        self.dataset = dataset
+        self.parts = parts
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[number] for number in range(*index.indices(len(self)))]
+        row = self.dataset[index]
+        return Example(ids=row["ids"], labels=row["labels"])
+
+    def __iter__(self) -> Iterator[Example]:
+        for batch in self.dataset.select_columns(["ids", "labels"]).iter(_BATCH_ROWS):
+            for ids, labels in zip(batch["ids"], batch["labels"], strict=True):
+                yield Example(ids=ids, labels=labels)
+
+    def name(self, number: int) -> str:
+        """Return the file and the row, counted from 1, that example ``number``, counted from 0, is from."""
+        for part in self.parts:
+            if number < len(part.rows):
+                return part.places.name(int(part.rows[number]))
+            number -= len(part.rows)
+        raise IndexError(number)
+
+    @property
+    def bad(self) -> int:
+        """Rows that were left out."""
+        return sum(part.bad for part in self.parts)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """What came from one source.
+
+    Args:
+        places: names of its rows.
+        layout: where in its rows things are.
+        rows: numbers of the rows that are examples.
+        bad: how many rows are none.
+    """
+
+    places: Places
+    layout: Layout
+    rows: Sequence[int] | np.ndarray[Any, Any]
+    bad: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preparation:
+    """From sources to examples.
+
+    Args:
+        encoder: makes the tokens.
+        format: ``data.format``.
+        columns: ``data.columns``.
+        skip_bad_rows: leave out what cannot be used and say so, instead of refusing it.
+        cache_dir: folder of the cache; null for that of the user.
+        num_proc: processes; null for this one, whose tokenizer has threads.
+        say: what is told in one line goes here.
+    """
+
+    encoder: Encoder
+    format: FormatChoice
+    columns: Mapping[str, str]
+    skip_bad_rows: bool = False
+    cache_dir: str | None = None
+    num_proc: int | None = None
+    say: Callable[[str], None] = _log.info
+
+    def examples(self, sources: Sequence[Source]) -> Examples:
+        """Return the examples of all ``sources``.
+
+        Raises:
+            ConfigError: if one cannot be read, or has rows that cannot be used, unless they are skipped.
+        """
+        from datasets import concatenate_datasets
+
+        tables, parts = zip(*(self._of_source(source) for source in sources), strict=True)
+        return Examples(tables[0] if len(tables) == 1 else concatenate_datasets(list(tables)), parts)
+
+    def stream(self, source: Source) -> Stream:
+        """Return the examples of ``source`` one after the other, without holding them all."""
+        return Stream(self, source)
+
+    def layout(self, source: Source) -> Layout:
+        """Return where in rows of ``source`` things are, by its first rows.
+
+        Raises:
+            ConfigError: if its columns are of no known format, or settings do not fit it.
+        """
+        rows = source.rows()
+        # All rows of a table have the same columns, and each one may have to be fetched.
+        names, first = first_row(itertools.islice(rows, 1) if source.is_table else rows, source.places)
+        return self._layout(names, first, source.places)
+
+    def _layout(self, names: Sequence[str], first: Any, places: Places) -> Layout:
+        layout = find_layout(self.format, self.columns, names, first, places)
+        self.encoder.check(layout)
+        return layout
+
+    def _of_source(self, source: Source) -> tuple[Dataset, Part]:
+        made = self._cached(source)
+        faults = made.table.column("fault")
+        if faults.null_count == len(faults):
+            good: Any = range(len(made.table))
+            bad = []
+        else:
+            whole = faults.to_pylist()
+            good = np.array([number for number, fault in enumerate(whole) if fault is None])
+            bad = [(number, fault) for number, fault in enumerate(whole) if fault is not None]
+        places = source.places
+        places.counts[:] = made.counts
+        self.say(f"{places.setting}={places.path!r}: {len(good):,} rows as {self._described(made.layout)}")
+        if bad:
+            report_bad(bad, len(made.table), places, skip=self.skip_bad_rows)
+        for note in made.notes:
+            _log.warning("%s=%r: %s", places.setting, places.path, note)
+        table = made.dataset.select_columns(["ids", "labels"])
+        if bad:
+            table = table.select(good)
+        return table, Part(places=places, layout=made.layout, rows=good, bad=len(bad))
+
+    def _described(self, layout: Layout) -> str:
+        template, format = self.encoder.template, layout.format
+        if format == "text":
+            return f"{layout.said}; every token is learned"
+        by = f"chat template: {template.name}" if template is not None else "no chat template"
+        learned = {"responses": "answers", "last": "the last answer", "all": "everything"}[self.encoder.train_on]
+        return f"{layout.said}; {by}; learned: {learned}"
+
+    # -- the cache --------------------------------------------------------------------------------------------------
+
+    def _cached(self, source: Source) -> Made:
+        root = Path(self.cache_dir).expanduser() if self.cache_dir is not None else default_cache()
+        table = source.table() if source.is_table and not source.places.files else None
+        folder = root / self._fingerprint(source, table)
+        if (made := Made.load(folder)) is not None:
+            return made
+        table = source.table() if table is None else table
+        names, first = first_row(_first_rows(table), source.places)
+        layout = self._layout(names, first, source.places)
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=root))
+        except OSError as error:
+            raise ConfigError(
+                f"data.cache_dir={str(root)!r} cannot be written: {error.strerror or error}; name another folder"
+            ) from None
+        try:
+            self._make(table, layout, source, scratch)
+            if folder.exists():  # broken, or another process was faster
+                shutil.rmtree(folder, ignore_errors=True)
+            scratch.rename(folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        made = Made.load(folder)
+        assert made is not None, "what has just been written can be read"
+        return made
+
+    def _make(self, table: Dataset, layout: Layout, source: Source, folder: Path) -> None:
+        from datasets import Features, List, Value
+
+        tokens = List(Value("int32"))
+        features = Features({"ids": tokens, "labels": tokens, "fault": Value("string"), "note": Value("string")})
+        processes = None if self.num_proc in (None, 1) else min(self.num_proc, len(table))
+        encoded = table.with_format("arrow").map(
+            _Encoding(self.encoder, layout, source.is_table),
+            batched=True,
+            batch_size=_BATCH_ROWS,
+            remove_columns=table.column_names,
+            features=features,
+            cache_file_name=str(folder / "examples.arrow"),
+            load_from_cache_file=False,
+            new_fingerprint=folder.name.strip("."),
+            num_proc=processes,
+            desc="Tokenizing",
+        )
+        notes = [note for note in encoded.data.column("note").unique().to_pylist() if note is not None]
+        files = [Path(file["filename"]) for file in encoded.cache_files]
+        about = {
+            "files": {file.name: file.stat().st_size for file in files},
+            "rows": len(encoded),
+            "counts": source.places.counts,
+            "notes": notes,
+            "layout": {
+                "format": layout.format,
+                "columns": dict(layout.columns),
+                "keys": dict(layout.keys),
+                "of_messages": layout.of_messages,
+            },
+        }
+        (folder / "about.json").write_text(json.dumps(about))
+
+    def _fingerprint(self, source: Source, table: Dataset | None) -> str:
+        encoder = self.encoder
+        template = encoder.template
+        of_files = [(str(file.resolve()), file.stat().st_size, file.stat().st_mtime_ns) for file in source.places.files]
+        parts: list[Any] = [
+            __version__, code_fingerprint(), source.kind, of_files,
+            None if table is None else table._fingerprint,
+            tokenizer_fingerprint(encoder.tokenizer),
+            None if template is None else (template.name, template.text, template.tool_text, template.special),
+            self.format, dict(self.columns), encoder.train_on, encoder.system, encoder.explicit_template,
+        ]  # fmt: skip
+        return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:32]
+
+
+class Stream:
+    """The examples of one source, one after the other, each time anew; for data that do not fit into memory.
+
+    Rows that cannot be used are an error, or skipped and counted; the count is said at the end of each pass.
+    """
+
+    def __init__(self, preparation: Preparation, source: Source) -> None:
+        self.preparation = preparation
+        self.source = source
+        self.bad = 0
+        """Rows left out so far, in the last pass."""
+
+    def __iter__(self) -> Iterator[Example]:
+        preparation, source = self.preparation, self.source
+        layout = preparation.layout(source)
+        bad: list[tuple[int, str]] = []
+        notes: set[str] = set()
+        count = number = self.bad = 0
+        for rows in _batches(source.rows()):
+            made = preparation.encoder.encode(rows, layout, from_table=source.is_table)
+            for number, each in enumerate(made, start=count):
+                if isinstance(each, RowFault):
+                    self.bad += 1
+                    if not preparation.skip_bad_rows:
+                        report_bad([(number, str(each))], None, source.places, skip=False)
+                    if len(bad) <= _MOST_NAMED:
+                        bad.append((number, f"{each}"))
+                    continue
+                example, note = each
+                if note is not None and note not in notes:
+                    notes.add(note)
+                    _log.warning("%s=%r: %s", source.places.setting, source.places.path, note)
+                yield example
+            count += len(rows)
+        if count == 0:
+            raise ConfigError(f"{source.places.setting}={source.places.path!r} has no rows; it needs at least one")
+        if bad:
+            report_bad(bad, count, source.places, skip=True, number=self.bad)
+
+
+def report_bad(
+    bad: Sequence[tuple[int, str]], count: int | None, places: Places, *, skip: bool, number: int | None = None
+) -> None:
+    """Say which rows cannot be used.
+
+    Args:
+        bad: numbers of rows and why.
+        count: how many rows there are, None if that is not known.
+        places: names of rows.
+        skip: whether they are left out.
+        number: how many are bad, if not all are listed.
+
+    Raises:
+        ConfigError: unless they are left out, or if none is left.
+    """
+    number = len(bad) if number is None else number
+    named = "; ".join(f"{places.name(row)}: {why}" for row, why in bad[:_MOST_NAMED])
+    more = "; ..." if number > _MOST_NAMED else ""
+    rows = f"{number:,} of {count:,} rows" if count is not None else "a row"
+    problem = f"{places.setting}={places.path!r}: {rows} cannot be used ({named}{more})"
+    if not skip:
+        raise ConfigError(f"{problem}; mend or remove them, or set data.skip_bad_rows=true to train without them")
+    if number == count:
+        raise ConfigError(f"{problem}; data.skip_bad_rows=true leaves none: choose data.format and data.columns")
+    _log.warning("%s; they are left out", problem)
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A folder of the cache."""
+
+    dataset: Dataset
+    counts: list[int]
+    notes: list[str]
+    layout: Layout
+
+    @property
+    def table(self) -> Any:
+        """The table of Arrow."""
+        return self.dataset.data
+
+    @classmethod
+    def load(cls, folder: Path) -> Made | None:
+        """Return what is in ``folder``, None if it is not there or not as it was written."""
+        from datasets import Dataset, concatenate_datasets
+
+        try:
+            about = json.loads((folder / "about.json").read_text())
+            for name, size in about["files"].items():
+                if (folder / name).stat().st_size != size:
+                    return None
+            files = [Dataset.from_file(str(folder / name)) for name in about["files"]]
+            dataset = files[0] if len(files) == 1 else concatenate_datasets(files)
+            if len(dataset) != about["rows"]:
+                return None
+            return cls(dataset, about["counts"], about["notes"], Layout(**about["layout"]))
+        except (OSError, ValueError, KeyError, TypeError, IndexError):  # Arrow's errors are ValueErrors
+            return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Encoding:
+    """What ``Dataset.map`` calls, possibly in another process."""
+
+    encoder: Encoder
+    layout: Layout
+    from_table: bool
+
+    def __call__(self, batch: Any) -> Any:
+        import pyarrow as pa
+
+        made = self.encoder.encode(rows_of(batch), self.layout, from_table=self.from_table)
+        good = [None if isinstance(each, RowFault) else each for each in made]
+        tokens = pa.list_(pa.int32())
+        columns = {
+            "ids": pa.array([each[0].ids if each else [] for each in good], tokens),
+            "labels": pa.array([each[0].labels if each else [] for each in good], tokens),
+            "fault": pa.array([str(each) if isinstance(each, RowFault) else None for each in made], pa.string()),
+            "note": pa.array([each[1] if each else None for each in good], pa.string()),
+        }
+        return pa.table(columns)
+
+
+def default_cache() -> Path:
+    """Return the folder of the user's cache."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lt_offload" / "data"
+
+
+def tokenizer_fingerprint(tokenizer: Any) -> str:
+    """Return what two tokenizers have in common if they make the same tokens."""
+    inner = tokenizer.backend_tokenizer
+    return hashlib.sha256(inner.to_str().encode(errors="surrogatepass")).hexdigest() + type(tokenizer).__name__
+
+
+def code_fingerprint() -> str:
+    """Return a fingerprint of the code that makes tokens from rows, and of the libraries that it calls."""
+    import tokenizers
+    import transformers
+
+    found = hashlib.sha256(f"{transformers.__version__} {tokenizers.__version__}".encode())
+    here = Path(__file__).parent
+    for file in sorted([*here.glob("*.py"), *here.glob("chat/*.py")]):
+        found.update(file.read_bytes())
+    return found.hexdigest()
+
+
+def _first_rows(table: Dataset) -> list[Any]:
+    return rows_of(table.with_format("arrow")[:1000])
+
+
+def _batches(rows: Iterator[Any]) -> Iterator[list[Any]]:
+    batch: list[Any] = []
+    for row in rows:
+        batch.append(row)
+        if len(batch) == _BATCH_ROWS:
+            yield batch
+            batch = []
+    if batch:
+        yield batch
