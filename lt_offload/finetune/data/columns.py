@@ -33,7 +33,7 @@ ROLES = tuple(dict.fromkeys([*(r for f in _NEEDED for r in (*_NEEDED[f], *_OPTIO
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class Columns:
     """Where in a row things are.
 
     Args:
@@ -75,9 +75,9 @@ def check_columns(mapping: Mapping[str, str]) -> None:
                 )
 
 
-def find_layout(
+def find_columns(
     choice: FormatChoice, mapping: Mapping[str, str], names: Sequence[str], first: Row, places: Places
-) -> Layout:
+) -> Columns:
     """Return where in rows with the columns ``names`` things are.
 
     Args:
@@ -112,7 +112,7 @@ def find_layout(
                     f"data.columns: data.format={format} has no role {stray[0]!r}, it has {', '.join(roles)}"
                 )
             columns = {role: found[role] for role in roles if role in found}
-            return Layout(format, columns, keys, not isinstance(first.get(columns.get("prompt", "")), str | None))
+            return Columns(format, columns, keys, not isinstance(first.get(columns.get("prompt", "")), str | None))
     _refuse_preferences(where, names, first)
     if choice == "auto":
         needs = "; ".join(f"{format}: {', '.join(roles)}" for format, roles in _NEEDED.items())

@@ -22,7 +22,7 @@ import numpy as np
 
 from lt_offload import __version__
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.columns import FormatChoice, Layout, find_layout
+from lt_offload.finetune.data.columns import FormatChoice, Columns, find_columns
 from lt_offload.finetune.data.formats import Encoder, Example
 from lt_offload.finetune.data.rows import Places, RowFault
 from lt_offload.finetune.data.sources import Source, first_row, rows_of
@@ -43,7 +43,7 @@ class Examples(Sequence[Example]):
         parts: for each source its name of rows, its layout, and the numbers of the rows that are here.
     """
 
-    def __init__(self, dataset: Dataset, parts: Sequence[Part]) -> None:
+    def __init__(self, dataset: Dataset, parts: Sequence[Origin]) -> None:
         self.dataset = dataset
         self.parts = parts
 
@@ -76,7 +76,7 @@ class Examples(Sequence[Example]):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class Origin:
     """What came from one source.
 
     Args:
@@ -87,7 +87,7 @@ class Part:
     """
 
     places: Places
-    layout: Layout
+    layout: Columns
     rows: Sequence[int] | np.ndarray[Any, Any]
     bad: int
 
@@ -129,7 +129,7 @@ class Preparation:
         """Return the examples of ``source`` one after the other, without holding them all."""
         return Stream(self, source)
 
-    def layout(self, source: Source) -> Layout:
+    def layout(self, source: Source) -> Columns:
         """Return where in rows of ``source`` things are, by its first rows.
 
         Raises:
@@ -140,12 +140,12 @@ class Preparation:
         names, first = first_row(itertools.islice(rows, 1) if source.is_table else rows, source.places)
         return self._layout(names, first, source.places)
 
-    def _layout(self, names: Sequence[str], first: Any, places: Places) -> Layout:
-        layout = find_layout(self.format, self.columns, names, first, places)
+    def _layout(self, names: Sequence[str], first: Any, places: Places) -> Columns:
+        layout = find_columns(self.format, self.columns, names, first, places)
         self.encoder.check(layout)
         return layout
 
-    def _of_source(self, source: Source) -> tuple[Dataset, Part]:
+    def _of_source(self, source: Source) -> tuple[Dataset, Origin]:
         made = self._cached(source)
         faults = made.table.column("fault")
         if faults.null_count == len(faults):
@@ -165,9 +165,9 @@ class Preparation:
         table = made.dataset.select_columns(["ids", "labels"])
         if bad:
             table = table.select(good)
-        return table, Part(places=places, layout=made.layout, rows=good, bad=len(bad))
+        return table, Origin(places=places, layout=made.layout, rows=good, bad=len(bad))
 
-    def _described(self, layout: Layout) -> str:
+    def _described(self, layout: Columns) -> str:
         template, format = self.encoder.template, layout.format
         if format == "text":
             return f"{layout.said}; every token is learned"
@@ -204,7 +204,7 @@ class Preparation:
         assert made is not None, "what has just been written can be read"
         return made
 
-    def _make(self, table: Dataset, layout: Layout, source: Source, folder: Path) -> None:
+    def _make(self, table: Dataset, layout: Columns, source: Source, folder: Path) -> None:
         from datasets import Features, List, Value
 
         tokens = List(Value("int32"))
@@ -326,7 +326,7 @@ class Made:
     dataset: Dataset
     counts: list[int]
     notes: list[str]
-    layout: Layout
+    layout: Columns
 
     @property
     def table(self) -> Any:
@@ -347,7 +347,7 @@ class Made:
             dataset = files[0] if len(files) == 1 else concatenate_datasets(files)
             if len(dataset) != about["rows"]:
                 return None
-            return cls(dataset, about["counts"], about["notes"], Layout(**about["layout"]))
+            return cls(dataset, about["counts"], about["notes"], Columns(**about["layout"]))
         except (OSError, ValueError, KeyError, TypeError, IndexError):  # Arrow's errors are ValueErrors
             return None
 
@@ -357,7 +357,7 @@ class _Encoding:
     """What ``Dataset.map`` calls, possibly in another process."""
 
     encoder: Encoder
-    layout: Layout
+    layout: Columns
     from_table: bool
 
     def __call__(self, batch: Any) -> Any:

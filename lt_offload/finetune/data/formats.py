@@ -22,7 +22,7 @@ from lt_offload.finetune.data.chat.conversations import (
 )
 from lt_offload.finetune.data.chat.spans import Locator
 from lt_offload.finetune.data.chat.templates import ChatTemplate, Span
-from lt_offload.finetune.data.columns import Layout
+from lt_offload.finetune.data.columns import Columns
 from lt_offload.finetune.data.rows import Row, RowFault, check_text
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ class Encoder:
         self.locator = Locator(template) if template is not None else None
         self.closes_itself = _closes_itself(tokenizer)
 
-    def check(self, layout: Layout) -> None:
+    def check(self, layout: Columns) -> None:
         """Compare the settings with the format of the data.
 
         Raises:
@@ -147,7 +147,7 @@ class Encoder:
                 found += [token for token in first if token not in found]
         return found
 
-    def encode(self, rows: Sequence[Row | RowFault], layout: Layout, *, from_table: bool) -> list[Any]:
+    def encode(self, rows: Sequence[Row | RowFault], layout: Columns, *, from_table: bool) -> list[Any]:
         """Return an :class:`Example` for each row, with a note or None; or the fault of a row that cannot be used.
 
         Args:
@@ -169,7 +169,7 @@ class Encoder:
                 made[number] = (example, made[number].note)
         return made
 
-    def write(self, row: Row, layout: Layout, *, from_table: bool = False) -> Written:
+    def write(self, row: Row, layout: Columns, *, from_table: bool = False) -> Written:
         """Return a row as text.
 
         Raises:
@@ -253,7 +253,7 @@ class Encoder:
             context=conversation.context + 1 if conversation.context else 0,
         )
 
-    def _alpaca(self, conversation: Conversation, row: Row, layout: Layout) -> Written:
+    def _alpaca(self, conversation: Conversation, row: Row, layout: Columns) -> Written:
         """Return an instruction in Stanford Alpaca's words."""
         columns = layout.columns
         if len(conversation.messages) > 3 or (

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from lt_offload.finetune.data.columns import Layout
+from lt_offload.finetune.data.columns import Columns
 from lt_offload.finetune.data.rows import Row, RowFault, check_text, kind_of
 
 Message = dict[str, Any]
@@ -62,7 +62,7 @@ def says_something(message: Message) -> bool:
     return bool(message.get("content", "").strip() or message.get("tool_calls")) and message.get("weight", 1) != 0
 
 
-def from_chat(row: Row, layout: Layout, *, from_table: bool) -> Conversation:
+def from_chat(row: Row, layout: Columns, *, from_table: bool) -> Conversation:
     """Return the conversation in a row with messages.
 
     Args:
@@ -85,7 +85,7 @@ def from_chat(row: Row, layout: Layout, *, from_table: bool) -> Conversation:
     return Conversation(messages=messages, tools=_tools(row, layout, from_table))
 
 
-def from_alpaca(row: Row, layout: Layout) -> Conversation:
+def from_alpaca(row: Row, layout: Columns) -> Conversation:
     """Return the conversation of an instruction with a response.
 
     Raises:
@@ -105,7 +105,7 @@ def from_alpaca(row: Row, layout: Layout) -> Conversation:
     return Conversation(messages=messages)
 
 
-def from_completion(row: Row, layout: Layout, *, from_table: bool) -> Conversation:
+def from_completion(row: Row, layout: Columns, *, from_table: bool) -> Conversation:
     """Return the conversation of a prompt and a completion that are lists of messages.
 
     Raises:
@@ -239,7 +239,7 @@ def _link(message: Message, calls: list[str]) -> None:
         message.setdefault("tool_call_id", first)
 
 
-def _tools(row: Row, layout: Layout, from_table: bool) -> list[Message] | None:
+def _tools(row: Row, layout: Columns, from_table: bool) -> list[Message] | None:
     value = _get(row, layout, "tools")
     name = layout.columns.get("tools", "tools")
     if isinstance(value, str):
@@ -263,7 +263,7 @@ def _tools(row: Row, layout: Layout, from_table: bool) -> list[Message] | None:
     return tools
 
 
-def _history(row: Row, layout: Layout) -> Sequence[Any]:
+def _history(row: Row, layout: Columns) -> Sequence[Any]:
     value = _get(row, layout, "history")
     if value is None or value == "":
         return []
@@ -274,7 +274,7 @@ def _history(row: Row, layout: Layout) -> Sequence[Any]:
     return value
 
 
-def _get(row: Row, layout: Layout, role: str) -> Any:
+def _get(row: Row, layout: Columns, role: str) -> Any:
     column = layout.columns.get(role)
     if column is None:
         return None
@@ -283,7 +283,7 @@ def _get(row: Row, layout: Layout, role: str) -> Any:
     return row.get(column)
 
 
-def _optional(row: Row, layout: Layout, role: str) -> str:
+def _optional(row: Row, layout: Columns, role: str) -> str:
     value = _get(row, layout, role)
     return "" if value is None else check_text(value, layout.columns[role])
 

@@ -8,11 +8,11 @@ import pytest
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.chat.templates import find_template
-from lt_offload.finetune.data.columns import Layout, find_layout
+from lt_offload.finetune.data.columns import Columns, find_columns
 from lt_offload.finetune.data.formats import IGNORED, Encoder, Example
 from lt_offload.finetune.data.rows import Places, Row, RowFault
 from tests.support.tiny import CHAT_TEMPLATE
-from tests.support.vocabularies import tokenizer
+from tests.unit.finetune.data.vocabularies import tokenizer
 
 KINDS = ("bytes", "metaspace")
 ROW = {"instruction": "say", "input": "it", "output": "Yes it is"}
@@ -24,7 +24,7 @@ def encoder(own: Any, template: str | None = None, **settings: Any) -> Encoder:
 
 
 def encode(made: Encoder, row: Row, format: Any = "auto", **columns: str) -> Example:
-    layout = find_layout(format, columns, list(row), row, Places("", "data.path", []))
+    layout = find_columns(format, columns, list(row), row, Places("", "data.path", []))
     made.check(layout)
     [found] = made.encode([row], layout, from_table=False)
     if isinstance(found, RowFault):
@@ -219,7 +219,7 @@ def test_the_first_token_is_never_predicted(labels: list[int], trainable: bool) 
 
 def test_rows_of_both_kinds_in_one_batch_keep_their_order() -> None:
     own = tokenizer("bytes", begins=True)
-    layout = Layout("text", {"text": "text"}, {})
+    layout = Columns("text", {"text": "text"}, {})
     rows: list[Any] = [{"text": "Yes"}, RowFault("bad"), {"text": 3}, {"text": "no"}]
     made = encoder(own).encode(rows, layout, from_table=False)
     assert [isinstance(each, RowFault) for each in made] == [False, True, True, False]
