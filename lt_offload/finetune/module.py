@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
+from lt_offload.finetune.data.batches.attention import check_packing
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.export import continuation
 from lt_offload.model.blocks import find_blocks
@@ -137,13 +138,20 @@ class FineTune(LightningModule):
         """Check the data against the model, before its weights are loaded.
 
         Raises:
-            ConfigError: if sequences are longer, or the vocabulary is larger, than the model's.
+            ConfigError: if sequences are longer, or the vocabulary is larger, than the model's, or if it cannot keep
+                packed documents apart.
         """
         data = getattr(self.trainer, "datamodule", None)
         if data is None or self.model is not None:
             return
         config = load.load_config(self.name, self.architecture if self.init == "random" else None)
         check_data(config, max_length=data.max_length, vocabulary=len(data.tokenizer))
+        self.check_packing(config, data)
+
+    def check_packing(self, config: Any, data: Any) -> None:
+        """Raise ``ConfigError`` if ``data`` are packed and a model of ``config`` cannot keep documents apart."""
+        if data.pack is True:
+            check_packing(config, max_length=data.max_length, attention=self.attention, batch_size=data.batch_size)
 
     def configure_model(self) -> None:
         """Load the model; once, although Lightning calls this for each of its verbs."""

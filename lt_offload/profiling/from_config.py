@@ -51,6 +51,7 @@ def profile_config(
     optimizer: str | OptimizerFactory = "adamw",
     lora: Mapping[str, Any] | None = None,
     padding: bool = True,
+    packing: bool = False,
     blocks: str | None = None,
     micro_batches: int = 1,
     on_progress: Callable[[str], None] | None = None,
@@ -68,6 +69,8 @@ def profile_config(
         optimizer: ``adamw``, ``adam``, ``sgd`` (fused) or ``adafactor``, or what makes one from a list of parameters.
         lora: arguments of ``peft.LoraConfig``, e.g. ``{"r": 8}``; None: all parameters are trained.
         padding: whether batches are padded, so that attention gets a mask.
+        packing: whether sequences hold several documents, which positions that begin again tell apart, so that
+            attention gets a mask of all pairs of tokens.
         blocks: name of the ``nn.ModuleList`` that holds the layers, e.g. ``"h"``; None: it is found.
         micro_batches: parts of the batch that go through each block in turn.
         on_progress: is told what is being done.
@@ -92,7 +95,7 @@ def profile_config(
     model = _build(model_config, getattr(torch, dtype), lora)
     with FakeTensorMode():
         _make_fake(model)
-        batch = _batch(batch_size, sequence_length, padding=padding)
+        batch = _batch(batch_size, sequence_length, padding=padding, packing=packing)
         check_samples(batch, micro_batches)
         structure = find_blocks(model, blocks)
         with Roofline(machine) as meter:
@@ -205,7 +208,11 @@ def _make_fake(model: nn.Module) -> None:
                 module._buffers[name] = made.setdefault(id(buffer), torch.empty(buffer.shape, dtype=buffer.dtype))
 
 
-def _batch(batch_size: int, sequence_length: int, *, padding: bool) -> dict[str, Tensor]:
+def _batch(batch_size: int, sequence_length: int, *, padding: bool, packing: bool) -> dict[str, Tensor]:
     ids = torch.zeros(batch_size, sequence_length, dtype=torch.long)
     batch = {"input_ids": ids, "labels": ids.clone()}
-    return batch | {"attention_mask": torch.ones_like(ids)} if padding else batch
+    if padding:
+        batch["attention_mask"] = torch.ones_like(ids)
+    if packing:
+        batch["position_ids"] = torch.zeros_like(ids)  # their values do not count: models ask a fake tensor for none
+    return batch

@@ -18,5 +18,6 @@ def check(app: App) -> int:
     if app.model.architecture is not None:
         config = load.load_config(app.model.name, app.model.architecture)
         check_data(config, max_length=app.datamodule.max_length)
+        app.model.check_packing(config, app.datamodule)
     print(f"{app.recipe}: every setting is known and of the right type")
     return 0

@@ -250,6 +250,7 @@ def estimate(
         _say(f"estimating for {hardware if isinstance(hardware, str) else hardware.name}")
     config = load.load_config(module.name, module.architecture)
     check_data(config, max_length=data.max_length)
+    module.check_packing(config, data)
     if module.dropout is not None:
         load.set_dropout(config, module.dropout)
     if module.attention is not None:
@@ -269,6 +270,7 @@ def estimate(
         optimizer=optimizer,
         lora=None if module.lora is None else module.lora.peft(),
         padding=not data.pack,
+        packing=data.pack is True,
         blocks=getattr(app.trainer.strategy, "blocks", None),
         micro_batches=parts,
         on_progress=_say,

@@ -265,12 +265,18 @@ class Stream:
         """Rows left out so far, in the last pass."""
 
     def __iter__(self) -> Iterator[Example]:
+        for _, example in self.read():
+            yield example
+
+    def read(self, start: int = 0) -> Iterator[tuple[int, Example]]:
+        """Yield the examples after the first ``start`` rows, each with the number of rows that are read by then."""
         preparation, source = self.preparation, self.source
         layout = preparation.layout(source)
         bad: list[tuple[int, str]] = []
         notes: set[str] = set()
-        count = number = self.bad = 0
-        for rows in _batches(source.rows()):
+        number = self.bad = 0
+        count = start
+        for rows in _batches(itertools.islice(source.rows(), start, None)):
             made = preparation.encoder.encode(rows, layout, from_table=source.is_table)
             for number, each in enumerate(made, start=count):
                 if isinstance(each, RowFault):
@@ -284,7 +290,7 @@ class Stream:
                 if note is not None and note not in notes:
                     notes.add(note)
                     _log.warning("%s=%r: %s", source.places.setting, source.places.path, note)
-                yield example
+                yield number + 1, example
             count += len(rows)
         if count == 0:
             raise ConfigError(f"{source.places.setting}={source.places.path!r} has no rows; it needs at least one")

@@ -3,26 +3,41 @@
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.data import sources
+from lt_offload.finetune.data.batches.collate import Fill, Pad
+from lt_offload.finetune.data.batches.documents import Documents
+from lt_offload.finetune.data.batches.loaders import ResumableLoader
+from lt_offload.finetune.data.batches.order import ResumableBatches
+from lt_offload.finetune.data.batches.packing import Integers, Losses, Sequences, one_by_one, packed, pieces_of, wrapped
+from lt_offload.finetune.data.batches.split import held_out
+from lt_offload.finetune.data.batches.streaming import (
+    Place,
+    Reader,
+    StreamedBatches,
+    StreamLoader,
+    batches_of,
+    check_streaming,
+)
 from lt_offload.finetune.data.chat.templates import ChatTemplate, find_template
 from lt_offload.finetune.data.columns import FormatChoice, check_columns
 from lt_offload.finetune.data.examples import Examples, Preparation, Stream
-from lt_offload.finetune.data.formats import Encoder, Example, TrainOn
-from lt_offload.finetune.data.loaders import Items, ResumableBatches, ResumableLoader
-from lt_offload.finetune.data.packing import Pad, Sequences, pack, stack
+from lt_offload.finetune.data.formats import Encoder, TrainOn
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +45,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 Batch = dict[str, Tensor]
+Pack = bool | Literal["wrapped"]
 
 
 class FineTuneData(LightningDataModule):
@@ -56,17 +72,28 @@ class FineTuneData(LightningDataModule):
         subset: configuration of a data set on the hub.
         split: split of a data set on the hub.
         validation_path: like ``path``, for validation. If not given, ``validation_share`` applies.
-        validation_share: share of the sequences, taken from the end of the data, that is held out for validation; at
-            least one, unless it is 0.
+        validation_share: share of the rows of the data that is held out for validation, whole rows before anything is
+            packed; at least one, unless it is 0. Data of a single text are split inside it.
+        validation_rows: how many rows are held out, instead of a share; sequences, if the data are a single text.
+        validation_seed: draws the held-out rows at random; null takes the last ones.
         tokenizer: name or folder of a tokenizer, if not the model's.
-        max_length: tokens per sequence.
-        pack: put examples one after the other and cut them into full sequences; if false, each is a padded sequence.
+        max_length: tokens per sequence. A longer text is split, each part beginning with the last token of the one
+            before; a longer example of which only responses are learned is cut, and what is lost is said.
+        pack: put several examples side by side into one sequence, as many as fit, without attention between them; if
+            false, each is a sequence of its own, padded to the longest of its batch. ``wrapped`` is for running text,
+            as in pretraining, and for models that cannot keep examples apart: all of it one after the other, cut into
+            full sequences, with attention across examples.
+        group_by_length: with ``pack: false``, make batches of sequences of like lengths, which need less padding.
         batch_size: sequences per training step.
         seed: of the training order.
+        streaming: read and tokenise the data while training, for data larger than RAM. Needs ``trainer.max_steps``, and
+            ``validation_path`` or ``validation_rows``, which are the first ones then; after the last row the data begin
+            again.
+        stream_buffer: rows that are read, shuffled and packed together when streaming.
+        num_workers: processes that prepare batches beside the training; they change neither order nor resuming.
         sample_prompt: text (or instruction) that the model continues at the end of the training, to be looked at.
         skip_bad_rows: leave out rows that cannot be used (a text is missing, null or a number, a conversation is
             malformed, the chat template refuses it) and say how many; if false, they are an error.
-        streaming: read the rows while training, instead of all of them before; for files larger than RAM.
         num_proc: processes that tokenise; null: this one, whose tokenizer has threads.
         cache_dir: folder that keeps tokenised data for the next start; null: lt_offload/data in the user's cache.
     """
@@ -85,29 +112,52 @@ class FineTuneData(LightningDataModule):
         split: str = "train",
         validation_path: str | list[str] | None = None,
         validation_share: float = 0.05,
+        validation_rows: int | None = None,
+        validation_seed: int | None = None,
         tokenizer: str | None = None,
         max_length: int = 512,
-        pack: bool = True,
+        pack: Pack = True,
+        group_by_length: bool = False,
         batch_size: int = 1,
         seed: int = 0,
+        streaming: bool = False,
+        stream_buffer: int = 1000,
+        num_workers: int = 0,
         sample_prompt: str | None = None,
         skip_bad_rows: bool = False,
-        streaming: bool = False,
         num_proc: int | None = None,
         cache_dir: str | None = None,
     ) -> None:
         super().__init__()
-        for setting, value, low in (("max_length", max_length, 2), ("batch_size", batch_size, 1)):
-            if value < low:
+        for setting, value, low in (
+            ("max_length", max_length, 2),
+            ("batch_size", batch_size, 1),
+            ("num_workers", num_workers, 0),
+            ("stream_buffer", stream_buffer, 1),
+            ("validation_rows", validation_rows, 0),
+            ("validation_seed", validation_seed, 0),
+        ):
+            if value is not None and value < low:
                 raise ConfigError(f"data.{setting}={value} is too small; it must be at least {low}")
         if num_proc is not None and num_proc < 1:
             raise ConfigError(f"data.num_proc={num_proc} is too small; it must be at least 1")
         check_columns(columns or {})
         if not -(2**63) <= seed < 2**63:
             raise ConfigError(f"data.seed={seed} is out of range; choose a number from 0 to {2**63 - 1}")
+        if group_by_length and pack:
+            raise ConfigError(
+                f"data.group_by_length=true changes nothing with data.pack={str(pack).lower()}, whose sequences are of "
+                "one length; set one of them to false"
+            )
         if not 0 <= validation_share < 1:
             raise ConfigError(
                 f"data.validation_share={validation_share} is not a share; choose a number from 0 to less than 1"
+            )
+        if streaming:
+            check_streaming(
+                group_by_length=group_by_length,
+                num_workers=num_workers,
+                holds_out=validation_path is not None or validation_rows is not None,
             )
         self.model = model
         self.path = path
@@ -120,20 +170,28 @@ class FineTuneData(LightningDataModule):
         self.split = split
         self.validation_path = validation_path
         self.validation_share = validation_share
+        self.validation_rows = validation_rows
+        self.validation_seed = validation_seed
         self.max_length = max_length
-        self.pack = pack
+        self.pack: Pack = pack
+        self.group_by_length = group_by_length
+        self.num_workers = num_workers
+        self.streaming = streaming
+        self.stream_buffer = stream_buffer
         self.batch_size = batch_size
         self.seed = seed
         self.sample_prompt = sample_prompt
         self.skip_bad_rows = skip_bad_rows
-        self.streaming = streaming
         self.num_proc = num_proc
         self.cache_dir = cache_dir
         self.tokenizer_name = tokenizer or model
-        self._train: Items | None = None
-        self._validation: Items | None = None
-        self._order: ResumableBatches | None = None
-        self._resume_at: dict[str, int] | None = None
+        self._train: Sequences | None = None
+        self._validation: Sequences | None = None
+        self._streamed: Reader | None = None
+        self._begin: Place = (0, 0)
+        self._said = False
+        self._loader: ResumableLoader | StreamLoader | None = None
+        self._resume_at: dict[str, Any] | None = None
 
     def setup(self, stage: str) -> None:
         """Read and tokenise everything, once.
@@ -141,17 +199,32 @@ class FineTuneData(LightningDataModule):
         Raises:
             ConfigError: if there is nothing to train on.
         """
-        if self._train is not None:
+        if self._train is not None or self._streamed is not None:
+            return
+        if self.streaming:
+            if stage == "fit" and self.trainer is not None and self.trainer.max_steps == -1:
+                raise ConfigError("data.streaming=true has no end; set trainer.max_steps")
+            self._set_up_stream()
             return
         training, validation = self.examples()
-        items = self._sequences(training, "data.path")
+        documents = Documents.from_dataset(training.dataset)
         if validation is not None:
-            self._train, self._validation = items, self._sequences(validation, "data.validation_path")
+            self._train = self._sequences(documents, "data.path")
+            self._validation = self._sequences(Documents.from_dataset(validation.dataset), "data.validation_path")
             return
-        held_out = max(round(len(items) * self.validation_share), 1 if self.validation_share else 0)
-        kept = len(items) - held_out
-        self._train = Subset(items, range(kept))
-        self._validation = Subset(items, range(kept, len(items)))
+        # A single text is split inside it, else all or nothing would be held out.
+        whole = self._sequences(documents, "data.path") if len(documents) == 1 else None
+        trained, kept_back = held_out(
+            len(documents if whole is None else whole),
+            share=self.validation_share,
+            rows=self.validation_rows,
+            seed=self.validation_seed,
+        )
+        if whole is not None:
+            self._train, self._validation = whole.take(trained), whole.take(kept_back)
+            return
+        self._train = self._sequences(documents, "data.path", trained)
+        self._validation = self._sequences(documents, "data.path", kept_back)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -251,19 +324,40 @@ class FineTuneData(LightningDataModule):
 
     def train_dataloader(self) -> TRAIN_DATALOADERS:
         """Return the training batches in their seeded order."""
+        self._loader = self._stream_loader() if self.streaming else self._row_loader()
+        if self._resume_at is not None:
+            self._loader.load_state_dict(self._resume_at)
+            self._resume_at = None
+        return self._loader
+
+    def _row_loader(self) -> ResumableLoader:
         assert self._train is not None, "setup() comes first"
         if len(self._train) < self.batch_size:
-            held_out = len(self._validation or ())
-            keep = f", or data.validation_share, which holds out {held_out}" if held_out and not self._train else ""
+            few = len(self._validation or ())
+            share = "data.validation_share" if self.validation_rows is None else "data.validation_rows"
+            keep = f", or {share}, which holds out {few} sequences" if few and not len(self._train) else ""
             raise ConfigError(
-                f"data.path={self.path!r} gives {len(self._train)} training sequences of {self.max_length} tokens, "
-                f"fewer than data.batch_size={self.batch_size}; lower data.batch_size or data.max_length{keep}"
+                f"data.path={self.path!r} gives {len(self._train)} training sequences of up to {self.max_length} "
+                f"tokens, fewer than data.batch_size={self.batch_size}; lower data.batch_size or data.max_length{keep}"
             )
-        self._order = ResumableBatches(len(self._train), self.batch_size, seed=self.seed)
-        if self._resume_at is not None:
-            self._order.load_state_dict(self._resume_at)
-            self._resume_at = None
-        return ResumableLoader(self._train, batch_sampler=self._order, collate_fn=self._collate)
+        lengths = self._train.lengths if self.group_by_length else None
+        order = ResumableBatches(len(self._train), self.batch_size, seed=self.seed, lengths=lengths)
+        return ResumableLoader(self._train, batch_sampler=order, collate_fn=self._collate, num_workers=self.num_workers)
+
+    def _stream_loader(self) -> StreamLoader:
+        assert self._streamed is not None, "setup() comes first"
+        batches = StreamedBatches(
+            self._streamed,
+            begin=self._begin,
+            buffer=self.stream_buffer,
+            batch_size=self.batch_size,
+            sequences=self._of_window,
+            collate=self._collate,
+            seed=self.seed,
+            name=f"data.path={self.path}",
+        )
+        count = batches_of(self.trainer) if self.trainer is not None else sys.maxsize
+        return StreamLoader(batches, count=count, num_workers=self.num_workers)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the training order.
@@ -271,7 +365,7 @@ class FineTuneData(LightningDataModule):
         The loader's own state is not enough: Lightning forgets to restore it if ``configure_optimizers`` has asked for
         the number of steps, as every schedule must.
         """
-        return {} if self._order is None else {"order": self._order.state_dict()}
+        return {} if self._loader is None else {"order": self._loader.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue at the position in the training order."""
@@ -281,11 +375,17 @@ class FineTuneData(LightningDataModule):
         """Return the held-out batches, none if nothing is held out."""
         if not self._validation:
             return []
-        return DataLoader(self._validation, batch_size=self.batch_size, collate_fn=self._collate)
+        return DataLoader(
+            self._validation,
+            batch_size=self.batch_size,
+            collate_fn=self._collate,
+            num_workers=self.num_workers,
+            generator=torch.Generator(),  # as for training
+        )
 
     def worst_case_batch(self) -> Batch:
         """Return the largest batch that can come: what a plan must have room for. The tokens are arbitrary."""
-        assert self._train is not None, "setup() comes first"
+        assert self._train is not None or self._streamed is not None, "setup() comes first"
         shape = (self.batch_size, self.max_length)
         generator = torch.Generator().manual_seed(self.seed)
         ids = torch.randint(len(self.tokenizer), shape, generator=generator)
@@ -294,14 +394,19 @@ class FineTuneData(LightningDataModule):
             batch["attention_mask"] = torch.ones_like(ids)
             # One padded position: without any, attention takes a cheaper path that real batches do not take.
             batch["attention_mask"][-1, -1] = 0
+        elif self.pack != "wrapped":
+            # Two documents in each row: with one, there would be nothing to mask.
+            first = (self.max_length + 1) // 2
+            batch["position_ids"] = (torch.arange(self.max_length) % first).repeat(self.batch_size, 1)
         return batch
 
     @property
-    def _collate(self) -> Any:
-        if self.pack:
-            return stack
+    def _collate(self) -> Pad | Fill:
         pad = self.tokenizer.pad_token_id
-        return Pad(int(pad if pad is not None else self.tokenizer.eos_token_id or 0), self.max_length)
+        pad = int(pad if pad is not None else self.tokenizer.eos_token_id or 0)
+        if self.pack:
+            return Fill(pad, self.max_length, positions=self.pack != "wrapped")
+        return Pad(pad, self.max_length)
 
     def examples(self) -> tuple[Examples, Examples | None]:
         """Return the tokenised rows for training, and for validation if they are others."""
@@ -325,33 +430,52 @@ class FineTuneData(LightningDataModule):
             return [sources.pydoc()[1]] if self.path == sources.PYDOC else []
         return sources.sources(path, subset=self.subset, split=self.split, setting=f"data.{name}")
 
-    def _sequences(self, examples: Examples | list[Example], setting: str) -> Sequences:
-        if not self.pack:
-            examples = self._cut(examples)
-        where = f"{setting}={self.path if setting == 'data.path' else self.validation_path}"
-        tokens = sum(len(example.ids) for example in examples)
-        if not any(example.trainable for example in examples):
+    def _sequences(self, documents: Documents, setting: str, selected: Integers | None = None) -> Sequences:
+        """Return the selected documents as sequences; say what is lost."""
+        selected = np.arange(len(documents)) if selected is None else selected
+        rows, losses = self._made(documents, selected)
+        self._say(losses, setting, f"{len(selected)} examples")
+        if len(rows) == 0 < len(selected):
+            path = self.path if setting == "data.path" else self.validation_path
             raise ConfigError(
-                f"{where} has no trainable tokens within data.max_length={self.max_length}; "
+                f"{setting}={path} has no trainable tokens within data.max_length={self.max_length}; "
                 "raise data.max_length, or check data.format and the columns"
             )
-        if self.pack:
-            examples = [packed for packed in pack(examples, self.max_length) if packed.trainable]
-        sequences = Sequences(examples)
-        if len(sequences) == 0:
-            raise ConfigError(
-                f"{where} has {tokens} tokens, which do not fill one sequence of data.max_length={self.max_length}; "
-                "lower data.max_length, add text, or set data.pack=false"
-            )
-        return sequences
+        return rows
 
-    def _cut(self, examples: Examples | list[Example]) -> list[Example]:
-        """Return examples of at most ``max_length`` tokens that have something to learn; say what is lost."""
-        longer = sum(len(example.ids) > self.max_length for example in examples)
-        kept = [cut for example in examples if (cut := example.cut(self.max_length)).trainable]
-        if longer or len(kept) < len(examples):
+    def _of_window(self, documents: Documents) -> Sequences:
+        """Return what training streams next as sequences; say what is lost, the first time something is."""
+        rows, losses = self._made(documents, np.arange(len(documents)))
+        if not self._said:
+            self._said = self._say(losses, "data.path", f"the {len(documents)} examples read first, as of later ones")
+        return rows
+
+    def _say(self, losses: Losses, setting: str, of: str) -> bool:
+        if losses.cut or losses.left_out:
             _log.warning(
-                "data.max_length=%d cuts %d of %d examples; %d examples have nothing to learn and are left out",
-                self.max_length, longer, len(examples), len(examples) - len(kept),
+                "%s: data.max_length=%d cuts %d and %d tokens to learn with them, and leaves out %d without "
+                "anything to learn, of %s",
+                setting, self.max_length, losses.cut, losses.tokens, losses.left_out, of,
             )  # fmt: skip
-        return kept
+        return bool(losses.cut or losses.left_out)
+
+    def _made(self, documents: Documents, selected: Integers) -> tuple[Sequences, Losses]:
+        if self.pack == "wrapped":
+            return wrapped(documents, selected, self.max_length), Losses()
+        pieces, losses = pieces_of(documents, selected, self.max_length)
+        rows = packed(documents, pieces, self.max_length) if self.pack else one_by_one(documents, pieces)
+        return rows, losses
+
+    def _set_up_stream(self) -> None:
+        """Read what is held out, and note where the rest begins."""
+        training, validation = self.streams()
+        self._streamed = Reader(training)
+        if validation:
+            kept_back = Documents.from_examples(example for _, example in Reader(validation).read())
+            self._validation = self._sequences(kept_back, "data.validation_path")
+            return
+        first = list(islice(self._streamed.read(), self.validation_rows))
+        if first:
+            self._begin = first[-1][0]
+            kept_back = Documents.from_examples(example for _, example in first)
+            self._validation = self._sequences(kept_back, "data.path")

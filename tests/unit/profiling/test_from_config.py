@@ -96,6 +96,24 @@ def test_bytes_without_weights_equal_those_with_weights(family: str) -> None:
     assert all(block.launch_s > 0 for block in found.blocks)
 
 
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_bytes_of_packed_batches_equal_those_with_weights(attention: str) -> None:
+    """A mask of all pairs of tokens for every sequence, and positions of its own for each."""
+    config = load_model_config("smollm2-135m")
+    config.update({"hidden_size": 48, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2})
+    config._attn_implementation = attention
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).train()
+    batch = models.batch(model, padding=False)
+    batch["position_ids"] = (torch.arange(12) % 6).repeat(2, 1)
+    hardware = load_hardware("rtx-3060")
+    options = {"optimizer": torch.optim.AdamW, "device": "cpu", "hardware": hardware}
+    expected = profile(model, batch, **options, run=lambda b: model(**b).loss)
+    found = fake(config, packing=True, padding=False)
+    assert_same_bytes(found, expected)
+    rows = batch["input_ids"].numel() * batch["input_ids"].element_size()
+    assert found.shared_bytes >= fake(config, padding=False).shared_bytes + rows
+
+
 @pytest.mark.parametrize("family", sampling.some(models.FAMILIES, 3))
 def test_without_padding_at_most_a_mask_is_counted_that_is_not_there(family: str) -> None:
     """Whether a mask can be left out depends on numbers, which fake tensors do not have."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler, WeightedRandomSampler
 
-from lt_offload.finetune.data.loaders import ResumableBatches, ResumableLoader
-from lt_offload.finetune.data.packing import Sequences
+from lt_offload.finetune.data.batches.loaders import ResumableLoader
+from lt_offload.finetune.data.batches.order import ResumableBatches
 from lt_offload.strategy.checkpoint.data_order import Repeatable, repeatable
 
 pytestmark = pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
@@ -99,5 +99,5 @@ def test_a_loader_stays_what_it_is() -> None:
 
 def test_a_loader_that_keeps_its_place_is_left_alone() -> None:
     order = ResumableBatches(4, 2, seed=0)
-    loader = ResumableLoader(Sequences([]), batch_sampler=order, collate_fn=list)
+    loader: Any = ResumableLoader([], batch_sampler=order, collate_fn=list)  # type: ignore[arg-type]
     assert repeatable(loader) is loader

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import logging
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.formats import IGNORED
-from lt_offload.finetune.data.module import FineTuneData
+from lt_offload.finetune.data.module import FineTuneData, Pack
 from tests.support import tiny
 
 TEXT = "".join(chr(97 + i % 26) for i in range(1000))
@@ -27,6 +28,14 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
 def text(tmp_path: Path) -> str:
     (tmp_path / "text.txt").write_text(TEXT)
     return str(tmp_path / "text.txt")
+
+
+@pytest.fixture
+def rows(tmp_path: Path) -> str:
+    """Twenty texts that begin with their number, of different lengths."""
+    texts = [{"text": f"{number} " + TEXT[: 7 + 4 * (number * 7 % 9)]} for number in range(20)]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    return str(tmp_path / "rows.jsonl")
 
 
 @pytest.fixture
@@ -46,13 +55,60 @@ def made(tokenizer: str, **settings: Any) -> FineTuneData:
 def test_packed_text(tokenizer: str, text: str) -> None:
     data = made(tokenizer, path=text, max_length=50, batch_size=2, validation_share=0.25)
     training, validation = list(data.train_dataloader()), list(data.val_dataloader())
-    assert len(training) == 7  # 1001 tokens are 20 sequences, 15 of them for training
+    assert len(training) == 8  # 1001 tokens are 21 sequences that overlap by one, 16 of them for training
     assert [batch["input_ids"].shape for batch in validation] == [(2, 50), (2, 50), (1, 50)]
+    assert all(batch["labels"][:, 0].eq(IGNORED).all() for batch in training + validation)
+    heldout = [data.tokenizer.decode(ids) for batch in validation for ids in batch["input_ids"]]
+    assert heldout[:4] == [TEXT[i : i + 50] for i in range(16 * 49, 20 * 49, 49)]
+    assert heldout[4].startswith(TEXT[20 * 49 :] + "</s><pad>")
+    trained = {data.tokenizer.decode(ids) for batch in training for ids in batch["input_ids"]}
+    assert trained == {TEXT[i : i + 50] for i in range(0, 16 * 49, 49)}
+
+
+def test_running_text(tokenizer: str, text: str) -> None:
+    data = made(tokenizer, path=text, max_length=50, batch_size=2, validation_share=0.25, pack="wrapped")
+    training, validation = list(data.train_dataloader()), list(data.val_dataloader())
+    assert len(training) == 7  # 1000 letters are 20 sequences, 15 of them for training; an end alone is no sequence
+    assert all(sorted(batch) == ["input_ids", "labels"] for batch in training + validation)
     assert all(torch.equal(batch["input_ids"], batch["labels"]) for batch in training + validation)
     heldout = [data.tokenizer.decode(ids) for batch in validation for ids in batch["input_ids"]]
     assert "".join(heldout) == TEXT[750:1000]
-    trained = {data.tokenizer.decode(ids) for batch in training for ids in batch["input_ids"]}
-    assert trained < {TEXT[i : i + 50] for i in range(0, 750, 50)}
+
+
+def test_a_row_is_trained_or_held_out(tokenizer: str, alpaca: str) -> None:
+    """Whole rows, whatever they share a sequence with."""
+
+    def learned(batches: Any, data: FineTuneData) -> list[int]:
+        tokens = [data.tokenizer.decode(row[row != IGNORED]) for batch in batches for row in batch["labels"]]
+        return sorted(text.count("yes") for row in tokens for text in row.split("</s>") if text)
+
+    for pack in (True, False):
+        settings = {"path": alpaca, "format": "alpaca", "max_length": 600, "pack": pack, "validation_rows": 3}
+        data = made(tokenizer, **settings)
+        assert learned(data.train_dataloader(), data) == list(range(1, 10))
+        assert learned(data.val_dataloader(), data) == [10, 11, 12]
+        drawn = made(tokenizer, **settings, validation_seed=1)
+        kept_back = learned(drawn.val_dataloader(), drawn)
+        assert kept_back != [10, 11, 12]
+        assert sorted(kept_back + learned(drawn.train_dataloader(), drawn)) == list(range(1, 13))
+
+
+def test_workers_change_nothing(tokenizer: str, alpaca: str) -> None:
+    settings = {"path": alpaca, "format": "alpaca", "max_length": 600, "batch_size": 2, "validation_rows": 3}
+    alone, helped = made(tokenizer, **settings), made(tokenizer, **settings, num_workers=2)
+    for loader in ("train_dataloader", "val_dataloader"):
+        pairs = zip(getattr(alone, loader)(), getattr(helped, loader)(), strict=True)
+        assert all(left[key].equal(right[key]) for left, right in pairs for key in left)
+
+
+def test_like_lengths_need_less_padding(tokenizer: str, alpaca: str) -> None:
+    settings = {"path": alpaca, "format": "alpaca", "max_length": 600, "batch_size": 3, "validation_share": 0.0}
+
+    def padding(**more: Any) -> int:
+        data = made(tokenizer, pack=False, **settings, **more)
+        return sum(int((batch["attention_mask"] == 0).sum()) for batch in data.train_dataloader())
+
+    assert padding(group_by_length=True) < padding() / 2
 
 
 def test_padded_instructions(tokenizer: str, alpaca: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -77,12 +133,16 @@ def test_what_is_cut_is_said(tokenizer: str, alpaca: str, caplog: pytest.LogCapt
     assert "data.max_length=190 cuts" in caplog.text
     lengths = [int(batch["attention_mask"].sum()) for batch in data.train_dataloader()]
     assert max(lengths) == 190
-    assert f"{12 - len(lengths)} examples have nothing to learn" in caplog.text
+    whole = made(tokenizer, path=alpaca, format="alpaca", pack=False, max_length=600, validation_share=0.0)
+    learned = sum(int((batch["labels"] != IGNORED).sum()) for batch in whole.train_dataloader())
+    learned -= sum(int((batch["labels"] != IGNORED).sum()) for batch in data.train_dataloader())
+    assert f" and {learned} tokens to learn with them" in caplog.text
+    assert f"leaves out {12 - len(lengths)} without anything to learn, of 12 examples" in caplog.text
     assert all((batch["labels"] != IGNORED).any() for batch in data.train_dataloader())
 
 
-@pytest.mark.parametrize("pack", [True, False])
-def test_the_worst_case_is_as_large_as_batches_get(tokenizer: str, alpaca: str, pack: bool) -> None:
+@pytest.mark.parametrize("pack", [True, False, "wrapped"])
+def test_the_worst_case_is_as_large_as_batches_get(tokenizer: str, alpaca: str, pack: Pack) -> None:
     data = made(tokenizer, path=alpaca, format="alpaca", pack=pack, max_length=300, batch_size=2, validation_share=0.0)
     worst = data.worst_case_batch()
     for batch in data.train_dataloader():
@@ -99,7 +159,7 @@ def test_the_worst_case_is_as_large_as_batches_get(tokenizer: str, alpaca: str, 
 def test_own_validation_data(tokenizer: str, text: str, tmp_path: Path) -> None:
     (tmp_path / "held.txt").write_text("held out " * 30)
     data = made(tokenizer, path=text, validation_path=str(tmp_path / "held.txt"), max_length=50)
-    assert len(data.train_dataloader()) == 20
+    assert len(data.train_dataloader()) == 21
     batches = list(data.val_dataloader())
     assert data.tokenizer.decode(batches[0]["input_ids"][0]) == ("held out " * 30)[:50]
 
@@ -116,6 +176,14 @@ def test_pydoc_topics(tokenizer: str) -> None:
         ({"max_length": 1}, "data.max_length=1 is too small"),
         ({"batch_size": 0}, "data.batch_size=0 is too small"),
         ({"validation_share": 1.0}, "data.validation_share=1.0 is not a share"),
+        ({"validation_rows": -1}, "data.validation_rows=-1 is too small"),
+        ({"num_workers": -1}, "data.num_workers=-1 is too small"),
+        ({"group_by_length": True}, "data.group_by_length=true changes nothing with data.pack=true"),
+        ({"streaming": True}, r"set data\.validation_rows .* or give data\.validation_path"),
+        ({"streaming": True, "group_by_length": True, "pack": False}, "data.group_by_length=true needs the lengths"),
+        ({"streaming": True, "validation_rows": 0, "num_workers": 2}, "data.num_workers=2: with data.streaming=true"),
+        ({"stream_buffer": 0}, "data.stream_buffer=0 is too small"),
+        ({"group_by_length": True, "pack": "wrapped"}, "changes nothing with data.pack=wrapped"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
@@ -126,8 +194,10 @@ def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_length": 5000}, "do not fill one sequence of data.max_length=5000"),
-        ({"max_length": 50, "batch_size": 20}, "fewer than data.batch_size=20"),
+        ({"validation_rows": 30}, "data.validation_rows=30 is more than the 2 rows there are"),
+        ({"validation_rows": 2}, "or data.validation_rows, which holds out 2 sequences"),
+        ({"max_length": 5000}, "gives 0 training sequences of up to 5000 tokens"),
+        ({"max_length": 50, "batch_size": 21}, "fewer than data.batch_size=21"),
         ({"format": "alpaca"}, "no column 'instruction'"),
         ({"validation_path": "gone.txt"}, r"data\.validation_path='gone.txt' does not exist"),
     ],
@@ -162,10 +232,10 @@ class Recorder(LightningModule):
         self.asks = asks
         """Whether it asks for the number of steps, which makes Lightning set up the loaders before it restores them."""
         self.layer = nn.Linear(1, 1)
-        self.seen: list[list[int]] = []
+        self.seen: list[list[list[int]]] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        self.seen.append(batch["input_ids"][:, 0].tolist())
+        self.seen.append(batch["input_ids"].tolist())
         return self.layer(torch.ones(1)).sum()
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
@@ -177,26 +247,70 @@ class Recorder(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
+def run(
+    tokenizer: str, steps: int, *, asks: bool, ckpt: Path | None = None, **settings: Any
+) -> tuple[Recorder, Trainer]:
+    data = FineTuneData(tokenizer, **settings, batch_size=2, seed=5)
+    module = Recorder(asks)
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
+    trainer = Trainer(
+        accelerator="cpu", max_steps=steps, max_epochs=-1, enable_model_summary=False, log_every_n_steps=1, **quiet
+    )
+    trainer.fit(module, datamodule=data, ckpt_path=ckpt, weights_only=True)
+    return module, trainer
+
+
+MODES: dict[str, dict[str, Any]] = {
+    "packed": {},
+    "wrapped": {"pack": "wrapped"},
+    "padded": {"pack": False, "group_by_length": True},
+    "streamed": {"streaming": True, "validation_rows": 2, "stream_buffer": 6},
+    "streamed beside": {"streaming": True, "validation_rows": 1, "stream_buffer": 6, "num_workers": 1, "pack": False},
+}
+
+
 @pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:.*LeafSpec.*")
 @pytest.mark.filterwarnings("ignore:.*GPU available.*", "ignore:.*tensorboardX.*")
-@pytest.mark.parametrize("asks", [False, True])
-@pytest.mark.parametrize("stop", [3, 7, 9])
+@pytest.mark.parametrize(
+    ("mode", "asks", "stop"),
+    [
+        *[("packed", asks, stop) for asks in (False, True) for stop in (3, 7, 9)],
+        *[(mode, True, 4) for mode in ("wrapped", "padded", "streamed beside")],
+        *[("streamed", asks, stop) for asks in (False, True) for stop in (3, 9)],
+    ],
+)
 def test_lightning_resumes_in_the_middle_of_an_epoch(
-    tokenizer: str, text: str, tmp_path: Path, stop: int, asks: bool
+    tokenizer: str, rows: str, tmp_path: Path, mode: str, asks: bool, stop: int
 ) -> None:
-    def fit(steps: int, ckpt_path: Path | None = None) -> tuple[Recorder, Trainer]:
-        data = FineTuneData(tokenizer, path=text, max_length=50, batch_size=2, validation_share=0.25, seed=5)
-        module = Recorder(asks)
-        quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-        trainer = Trainer(
-            accelerator="cpu", max_steps=steps, max_epochs=-1, enable_model_summary=False, log_every_n_steps=1, **quiet
-        )
-        trainer.fit(module, datamodule=data, ckpt_path=ckpt_path, weights_only=True)
-        return module, trainer
-
-    whole, _ = fit(12)
-    begun, trainer = fit(stop)
+    settings = {"path": rows, "max_length": 50, "validation_share": 0.25} | MODES[mode]
+    whole, trainer = run(tokenizer, 12, asks=asks, **settings)
+    assert len(whole.seen) == 12
+    if "streaming" not in settings:
+        assert trainer.num_training_batches < 12
+    begun, trainer = run(tokenizer, stop, asks=asks, **settings)
     trainer.save_checkpoint(tmp_path / "stop.ckpt")
-    resumed, _ = fit(12, tmp_path / "stop.ckpt")
+    resumed, _ = run(tokenizer, 12, asks=asks, ckpt=tmp_path / "stop.ckpt", **settings)
     assert begun.seen + resumed.seen == whole.seen
-    assert len(whole.seen) == 12  # an epoch has 7 batches
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:.*max_epochs.*", "ignore:.*LeafSpec.*")
+def test_streaming_needs_an_end(tokenizer: str, rows: str) -> None:
+    with pytest.raises(ConfigError, match=r"data\.streaming=true has no end; set trainer\.max_steps"):
+        run(tokenizer, -1, asks=False, path=rows, streaming=True, validation_rows=0)
+
+
+def test_streams_hold_out_the_first_rows(tokenizer: str, rows: str) -> None:
+    first = made(tokenizer, path=rows, max_length=50, pack=False, streaming=True, validation_rows=3, batch_size=3)
+    expected = made(tokenizer, path=rows, max_length=50, pack=False, validation_rows=0, batch_size=3)
+    assert first.worst_case_batch().keys() == expected.worst_case_batch().keys()
+    [held_out] = first.val_dataloader()
+    trained = [
+        first.tokenizer.decode(ids) for batch in islice(first.train_dataloader(), 20) for ids in batch["input_ids"]
+    ]
+    named = [first.tokenizer.decode(ids).split()[0] for ids in held_out["input_ids"]]
+    assert named == ["0", "1", "2"]
+    assert {text.split()[0] for text in trained} == {str(number) for number in range(3, 20)}
+    beside = made(tokenizer, path=rows, max_length=50, streaming=True, validation_path=rows)
+    assert len(beside.val_dataloader()) == len(
+        made(tokenizer, path=rows, max_length=50, validation_rows=0).train_dataloader()
+    )

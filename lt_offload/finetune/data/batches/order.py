@@ -1,0 +1,100 @@
+"""The order of batches: it depends on seed and epoch only, and can be taken up in the middle of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Sampler
+
+from lt_offload.errors import ConfigError
+
+_BATCHES_TO_SORT = 50
+"""So many batches' rows are sorted by length together: like finds like, and chance still says who meets whom."""
+
+
+class ResumableBatches(Sampler[list[int]]):
+    """Indices of full batches, in another order in each epoch.
+
+    Lightning calls ``set_epoch`` before each epoch. The last batch is dropped if it is not full: every iteration has
+    the planned size. Which rows that concerns is up to chance, in each epoch anew.
+
+    Args:
+        count: rows.
+        batch_size: rows of a batch.
+        seed: of the order.
+        lengths: of the rows, if batches shall have rows of like lengths.
+    """
+
+    def __init__(self, count: int, batch_size: int, *, seed: int, lengths: NDArray[Any] | None = None) -> None:
+        self.count = count
+        self.batch_size = batch_size
+        self.seed = seed
+        self.grouped = lengths is not None
+        self.epoch = 0
+        self.position = 0
+        """Batches that training has been given in this epoch; the loader counts them."""
+        self._lengths = None if lengths is None else torch.as_tensor(lengths)
+        self._resume = False
+
+    def __len__(self) -> int:
+        return self.count // self.batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        # A generator: the epoch is read when the first batch is asked for, which is after Lightning has set it.
+        self.begin()
+        yield from self.batches()[self.position :]
+
+    def begin(self) -> None:
+        """Begin an epoch: at the position that was loaded, if it was and the epoch had not come to its end."""
+        if not self._resume or self.position >= len(self):
+            self.position = 0
+        self._resume = False
+
+    def batches(self) -> list[list[int]]:
+        """Return all batches of the epoch."""
+        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        order = torch.randperm(self.count, generator=generator)[: len(self) * self.batch_size]
+        if self._lengths is not None:
+            together = self.batch_size * _BATCHES_TO_SORT
+            parts = [order[begin : begin + together] for begin in range(0, len(order), together)]
+            order = torch.cat([part[self._lengths[part].argsort(stable=True)] for part in parts])
+            order = order.view(-1, self.batch_size)[torch.randperm(len(self), generator=generator)]
+        found: list[list[int]] = order.view(-1, self.batch_size).tolist()
+        return found
+
+    def set_epoch(self, epoch: int) -> None:
+        """Choose the order of the next epoch."""
+        self.epoch = epoch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return how far this epoch has come, and what the order depends on."""
+        return {"position": self.position, **{key: getattr(self, key) for key in _DEPENDS_ON}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Continue where ``state`` was taken.
+
+        Raises:
+            ConfigError: if the data, the batch size or the seed differ, so that another order would follow.
+        """
+        if "position" not in state:
+            raise ConfigError("the checkpoint is of a run with data.streaming=true; continue it with that setting")
+        check_continues(state, {key: getattr(self, key) for key in _DEPENDS_ON})
+        self.position = state["position"]
+        self._resume = True
+
+
+_DEPENDS_ON = ("count", "batch_size", "seed", "grouped")
+
+
+def check_continues(state: dict[str, Any], now: dict[str, Any]) -> None:
+    """Raise ``ConfigError`` if one of the settings that an order depends on is not what it was in ``state``."""
+    for key, value in now.items():
+        before = state.get(key, value)
+        if before != value:
+            raise ConfigError(
+                f"cannot continue in the middle of an epoch: {key} was {before}, now it is {value}"
+                "; use the settings of the run that wrote the checkpoint"
+            )

@@ -1,0 +1,194 @@
+"""What goes into each row of a batch: one document, several documents side by side, or a stretch of running text."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from lt_offload.finetune.data.batches.documents import Documents
+from lt_offload.finetune.data.formats import IGNORED
+
+Integers = NDArray[np.int64]
+Row = tuple[Tensor, Tensor, Tensor]
+"""Ids, labels and positions."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pieces:
+    """Parts of documents that are no longer than a row: piece ``i`` is the tokens from ``start[i]`` to ``stop[i]``."""
+
+    document: Integers
+    start: Integers
+    stop: Integers
+
+    @property
+    def lengths(self) -> Integers:
+        """Tokens of each piece."""
+        return self.stop - self.start
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+    def take(self, order: Integers) -> Pieces:
+        """Return the pieces numbered ``order``."""
+        return Pieces(document=self.document[order], start=self.start[order], stop=self.stop[order])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Losses:
+    """What does not come into rows because documents are longer than a row, or have nothing to learn."""
+
+    cut: int = 0
+    """Documents whose end is missing."""
+    tokens: int = 0
+    """Tokens to learn that are missing with it."""
+    left_out: int = 0
+    """Documents without any token to learn, or with none before the cut."""
+
+
+def pieces_of(documents: Documents, selected: Integers, length: int) -> tuple[Pieces, Losses]:
+    """Return the pieces of the ``selected`` documents, and what is not in any.
+
+    A document whose tokens are all learned is split if it is longer than ``length``. Each piece but the first begins
+    with the last token of the piece before: so every token of the document is predicted once. Where only responses are
+    learned, an end without its question teaches little, and a document is cut.
+    """
+    lengths = documents.lengths[selected]
+    learned, before_cut = (counts[selected] for counts in documents.trained(length))
+    split = (lengths > length) & (learned == lengths - 1)
+    cut = (lengths > length) & ~split
+    kept = np.where(cut, before_cut, learned) > 0
+    counts = np.where(kept, 1, 0)
+    counts[split] = -(-(lengths[split] - 1) // (length - 1))
+    owner = np.repeat(np.arange(len(selected)), counts)
+    number = np.arange(len(owner)) - np.repeat(np.cumsum(counts) - counts, counts)
+    start = number * (length - 1)
+    losses = Losses(
+        cut=int((cut & kept).sum()),
+        tokens=int((learned - before_cut)[cut].sum()),
+        left_out=int((~kept).sum()),
+    )
+    return Pieces(document=selected[owner], start=start, stop=np.minimum(start + length, lengths[owner])), losses
+
+
+def best_fit(lengths: Integers, capacity: int) -> list[list[int]]:
+    """Return bins of at most ``capacity``: the longest first, each into the fullest bin that has room for it.
+
+    Among bins with the same room the one that has had it for longest is taken. Ties between lengths keep their order.
+    """
+    waiting: list[deque[int]] = [deque() for _ in range(capacity + 1)]
+    rooms = 0  # bit n: there is a bin with room n; its lowest bit from n on is the fullest bin with room for n
+    bins: list[list[int]] = []
+    order = np.argsort(-lengths, kind="stable")
+    for item, length in zip(order.tolist(), lengths[order].tolist(), strict=True):
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            number = waiting[room].popleft()
+            if not waiting[room]:
+                rooms ^= 1 << room
+            bins[number].append(item)
+            room -= length
+        else:
+            number, room = len(bins), capacity - length
+            bins.append([item])
+        if room:
+            waiting[room].append(number)
+            rooms |= 1 << room
+    return bins
+
+
+class Sequences(Dataset[Row]):
+    """Rows of pieces, put together when they are asked for: item ``i`` is ``(ids, labels, positions)``.
+
+    Args:
+        documents: where the tokens are.
+        pieces: in the order of the rows.
+        ends: how many pieces the rows up to each one have together.
+        apart: whether a piece begins anew: with position 0, and with a token that is not predicted from the one before.
+    """
+
+    def __init__(self, documents: Documents, pieces: Pieces, ends: Integers, *, apart: bool) -> None:
+        self._documents = documents
+        self._pieces = pieces
+        self._begins = np.concatenate([np.zeros(1, np.int64), ends])
+        self._apart = apart
+        tokens = np.concatenate([np.zeros(1, np.int64), np.cumsum(pieces.lengths)])
+        self.lengths: Integers = np.diff(tokens[self._begins])
+        """Tokens of each row."""
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Row:
+        total = int(self.lengths[index])
+        ids, labels, positions = (np.empty(total, np.int64) for _ in range(3))
+        begin = 0
+        for document, start, stop in self.row(index):
+            end = begin + stop - start
+            ids[begin:end], labels[begin:end] = self._documents.piece(document, start, stop)
+            first = 0 if self._apart else begin
+            positions[begin:end] = np.arange(first, first + end - begin)
+            if self._apart:
+                labels[begin] = IGNORED
+            begin = end
+        return torch.from_numpy(ids), torch.from_numpy(labels), torch.from_numpy(positions)
+
+    def take(self, numbers: Integers) -> Sequences:
+        """Return the rows with these ``numbers``."""
+        counts = np.diff(self._begins)[numbers]
+        ends = np.cumsum(counts)
+        order = np.repeat(self._begins[numbers] - (ends - counts), counts) + np.arange(int(counts.sum()))
+        return Sequences(self._documents, self._pieces.take(order), ends, apart=self._apart)
+
+    def row(self, index: int) -> list[tuple[int, int, int]]:
+        """Return the pieces of a row, each as ``(document, start, stop)``."""
+        part = slice(int(self._begins[index]), int(self._begins[index + 1]))
+        columns = (self._pieces.document[part], self._pieces.start[part], self._pieces.stop[part])
+        return list(zip(*(column.tolist() for column in columns), strict=True))
+
+
+def one_by_one(documents: Documents, pieces: Pieces) -> Sequences:
+    """Return rows of one piece each."""
+    return Sequences(documents, pieces, np.arange(1, len(pieces) + 1), apart=True)
+
+
+def packed(documents: Documents, pieces: Pieces, length: int) -> Sequences:
+    """Return rows of at most ``length`` tokens with as many pieces as best fit finds room for."""
+    bins = best_fit(pieces.lengths, length)
+    order = np.fromiter((item for items in bins for item in items), np.int64)
+    return Sequences(
+        documents, pieces.take(order), np.cumsum([len(items) for items in bins], dtype=np.int64), apart=True
+    )
+
+
+def wrapped(documents: Documents, selected: Integers, length: int) -> Sequences:
+    """Return the selected documents as running text, cut into rows of ``length`` tokens; the last may be shorter.
+
+    Rows without anything to learn are left out.
+    """
+    stops = np.cumsum(documents.lengths[selected])
+    total = int(stops[-1]) if len(stops) else 0
+    # A piece ends where a document or a row does.
+    ends = np.unique(np.concatenate([stops, np.arange(length, total, length)]))
+    ends = ends[ends > 0]
+    begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])[: len(ends)]
+    owner = np.searchsorted(stops, begins, side="right")
+    offset = (stops - documents.lengths[selected])[owner]
+    pieces = Pieces(document=selected[owner], start=begins - offset, stop=ends - offset)
+    counts = np.unique(begins // length, return_counts=True)[1]
+    rows = Sequences(documents, pieces, np.cumsum(counts), apart=False)
+    learned = [number for number in range(len(rows)) if bool((rows[number][1][1:] != IGNORED).any())]
+    return rows.take(np.asarray(learned, np.int64))
+
+
+def bins_of(lengths: Sequence[int], length: int) -> list[list[int]]:
+    """Return which of the documents with these ``lengths``, none longer than ``length``, share a row when packed."""
+    return best_fit(np.asarray(lengths, np.int64), length)

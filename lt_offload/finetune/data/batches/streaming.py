@@ -1,0 +1,206 @@
+"""Batches of data that are read while training: shuffled and packed window by window, and taken up where a run stopped.
+
+A window is so many examples one after the other. What batches come of it depends on these, the seed and the number of
+the window only, so that a position is the place where its window begins and how many of its sequences are used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from lt_offload.errors import ConfigError
+from lt_offload.finetune.data.batches.documents import Documents
+from lt_offload.finetune.data.batches.order import check_continues
+from lt_offload.finetune.data.batches.packing import Row, Sequences
+from lt_offload.finetune.data.formats import Example
+
+Place = tuple[int, int]
+"""Number of a source, and how many of its rows have been read."""
+Placed = tuple[Place, Example]
+"""An example, and the place after it."""
+Position = dict[str, Any]
+Batch = dict[str, Tensor]
+
+
+class Readable(Protocol):
+    """Examples that can be read from any row on."""
+
+    def read(self, start: int = 0) -> Iterator[tuple[int, Example]]:
+        """Yield examples from row ``start`` on, each with the number of rows that are read by then."""
+        ...
+
+
+class Reader:
+    """Several sources, one after the other."""
+
+    def __init__(self, sources: Sequence[Readable]) -> None:
+        self._sources = sources
+
+    def read(self, place: Place = (0, 0)) -> Iterator[Placed]:
+        """Yield the examples from ``place`` on."""
+        first, start = place
+        for number in range(first, len(self._sources)):
+            for rows, example in self._sources[number].read(start):
+                yield (number, rows), example
+            start = 0
+
+
+class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
+    """Batches without end, each with the position after it: when the data are over, they begin again.
+
+    Args:
+        source: of examples.
+        begin: where training data begin; what is before is held out.
+        buffer: examples of a window.
+        batch_size: sequences of a batch.
+        sequences: puts the documents of a window into sequences.
+        collate: makes a batch of sequences.
+        seed: of the order within windows, which is another one in each pass over the data.
+        name: of the data, for errors.
+    """
+
+    def __init__(
+        self,
+        source: Reader,
+        *,
+        begin: Place,
+        buffer: int,
+        batch_size: int,
+        sequences: Callable[[Documents], Sequences],
+        collate: Callable[[Sequence[Row]], Batch],
+        seed: int,
+        name: str,
+    ) -> None:
+        self._source = source
+        self._sequences = sequences
+        self._collate = collate
+        self._name = name
+        self._buffer, self._batch_size, self._seed = buffer, batch_size, seed % 2**64
+        self.depends_on = {"seed": seed, "batch_size": batch_size, "buffer": buffer, "begin": list(begin)}
+        """Settings that decide what comes."""
+        self.start: Position = self._whole(0)
+        """Where the next pass over this object begins."""
+
+    def __iter__(self) -> Iterator[tuple[Position, Batch]]:
+        rows = self._rows(self.start)
+        while True:
+            some = list(islice(rows, self._batch_size))
+            yield some[-1][0], self._collate([row for _, row in some])
+
+    def _rows(self, position: Position) -> Iterator[tuple[Position, Row]]:
+        """Yield sequences without end, each with the position after it."""
+        while True:
+            some = False
+            for after, row in self._epoch(position):
+                some = True
+                yield after, row
+            if not some and position == self._whole(position["epoch"]):
+                raise ConfigError(
+                    f"{self._name} has no trainable tokens within data.max_length; raise data.max_length, lower "
+                    "data.validation_rows, or check data.format and the columns"
+                )
+            position = self._whole(position["epoch"] + 1)
+
+    def _epoch(self, position: Position) -> Iterator[tuple[Position, Row]]:
+        """Yield the rest of a pass over the data from ``position`` on."""
+        epoch, window, used = position["epoch"], position["window"], position["used"]
+        place: Place = tuple(position["place"])
+        examples = self._source.read(place)
+        while some := list(islice(examples, self._buffer)):
+            found = self._sequences(Documents.from_examples(example for _, example in some))
+            after = some[-1][0]
+            order = np.random.default_rng([self._seed, epoch, window]).permutation(len(found))
+            for number in range(used, len(order)):
+                here = {"epoch": epoch, "window": window, "place": list(place), "used": number + 1}
+                done = {"epoch": epoch, "window": window + 1, "place": list(after), "used": 0}
+                yield (done if number + 1 == len(order) else here), found[int(order[number])]
+            place, window, used = after, window + 1, 0
+
+    def _whole(self, epoch: int) -> Position:
+        return {"epoch": epoch, "window": 0, "place": self.depends_on["begin"], "used": 0}
+
+
+class StreamLoader:
+    """A loader of streamed batches whose position Lightning saves and restores with its checkpoints.
+
+    Args:
+        batches: what it gives.
+        count: how many batches Lightning shall take for an epoch; the next epoch goes on where it ends.
+        num_workers: 1 prepares batches in a process of its own.
+    """
+
+    def __init__(self, batches: StreamedBatches, *, count: int, num_workers: int = 0) -> None:
+        self._batches = batches
+        self._count = count
+        self._workers = num_workers
+        self._position = batches.start
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._batches.start = self._position
+        # A generator of its own, as other loaders have.
+        loader: DataLoader[Any] = DataLoader(
+            self._batches,
+            batch_size=None,
+            num_workers=self._workers,
+            collate_fn=_unchanged,
+            generator=torch.Generator(),
+        )
+        for position, batch in islice(loader, self._count):
+            self._position = position
+            yield batch
+
+    def state_dict(self) -> Position:
+        """Return the position after the last batch that was given, and what the order depends on."""
+        return self._position | {"depends_on": self._batches.depends_on}
+
+    def load_state_dict(self, state: Position) -> None:
+        """Continue where ``state`` was taken.
+
+        Raises:
+            ConfigError: if other batches would follow.
+        """
+        if "depends_on" not in state:
+            raise ConfigError("the checkpoint is of a run with data.streaming=false; continue it with that setting")
+        check_continues(state["depends_on"], self._batches.depends_on)
+        self._position = {key: value for key, value in state.items() if key != "depends_on"}
+
+
+def check_streaming(*, group_by_length: bool, num_workers: int, holds_out: bool) -> None:
+    """Raise ``ConfigError`` for settings that do not go with data that are read while training."""
+    if group_by_length:
+        raise ConfigError(
+            "data.group_by_length=true needs the lengths of all sequences, which data.streaming=true does not know; "
+            "set one of them to false, or data.pack=true, which needs no padding"
+        )
+    if num_workers > 1:
+        raise ConfigError(
+            f"data.num_workers={num_workers}: with data.streaming=true rows are read one after the other, by one "
+            "process; set it to 1 or 0"
+        )
+    if not holds_out:
+        raise ConfigError(
+            "data.streaming=true cannot hold out a share of rows that nobody has counted; set data.validation_rows to "
+            "the number of rows to hold out (0: none), or give data.validation_path"
+        )
+
+
+def batches_of(trainer: Any) -> int:
+    """Return how many batches ``trainer`` takes until it has made all of its steps."""
+    factors = [trainer.accumulate_grad_batches]
+    for callback in trainer.callbacks:
+        factors += getattr(callback, "scheduling", {}).values()
+    return int(max(trainer.max_steps, 1) * max(factors))
+
+
+def _unchanged(batch: Any) -> Any:
+    return batch
