@@ -22,7 +22,7 @@ import numpy as np
 
 from lt_offload import __version__
 from lt_offload.errors import ConfigError
-from lt_offload.finetune.data.columns import FormatChoice, Columns, find_columns
+from lt_offload.finetune.data.columns import Columns, FormatChoice, find_columns
 from lt_offload.finetune.data.formats import Encoder, Example
 from lt_offload.finetune.data.rows import Places, RowFault
 from lt_offload.finetune.data.sources import Source, first_row, rows_of

@@ -126,17 +126,16 @@ class Places:
     def __init__(self, path: str, setting: str, files: Sequence[Path]) -> None:
         self.path, self.setting, self.files = path, setting, files
         self.counts: list[int] = []
-        """Rows of each file, as far as they are known."""
+        """Rows of each file, of the first ones if not all are read yet."""
 
     def name(self, number: int) -> str:
         """Return the file and the row in it, counted from 1, of row ``number``, counted from 0."""
+        left = number
         for file, count in zip(self.files, self.counts, strict=False):
-            if number < count:
-                return f"{file.name} row {number + 1}"
-            number -= count
-        if len(self.files) > len(self.counts):
-            return f"{self.files[len(self.counts)].name} row {number + 1}"
-        return f"row {number + 1}"
+            if left < count:
+                return f"{file.name} row {left + 1}"
+            left -= count
+        return f"{self.files[0].name} row {number + 1}" if len(self.files) == 1 else f"row {number + 1}"
 
 
 def _open_text(file: Path) -> IO[str]:

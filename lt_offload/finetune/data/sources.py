@@ -73,13 +73,12 @@ class Source:
         if self.open is not None:
             yield from _failing_well(self.open(True), self.places)
             return
+        counts = self.places.counts = []
         for file in self.places.files:
-            count = 0
+            counts.append(0)
             for text in read_rows(file, self.kind, self.places.setting, whole=False):
+                counts[-1] += 1
                 yield _parsed(text)
-                count += 1
-            if len(self.places.counts) < len(self.places.files):
-                self.places.counts.append(count)
 
     def _read(self) -> Dataset:
         import pyarrow as pa

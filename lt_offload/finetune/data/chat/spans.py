@@ -20,6 +20,8 @@ from lt_offload.finetune.data.rows import RowFault
 
 _FIRST_MARK = 0xF0000
 _MARKS = re.compile("[\U000f0000-\U000fffff]")
+_MORE = {"tool_calls", "reasoning_content", "thinking", "reasoning"}
+"""Keys of messages that say more than their content."""
 _OTHER = "\U00100001"
 """A character that no text has, in a message that is changed."""
 
@@ -32,11 +34,13 @@ class Surroundings:
         header: what asks for the turn.
         opening: what follows that before the words.
         closing: what ends the turn.
+        next_ends: whether nothing ends a turn but the token that begins the next one.
     """
 
-    header: str
-    opening: str
-    closing: str
+    header: str = ""
+    opening: str = ""
+    closing: str = ""
+    next_ends: bool = False
 
 
 class Locator:
@@ -78,14 +82,16 @@ class Locator:
             {"role": "assistant", "content": "final"},
         ]
         try:
-            before, asking = self.template.render(messages[:1]), self.template.render(messages[:1], ask=True)
-            text = self.template.render(messages)
-            header = asking[len(before) :] if asking.startswith(before) else ""
-            begin, end = self._compared(Conversation(messages=messages), text, 1, Surroundings(header, "", ""))
+            before, text = self.template.render(messages[:1]), self.template.render(messages)
+            begin, end = self._compared(Conversation(messages=messages), text, 1, Surroundings())
         except RowFault:
-            return Surroundings("", "", "")
-        start = text.index("answer", begin)
-        return Surroundings(header, text[begin:start], text[start + len("answer") : end])
+            return Surroundings()
+        header = text[len(before) : begin] if text.startswith(before) else ""
+        start = text.find("answer", begin, end)
+        if start < 0:
+            return Surroundings(header)
+        closing = text[start + len("answer") : end]
+        return Surroundings(header, text[begin:start], closing, not closing and self._token_at(text, end) > 0)
 
     def _places(self, conversation: Conversation, text: str) -> dict[int, Span] | None:
         """Return where the words of each message are, without white space around them; None if that cannot be told.
@@ -131,7 +137,7 @@ class Locator:
         around = self.surroundings
         message = conversation.messages[turn]
         last = turn == len(conversation.messages) - 1
-        if places is not None and turn in places and not message.get("tool_calls"):
+        if places is not None and turn in places and not _MORE & message.keys():
             begin, end = places[turn]
             core = message["content"].strip()
             left, right = message["content"].split(core, 1) if core else ("", "")
@@ -150,72 +156,88 @@ class Locator:
     def _compared(self, conversation: Conversation, text: str, turn: int, around: Surroundings) -> Span:
         """Return where a turn is, from texts of shorter conversations, or of one in which it says something else."""
         messages, tools = conversation.messages, conversation.tools
-        begin = end = None
-        if turn:
-            asking = self._rendered(messages[:turn], tools, ask=True)
-            if asking is not None and text.startswith(asking):
-                begin = len(asking)
-        if turn == len(messages) - 1:
-            end = len(text)
-        else:
+        begin = self._asked(messages, tools, turn, text) if turn else None
+        end = len(text) if turn == len(messages) - 1 else None
+        until = None
+        if end is None:
             until = self._rendered(messages[: turn + 1], tools)
             if until is not None and text.startswith(until) and len(until) > (begin or 0):
-                end = len(until)
+                end = len(until) + (self._token_at(text, len(until)) if around.next_ends else 0)
         if begin is not None and end is not None:
             return begin, end
         words = self._changed(messages, tools, turn, text)
+        if begin is None and turn:
+            begin = self._partly_asked(messages, tools, turn, text, words[0])
         if begin is None:
-            begin = self._beginning(text, words, around)
+            before = self._changed(messages, tools, turn - 1, text)[1] if turn else 0
+            found = text.rfind(around.header, before, words[0]) if around.header else -1
+            begin = found + len(around.header) if found >= 0 else words[0]
+            if found < 0 and around.opening and text.endswith(around.opening, before, words[0]):
+                begin -= len(around.opening)
         if end is None:
-            until = self._rendered(messages[: turn + 1], tools)
             if until is None:
                 raise self._unclear(messages, turn)
             closing = until[self._changed(messages[: turn + 1], tools, turn, until)[1] :]
             common = commonprefix([closing, text[words[1] :]])
             if len(common) < len(closing):  # what ends the conversation is not what ends a turn in the middle
-                common = self._whole_tokens(text, words[1], common, around)
+                common = common[: self._whole_tokens(text, words[1], words[1] + len(common)) - words[1]]
             end = words[1] + len(common)
+            if not common:
+                end += self._token_at(text, end)
+            if self._changed(messages, tools, turn + 1, text)[0] < end:
+                raise self._unclear(messages, turn)
         if not begin <= words[0] <= words[1] <= end:
             raise self._unclear(messages, turn)
         return begin, end
 
-    def _beginning(self, text: str, words: Span, around: Surroundings) -> int:
-        before = around.header + around.opening
-        if before and text[: words[0]].endswith(before):
-            return words[0] - len(around.opening)
-        if around.header and (found := text.rfind(around.header, 0, words[0])) >= 0:
-            return found + len(around.header)
-        return words[0]
+    def _asked(self, messages: Sequence[Message], tools: Sequence[Message] | None, turn: int, text: str) -> int | None:
+        """Return where the prompt that asks for a turn ends in ``text``, None if ``text`` does not begin with it."""
+        asking = self._rendered(messages[:turn], tools, ask=True)
+        return len(asking) if asking is not None and text.startswith(asking) else None
 
-    def _whole_tokens(self, text: str, start: int, common: str, around: Surroundings) -> str:
-        """Return ``common``, which follows ``start``, without a special token that begins in it and ends behind it."""
-        end = start + len(common)
+    def _partly_asked(
+        self, messages: Sequence[Message], tools: Sequence[Message] | None, turn: int, text: str, words: int
+    ) -> int | None:
+        """Return where what a prompt and ``text`` both say ends, before ``words``, if earlier turns are the same.
+
+        The prompt may say more than the conversation, as an opening of thoughts where those of earlier turns are left
+        out.
+        """
+        before, asking = self._rendered(messages[:turn], tools), self._rendered(messages[:turn], tools, ask=True)
+        if before is None or asking is None or not (asking.startswith(before) and text.startswith(before)):
+            return None
+        start = len(before)
+        end = min(start + len(commonprefix([asking[start:], text[start:]])), words)
+        return min(self._whole_tokens(text, start, end), self._whole_tokens(asking, start, end))
+
+    def _token_at(self, text: str, position: int) -> int:
+        """Return the length of the special token at ``position``, 0 if there is none."""
+        return max((len(token) for token in self.template.tokens if text.startswith(token, position)), default=0)
+
+    def _whole_tokens(self, text: str, start: int, end: int) -> int:
+        """Return ``end``, or where a special token begins that lies on both sides of it."""
         for token in self.template.tokens:
             for begin in range(max(start, end - len(token) + 1), end):
                 if text.startswith(token, begin):
-                    end = begin
-                    break
-        return text[start:end]
+                    return begin
+        return end
 
     def _changed(self, messages: Sequence[Message], tools: Sequence[Message] | None, turn: int, text: str) -> Span:
         """Return which part of ``text`` is another one if the message ``turn`` says something else."""
-        spoken = {key: value for key, value in messages[turn].items() if key != "tool_calls"} | {"content": _OTHER}
-        called = messages[turn].get("tool_calls")
-        others = [spoken]
-        if called:  # a result without a call may be refused
-            others.append(
-                messages[turn]
-                | {"tool_calls": [call | {"function": call["function"] | {"name": _OTHER}} for call in called]}
-            )
+        message = messages[turn]
+        others = [{key: value for key, value in message.items() if key != "tool_calls"} | {"content": _OTHER}]
+        if message.get("tool_calls"):  # a result without a call may be refused, or written in another way
+            others.append(message | {"tool_calls": [_changed_call(call) for call in message["tool_calls"]]})
+        first, last = len(text), None
         for other in others:
             written = self._rendered([*messages[:turn], other, *messages[turn + 1 :]], tools)
             if written is not None and _OTHER in written:
-                break
-        else:
+                same = len(commonprefix([text, written]))
+                first = min(first, same)
+                last = len(text) - len(commonprefix([text[same:][::-1], written[same:][::-1]]))
+        if last is None:
             raise self._unclear(messages, turn)
-        first = len(commonprefix([text, written]))
-        rest = len(commonprefix([text[first:][::-1], written[first:][::-1]]))
-        return first, len(text) - rest
+        return first, last
 
     def _rendered(
         self, messages: Sequence[Message], tools: Sequence[Message] | None, *, ask: bool = False
@@ -242,6 +264,12 @@ class Locator:
             "which it cannot be told apart from the rest; set data.train_on=all or another data.template, or mark "
             "answers in the template with {% generation %}"
         )
+
+
+def _changed_call(call: Message) -> Message:
+    arguments = call["function"]["arguments"]
+    other = f'{{"{_OTHER}": "{_OTHER}"}}' if isinstance(arguments, str) else {_OTHER: _OTHER}
+    return call | {"function": call["function"] | {"arguments": other}}
 
 
 def _left_out(messages: Sequence[Message], number: int, template: ChatTemplate) -> RowFault:

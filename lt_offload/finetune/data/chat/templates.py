@@ -250,7 +250,8 @@ def _adapted(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[
         notes.append(
             f"data.template={name}: this tokenizer has no token {end}, turns end with {tokenizer.eos_token} instead"
         )
-    tokens = sorted(set(re.findall(r"<\|?\w+\|?>", text)) - vocabulary.keys() - _tags(text))
+    written = re.sub(r"\{#.*?#\}", "", text, flags=re.DOTALL)
+    tokens = sorted(set(re.findall(r"<\|?\w+\|?>", written)) - vocabulary.keys() - _tags(text))
     if tokens:
         notes.append(
             f"data.template={name}: this tokenizer has no token for {', '.join(tokens)}; they are split like other text"
