@@ -177,14 +177,20 @@ def _overlapping(run: Setup) -> str | None:
 @limit(
     "quantized weights",
     "model",
-    why="their scales do not travel with them",
-    instead="load the model in bfloat16; weights that do not fit are streamed",
+    why="the scales of most do not travel with them; those of bitsandbytes' 4 bits do, once quantized and frozen",
+    instead="load the model in bfloat16, or in 4 bits (load_in_4bit=True, model.quantize=nf4); weights that do not fit "
+    "are streamed",
     training_only=False,
 )
 def _quantized(run: Setup) -> str | None:
     for name, parameter in _parameters(run):
-        if type(parameter).__name__ in {"Params4bit", "Int8Params"}:
-            return f"quantized parameter {name} ({type(parameter).__name__})"
+        kind, state = type(parameter).__name__, getattr(parameter, "quant_state", None)
+        if kind == "Int8Params":
+            return f"parameter {name} of 8 bits ({kind})"
+        if kind == "Params4bit" and state is None:
+            return f"parameter {name} ({kind}), which no .to(device) has quantized yet"
+        if kind == "Params4bit" and getattr(state, "packing_format_for_cpu", False):
+            return f"parameter {name} ({kind}), which a call in evaluation mode has packed for CPUs"
     return None
 
 

@@ -1,6 +1,6 @@
 """An exact account of the bytes of tensors, where no device allocator keeps one: storages are charged until they die.
 
-What a kernel allocates for itself and does not return (workspaces) cannot be seen from here.
+What a kernel allocates for itself and does not return cannot be seen from here; ``workspaces.py`` says it of some.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_offload.errors import OverBudget
 from lt_offload.machine.dispatch import show_buffers, unseen_by_dynamo
+from lt_offload.machine.workspaces import Workspace, workspace
 from lt_offload.units import format_bytes
 
-_MAKES: dict[int, tuple[bool, Any]] = {}
-"""By the identity of an operation, whether its results may have storages of their own, and the operation, which has to
-live. Its own hash takes Python code at every look-up."""
+_MAKES: dict[int, tuple[bool, Any, Workspace | None]] = {}
+"""By the identity of an operation, whether its results may have storages of their own, the operation, which has to
+live, and its workspace. Its own hash takes Python code at every look-up."""
 
 
 class _Charge(weakref.ref[torch.UntypedStorage]):
@@ -150,12 +151,14 @@ class Account(TorchDispatchMode):
         out = func(*args, **kwargs) if kwargs else func(*args)
         known = _MAKES.get(id(func))
         if known is None:
-            known = _MAKES[id(func)] = _makes_storages(func), func
+            known = _MAKES[id(func)] = _makes_storages(func), func, workspace(func)
         if known[0]:
             for tensor in (out,) if type(out) is torch.Tensor else tensors_in(out):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._live and self._device_type in (None, tensor.device.type):
                     self._meet(storage, func, _given(args, kwargs))
+                    if known[2] is not None:
+                        self._pass(known[2](args, kwargs or {}), func)
         return out
 
     def _meet(self, storage: torch.UntypedStorage, func: Any, given: list[torch.Tensor]) -> None:
@@ -167,6 +170,24 @@ class Account(TorchDispatchMode):
                 break
         self._charge(storage, free=free, cause=func)
 
+    def _pass(self, nbytes: int, func: Any) -> None:
+        """Charge and discharge what an operation has taken beside its result until it returned."""
+        with self._lock:
+            self._check(nbytes, func)
+            self._peak = max(self._peak, self._current + nbytes)
+            if self._timeline is not None:
+                self._timeline += [(self._serial, nbytes), (self._serial, -nbytes)]
+                self._serial += 1
+
+    def _check(self, nbytes: int, cause: object) -> None:
+        """Raise ``OverBudget`` if ``nbytes`` more would pass the limit."""
+        if self.limit is not None and self._current + nbytes > self.limit:
+            what = f"a tensor of shape {tuple(cause.shape)}" if isinstance(cause, torch.Tensor) else cause
+            raise OverBudget(
+                f"{what} needs {format_bytes(nbytes)} ({nbytes} bytes) of {self._what}, but "
+                f"{format_bytes(self._current)} of {format_bytes(self.limit)} ({self.limit} bytes) are in use"
+            )
+
     def _charge(self, storage: torch.UntypedStorage, *, free: bool, cause: object) -> None:
         # The address of the storage: valid as a key only while it lives, so the weak reference's callback removes it.
         key = storage._cdata
@@ -176,12 +197,7 @@ class Account(TorchDispatchMode):
             if self._dead:
                 self._take_off_dead()
             nbytes = 0 if free else storage.nbytes()
-            if self.limit is not None and self._current + nbytes > self.limit:
-                what = f"a tensor of shape {tuple(cause.shape)}" if isinstance(cause, torch.Tensor) else cause
-                raise OverBudget(
-                    f"{what} needs {format_bytes(nbytes)} ({nbytes} bytes) of {self._what}, but "
-                    f"{format_bytes(self._current)} of {format_bytes(self.limit)} ({self.limit} bytes) are in use"
-                )
+            self._check(nbytes, cause)
             charge = _Charge(storage, self._discharge)
             charge.key, charge.nbytes, charge.serial = key, nbytes, self._serial
             self._serial += 1

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from lt_offload.errors import ModelError
+from lt_offload.model.quantized import named_tensors, prepare, tables, tensors_of
 from lt_offload.model.snapshot import untouched
 from lt_offload.schema.profile import BlockKind
 
@@ -35,9 +36,10 @@ class Structure:
 
     blocks: tuple[Block, ...]
     tensors: tuple[tuple[str, nn.Parameter], ...]
-    """Every parameter of a block with its first name in ``named_parameters()``, tied ones once, by first use."""
+    """Every parameter of a block with its first name in ``named_parameters()``, tied ones once, by first use. A weight of
+    four bits is followed by its scales."""
     rest: tuple[tuple[str, nn.Parameter], ...]
-    """Parameters outside all blocks; they stay on the device."""
+    """Parameters outside all blocks, and small tables of weights of four bits; they stay on the device."""
     owner: nn.Module | None = None
     """The Hugging Face model that names the last block as its output projection; it computes the loss from that."""
 
@@ -255,14 +257,15 @@ def _structure(
     model: nn.Module, owner: nn.Module | None, modules: Iterable[tuple[str, nn.Module, BlockKind]]
 ) -> Structure:
     """Number the parameters by first use."""
-    names = {parameter: name for name, parameter in model.named_parameters()}
+    prepare(model)
+    names = {tensor: name for name, tensor in named_tensors(model)}
     indices: dict[nn.Parameter, int] = {}
     blocks = tuple(
         Block(
             name=name,
             module=module,
             kind=kind,
-            tensors=tuple(indices.setdefault(parameter, len(indices)) for parameter in module.parameters()),
+            tensors=tuple(indices.setdefault(parameter, len(indices)) for parameter in tensors_of(module)),
         )
         for name, module, kind in modules
     )
@@ -275,6 +278,7 @@ def _structure(
 
 
 def _rest(model: nn.Module, used: set[nn.Parameter]) -> Iterator[tuple[str, nn.Parameter]]:
-    for name, parameter in model.named_parameters():
-        if parameter not in used:
-            yield name, parameter
+    for name, tensor in named_tensors(model):
+        if tensor not in used:
+            yield name, tensor
+    yield from tables(model)

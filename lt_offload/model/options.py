@@ -33,6 +33,7 @@ SMALL = 1024
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default})
+_OTHER_PRODUCTS = frozenset({"bitsandbytes::gemm_4bit"})
 _ATTENTION = frozenset(
     {
         _aten._scaled_dot_product_flash_attention.default,
@@ -51,7 +52,7 @@ def is_costly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     returns, so that a cached result would not reach it. And none draws random numbers: with some draws cached and
     others repeated, the repeated ones would come from another point of the generator's stream.
     """
-    if func in _PRODUCTS:
+    if func in _PRODUCTS or func._schema.name in _OTHER_PRODUCTS:
         return True
     return func in _ATTENTION and not _argument(func, "dropout_p", args, kwargs)
 

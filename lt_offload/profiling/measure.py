@@ -32,6 +32,7 @@ from lt_offload.model.calls import plainly
 from lt_offload.model.compiled import forget_compiled, is_compiled
 from lt_offload.model.head import HeadLoss
 from lt_offload.model.parts import check_micro_batches
+from lt_offload.model.quantized import tensors_of
 from lt_offload.model.snapshot import untouched
 from lt_offload.profiling.block_cost import BlockCost, discard, measure_block, measure_with_loss, storage_bytes
 from lt_offload.profiling.capture import Capture, Run, Tail, capture
@@ -198,13 +199,13 @@ def _trial(model: nn.Module, sample_batch: Any, device: torch.device, **others: 
 
 def _stage(device: torch.device, module: nn.Module) -> AbstractContextManager[None]:
     """Have the parameters of ``module`` on ``device``."""
-    return _staged(module.parameters(), device)
+    return _staged(tensors_of(module), device)
 
 
 def _with_model(machine: HardwareProfile, model: nn.Module, optimizer: Optimizer) -> HardwareProfile:
     """Return ``machine`` with the RAM that weights and optimizer states take already: plans count them once more."""
     states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
-    on_host = storage_bytes(tensor for tensor in (*model.parameters(), *states) if tensor.device.type == "cpu")
+    on_host = storage_bytes(tensor for tensor in (*tensors_of(model), *states) if tensor.device.type == "cpu")
     memory = psutil.Process().memory_info()
     # What is mapped from files counts as free.
     held = max(0, min(on_host, memory.rss - getattr(memory, "shared", 0)))
@@ -339,7 +340,7 @@ def _block_costs(captured: Capture, device: torch.device, meter: Meter, say: Pro
     for call in captured.calls:
         if id(call) not in known:
             say(f"measuring {type(call.module).__name__} ({len(known) + 1} of {distinct} kinds of blocks)")
-            with _staged(call.module.parameters(), device):
+            with _staged(tensors_of(call.module), device):
                 known[id(call)] = measure_block(call, meter, once=id(call) not in repeatable)
     return [known[id(call)] for call in captured.calls]
 
@@ -350,7 +351,7 @@ def _costs_with_loss(captured: Capture, device: torch.device, meter: Meter, say:
     for name, call in captured.with_loss.items():
         say(f"measuring {type(call.module).__name__} ({name})")
         assert isinstance(call.module, HeadLoss)
-        with _staged(call.module.parameters(), device):
+        with _staged(tensors_of(call.module), device):
             found.append(measure_with_loss(call, name, call.module.chunk, meter))
     return found
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from lt_offload.machine.accounting import Account, tensors_in
+from lt_offload.machine.workspaces import workspace
 from lt_offload.schema.profile import HardwareProfile
 
 LAUNCH_SECONDS = 1e-5
@@ -111,6 +112,10 @@ class Roofline(TorchDispatchMode):
             if func in _GATHERS:  # reads as many rows of its table as it returns
                 read = [*read[1:], *written]
             traffic = sum(tensor.nbytes for tensor in (*read, *written))
+            own = workspace(func)
+            if own is not None:  # written, and read again
+                traffic += 2 * own(args, kwargs or {})
+                read = [args[0]]  # multiplies in the dtype of that, whatever it is given beside it
             work = self._flops(func, args, kwargs or {}, out) / self._rate(read)
             self.traffic += traffic
             self._seconds += max(work, traffic / self._memory_rate)
@@ -137,6 +142,8 @@ class Roofline(TorchDispatchMode):
             return _attention(*(tensor.shape for tensor in args[:3]))
         if func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
             return _attention_backward(*(tensor.shape for tensor in args[:4]))
+        if func._schema.name == "bitsandbytes::gemm_4bit":
+            return 2.0 * out.numel() * args[0].shape[-1]
         count = flop_registry.get(func._overloadpacket)
         return float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
 
