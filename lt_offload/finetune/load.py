@@ -62,6 +62,7 @@ def load_model(
     dtype: Dtype = "float32",
     attention: Attention | None = None,
     dropout: float | None = None,
+    as_stored: bool = False,
 ) -> PreTrainedModel:
     """Return model ``name`` in host memory, in training mode.
 
@@ -72,6 +73,7 @@ def load_model(
         dtype: of the weights.
         attention: implementation of attention; None: the fastest that the architecture has.
         dropout: if not None, replaces every dropout probability of the configuration.
+        as_stored: pretrained weights have the dtype of their file, so that it may stay where they are.
 
     Raises:
         ConfigError: if the model cannot be had.
@@ -87,6 +89,10 @@ def load_model(
         set_dropout(config, dropout)
     config.use_cache = False
     options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+    if as_stored and init == "pretrained":
+        options["dtype"] = "auto"
+        if hasattr(config, "quantization_config"):  # it would go to a GPU whole
+            options["device_map"] = "cpu"
     if attention is not None:
         options["attn_implementation"] = attention
     if init == "random":

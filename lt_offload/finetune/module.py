@@ -20,6 +20,7 @@ from lt_offload.finetune import load
 from lt_offload.finetune.data.batches.attention import check_packing
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.export import continuation
+from lt_offload.finetune.quantize import Quantize, check_quantize, check_stored, quantized
 from lt_offload.model.blocks import find_blocks
 from lt_offload.optim import AdamW
 
@@ -67,6 +68,8 @@ class FineTune(LightningModule):
         dropout: replaces every dropout probability of the model; null leaves them as they are.
         compile_blocks: compile every layer by itself with ``torch.compile``.
         lora: adapters to train instead of the model; null trains everything.
+        quantize: ``nf4`` keeps the layers under the adapters in four bits (QLoRA, with bitsandbytes), unpacked to
+            ``dtype`` where they compute; null keeps them in ``dtype``.
         optimizer: which one.
         master_weights: for bfloat16 weights and ``adamw``: update fp32 copies of them, with fp32 states, so that small
             steps are not rounded away. They stay where updates run (16 instead of 8 bytes per weight in all), and
@@ -92,6 +95,7 @@ class FineTune(LightningModule):
         dropout: float | None = None,
         compile_blocks: bool = False,
         lora: LoraArgs | None = None,
+        quantize: Quantize | None = None,
         optimizer: OptimizerName = "adamw",
         master_weights: bool = False,
         stochastic_rounding: bool = False,
@@ -107,6 +111,7 @@ class FineTune(LightningModule):
             raise ConfigError(f"model.lr={lr} is not positive and finite; choose a number such as 1e-5")
         if lora is not None and lora.r < 1:
             raise ConfigError(f"model.lora.r={lora.r} is too small; it must be at least 1")
+        check_quantize(quantize, lora=lora, compiled=compile_blocks)
         if master_weights and stochastic_rounding:
             raise ConfigError(
                 "model.stochastic_rounding=true does without the copies that model.master_weights=true keeps; set one "
@@ -123,6 +128,7 @@ class FineTune(LightningModule):
         self.dropout = dropout
         self.compile_blocks = compile_blocks
         self.lora = lora
+        self.quantize: Quantize | None = quantize
         self.optimizer: OptimizerName = optimizer
         self.master_weights = master_weights
         self.stochastic_rounding = stochastic_rounding
@@ -160,14 +166,20 @@ class FineTune(LightningModule):
 
     def build(self, *, init: load.Init | None = None) -> nn.Module:
         """Return the model with its adapters and compiled blocks, in training mode; ``init`` instead of the setting."""
+        architecture, init = self.architecture if init in (None, self.init) else None, init or self.init
+        if init == "pretrained":
+            check_stored(load.load_config(self.name), self.quantize)
         model: nn.Module = load.load_model(
             self.name,
-            architecture=self.architecture if init in (None, self.init) else None,
-            init=init or self.init,
+            architecture=architecture,
+            init=init,
             dtype=self.model_dtype,
             attention=self.attention,
             dropout=self.dropout,
+            as_stored=self.quantize is not None,
         )
+        if self.quantize is not None:
+            model = quantized(model, getattr(torch, self.model_dtype))
         if self.lora is not None:
             model = add_lora(model, self.lora)
         if self.compile_blocks:

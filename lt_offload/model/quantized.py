@@ -8,11 +8,21 @@ the weights, and a kilobyte), and stay on the device with what else lies outside
 
 from __future__ import annotations
 
+import importlib
+import logging
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+
+from lt_offload.errors import ConfigError
+
+BLOCK = 64
+"""Numbers that share a scale."""
+SCALES = 256
+"""Scales that share a scale."""
 
 NamedTensor = tuple[str, nn.Parameter]
 
@@ -110,3 +120,125 @@ def _save_weights() -> None:
 
     functions.MatMul4Bit = MatMul4Bit
 
+
+def check_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
+    """Return the layers of ``model`` that become layers of four bits.
+
+    Raises:
+        ConfigError: if most of its matrices are no ``nn.Linear``, or one has rows that are no multiple of a block.
+    """
+    layers = list(_linear(model))
+    outside = {id(parameter) for parameter in _kept(model)} | {id(layer.weight) for _, layer in layers}
+    others = [
+        (name, p) for name, p in model.named_parameters() if p.ndim > 1 and id(p) not in outside and not is_packed(p)
+    ]
+    done = sum(layer.weight.numel() for _, layer in layers) + sum(2 * m.weight.numel() for _, m in packed_layers(model))
+    if sum(p.numel() for _, p in others) >= done:
+        name, largest = max(others, key=lambda item: item[1].numel(), default=("none", None))
+        kind = type(model.get_submodule(name.rpartition(".")[0])).__name__ if largest is not None else "nothing"
+        raise ConfigError(
+            f"quantize='nf4': most weights of {type(model).__name__} are no nn.Linear (the largest, {name}, is in a "
+            f"{kind}); leave it unset, or use a model whose layers are"
+        )
+    for name, layer in layers:
+        if layer.in_features % BLOCK:
+            raise ConfigError(
+                f"quantize='nf4': {name} has rows of {layer.in_features} numbers, which is no multiple of the "
+                f"{BLOCK} that share a scale; leave it unset"
+            )
+    return layers
+
+
+def empty_layer(layer: nn.Linear, dtype: torch.dtype) -> Any:
+    """Return a layer of four bits of the size of ``layer``, with a weight that is yet to be given."""
+    layer_class = bitsandbytes().nn.Linear4bit
+    with torch.device("meta"):
+        return layer_class(
+            layer.in_features, layer.out_features, layer.bias is not None, compute_dtype=dtype, quant_type="nf4"
+        )
+
+
+def without_memory(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Let the layers of ``model``, which is on the meta device, have weights of four bits there; return it.
+
+    Raises:
+        ConfigError: see :func:`check_layers`.
+    """
+    bnb = bitsandbytes()
+    for name, layer in check_layers(model):
+        numbers, new = layer.weight.numel(), empty_layer(layer, dtype)
+        with torch.device("meta"):
+            scales = torch.empty(-(-numbers // BLOCK), dtype=torch.uint8)
+            nested = bnb.functional.QuantState(
+                torch.empty(-(-scales.numel() // SCALES)), code=torch.empty(256), blocksize=SCALES, dtype=torch.float32
+            )
+            state = bnb.functional.QuantState(
+                scales,
+                shape=layer.weight.shape,
+                code=torch.empty(16),
+                blocksize=BLOCK,
+                quant_type="nf4",
+                dtype=dtype,
+                offset=torch.empty(()),
+                state2=nested,
+            )
+            packed = torch.empty((numbers + 1) // 2, 1, dtype=torch.uint8)
+        new.weight = bnb.nn.Params4bit(packed, quant_state=state, quant_type="nf4", bnb_quantized=True, module=new)
+        new.quant_state = state
+        new.bias = layer.bias
+        model.set_submodule(name, new.train(layer.training))
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]
+    return model
+
+
+def replace_tables(state: Any, by: Callable[[Tensor], Any]) -> None:
+    """Let every tensor of the quantisation state ``state`` be what ``by`` returns for it."""
+    state.absmax, state.code = by(state.absmax), by(state.code)
+    if state.nested:
+        state.offset, state.state2.absmax, state.state2.code = map(
+            by, (state.offset, state.state2.absmax, state.state2.code)
+        )
+
+
+def bitsandbytes() -> Any:
+    """Return the package.
+
+    Raises:
+        ConfigError: if it is not installed.
+    """
+    # It says at warning level which CPU kernels are not installed; ours are few and are not these.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    try:
+        return importlib.import_module("bitsandbytes")
+    except ImportError:
+        raise ConfigError("quantize='nf4' needs the package bitsandbytes: pip install bitsandbytes") from None
+
+
+def is_packed(parameter: object) -> bool:
+    """Return whether ``parameter`` is a weight of four bits."""
+    return getattr(parameter, "quant_state", None) is not None
+
+
+def packed_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Yield the layers of four bits in ``model``, by name."""
+    for name, module in model.named_modules():
+        if is_packed(module._parameters.get("weight")):
+            yield name, module
+
+
+def _kept(model: nn.Module) -> Iterator[nn.Parameter]:
+    """Yield the parameters of embeddings and of the output projection."""
+    for getter in ("get_input_embeddings", "get_output_embeddings"):
+        found = getattr(model, getter, lambda: None)()
+        if isinstance(found, nn.Module):
+            yield from found.parameters()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            yield from module.parameters()
+
+
+def _linear(model: nn.Module) -> Iterator[tuple[str, nn.Linear]]:
+    kept = {id(parameter) for parameter in _kept(model)}
+    for name, module in model.named_modules():
+        if type(module) is nn.Linear and id(module.weight) not in kept:
+            yield name, module

@@ -21,6 +21,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW
 
 from lt_offload.errors import ConfigError
 from lt_offload.model.blocks import find_blocks
+from lt_offload.model.quantized import is_packed, replace_tables, without_memory
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import assemble, check_samples, measure_blocks
 from lt_offload.profiling.meters import Roofline
@@ -50,6 +51,7 @@ def profile_config(
     hardware: str | Path | HardwareProfile,
     optimizer: str | OptimizerFactory = "adamw",
     lora: Mapping[str, Any] | None = None,
+    quantize: str | None = None,
     padding: bool = True,
     packing: bool = False,
     blocks: str | None = None,
@@ -68,6 +70,8 @@ def profile_config(
         hardware: a machine, the name of a shipped description, or a YAML file.
         optimizer: ``adamw``, ``adam``, ``sgd`` (fused) or ``adafactor``, or what makes one from a list of parameters.
         lora: arguments of ``peft.LoraConfig``, e.g. ``{"r": 8}``; None: all parameters are trained.
+        quantize: ``"nf4"`` for layers of four bits that are not trained (bitsandbytes), under ``lora``; None: all weights
+            are of ``dtype``.
         padding: whether batches are padded, so that attention gets a mask.
         packing: whether sequences hold several documents, which positions that begin again tell apart, so that
             attention gets a mask of all pairs of tokens.
@@ -76,8 +80,8 @@ def profile_config(
         on_progress: is told what is being done.
 
     Raises:
-        ConfigError: if the configuration, hardware, dtype, optimizer, sequence length or ``micro_batches`` cannot be
-            used.
+        ConfigError: if the configuration, hardware, dtype, optimizer, sequence length, ``quantize`` or
+            ``micro_batches`` cannot be used.
         ModelError: if the model has no block sequence.
     """
     say = on_progress or (lambda _message: None)
@@ -86,13 +90,17 @@ def profile_config(
         if name is not None and name not in machine.flops_per_s:
             known = ", ".join(machine.flops_per_s)
             raise ConfigError(f"{setting}={name!r}: {machine.name} has figures for {known} only")
+    if quantize not in (None, "nf4"):
+        raise ConfigError(f"quantize={quantize!r} is not known; use 'nf4', or leave it unset")
+    if quantize is not None and lora is None:
+        raise ConfigError(f"quantize={quantize!r} needs lora, e.g. {{'r': 8}}, as weights of four bits are never trained")
     factory = _optimizer_factory(optimizer)
     model_config = load_model_config(config)
     longest = getattr(model_config, "max_position_embeddings", None)
     if longest is not None and sequence_length > longest:
         raise ConfigError(f"sequence_length={sequence_length} is longer than the model's {longest} positions")
     say("building the model without weights")
-    model = _build(model_config, getattr(torch, dtype), lora)
+    model = _build(model_config, getattr(torch, dtype), lora, quantize=quantize is not None)
     with FakeTensorMode():
         _make_fake(model)
         batch = _batch(batch_size, sequence_length, padding=padding, packing=packing)
@@ -171,12 +179,16 @@ def _optimizer_factory(optimizer: str | OptimizerFactory) -> OptimizerFactory:
     return OPTIMIZERS[optimizer.lower()]
 
 
-def _build(config: PreTrainedConfig, dtype: torch.dtype, lora: Mapping[str, Any] | None) -> nn.Module:
+def _build(
+    config: PreTrainedConfig, dtype: torch.dtype, lora: Mapping[str, Any] | None, *, quantize: bool
+) -> nn.Module:
     """Return the model in training mode, without memory for its tensors."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        if quantize:
+            model = without_memory(model, dtype)
         if lora is not None:
             model = _with_lora(model, lora)
     return model.train()
@@ -201,11 +213,18 @@ def _make_fake(model: nn.Module) -> None:
             if parameter is not None:
                 if id(parameter) not in made:
                     empty = torch.empty(parameter.shape, dtype=parameter.dtype)
-                    made[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    made[id(parameter)] = fake = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+                    if is_packed(parameter):
+                        fake.quant_state = state = parameter.quant_state  # type: ignore[attr-defined]
+                        replace_tables(state, partial(_fake, made))
                 module._parameters[name] = made[id(parameter)]
         for name, buffer in module._buffers.items():
             if buffer is not None:
-                module._buffers[name] = made.setdefault(id(buffer), torch.empty(buffer.shape, dtype=buffer.dtype))
+                module._buffers[name] = _fake(made, buffer)
+
+
+def _fake(made: dict[int, Any], tensor: Tensor) -> Any:
+    return made.setdefault(id(tensor), torch.empty(tensor.shape, dtype=tensor.dtype))
 
 
 def _batch(batch_size: int, sequence_length: int, *, padding: bool, packing: bool) -> dict[str, Tensor]:

@@ -113,9 +113,12 @@ class Roofline(TorchDispatchMode):
                 read = [*read[1:], *written]
             traffic = sum(tensor.nbytes for tensor in (*read, *written))
             own = workspace(func)
-            if own is not None:  # written, and read again
-                traffic += 2 * own(args, kwargs or {})
-                read = [args[0]]  # multiplies in the dtype of that, whatever it is given beside it
+            if own is not None:  # first a weight is unpacked, then that is multiplied, in the dtype of the input
+                unpacked = own(args, kwargs or {})
+                self.traffic += unpacked
+                self._seconds += unpacked / self._memory_rate
+                traffic += unpacked
+                read = [args[0]]
             work = self._flops(func, args, kwargs or {}, out) / self._rate(read)
             self.traffic += traffic
             self._seconds += max(work, traffic / self._memory_rate)

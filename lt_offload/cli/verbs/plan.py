@@ -269,6 +269,7 @@ def estimate(
         hardware=hardware or measure_machine(on_progress=_say),
         optimizer=optimizer,
         lora=None if module.lora is None else module.lora.peft(),
+        quantize=module.quantize,
         padding=not data.pack,
         packing=data.pack is True,
         blocks=getattr(app.trainer.strategy, "blocks", None),

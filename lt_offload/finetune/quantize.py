@@ -1,0 +1,181 @@
+"""A frozen base of four bits under adapters: QLoRA (Dettmers et al., 2023), with the layers of bitsandbytes.
+
+Every ``nn.Linear`` but the output projection becomes a ``bitsandbytes.nn.Linear4bit``: NF4 in blocks of 64 numbers, the
+scales quantized, too (4.127 bits a number in all). What it computes is that of weights which are unpacked to the dtype of
+the model. Embeddings, norms and the output projection stay in that dtype.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from lt_offload.errors import ConfigError
+from lt_offload.model.quantized import BLOCK, bitsandbytes, check_layers, empty_layer, is_packed, packed_layers, prepare
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+Quantize = Literal["nf4"]
+
+_TRACES = {"is_loaded_in_4bit", "is_quantized", "quantization_method", "hf_quantizer"}
+"""Attributes by which transformers and peft tell a model of four bits, and refuse to write it as another."""
+
+
+def check_quantize(quantize: Quantize | None, *, lora: object, compiled: bool = False) -> None:
+    """Refuse settings that a base of four bits cannot be trained with.
+
+    Raises:
+        ConfigError: naming the setting.
+    """
+    if quantize is None:
+        return
+    if quantize != "nf4":
+        raise ConfigError(f"model.quantize={quantize!r} is not known; use nf4, or leave it unset")
+    if lora is None:
+        raise ConfigError(
+            "model.quantize=nf4 needs model.lora, as weights of four bits are never trained: set model.lora.r=8, or "
+            "leave model.quantize unset"
+        )
+    if compiled:
+        raise ConfigError(
+            "model.compile_blocks=true is not offered with model.quantize=nf4, whose products are no code that "
+            "torch.compile sees; set one of them back"
+        )
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError("model.quantize=nf4 needs the package bitsandbytes: pip install bitsandbytes")
+
+
+def check_stored(config: PreTrainedConfig, quantize: Quantize | None) -> bool:
+    """Return whether the weights of ``config`` are stored in four bits already, as NF4.
+
+    Raises:
+        ConfigError: if they are quantized in another way, or the settings do not say so.
+    """
+    stored: Any = getattr(config, "quantization_config", None)
+    if stored is None:
+        return False
+    found = stored if isinstance(stored, dict) else stored.to_dict()
+    if found.get("quant_method") == "bitsandbytes" and found.get("bnb_4bit_quant_type") == "nf4":
+        if found.get("load_in_4bit") or found.get("_load_in_4bit"):
+            if quantize is None:
+                raise ConfigError("the model is stored in 4 bits (NF4); set model.quantize=nf4 and model.lora.r=8")
+            return True
+    if found.get("load_in_8bit") or found.get("_load_in_8bit"):
+        kind = "8 bits (load_in_8bit)"
+    else:
+        kind = str(found.get("quant_method") or "a quantized form")
+        kind += f" ({found['bnb_4bit_quant_type']})" if "bnb_4bit_quant_type" in found else ""
+    raise ConfigError(
+        f"the model is stored in {kind}, which is not offered; give the model that it was made of, with "
+        "model.quantize=nf4 where it shall take 4 bits"
+    )
+
+
+def quantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """Let ``model`` have its layers in four bits, and all else in ``dtype``, in which it then computes; return it.
+
+    One layer at a time: a model whose weights are mapped from files needs room for the result and one weight more. A GPU
+    does the work, if there is one; the result is on the host. Layers of four bits stay as they are.
+
+    Args:
+        model: a Hugging Face model, its weights on the host, in any dtype.
+        dtype: of everything else, and of the computations.
+
+    Raises:
+        ConfigError: if there is nothing to quantize, or a weight has rows that are no multiple of a block.
+    """
+    bnb = bitsandbytes()
+    worker = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    for _, module in packed_layers(model):
+        _compute_in(module, dtype)
+    layers = check_layers(model)
+    while layers:
+        name, layer = layers.pop()  # the list would keep what the model lets go of
+        new = empty_layer(layer, dtype)
+        weight = layer.weight.detach().to(dtype).to(worker)
+        new.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", blocksize=BLOCK, module=new)
+        new.weight = new.weight.to(worker).to("cpu")
+        new.quant_state = new.weight.quant_state
+        if layer.bias is not None:
+            new.bias = nn.Parameter(layer.bias.detach().to(dtype), requires_grad=False)
+        new.train(layer.training)
+        new.register_load_state_dict_pre_hook(_load_scales)
+        model.set_submodule(name, new)
+    return _finished(model, dtype)
+
+
+def dequantized(model: nn.Module) -> nn.Module:
+    """Let ``model`` have ordinary layers again, with what its layers of four bits stand for; return it.
+
+    That is the base as it was trained with, not the one that was loaded: what rounding to four bits took is gone. Adapters
+    stay, and can be merged as those of any model. One layer at a time; in the end the weights take four times the room.
+    """
+    bnb = bitsandbytes()
+    adapted = [module for module in model.modules() if type(module).__module__ == "peft.tuners.lora.bnb"]
+    for name, module in list(packed_layers(model)):
+        with torch.device("meta"):
+            new = nn.Linear(module.in_features, module.out_features, module.bias is not None)
+        numbers: Tensor = bnb.functional.dequantize_4bit(module.weight.data, module.weight.quant_state)
+        new.weight = nn.Parameter(numbers.to(module.compute_dtype), requires_grad=False)
+        new.bias = module.bias
+        model.set_submodule(name, new.train(module.training))
+    for module in adapted:  # their own merge would round the sum to four bits
+        _as_plain_lora(module)
+    for module in model.modules():
+        for attribute in _TRACES & vars(module).keys():
+            delattr(module, attribute)
+        if hasattr(getattr(module, "config", None), "quantization_config"):
+            del module.config.quantization_config  # type: ignore[union-attr, operator]
+    return model
+
+
+def _as_plain_lora(module: nn.Module) -> None:
+    from peft.tuners.lora import layer
+
+    vars(module).update(fan_in_fan_out=False, is_target_conv_1d_layer=False)
+    module.__class__ = layer.Linear
+
+
+def _compute_in(module: Any, dtype: torch.dtype) -> None:
+    """Let a layer of four bits that was loaded compute in ``dtype``."""
+    module.compute_dtype, module.compute_type_is_set = dtype, True
+    module.weight.quant_state.dtype = dtype
+    module.register_load_state_dict_pre_hook(_load_scales)
+    if module.bias is not None:
+        module.bias.data = module.bias.data.to(dtype)
+
+
+def _finished(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    for parameter in model.parameters():
+        if parameter.is_floating_point() and not is_packed(parameter):
+            parameter.data = parameter.data.to(dtype)
+    if hasattr(model, "config"):
+        model.config.dtype = dtype  # type: ignore[union-attr]
+    model.is_loaded_in_4bit = True  # type: ignore[assignment]
+    prepare(model)
+    return model
+
+
+def _load_scales(
+    module: Any, state_dict: dict[str, Any], prefix: str, metadata: Any, strict: bool, *lists: list[str]
+) -> None:
+    """Take the scales out of a state dictionary before a layer is loaded, which has them as keys and knows them not."""
+    begin = f"{prefix}weight."
+    found = {key.removeprefix(begin): state_dict.pop(key) for key in list(state_dict) if key.startswith(begin)}
+    if not found:
+        return
+    mine: Any = module.weight.quant_state
+    theirs = type(mine).from_dict(found, device=torch.device("cpu"))
+    same = (mine.shape, mine.blocksize, mine.nested, mine.quant_type)
+    if same != (theirs.shape, theirs.blocksize, theirs.nested, theirs.quant_type):
+        lists[-1].append(f"{prefix}weight is quantized in another way")
+        return
+    with torch.no_grad():
+        mine.absmax.copy_(theirs.absmax)
+        if mine.nested:
+            mine.offset.copy_(theirs.offset)
+            mine.state2.absmax.copy_(theirs.state2.absmax)
