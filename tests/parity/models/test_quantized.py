@@ -1,0 +1,168 @@
+"""Layers of four bits under adapters train exactly as in plain PyTorch, wherever their weights are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+
+import lt_offload
+from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.finetune.module import FineTune, LoraArgs
+from lt_offload.model.blocks import find_blocks
+from tests import sampling
+from tests.support import models, plans, quantized, tiny
+from tests.support.engines import BUDGET, Result, differences, make_optimizer, trained_by
+from tests.support.user_nets import seed
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
+    pytest.mark.filterwarnings("ignore:You.re resuming from a checkpoint that ended before"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
+]
+
+KINDS: dict[str, dict[str, Any]] = {
+    "float32": {},
+    "bfloat16": {"dtype": torch.bfloat16},
+    "dropout": {"lora_dropout": 0.3},
+    "bias": {"family": "phi", "dropout": 0.1},
+}
+
+
+def rows(model: nn.Module) -> list[dict[str, Tensor]]:
+    return [models.batch(model, seed=i) for i in range(3)]
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> Result:
+    seed()
+    losses = []
+    for batch in batches:
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().clone())
+    return Result(losses, model, optimizer)
+
+
+@cache
+def plain(kind: str) -> Result:
+    model = quantized.adapted(**KINDS[kind])
+    return train(model, make_optimizer(model, "adamw-fused"), rows(model))
+
+
+@cache
+def measured(kind: str) -> tuple[lt_offload.Profile, int]:
+    model = quantized.adapted(**KINDS[kind])
+    optimizer = make_optimizer(model, "adamw-fused")
+    profile = lt_offload.profile(model, rows(model)[0], optimizer=optimizer, device="cpu")
+    with pytest.raises(lt_offload.InfeasibleError) as caught:
+        lt_offload.solve(profile, memory=1000)
+    assert caught.value.needed_bytes is not None
+    return profile, caught.value.needed_bytes
+
+
+@pytest.mark.parametrize(("kind", "budget"), sampling.grid(KINDS, ["tight", "middle", "resident"], count=7))
+def test_equals_plain_pytorch(kind: str, budget: str) -> None:
+    profile, needed = measured(kind)
+    memory = int(needed * {"tight": 1.02, "middle": 1.4, "resident": 20.0}[budget])
+    plan = lt_offload.solve(profile, memory=memory, planner="resident" if budget == "resident" else "auto")
+    packed = {i for i, tensor in enumerate(profile.tensors) if tensor.dtype == "uint8"}
+    assert len(packed) == 2 * 7 * 3 or kind == "bias"
+    fetched = {t for op in plan.ops if op.kind == "prefetch" for t in plan.tensors(op)}
+    if budget != "middle":
+        assert bool(packed & fetched) == (budget == "tight")
+    model = quantized.adapted(**KINDS[kind])
+    optimizer, batches = make_optimizer(model, "adamw-fused"), rows(model)
+    with lt_offload.offloaded(model, optimizer, batches[0], accelerator="cpu", plan=plan):
+        found = train(model, optimizer, batches)
+    assert differences(plain(kind), found) == []
+    assert any("lora_A" in name and not torch.equal(p, q) for (name, p), (_, q) in pairs(model, kind))
+
+
+def pairs(model: nn.Module, kind: str) -> Iterator[Any]:
+    return zip(model.named_parameters(), quantized.adapted(**KINDS[kind]).named_parameters(), strict=True)
+
+
+@pytest.mark.parametrize("option", ["keep", "recompute", "offload", "mixed"])
+@pytest.mark.parametrize("kind", ["float32", "bfloat16"])
+def test_every_option_with_weights_that_leave_and_come_back_elsewhere(kind: str, option: str) -> None:
+    model = quantized.adapted(**KINDS[kind])
+    optimizer = make_optimizer(model, "adamw-fused")
+    plan = plans.streamed(find_blocks(model), optimizer, options=(option,), places=("device", "host"))
+    device = EmulatedDevice(BUDGET, mode="lazy", check=True, poison=True)
+    found, _ = trained_by(device, plan, model, optimizer, rows(model), seed=0)
+    model = quantized.adapted(**KINDS[kind])
+    expected = make_optimizer(model, "adamw-fused")
+    torch.manual_seed(0)
+    losses = []
+    for batch in rows(model):
+        loss = model(**batch).loss
+        loss.backward()
+        expected.step()
+        expected.zero_grad()
+        losses.append(loss.detach().clone())
+    assert differences(Result(losses, model, expected), found) == []
+
+
+class Recorded(FineTune):
+    """Keeps every loss."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.losses.append(loss.detach().clone())
+        return loss
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.model(tmp_path_factory.mktemp("model"), **quantized.SIZES)
+
+
+def fit(
+    folder: Path, strategy: Any, where: Path, *, steps: int = 4, ckpt: Path | None = None, **settings: Any
+) -> Result:
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    quiet |= {"accelerator": "cpu", "max_epochs": -1, "num_sanity_val_steps": 0, "val_check_interval": 2}
+    saving = ModelCheckpoint(dirpath=where, every_n_train_steps=2, save_top_k=-1, filename="{step}")
+    trainer = L.Trainer(strategy=strategy, max_steps=steps, callbacks=[saving], **quiet | settings)
+    seed()
+    module = Recorded(str(folder), quantize="nf4", lora=LoraArgs(r=2), lr=1e-2)
+    made = [models.batch(nn.Linear(1, 1), seed=i) for i in range(8)]
+    loaders = torch.utils.data.DataLoader(made, batch_size=None), torch.utils.data.DataLoader(made[:2], batch_size=None)
+    trainer.fit(module, *loaders, ckpt_path=ckpt)
+    validated = trainer.callback_metrics["val_loss"]
+    prompt = {"input_ids": made[0]["input_ids"][:1], "max_new_tokens": 6, "end": None}
+    said = trainer.predict(module, torch.utils.data.DataLoader([prompt], batch_size=None))
+    return Result([*module.losses, validated, torch.tensor(said)], module, trainer.optimizers[0])
+
+
+@pytest.mark.parametrize(
+    ("memory", "settings"),
+    [
+        ("400KB", {"accumulate_grad_batches": 2, "gradient_clip_val": 0.5}),
+        ("400KB", {"precision": "bf16-mixed"}),
+        ("10MB", {}),
+    ],
+    ids=str,
+)
+def test_fine_tuning_under_a_trainer(folder: Path, tmp_path: Path, settings: dict[str, Any], memory: str) -> None:
+    expected = fit(folder, "auto", tmp_path / "plain", **settings)
+    found = fit(folder, lt_offload.OffmateStrategy(memory=memory), tmp_path / "ours", **settings)
+    assert differences(expected, found) == []
+    halfway = fit(folder, "auto", tmp_path / "plain", ckpt=tmp_path / "plain" / "step=2.ckpt", **settings)
+    resumed = lt_offload.OffmateStrategy(memory=memory)
+    again = fit(folder, resumed, tmp_path / "ours", ckpt=tmp_path / "ours" / "step=2.ckpt", **settings)
+    assert differences(halfway, again) == []
