@@ -1,8 +1,8 @@
 """A frozen base of four bits under adapters: QLoRA (Dettmers et al., 2023), with the layers of bitsandbytes.
 
 Every ``nn.Linear`` but the output projection becomes a ``bitsandbytes.nn.Linear4bit``: NF4 in blocks of 64 numbers, the
-scales quantized, too (4.127 bits a number in all). What it computes is that of weights which are unpacked to the dtype of
-the model. Embeddings, norms and the output projection stay in that dtype.
+scales quantized, too (4.127 bits a number in all). What it computes is that of weights which are unpacked to the dtype
+of the model. Embeddings, norms and the output projection stay in that dtype.
 """
 
 from __future__ import annotations
@@ -49,21 +49,23 @@ def check_quantize(quantize: Quantize | None, *, lora: object, compiled: bool = 
         raise ConfigError("model.quantize=nf4 needs the package bitsandbytes: pip install bitsandbytes")
 
 
-def check_stored(config: PreTrainedConfig, quantize: Quantize | None) -> bool:
-    """Return whether the weights of ``config`` are stored in four bits already, as NF4.
+def check_stored(config: PreTrainedConfig, quantize: Quantize | None) -> None:
+    """Refuse weights that are stored quantized, unless it is as NF4 and the settings say so.
 
     Raises:
-        ConfigError: if they are quantized in another way, or the settings do not say so.
+        ConfigError: naming how they are stored.
     """
     stored: Any = getattr(config, "quantization_config", None)
     if stored is None:
-        return False
+        return
     found = stored if isinstance(stored, dict) else stored.to_dict()
-    if found.get("quant_method") == "bitsandbytes" and found.get("bnb_4bit_quant_type") == "nf4":
-        if found.get("load_in_4bit") or found.get("_load_in_4bit"):
-            if quantize is None:
-                raise ConfigError("the model is stored in 4 bits (NF4); set model.quantize=nf4 and model.lora.r=8")
-            return True
+    four_bits = found.get("quant_method") == "bitsandbytes" and (
+        found.get("load_in_4bit") or found.get("_load_in_4bit")
+    )
+    if four_bits and found.get("bnb_4bit_quant_type") == "nf4":
+        if quantize is None:
+            raise ConfigError("the model is stored in 4 bits (NF4); set model.quantize=nf4 and model.lora.r=8")
+        return
     if found.get("load_in_8bit") or found.get("_load_in_8bit"):
         kind = "8 bits (load_in_8bit)"
     else:
@@ -78,8 +80,8 @@ def check_stored(config: PreTrainedConfig, quantize: Quantize | None) -> bool:
 def quantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Let ``model`` have its layers in four bits, and all else in ``dtype``, in which it then computes; return it.
 
-    One layer at a time: a model whose weights are mapped from files needs room for the result and one weight more. A GPU
-    does the work, if there is one; the result is on the host. Layers of four bits stay as they are.
+    One layer at a time: a model whose weights are mapped from files needs room for the result and one weight more. A
+    GPU does the work, if there is one; the result is on the host. Layers of four bits stay as they are.
 
     Args:
         model: a Hugging Face model, its weights on the host, in any dtype.
@@ -111,8 +113,8 @@ def quantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
 def dequantized(model: nn.Module) -> nn.Module:
     """Let ``model`` have ordinary layers again, with what its layers of four bits stand for; return it.
 
-    That is the base as it was trained with, not the one that was loaded: what rounding to four bits took is gone. Adapters
-    stay, and can be merged as those of any model. One layer at a time; in the end the weights take four times the room.
+    That is the base as it was trained with, not the one that was loaded: what rounding to four bits took is gone.
+    Adapters stay, and can be merged as those of any model. In the end the weights take four times the room.
     """
     bnb = bitsandbytes()
     adapted = [module for module in model.modules() if type(module).__module__ == "peft.tuners.lora.bnb"]
@@ -154,7 +156,7 @@ def _finished(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         if parameter.is_floating_point() and not is_packed(parameter):
             parameter.data = parameter.data.to(dtype)
     if hasattr(model, "config"):
-        model.config.dtype = dtype  # type: ignore[union-attr]
+        model.config.dtype = dtype
     model.is_loaded_in_4bit = True  # type: ignore[assignment]
     prepare(model)
     return model

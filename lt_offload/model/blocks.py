@@ -36,8 +36,8 @@ class Structure:
 
     blocks: tuple[Block, ...]
     tensors: tuple[tuple[str, nn.Parameter], ...]
-    """Every parameter of a block with its first name in ``named_parameters()``, tied ones once, by first use. A weight of
-    four bits is followed by its scales."""
+    """Every parameter of a block with its first name in ``named_parameters()``, tied ones once, by first use. Scales
+    follow their weight of four bits."""
     rest: tuple[tuple[str, nn.Parameter], ...]
     """Parameters outside all blocks, and small tables of weights of four bits; they stay on the device."""
     owner: nn.Module | None = None

@@ -1,13 +1,14 @@
 """Weights of four bits (bitsandbytes): what hangs off such a parameter, and how a backward finds it again.
 
-A ``Params4bit`` holds packed numbers; its ``quant_state`` holds the scales without which they mean nothing. Modules know
-nothing of these, so that they are found here: the scales of the weights (``absmax``) are tensors of a block like any
-other, frozen ones, that travel with the weights. The scales of the scales and the tables are small (a two-thousandth of
-the weights, and a kilobyte), and stay on the device with what else lies outside the blocks.
+A ``Params4bit`` holds packed numbers; its ``quant_state`` holds the scales without which they mean nothing. Modules
+know nothing of these, so that they are found here: the scales of the weights (``absmax``) are tensors of a block like
+any other, frozen ones, that travel with the weights. The scales of the scales and the tables are small (a two-thousandth
+of the weights, and a kilobyte), and stay on the device with what else lies outside the blocks.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import sys
@@ -66,7 +67,8 @@ def prepare(model: nn.Module) -> None:
 
     Scales become parameters that are not trained, as nothing else tells them from a tensor that an operation has made;
     layers keep their way of packing (on some CPUs they would change it with the first call in evaluation mode, for
-    good); and a product hands its weight to autograd (see :func:`_save_weights`).
+    good); a product hands its weight to autograd (:func:`_save_weights`), and heeds ``torch.autocast`` itself
+    (:func:`_heed_autocast`).
     """
     found = False
     for module in model.modules():
@@ -78,9 +80,10 @@ def prepare(model: nn.Module) -> None:
             if not isinstance(state.absmax, nn.Parameter):
                 state.absmax = nn.Parameter(state.absmax, requires_grad=False)
             if hasattr(module, "support_avx512bf16_for_cpu"):
-                module.support_avx512bf16_for_cpu = False
+                vars(module)["support_avx512bf16_for_cpu"] = False
     if found:
         _save_weights()
+        _heed_autocast()
 
 
 def _save_weights() -> None:
@@ -156,6 +159,33 @@ def empty_layer(layer: nn.Linear, dtype: torch.dtype) -> Any:
         return layer_class(
             layer.in_features, layer.out_features, layer.bias is not None, compute_dtype=dtype, quant_type="nf4"
         )
+
+
+def _heed_autocast() -> None:
+    """Let a layer of four bits compute in the dtype of ``torch.autocast`` before it calls bitsandbytes.
+
+    Otherwise a product inside that operation would be the first that autocast sees, and it does not, if a dispatch mode
+    has seen the operation. On the CPU the numbers are the same: the weight is rounded to that dtype in either case.
+    """
+    modules: Any = sys.modules.get("bitsandbytes.nn.modules")
+    layer: Any = None if modules is None else modules.Linear4bit
+    if layer is None or hasattr(layer, "heeds_autocast"):
+        return
+    plain, package = layer.forward, bitsandbytes()
+
+    @functools.wraps(plain)
+    def forward(self: Any, x: Tensor) -> Tensor:
+        state = getattr(self.weight, "quant_state", None)
+        if state is None or not torch.is_autocast_enabled(x.device.type):
+            out: Tensor = plain(self, x)
+            return out
+        dtype = torch.get_autocast_dtype(x.device.type)
+        with torch.autocast(x.device.type, enabled=False):
+            bias = None if self.bias is None else self.bias.to(dtype)
+            out = package.matmul_4bit(x.to(dtype), self.weight, bias=bias, quant_state=state)
+            return out.to(x.dtype)
+
+    layer.forward, layer.heeds_autocast = forward, True
 
 
 def without_memory(model: nn.Module, dtype: torch.dtype) -> nn.Module:

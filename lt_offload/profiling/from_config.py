@@ -70,8 +70,8 @@ def profile_config(
         hardware: a machine, the name of a shipped description, or a YAML file.
         optimizer: ``adamw``, ``adam``, ``sgd`` (fused) or ``adafactor``, or what makes one from a list of parameters.
         lora: arguments of ``peft.LoraConfig``, e.g. ``{"r": 8}``; None: all parameters are trained.
-        quantize: ``"nf4"`` for layers of four bits that are not trained (bitsandbytes), under ``lora``; None: all weights
-            are of ``dtype``.
+        quantize: ``"nf4"`` for layers of four bits that are not trained (bitsandbytes), under ``lora``; None: all
+            weights are of ``dtype``.
         padding: whether batches are padded, so that attention gets a mask.
         packing: whether sequences hold several documents, which positions that begin again tell apart, so that
             attention gets a mask of all pairs of tokens.
@@ -93,7 +93,9 @@ def profile_config(
     if quantize not in (None, "nf4"):
         raise ConfigError(f"quantize={quantize!r} is not known; use 'nf4', or leave it unset")
     if quantize is not None and lora is None:
-        raise ConfigError(f"quantize={quantize!r} needs lora, e.g. {{'r': 8}}, as weights of four bits are never trained")
+        raise ConfigError(
+            f"quantize={quantize!r} needs lora, e.g. {{'r': 8}}, as weights of four bits are never trained"
+        )
     factory = _optimizer_factory(optimizer)
     model_config = load_model_config(config)
     longest = getattr(model_config, "max_position_embeddings", None)

@@ -32,7 +32,7 @@ from lt_offload.model.calls import plainly
 from lt_offload.model.compiled import forget_compiled, is_compiled
 from lt_offload.model.head import HeadLoss
 from lt_offload.model.parts import check_micro_batches
-from lt_offload.model.quantized import tensors_of
+from lt_offload.model.quantized import packed_layers, tensors_of
 from lt_offload.model.snapshot import untouched
 from lt_offload.profiling.block_cost import BlockCost, discard, measure_block, measure_with_loss, storage_bytes
 from lt_offload.profiling.capture import Capture, Run, Tail, capture
@@ -455,7 +455,8 @@ def _base_name(model: nn.Module) -> str:
 
 def _main_dtype(model: nn.Module) -> str:
     totals: dict[torch.dtype, int] = {}
-    for parameter in model.parameters():
+    packed = {id(layer.weight) for _, layer in packed_layers(model)}
+    for parameter in (parameter for parameter in model.parameters() if id(parameter) not in packed):
         totals[parameter.dtype] = totals.get(parameter.dtype, 0) + parameter.numel()
     return str(max(totals, key=lambda dtype: totals[dtype])).removeprefix("torch.")
 

@@ -146,7 +146,7 @@ class Roofline(TorchDispatchMode):
         if func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
             return _attention_backward(*(tensor.shape for tensor in args[:4]))
         if func._schema.name == "bitsandbytes::gemm_4bit":
-            return 2.0 * out.numel() * args[0].shape[-1]
+            return 2.0 * float(out.numel() * args[0].shape[-1])
         count = flop_registry.get(func._overloadpacket)
         return float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
 

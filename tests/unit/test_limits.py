@@ -180,11 +180,9 @@ def on_meta() -> nn.Module:
         return nn.Linear(2, 2)
 
 
-def quantized() -> nn.Module:
-    class Params4bit(nn.Parameter): ...
-
+def quantized(kind: str, **attributes: Any) -> nn.Module:
     model = nn.Linear(2, 2)
-    model.weight = Params4bit(model.weight.data)
+    model.weight = type(kind, (nn.Parameter,), attributes)(model.weight.data)
     return model
 
 
@@ -203,7 +201,15 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "attentions": (lambda: collecting("output_attentions"), "config.output_attentions=True of LlamaForCausalLM"),
     "half": (lambda: nn.Linear(2, 2).half(), "parameter weight of dtype float16"),
-    "quantized": (quantized, "quantized parameter weight (Params4bit)"),
+    "8 bits": (lambda: quantized("Int8Params"), "parameter weight of 8 bits (Int8Params)"),
+    "4 bits to be": (
+        lambda: quantized("Params4bit", quant_state=None),
+        "parameter weight (Params4bit), which no .to(device) has quantized yet",
+    ),
+    "4 bits, packed again": (
+        lambda: quantized("Params4bit", quant_state=types.SimpleNamespace(packing_format_for_cpu=True)),
+        "parameter weight (Params4bit), which a call in evaluation mode has packed for CPUs",
+    ),
     "meta": (on_meta, "parameter weight on the meta device"),
     "sparse": (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), "0 with sparse=True"),
     "max_norm": (lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), "0 with max_norm=1.0"),

@@ -141,3 +141,18 @@ def test_a_whole_step_returns_to_the_gradients(family: str) -> None:
     assert account.current == sum(gradients.values())
     model.zero_grad()
     assert account.current == 0
+
+
+def test_what_a_product_of_four_bits_unpacks_counts_while_it_lasts() -> None:
+    import bitsandbytes as bnb
+
+    layer = bnb.nn.Linear4bit(64, 128, bias=False, compute_dtype=torch.float32, quant_type="nf4").to("cpu")
+    x, unpacked = torch.ones(2, 64), 64 * 128 * 4 + 2 * 4 * 128
+    with Account(timeline=True) as account:
+        out = layer(x)
+        assert account.current == out.nbytes
+        assert account.peak == account.peak_without(()) == out.nbytes + unpacked
+    account.limit = unpacked
+    with account, pytest.raises(OverBudget, match="gemm_4bit"):
+        layer(x)
+    assert account.current == out.nbytes

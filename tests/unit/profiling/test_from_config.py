@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 import lt_offload
 from lt_offload.errors import ConfigError
+from lt_offload.finetune.module import LoraArgs, add_lora
 from lt_offload.profiling.from_config import load_model_config, profile_config
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import profile
@@ -238,3 +239,40 @@ def test_a_gpu_needs_page_tables_and_slack_and_an_emulated_device_neither() -> N
     assert found.slack_share == 0.02
     emulated = profile(model, models.batch(model), optimizer=torch.optim.AdamW, device="cpu")
     assert (emulated.page_table_bytes, emulated.slack_share) == (0, 0.0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_base_of_four_bits_without_weights_is_as_with_them(dtype: str) -> None:
+    from tests.support import quantized
+
+    model = quantized.base(dtype=getattr(torch, dtype))
+    args = LoraArgs(r=4, alpha=8)
+    config, expected = model.config, real(add_lora(model, args))
+    found = fake(config, lora=args.peft(), quantize="nf4", dtype=dtype)
+    assert_same_bytes(found, expected)
+    assert found.dtype == expected.dtype == dtype
+
+
+def test_a_base_of_four_bits_is_small_and_takes_its_time_to_unpack() -> None:
+    config = load_model_config("llama3-8b")
+    config.num_hidden_layers = 2
+    sizes: dict[str, Any] = {"batch_size": 1, "sequence_length": 64, "dtype": "bfloat16", "lora": {"r": 8}}
+    profiles = {how: fake(config, **sizes, quantize=how) for how in ("nf4", None)}
+    tensors = {t.name: t.bytes for t in profiles["nf4"].tensors}
+    name = next(name for name in tensors if name.endswith("layers.0.mlp.up_proj.weight"))
+    weight = next(t for t in profiles[None].tensors if t.name == name)
+    assert weight.bytes == 2 * 4096 * 14336
+    assert (tensors[name], tensors[f"{name}.absmax"]) == (4096 * 14336 // 2, 4096 * 14336 // 64)
+    times = {}
+    for how, profile in profiles.items():
+        layer = next(block for block in profile.blocks if block.kind == "layer")
+        times[how] = layer.options[0].forward_s, layer.options[0].backward_s
+        # What the largest weight takes of the device while it is multiplied.
+        assert (layer.options[0].forward_peak_bytes >= weight.bytes) == (how == "nf4")
+    assert times["nf4"] > times[None]
+
+
+@pytest.mark.parametrize(("lora", "how", "message"), [(None, "nf4", "needs lora"), ({"r": 8}, "int8", "use 'nf4'")])
+def test_quantize_that_cannot_be(lora: Any, how: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        fake("smollm2-135m", lora=lora, quantize=how)

@@ -1,0 +1,189 @@
+from __future__ import annotations
+
+import copy
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lt_offload import limits
+from lt_offload.errors import ConfigError
+from lt_offload.finetune import load, quantize
+from lt_offload.finetune.module import FineTune, LoraArgs
+from lt_offload.model.blocks import find_blocks
+from lt_offload.model.quantized import packed_layers
+from tests.support import models, quantized, tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.model(tmp_path_factory.mktemp("model"), **quantized.SIZES)
+
+
+def same_as(model: nn.Module, other: nn.Module) -> bool:
+    left, right = model.state_dict(), other.state_dict()
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+def built(folder: Path, **settings: Any) -> nn.Module:
+    return FineTune(str(folder), quantize="nf4", lora=LoraArgs(r=2), **settings).build()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_layers_are_those_that_transformers_makes(folder: Path, dtype: Any) -> None:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    numbers = getattr(torch, dtype)
+    how = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=numbers
+    )
+    theirs = AutoModelForCausalLM.from_pretrained(folder, quantization_config=how, dtype=numbers, device_map="cpu")
+    ours = quantize.quantized(load.load_model(str(folder), as_stored=True), numbers)
+    assert same_as(ours, theirs)
+    assert len(list(packed_layers(ours))) == 14
+    assert ours.lm_head.weight.dtype == ours.model.norm.weight.dtype == ours.config.dtype == numbers
+    batch = models.batch(ours)
+    assert torch.equal(ours.eval()(**batch).logits, theirs.train()(**batch).logits)
+
+
+def test_adapters_are_trained_and_nothing_else(folder: Path) -> None:
+    model = built(folder, dtype="bfloat16")
+    assert all("lora_" in name for name, p in model.named_parameters() if p.requires_grad)
+    assert all(
+        type(module).__module__ == "peft.tuners.lora.bnb" for module in model.modules() if hasattr(module, "lora_A")
+    )
+    limits.check("model", limits.Setup(model=model))
+
+
+def test_scales_travel_and_tables_stay() -> None:
+    model = quantized.adapted()
+    structure = find_blocks(model)
+    names = [name for name, _ in structure.tensors]
+    weights = [name for name in names if name.endswith("base_layer.weight")]
+    assert len(weights) == 14
+    for name in weights:
+        assert names[names.index(name) + 1] == f"{name}.absmax"
+    assert {name.rpartition(".")[2] for name, _ in structure.rest} >= {"nested_offset", "nested_absmax"}
+    again = find_blocks(model)
+    assert [tensor for _, tensor in again.tensors] == [tensor for _, tensor in structure.tensors]
+
+
+def test_a_state_dict_is_loaded_with_its_scales(folder: Path) -> None:
+    model, other = built(folder), built(folder)
+    with torch.no_grad():
+        for tensor in model.parameters():
+            tensor.add_(1)
+    for _, layer in packed_layers(model):
+        with torch.no_grad():
+            layer.weight.quant_state.absmax.add_(1)
+        layer.weight.quant_state.offset.mul_(2)
+        layer.weight.quant_state.state2.absmax.mul_(3)
+    assert not same_as(model, other)
+    other.load_state_dict(model.state_dict())
+    assert same_as(model, other)
+    batch = models.batch(model)
+    assert torch.equal(model(**batch).logits, other(**batch).logits)
+
+
+def test_evaluation_leaves_the_weights_as_they_are(folder: Path) -> None:
+    model = built(folder)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        model.eval()(**models.batch(model))
+    assert same_as(model, other)
+
+
+def test_what_four_bits_stand_for_can_be_merged_with_adapters() -> None:
+    import bitsandbytes as bnb
+
+    model = quantized.adapted(dtype=torch.bfloat16)
+    layer = model.base_model.model.model.layers[0].self_attn.q_proj
+    base = bnb.functional.dequantize_4bit(layer.base_layer.weight.data, layer.base_layer.weight.quant_state)
+    expected = base.float() + layer.get_delta_weight("default").float()
+    batch = models.batch(model)
+    with model.disable_adapter():
+        before = model(**batch).logits
+    plain: Any = quantize.dequantized(model)
+    with plain.disable_adapter():
+        assert torch.equal(plain(**batch).logits, before)
+    merged = plain.merge_and_unload()
+    assert list(packed_layers(merged)) == []
+    found = merged.model.layers[0].self_attn.q_proj.weight
+    assert found.dtype == torch.bfloat16
+    assert torch.equal(found, expected.bfloat16())
+
+
+def test_a_merged_model_is_written_as_any_other(tmp_path: Path) -> None:
+    merged: Any = quantize.dequantized(quantized.adapted(dtype=torch.bfloat16)).merge_and_unload()  # type: ignore[operator]
+    merged.save_pretrained(tmp_path)
+    assert same_as(load.load_model(str(tmp_path), dtype="bfloat16"), merged)
+
+
+def test_a_model_stored_in_four_bits(folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+    stored = AutoModelForCausalLM.from_pretrained(folder, quantization_config=how, device_map="cpu")
+    stored.save_pretrained(tmp_path)
+    expected = dict(built(folder).named_parameters())
+    for name, parameter in built(tmp_path).named_parameters():
+        assert "lora_A" in name or torch.equal(parameter, expected[name])
+    with pytest.raises(ConfigError, match=r"stored in 4 bits \(NF4\); set model.quantize=nf4"):
+        FineTune(str(tmp_path)).build()
+
+
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, r"stored in 8 bits \(load_in_8bit\)"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "fp4"}, r"bitsandbytes \(fp4\)"),
+        ({"quant_method": "gptq", "bits": 4}, "stored in gptq"),
+    ],
+)
+def test_models_stored_otherwise(stored: dict[str, Any], message: str) -> None:
+    config = load.load_config("unused", "phi2")
+    config.quantization_config = stored
+    for setting in ("nf4", None):
+        with pytest.raises(ConfigError, match=message):
+            quantize.check_stored(config, setting)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, r"needs model\.lora"),
+        ({"master_weights": True, "dtype": "bfloat16"}, r"needs model\.lora"),
+        ({"lora": LoraArgs(), "master_weights": True, "dtype": "bfloat16"}, r"master_weights=true changes nothing"),
+        ({"lora": LoraArgs(), "compile_blocks": True}, "compile_blocks=true is not offered"),
+        ({"lora": LoraArgs(), "quantize": "int8"}, "'int8' is not known; use nf4"),
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_go_together(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FineTune("unused", **{"quantize": "nf4"} | settings)
+
+
+def test_without_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(quantize, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match="pip install bitsandbytes"):
+        FineTune("unused", quantize="nf4", lora=LoraArgs())
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match="pip install bitsandbytes"):
+        quantize.quantized(models.build(), torch.float32)
+
+
+def test_layers_that_are_no_linear_ones() -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=64, n_head=2, vocab_size=97, n_positions=64))
+    with pytest.raises(ConfigError, match=r"most weights of GPT2LMHeadModel are no nn\.Linear.*Conv1D"):
+        quantize.quantized(model, torch.float32)
+
+
+def test_rows_that_are_no_whole_blocks() -> None:
+    with pytest.raises(ConfigError, match=r"q_proj has rows of 32 numbers, .* no multiple of the 64"):
+        quantize.quantized(models.build(), torch.float32)
