@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from lt_offload.errors import ConfigError
+from lt_offload.finetune.quantize import dequantized
+from lt_offload.model.quantized import packed_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,6 +25,7 @@ def export(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: str | P
         tokenizer: the one it was trained with.
         folder: must not exist or be empty.
         merge: write adapters into the weights; if false, the adapters alone are written. No matter without adapters.
+            A base of four bits is written as what it stands for, in the dtype of the model.
 
     Raises:
         ConfigError: if the folder has something in it.
@@ -30,6 +33,8 @@ def export(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: str | P
     target = check_target(folder)
     whole: Any = model
     if merge and hasattr(whole, "merge_and_unload"):
+        if any(True for _ in packed_layers(whole)):
+            whole = dequantized(whole)
         whole = whole.merge_and_unload()
     whole.save_pretrained(target)
     tokenizer.save_pretrained(target)

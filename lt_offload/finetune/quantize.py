@@ -131,7 +131,7 @@ def dequantized(model: nn.Module) -> nn.Module:
         for attribute in _TRACES & vars(module).keys():
             delattr(module, attribute)
         if hasattr(getattr(module, "config", None), "quantization_config"):
-            del module.config.quantization_config  # type: ignore[union-attr, operator]
+            del module.config.quantization_config  # type: ignore[union-attr]
     return model
 
 

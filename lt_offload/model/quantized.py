@@ -2,8 +2,8 @@
 
 A ``Params4bit`` holds packed numbers; its ``quant_state`` holds the scales without which they mean nothing. Modules
 know nothing of these, so that they are found here: the scales of the weights (``absmax``) are tensors of a block like
-any other, frozen ones, that travel with the weights. The scales of the scales and the tables are small (a two-thousandth
-of the weights, and a kilobyte), and stay on the device with what else lies outside the blocks.
+any other, frozen ones, that travel with the weights. The scales of the scales and the tables are small, a thousandth of
+the weights, and stay on the device with what else lies outside the blocks.
 """
 
 from __future__ import annotations

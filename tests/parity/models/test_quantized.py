@@ -19,14 +19,15 @@ from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.finetune.module import FineTune, LoraArgs
 from lt_offload.model.blocks import find_blocks
 from tests import sampling
-from tests.support import models, plans, quantized, tiny
+from tests.parity.models import quantized
+from tests.support import models, plans, tiny
 from tests.support.engines import BUDGET, Result, differences, make_optimizer, trained_by
 from tests.support.user_nets import seed
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers"),
     pytest.mark.filterwarnings("ignore:Checkpoint directory"),
-    pytest.mark.filterwarnings("ignore:.*is not written: the gradients of 1 micro-batches"),
+    pytest.mark.filterwarnings("ignore:.*is not written. the gradients of 1 micro-batches"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
 ]
 

@@ -15,7 +15,8 @@ from lt_offload.finetune import load, quantize
 from lt_offload.finetune.module import FineTune, LoraArgs
 from lt_offload.model.blocks import find_blocks
 from lt_offload.model.quantized import packed_layers
-from tests.support import models, quantized, tiny
+from tests.parity.models import quantized
+from tests.support import models, tiny
 
 
 @pytest.fixture(scope="module")

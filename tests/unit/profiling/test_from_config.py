@@ -243,7 +243,7 @@ def test_a_gpu_needs_page_tables_and_slack_and_an_emulated_device_neither() -> N
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_base_of_four_bits_without_weights_is_as_with_them(dtype: str) -> None:
-    from tests.support import quantized
+    from tests.parity.models import quantized
 
     model = quantized.base(dtype=getattr(torch, dtype))
     args = LoraArgs(r=4, alpha=8)
@@ -264,8 +264,8 @@ def test_a_base_of_four_bits_is_small_and_takes_its_time_to_unpack() -> None:
     assert weight.bytes == 2 * 4096 * 14336
     assert (tensors[name], tensors[f"{name}.absmax"]) == (4096 * 14336 // 2, 4096 * 14336 // 64)
     times = {}
-    for how, profile in profiles.items():
-        layer = next(block for block in profile.blocks if block.kind == "layer")
+    for how, found in profiles.items():
+        layer = next(block for block in found.blocks if block.kind == "layer")
         times[how] = layer.options[0].forward_s, layer.options[0].backward_s
         # What the largest weight takes of the device while it is multiplied.
         assert (layer.options[0].forward_peak_bytes >= weight.bytes) == (how == "nf4")

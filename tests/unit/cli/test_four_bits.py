@@ -1,0 +1,57 @@
+"""``model.quantize`` on the command line: plans without weights, and folders that are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from lt_offload.cli.main import main
+from lt_offload.finetune import load
+from lt_offload.finetune.module import FineTune, LoraArgs
+from lt_offload.finetune.quantize import dequantized
+from lt_offload.schema.plan import Plan
+from tests.parity.models import quantized
+from tests.support import tiny
+from tests.support.commands import fails
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"),
+]
+
+RECIPE = """\
+base: configs/base.yaml
+trainer: {{accelerator: cpu, strategy: {{init_args: {{memory: 600MB}}}}}}
+model: {{name: {model}, dtype: bfloat16}}
+data: {{path: text.txt, max_length: 32, batch_size: 2}}
+"""
+FLAGS = ("--model.quantize", "nf4", "--model.lora.r", "2")
+
+
+@pytest.fixture
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    Path("small.yaml").write_text(RECIPE.format(model=tiny.model(tmp_path / "model", **quantized.SIZES)))
+    return "small.yaml"
+
+
+def test_a_plan_knows_the_size_of_four_bits(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", recipe, *FLAGS, "--hardware", "rtx-3060", "--save", "plan.json"]) == 0
+    plan = Plan.load("plan.json")
+    packed = 64 * 64 // 2
+    assert packed in [size for group in plan.groups if group.payload == "weight" for size in group.sizes]
+    message = fails(capsys, "plan", recipe, "--model.quantize", "nf4")
+    assert "model.quantize=nf4 needs model.lora" in message
+
+
+def test_a_merged_folder_has_what_four_bits_stand_for(recipe: str) -> None:
+    assert main(["export", recipe, *FLAGS, "--output", "merged"]) == 0
+    torch.manual_seed(0)
+    module = FineTune("model", dtype="bfloat16", quantize="nf4", lora=LoraArgs(r=2))
+    expected = dequantized(module.build()).merge_and_unload()  # type: ignore[operator]
+    found = load.load_model("merged", dtype="bfloat16")
+    for name, parameter in expected.named_parameters():  # new adapters add nothing
+        assert torch.equal(found.get_parameter(name), parameter)
