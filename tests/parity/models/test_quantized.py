@@ -147,7 +147,7 @@ def fit(
     loaders = torch.utils.data.DataLoader(made, batch_size=None), torch.utils.data.DataLoader(made[:2], batch_size=None)
     trainer.fit(module, *loaders, ckpt_path=ckpt)
     validated = trainer.callback_metrics["val_loss"]
-    prompt = {"input_ids": made[0]["input_ids"][:1], "max_new_tokens": 6, "end": None}
+    prompt = {"input_ids": made[0]["input_ids"][:1], "max_new_tokens": 6, "end": set()}
     said = trainer.predict(module, torch.utils.data.DataLoader([prompt], batch_size=None))
     return Result([*module.losses, validated, torch.tensor(said)], module, trainer.optimizers[0])
 
@@ -165,6 +165,8 @@ def test_fine_tuning_under_a_trainer(folder: Path, tmp_path: Path, settings: dic
     expected = fit(folder, "auto", tmp_path / "plain", **settings)
     found = fit(folder, lt_offload.OffmateStrategy(memory=memory), tmp_path / "ours", **settings)
     assert differences(expected, found) == []
+    if "accumulate_grad_batches" not in settings:
+        return
     resumed = lt_offload.OffmateStrategy(memory=memory)
     again = fit(folder, resumed, tmp_path / "ours", ckpt=tmp_path / "ours" / "step=2.ckpt", **settings)
     assert len(again.losses) < len(expected.losses)
