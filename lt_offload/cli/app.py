@@ -5,7 +5,6 @@ What is then done with the settings is in ``verbs/``.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import logging
 import re
@@ -25,6 +24,7 @@ from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lt_offload.cli.compose import compose
 from lt_offload.cli.progress import quiet
+from lt_offload.cli.static.settings import unknown
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
@@ -239,15 +239,7 @@ def explain(message: str, flags: Sequence[str]) -> str:
 
 def _unknown(key: str, flags: Sequence[str]) -> str:
     known = [flag.lstrip("-") for flag in flags if flag.startswith("--")]
-    group, _, last = key.rpartition(".")
-    known = [name for name in known if not name.endswith(("help", "+"))]
-    close = [name for name in known if name.rpartition(".")[2] == last]
-    if not close and len(last) > 2:  # an abbreviation
-        close = [name for name in known if name.rpartition(".")[2].startswith(last) and name.startswith(group)]
-    if not close:
-        close = difflib.get_close_matches(key, [name for name in known if not group or "." in name], n=2, cutoff=0.75)
-    hint = f"; did you mean {' or '.join(close[:3])}?" if close else ""
-    return f"unknown setting {key!r}{hint}"
+    return unknown(key, [name for name in known if not name.endswith(("help", "+"))])
 
 
 def quieten() -> None:

@@ -5,7 +5,6 @@ The other verbs are Lightning's command line, which takes seconds to import: see
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import traceback
@@ -15,36 +14,17 @@ from lt_offload import __version__
 from lt_offload.cli import recipes
 from lt_offload.cli.progress import keeping_quiet, say
 from lt_offload.cli.static.arguments import parse
-from lt_offload.cli.table import VERBS
+from lt_offload.cli.static.suggest import did_you_mean
+from lt_offload.cli.table import VERBS, Verb
 from lt_offload.errors import ConfigError, OffloadError
 
-USAGE = """\
-usage: lt-finetune RECIPE [--key value ...]            fine-tune
-       lt-finetune RECIPE --resume                     go on from the newest checkpoint of its last run
-       lt-finetune plan RECIPE [--memory 12GB] [--hardware NAME] [--save plan.json] [--report plan.html]
-       lt-finetune plan RECIPE --sweep memory=6GB:24GB  which card do I need? (or hardware=rtx-3060,rtx-3090)
-       lt-finetune validate RECIPE [--ckpt_path FILE]  loss on held-out data
-       lt-finetune generate RECIPE [--ckpt_path FILE] [--prompt TEXT]
-       lt-finetune export RECIPE --output FOLDER [--ckpt_path FILE]
-       lt-finetune check RECIPE                        is every setting known and of the right type?
-       lt-finetune ls                                  list the recipes that come with it
-       lt-finetune cp RECIPE FILE                      copy one, to change it
-       lt-finetune doctor [--save machine.yaml]        what this machine can do, for plan --hardware machine.yaml
-       lt-finetune --version | --help
-
-RECIPE is a YAML file or the name of a shipped one. Any setting can be given on the command line:
-  lt-finetune quickstart --trainer.strategy.memory 600MB --model.lora.r 8 --trainer.max_steps 20
-'lt-finetune RECIPE --help' explains every setting, '--print_config' prints them all with their values.
---explain shows the whole plan, --quiet only results, warnings and errors, --debug where an error comes from.
-Ctrl-C and SIGTERM end the iteration and write a checkpoint (exit codes 130 and 143); the second one does not wait.
-"""
 _OPTIONS = ("--version", "--help", "--quiet", "--debug")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line and return the exit code.
 
-    That is 0, 2 for something the user can mend, 1 for a defect, 130 after Ctrl-C and 143 after SIGTERM.
+    What the codes mean is in ``static/help.py``, and in ``--help``.
     """
     args = list(sys.argv[1:] if argv is None else argv)
     debug, quiet = "--debug" in args, "--quiet" in args
@@ -66,34 +46,53 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _dispatch(args: list[str]) -> int:
-    verb = args[0] if args else "--help"
-    if verb in ("--help", "-h", "help"):
-        print(USAGE, end="")
+    first = args[0] if args else "--help"
+    if first in ("--help", "-h", "help"):
+        from lt_offload.cli.static import help
+
+        print(help.of_verb(VERBS[args[1]]) if args[1:2] and args[1] in VERBS else help.program(), end="")
         return 0 if args else 2
-    if verb == "--version":
+    if first == "--version":
         print(f"lt-finetune {__version__}")
         return 0
-    found = VERBS.get(verb)
-    if found is not None and not found.recipe:
-        words, flags = parse(found.read(), args[1:])
-        return found.load()(*words, **flags)
-    if found is not None:
-        args = args[1:]
-    else:
-        verb = "fit"
-    if not args or (args[0].startswith("-") and args[0] not in ("-h", "--help")):
-        near = difflib.get_close_matches(args[0], _OPTIONS, n=1) if args else []
-        if near:
-            raise ConfigError(f"unknown option {args[0]!r}; did you mean {near[0]}?")
-        raise ConfigError(f"{verb} needs a recipe: lt-finetune {'' if verb == 'fit' else verb + ' '}RECIPE")
-    if args[0].startswith("-"):
-        print(USAGE, end="")
+    verb = VERBS.get(first)
+    rest = args if verb is None else args[1:]
+    if verb is not None and ({"-h", "--help"} & set(rest[:1]) or (not verb.recipe and {"-h", "--help"} & set(rest))):
+        from lt_offload.cli.static import help
+
+        print(help.of_verb(verb), end="")
         return 0
-    files = recipes.chain(recipes.find(args[0]))
-    say(f"lt-finetune {verb} {files[-1].stem}: starting PyTorch and Lightning ...")
+    if verb is not None and not verb.recipe:
+        words, flags = parse(verb.read(), rest)
+        return verb.load()(*words, **flags)
+    return _with_recipe(verb or VERBS["fit"], rest)
+
+
+def _with_recipe(verb: Verb, args: list[str]) -> int:
+    """Carry out a verb that needs a recipe, or explain its settings."""
+    from lt_offload.cli.static import help
+    from lt_offload.cli.static.settings import check
+
+    if not args or args[0].startswith("-"):
+        if (prefix := help.asked_group(args)) is not None:
+            print(help.of_group(prefix, []), end="")
+            return 0
+        if args and (hint := did_you_mean(args[0], _OPTIONS)):
+            raise ConfigError(f"unknown option {args[0]!r}{hint}")
+        call = "" if verb.name == "fit" else f"{verb.name} "
+        raise ConfigError(f"{verb.name} needs a recipe: lt-finetune {call}RECIPE ('lt-finetune ls' lists recipes)")
+    files, flags = recipes.chain(recipes.find(args[0])), args[1:]
+    if {"-h", "--help"} & set(flags):
+        print(help.of_recipe(verb, files, flags), end="")
+        return 0
+    if (prefix := help.asked_group(flags)) is not None:
+        print(help.of_group(prefix, files), end="")
+        return 0
+    check(files, flags, verb.read())
+    say(f"lt-finetune {verb.name} {files[-1].stem}: starting PyTorch and Lightning ...")
     from lt_offload.cli.run import run
 
-    return run(verb, files, args[1:])
+    return run(verb, files, flags)
 
 
 def _fail(message: str, *, debug: bool, code: int) -> int:

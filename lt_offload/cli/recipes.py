@@ -7,13 +7,13 @@ Such files are looked for beside the one that names them, then among those that 
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from lt_offload.cli.static.suggest import nearest
 from lt_offload.cli.table import VERBS
 from lt_offload.errors import ConfigError
 from lt_offload.resources import is_file, shipped_files, shipped_root, user_path
@@ -37,10 +37,10 @@ def find(recipe: str) -> Path:
     name = recipe.removesuffix(".yaml").removeprefix("recipes/")
     if name in known:
         return known[name]
-    verbs = difflib.get_close_matches(name, [*VERBS, "help"], n=1, cutoff=0.7)
+    verbs = nearest(name, [*VERBS, "help"], cutoff=0.7, most=1)
     if verbs:
         raise ConfigError(f"there is no verb or recipe {recipe!r}; did you mean {verbs[0]}?")
-    close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
+    close = nearest(name, known, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}?" if close else "'lt-finetune ls' lists the recipes that come with it"
     raise ConfigError(f"there is no recipe {recipe!r}: no such file, and none of that name is shipped; {hint}")
 

@@ -47,6 +47,11 @@ class Parameter:
         found = re.search(r"Literal\[([^\]]*)\]", self.annotation)
         return [str(value) for value in ast.literal_eval(f"[{found[1]}]")] if found else []
 
+    @property
+    def only_choices(self) -> bool:
+        """Whether it takes no other value than these, and None."""
+        return bool(re.fullmatch(r"Literal\[[^\]]*\](?: \| None)?", self.annotation))
+
 
 @dataclass(frozen=True, slots=True)
 class Documented:
@@ -80,7 +85,7 @@ def _documented(module: str, node: Definition) -> Documented:
         function = next((n for n in node.body if isinstance(n, ast.FunctionDef) and n.name == "__init__"), None)
         texts += [] if function is None else [ast.get_docstring(function) or ""]
     meanings = {name: about for text in texts for name, about in arguments(text).items()}
-    before = texts[0].split("\nArgs:")[0].split("\n\n")
+    before = next(filter(None, texts), "").split("\nArgs:")[0].split("\n\n")
     paragraphs = [" ".join(paragraph.split()) for paragraph in before]
     parameters = _fields(node) if function is None and isinstance(node, ast.ClassDef) else _parameters(function)
     return Documented(

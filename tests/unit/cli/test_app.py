@@ -133,10 +133,10 @@ def test_print_config_is_a_recipe(recipe: Path, capsys: pytest.CaptureFixture[st
     [
         (["--model.lrr", "1"], "unknown setting 'model.lrr'; did you mean model.lr"),
         (["--max_steps", "1"], "unknown setting 'max_steps'; did you mean trainer.max_steps?"),
-        (["--model.lora.rank", "1"], "model.lora: unknown setting 'rank'"),
+        (["--model.lora.rank", "1"], "unknown setting 'model.lora.rank'; did you mean model.lora.r or"),
         (["--model.lr", "fast"], "model.lr: expected float, got fast"),
         (["--model.lr", "-1"], "model.lr=-1.0 is not positive"),
-        (["--data.format", "csv"], "data.format: expected Literal['text', 'alpaca'], got csv"),
+        (["--data.format", "csv"], "data.format: there is no 'csv'; choose text, alpaca"),
         (["--data.path", "gone.txt"], "data.path='gone.txt' does not exist"),
         (["--data.max_length", "500"], "data.max_length=500 is longer than the model's context; set it to 128"),
         (["--model.name", "./gone"], "model './gone' is not a folder"),
@@ -156,10 +156,13 @@ def test_a_mistake_is_one_line_before_training(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("modle: {name: x}", "unknown setting 'modle.name'"),
-        ("model: {nme: x}", "unknown setting 'model.nme'; did you mean model.name"),
-        ("model: {lora: {rank: 1}}", "model.lora: unknown setting 'rank'"),
-        ("trainer: {strategy: {class_path: lt_offload.OffmateStrategy, init_args: {memry: 1}}}", "did you mean memory"),
+        ("modle: {name: x}", "unknown setting 'modle' in child.yaml; did you mean model?"),
+        ("model: {nme: x}", "unknown setting 'model.nme' in child.yaml; did you mean model.name"),
+        ("model: {lora: {rank: 1}}", "unknown setting 'model.lora.rank' in child.yaml"),
+        (
+            "trainer: {strategy: {class_path: lt_offload.OffmateStrategy, init_args: {memry: 1}}}",
+            "did you mean trainer.strategy.memory",
+        ),
         ("trainer: {strategy: {class_path: lt_offload.OffmateStrategy, init_args: {memory: lots}}}", "is not a size"),
         ("data: {batch_size: many}", "data.batch_size: expected int, got many"),
     ],
