@@ -6,10 +6,8 @@ What is then done with the settings is in ``verbs/``.
 from __future__ import annotations
 
 import itertools
-import logging
 import re
 import sys
-import warnings
 from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
@@ -22,6 +20,7 @@ from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
+from lt_offload.cli import recipes
 from lt_offload.cli.compose import compose
 from lt_offload.cli.progress import quiet
 from lt_offload.cli.static.settings import unknown
@@ -32,7 +31,6 @@ from lt_offload.finetune.summary import RunSummary
 from lt_offload.strategy.checkpoint import files as checkpoint
 
 _STAMP = "%Y%m%d-%H%M%S"
-_SEED = "lightning.fabric.utilities.seed"
 
 
 class Parser(LightningArgumentParser):
@@ -122,11 +120,30 @@ class App(LightningCLI):
         except MisconfigurationException as error:
             raise ConfigError(_misconfigured(str(error), self.config_init["trainer"])) from error
 
+    def use_newest_checkpoint(self) -> None:
+        """Let a verb that loads a checkpoint, and was told none, take the newest complete one of the run folder.
+
+        Raises:
+            ConfigError: if there is none.
+        """
+        if "resume" in self.options or self.options.get("ckpt_path", "") is not None:
+            return
+        folder = self.recipe.parent / "checkpoints"
+        newest = checkpoint.newest(folder)
+        if newest is None:
+            raise ConfigError(
+                f"there is no complete checkpoint in {folder}; give one with --ckpt_path, or {self.recipe} as the "
+                "recipe for the pretrained model"
+            )
+        self.options["ckpt_path"] = str(newest)
+
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Return the trainer, with a run folder that holds everything the run leaves behind."""
         config = self.config_init["trainer"]
         root = config.get("default_root_dir")
-        self.run_dir = Path(root) if root else Path("runs") / f"{run_name(self.recipe)}-{datetime.now():{_STAMP}}"
+        self.run_dir = (
+            Path(root) if root else Path("runs") / f"{recipes.run_name(self.recipe)}-{datetime.now():{_STAMP}}"
+        )
         if self.options.get("resume"):
             if self.options["ckpt_path"] is not None:
                 raise ConfigError(
@@ -145,10 +162,13 @@ class App(LightningCLI):
             strategy.report_dir = self.run_dir
         callbacks = config.get("callbacks") or []
         wanted = _without_doubles(callbacks if isinstance(callbacks, list) else [callbacks])
-        if quiet():
-            wanted = [callback for callback in wanted if not isinstance(callback, ProgressBar)]
-            kwargs |= {"enable_progress_bar": False, "enable_model_summary": False}
-        kwargs["callbacks"] = [*wanted, self.summary]
+        bars = [] if quiet() else [callback for callback in wanted if isinstance(callback, ProgressBar)]
+        wanted = [callback for callback in wanted if not isinstance(callback, ProgressBar)]
+        if not bars:
+            kwargs["enable_progress_bar"] = False
+        if config.get("enable_model_summary") is None:
+            kwargs["enable_model_summary"] = False
+        kwargs["callbacks"] = [*wanted, self.summary, *bars]  # a bar shows what the others have measured
         return super().instantiate_trainer(**kwargs)
 
 
@@ -161,11 +181,11 @@ def last_run(recipe: Path, root: Path | None) -> tuple[Path, Path]:
     if root is None and recipe.name == "config.yaml" and (recipe.parent / "checkpoints").is_dir():
         root = recipe.parent
     stamp = "[0-9]" * 8 + "-" + "[0-9]" * 6
-    runs = [root] if root else sorted(Path("runs").glob(f"{run_name(recipe)}-{stamp}"), reverse=True)
+    runs = [root] if root else sorted(Path("runs").glob(f"{recipes.run_name(recipe)}-{stamp}"), reverse=True)
     for folder in runs:
         if (newest := checkpoint.newest(folder / "checkpoints")) is not None:
             return folder, newest
-    where = f"{root / 'checkpoints'}" if root else f"{Path('runs').resolve()}/{run_name(recipe)}-*/checkpoints"
+    where = f"{root / 'checkpoints'}" if root else f"{Path('runs').resolve()}/{recipes.run_name(recipe)}-*/checkpoints"
     raise ConfigError(f"--resume: there is no complete checkpoint in {where}; start without --resume")
 
 
@@ -207,12 +227,6 @@ def _misconfigured(message: str, settings: Namespace) -> str:
     return f"trainer: {first}"
 
 
-def run_name(recipe: Path) -> str:
-    """Return what runs of ``recipe`` are called; the config of a run folder is the recipe of that run."""
-    folder = re.fullmatch(r"(.+)-\d{8}-\d{6}", recipe.resolve().parent.name)
-    return folder[1] if folder and recipe.name == "config.yaml" else recipe.stem
-
-
 def explain(message: str, flags: Sequence[str]) -> str:
     """Return jsonargparse's ``message`` as one line that names the setting; ``flags`` are the known ones."""
     nested = re.search(r"Group '([^']+)' does not accept option '([^']+)'", message)
@@ -240,33 +254,3 @@ def explain(message: str, flags: Sequence[str]) -> str:
 def _unknown(key: str, flags: Sequence[str]) -> str:
     known = [flag.lstrip("-") for flag in flags if flag.startswith("--")]
     return unknown(key, [name for name in known if not name.endswith(("help", "+"))])
-
-
-def quieten() -> None:
-    """Silence what Lightning advises and recipes decide otherwise."""
-    for message in (
-        r".*does not have many workers.*",  # batches are cut from memory; workers would only cost
-        r"Experiment logs directory .* exists and is not empty",  # it is the run folder, with config.yaml in it
-        r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning's own call
-        r"Total length of `list` across ranks is zero",  # nothing is held out because a setting says so
-        r"The dirpath has changed from",  # every run has its own folder, and keeps its own checkpoints
-    ):
-        warnings.filterwarnings("ignore", message=message)
-    for name in (*(f"lightning.{part}.utilities.rank_zero" for part in ("pytorch", "fabric")), _SEED):
-        logging.getLogger(name).addFilter(_wanted)
-    if quiet():
-        disable_progress_bars()
-
-
-def _wanted(record: logging.LogRecord) -> bool:
-    """Return whether a message of Lightning's is for our users: no advertisements, and what goes on only if asked."""
-    return "Tip: " not in record.getMessage() and not (quiet() and record.levelno < logging.WARNING)
-
-
-def disable_progress_bars() -> None:
-    """Let Hugging Face load models and data without bars."""
-    from datasets.utils.logging import disable_progress_bar
-    from transformers.utils.logging import disable_progress_bar as disable_of_models
-
-    disable_progress_bar()
-    disable_of_models()  # type: ignore[no-untyped-call]

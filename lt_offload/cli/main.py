@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from lt_offload import __version__
 from lt_offload.cli import recipes
-from lt_offload.cli.progress import keeping_quiet, say
+from lt_offload.cli.progress import clear, keeping_quiet, status
 from lt_offload.cli.static.arguments import parse
 from lt_offload.cli.static.suggest import did_you_mean
 from lt_offload.cli.table import VERBS, Verb
@@ -89,13 +89,14 @@ def _with_recipe(verb: Verb, args: list[str]) -> int:
         print(help.of_group(prefix, files), end="")
         return 0
     check(files, flags, verb.read())
-    say(f"lt-finetune {verb.name} {files[-1].stem}: starting PyTorch and Lightning ...")
+    status(f"lt-finetune {verb.name} {recipes.run_name(files[-1])}: starting PyTorch and Lightning")
     from lt_offload.cli.run import run
 
-    return run(verb, files, flags)
+    return run(verb, files, flags, of_run=recipes.is_run(args[0]))
 
 
 def _fail(message: str, *, debug: bool, code: int) -> int:
+    clear()
     if debug:
         traceback.print_exc()
     print(f"error: {message}", file=sys.stderr)

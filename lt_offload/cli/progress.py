@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 
 _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
+_ERASE = "\r\033[2K"
+_state = {"drawn": False, "phase": ""}
+"""Whether a line of :func:`status` is on the terminal, and the first word of the last one that was written."""
 
 
 def quiet() -> bool:
@@ -22,10 +27,48 @@ def keeping_quiet(on: bool) -> Iterator[None]:
     try:
         yield
     finally:
+        clear()
+        _state["phase"] = ""
         _quiet.reset(token)
 
 
 def say(message: str) -> None:
-    """Tell what comes next."""
+    """Tell something that stays."""
     if not quiet():
+        clear()
         print(message, file=sys.stderr, flush=True)
+
+
+def status(message: str) -> None:
+    """Tell what goes on now.
+
+    On a terminal the next message takes the place of this one. Elsewhere it is a line, unless the one before it began
+    with the same word: one line for all that is measured, one for all that is planned.
+    """
+    if quiet():
+        return
+    if draws():
+        width = shutil.get_terminal_size().columns
+        sys.stderr.write(f"{_ERASE}{f'{message} ...'[: width - 1]}")
+        sys.stderr.flush()
+        _state["drawn"] = True
+        return
+    phase = message.split()[0]
+    if phase != _state["phase"]:
+        _state["phase"] = phase
+        print(f"{message} ...", file=sys.stderr, flush=True)
+
+
+def clear() -> None:
+    """Take the line of :func:`status` from the terminal, for what is printed next."""
+    if _state["drawn"]:
+        _state["drawn"] = False
+        sys.stderr.write(_ERASE)
+        sys.stderr.flush()
+
+
+def draws() -> bool:
+    """Return whether a line can be drawn anew: on a terminal that nobody else draws on."""
+    plain = os.environ.get("TERM") == "dumb" or os.environ.keys() & {"NO_COLOR", "CI"}
+    stream = sys.__stderr__
+    return stream is not None and sys.stderr is stream and stream.isatty() and not plain

@@ -7,6 +7,7 @@ Such files are looked for beside the one that names them, then among those that 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ import yaml
 from lt_offload.cli.static.suggest import nearest
 from lt_offload.cli.table import VERBS
 from lt_offload.errors import ConfigError
-from lt_offload.resources import is_file, shipped_files, shipped_root, user_path
+from lt_offload.resources import is_dir, is_file, shipped_files, shipped_root, user_path
 
 
 def shipped() -> dict[str, Path]:
@@ -25,7 +26,7 @@ def shipped() -> dict[str, Path]:
 
 
 def find(recipe: str) -> Path:
-    """Return the file of ``recipe``: a path, or the name of a shipped one; a path wins.
+    """Return the file of ``recipe``: a path, the name of a shipped one, or a run folder; a path wins.
 
     Raises:
         ConfigError: if there is none; names the closest ones.
@@ -33,6 +34,8 @@ def find(recipe: str) -> Path:
     path = user_path(recipe)
     if is_file(path):
         return path
+    if is_run(path):
+        return path / "config.yaml"
     known = shipped()
     name = recipe.removesuffix(".yaml").removeprefix("recipes/")
     if name in known:
@@ -42,7 +45,15 @@ def find(recipe: str) -> Path:
         raise ConfigError(f"there is no verb or recipe {recipe!r}; did you mean {verbs[0]}?")
     close = nearest(name, known, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}?" if close else "'lt-finetune ls' lists the recipes that come with it"
+    if is_dir(path):
+        raise ConfigError(f"{recipe!r} is a folder without config.yaml, so no run; give a recipe or a run folder")
     raise ConfigError(f"there is no recipe {recipe!r}: no such file, and none of that name is shipped; {hint}")
+
+
+def is_run(recipe: str | Path) -> bool:
+    """Return whether ``recipe`` is the folder of a run, whose settings are in ``config.yaml``."""
+    path = user_path(recipe)
+    return is_dir(path) and is_file(path / "config.yaml")
 
 
 def chain(recipe: Path) -> list[Path]:
@@ -123,3 +134,9 @@ def describe(recipe: Path) -> str:
     """Return the first line of a recipe's header comment."""
     first = recipe.read_text(encoding="utf-8").splitlines()[0]
     return first.removeprefix("#").strip() if first.startswith("#") else ""
+
+
+def run_name(recipe: Path) -> str:
+    """Return what runs of ``recipe`` are called; the config of a run folder is the recipe of that run."""
+    folder = re.fullmatch(r"(.+)-\d{8}-\d{6}", recipe.resolve().parent.name)
+    return folder[1] if folder and recipe.name == "config.yaml" else recipe.stem

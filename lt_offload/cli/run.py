@@ -7,15 +7,24 @@ from pathlib import Path
 
 import torch
 
-from lt_offload.cli import recipes
-from lt_offload.cli.app import App, quieten, with_values
+from lt_offload.cli import messages, recipes
+from lt_offload.cli.app import App, with_values
 from lt_offload.cli.table import Verb
 
 
-def run(verb: Verb, files: Sequence[Path], args: Sequence[str]) -> int:
-    """Carry out ``verb`` with the settings of ``files``, later ones first, and of ``args``; return the exit code."""
-    quieten()
+def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool = False) -> int:
+    """Carry out ``verb`` with the settings of ``files`` and flags, and return the exit code.
+
+    Args:
+        verb: what to do.
+        files: recipe and what it builds on, later ones override.
+        args: flags.
+        of_run: whether the recipe was given as the folder of a run, whose newest checkpoint is then meant, too.
+    """
+    messages.install()
     on_gpu = torch.cuda.is_available() or any(arg.startswith("--hardware") for arg in args)
     function = verb.load()
     app = App(function, files[-1], [*files, *(recipes.for_gpu(files) if on_gpu else [])], with_values(args))
+    if of_run:
+        app.use_newest_checkpoint()
     return function(app, **app.options)

@@ -50,6 +50,7 @@ VERBS = {
         Verb("plan", "how fast, with how much memory? no weights, no GPU needed"),
         Verb("validate", "loss on held-out data"),
         Verb("generate", "the model continues a prompt"),
+        Verb("chat", "talk to the model in the terminal"),
         Verb("export", "write a Hugging Face folder"),
         Verb("check", "is every setting known and of the right type?"),
         Verb("ls", "list the recipes that come with it", recipe=False, module="verbs.files"),

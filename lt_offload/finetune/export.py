@@ -1,13 +1,11 @@
-"""What comes out of a fine-tuning: a Hugging Face folder, and text. Works while the weights are streamed."""
+"""What comes out of a fine-tuning: a Hugging Face folder."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.quantize import dequantized
@@ -51,22 +49,3 @@ def check_target(folder: str | Path) -> Path:
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{str(folder)!r} exists and is not an empty folder; choose another one with --output")
     return target
-
-
-@torch.no_grad()
-def continuation(model: Any, ids: Tensor, *, max_new_tokens: int, end: Collection[int]) -> list[int]:
-    """Return the tokens that most likely follow ``ids`` of shape (1, n), up to and without one of ``end``.
-
-    Each step runs the whole model once for one token, so weights that are streamed travel once per token.
-    """
-    new: list[int] = []
-    step, cache = ids, None
-    while len(new) < max_new_tokens:
-        output = model(input_ids=step, past_key_values=cache, use_cache=True)
-        cache = output.past_key_values
-        token = int(output.logits[0, -1].argmax())
-        if token in end:
-            break
-        new.append(token)
-        step = ids.new_tensor([[token]])
-    return new

@@ -19,7 +19,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.data.batches.attention import check_packing
 from lt_offload.finetune.data.formats import IGNORED
-from lt_offload.finetune.export import continuation
+from lt_offload.finetune.generation import continuation
 from lt_offload.finetune.quantize import Quantize, check_quantize, check_stored, quantized
 from lt_offload.model.blocks import find_blocks
 from lt_offload.optim import AdamW
@@ -200,8 +200,9 @@ class FineTune(LightningModule):
         self.log("val_loss", self._loss(batch), prog_bar=True, on_epoch=True, on_step=False, batch_size=tokens)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int = 0) -> list[int]:
-        """Return the tokens that follow ``input_ids``, at most ``max_new_tokens``, before one of the tokens ``end``."""
-        return continuation(self.model, batch["input_ids"], max_new_tokens=batch["max_new_tokens"], end=batch["end"])
+        """Return the tokens that follow ``input_ids``; the rest of ``batch`` are arguments of ``continuation``."""
+        options = {name: value for name, value in batch.items() if name != "input_ids"}
+        return continuation(self.model, batch["input_ids"], **options)
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer over trainable tensors, matrices with weight decay, and its schedule per step."""

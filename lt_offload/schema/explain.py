@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from lt_offload.schema.plan import Alternative, Op, Plan, UpdatePlace
 
 WIDTH = 100
+_BRIEF_WIDTH = 80
 _LABEL = 16
 _MOST_ALTERNATIVES = 6
 _BAR = 20
@@ -81,28 +82,35 @@ def headline(plan: Plan) -> str:
 
 
 def brief(plan: Plan) -> str:
-    """Return one short paragraph about ``plan``, in at most 100 columns: time, memory, copies, updates."""
+    """Return one short paragraph about ``plan``, in at most 80 columns: time, memory, copies, updates."""
     found = plan.predicted
     counts = Counter(plan.update_places)
     updates = [f"{counts[place]} on {where}" for place, where in _PLACES.items() if counts[place]]
     options = ", ".join(f"{count} {option}" for option, count in Counter(plan.options).most_common())
-    fields = dict([*_prediction(plan), *_traffic(plan)])
     text = (
-        f"{_inputs(plan)}. {_sentence(fields['iteration'], plan)}. "
-        f"Device memory: {format_bytes(found.device_peak_bytes)} of {format_bytes(plan.budget_bytes)}; RAM: "
-        f"{format_bytes(found.host_peak_bytes)} of {format_bytes(plan.host_budget_bytes)}. "
-        f"Copied: {fields['copies']}. Activations of blocks: {options}. "
-        f"Tensors updated: {', '.join(updates) or 'none'}."
+        f"Plan: {_inputs(plan)}. {_time(plan)} Device memory: {format_bytes(found.device_peak_bytes)} of "
+        f"{format_bytes(plan.budget_bytes)}; RAM: {format_bytes(found.host_peak_bytes)} of "
+        f"{format_bytes(plan.host_budget_bytes)}. Copied: {dict(_traffic(plan))['copies']}. "
+        f"Activations of blocks: {options}. Tensors updated: {', '.join(updates) or 'none'}."
     )
-    lines = textwrap.wrap(text, WIDTH, break_long_words=False)
+    lines = textwrap.wrap(text, _BRIEF_WIDTH, break_long_words=False, break_on_hyphens=False)
     if plan.batch_curve:
         lines += ["", "Batch sizes:", *_fields(_batch_sizes(plan))]
     return "\n".join(lines)
 
 
-def _sentence(iteration: str, plan: Plan) -> str:
+def _time(plan: Plan) -> str:
+    """Return a sentence about how long an iteration takes."""
+    found = plan.predicted
+    if not found.iteration_s:
+        return "It was not simulated."
     unit = "An iteration" if plan.micro_batches == 1 else f"A {plan.unit}"
-    return "It was not simulated" if iteration == _NOT_SIMULATED else f"{unit} takes {iteration}"
+    about = "about " if plan.estimated else ""
+    slower = found.iteration_s / found.no_offload_s if found.no_offload_s else 1.0
+    return (
+        f"{unit} takes {about}{format_seconds(found.iteration_s)}, {slower:.2f} times the "
+        f"{format_seconds(found.no_offload_s)} of a device with enough memory."
+    )
 
 
 # -- totals ----------------------------------------------------------------------------------------------------------

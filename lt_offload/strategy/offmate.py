@@ -280,7 +280,6 @@ class OffmateStrategy(OneProcess, Checkpoints):
             self._replanning = follow(self.settings, self.profile)
         folder = self._folder(trainer)
         self._save_plan(folder)
-        rank_zero_info(f"offmate: {headline(self.plan)}" + (f"; saved in {folder}" if folder else ""))
         rank_zero_info(self.plan.explain() if self.explain else brief(self.plan))
         if self._replanning is not None and self.profile.scatter > _BUSY:
             rank_zero_info(

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lt_offload.cli.outputs import check_output
-from lt_offload.cli.progress import say
+from lt_offload.cli.progress import clear, status
 from lt_offload.machine.numa import memory_node_of
 from lt_offload.machine.pinning import advice, is_wsl2, memlock_bytes
 from lt_offload.profiling.hardware import measure_machine, save_hardware
@@ -25,8 +25,9 @@ def doctor(*, save: str | None = None) -> int:
     """
     if save is not None:
         check_output(save, "--save")
-    say("Measuring this machine ...")
-    machine = measure_machine(on_progress=lambda message: say(f"  {message}"))
+    status("measuring this machine")
+    machine = measure_machine(on_progress=status)
+    clear()
     table = Table(title=f"{machine.name} on {platform.machine()}, {torch.get_num_threads()} threads")
     table.add_column("what")
     table.add_column("measured", justify="right")

@@ -8,6 +8,7 @@ import sys
 from lt_offload.cli.app import App
 from lt_offload.cli.early import check_early
 from lt_offload.cli.outputs import make_folder
+from lt_offload.cli.progress import clear, status
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.checkpoint.resume import EXIT_CODES
 
@@ -32,6 +33,7 @@ def fit(app: App, *, ckpt_path: str | None = None, resume: bool = False, explain
     trainer = app.trainer
     if hasattr(trainer.strategy, "explain"):
         trainer.strategy.explain = explain
+    status("reading data, loading the model")
     try:
         trainer.fit(app.model, datamodule=app.datamodule, ckpt_path=path, weights_only=True)
     except SystemExit as left:
@@ -42,6 +44,7 @@ def fit(app: App, *, ckpt_path: str | None = None, resume: bool = False, explain
         print(f"interrupted after step {trainer.global_step}; {hint}", file=sys.stderr)
         terminated = EXIT_CODES[signal.SIGTERM]
         return terminated if left.code == terminated else EXIT_CODES[signal.SIGINT]
+    clear()
     report = write_run_report(app.summary, trainer, app.run_dir)
     print_summary(app.summary, trainer, app.run_dir, report)
     if gains := run_gains(app.summary, trainer):

@@ -8,17 +8,31 @@ from torch.utils.data import DataLoader
 
 from lt_offload.cli.app import App
 from lt_offload.cli.early import check_early
+from lt_offload.cli.progress import clear, status
 from lt_offload.errors import ConfigError
+from lt_offload.finetune.generation import Sampler
 
 
-def generate(app: App, *, prompt: str | None = None, max_new_tokens: int = 64, ckpt_path: str | None = None) -> int:
+def generate(
+    app: App,
+    *,
+    prompt: str | None = None,
+    max_new_tokens: int = 64,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    ckpt_path: str | None = None,
+) -> int:
     """Let the model continue a prompt, streaming the weights.
 
     Args:
         app: the settings.
         prompt: text, or an instruction if the recipe trains on instructions; default: the recipe's sample_prompt.
         max_new_tokens: where to stop if the model does not.
-        ckpt_path: checkpoint to use; the pretrained model if not given.
+        temperature: 0: always the most likely token; higher: more variety.
+        top_p: draw from the most likely tokens that together have this probability.
+        seed: of the draws; the same one gives the same text.
+        ckpt_path: checkpoint to use; if not given, the newest one of a run folder, else the pretrained model.
     """
     text = prompt if prompt is not None else app.datamodule.sample_prompt
     if text is None:
@@ -27,9 +41,12 @@ def generate(app: App, *, prompt: str | None = None, max_new_tokens: int = 64, c
         raise ConfigError(f"the prompt is empty: {text!r}; give some text with --prompt")
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} is too small; it must be at least 1")
+    sampler = Sampler(temperature=temperature, top_p=top_p, seed=seed)
     check_early(app, ckpt_path)
-    request: Any = [app.datamodule.prompt(text, max_new_tokens=max_new_tokens)]
+    request: Any = [app.datamodule.prompt(text, max_new_tokens=max_new_tokens) | {"choose": sampler}]
     loader: DataLoader[Any] = DataLoader(request, batch_size=None)
+    status("loading the model")
     results: Any = app.trainer.predict(app.model, loader, ckpt_path=ckpt_path, weights_only=True)
+    clear()
     print(app.datamodule.tokenizer.decode(results[0], skip_special_tokens=True))
     return 0

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lt_offload.cli.outputs import check_output
-from lt_offload.cli.progress import say
+from lt_offload.cli.progress import clear, say, status
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.finetune.module import check_data
 from lt_offload.plan.settings import Settings
@@ -73,6 +73,7 @@ def plan(
         profile, made = _with_best_batch(app, memory, hardware)
     else:
         profile, made = _with_parts(app, memory, hardware)
+    clear()
     print(made.explain() if explain else f"{brief(made)}\n--explain shows it block by block.")
     if save is not None:
         print(f"plan: {made.save(save)}")
@@ -82,7 +83,7 @@ def plan(
     if report is not None:
         from lt_offload.report.page import write_plan_report
 
-        bought = gains(made, profile, _solver(app, _GAIN_SECONDS), say=_say)
+        bought = gains(made, profile, _solver(app, _GAIN_SECONDS), say=status)
         print(f"report: {write_plan_report(report, made, profile, simulated, bought)}")
     return 0
 
@@ -118,7 +119,7 @@ def _with_best_batch(app: App, memory: str | None, hardware: str | None) -> tupl
         lambda size: first if size == 1 else estimate(app, machine, size),
         replace(settings, memory=_budget(settings, memory, machine)),
         effective=effective_batch(app.trainer, app.datamodule.batch_size),
-        on_progress=_say,
+        on_progress=status,
     )
     return choice.profile, choice.plan
 
@@ -153,8 +154,9 @@ def _sweep(
         model=_model_name(app),
         dtype=app.model.model_dtype,
         sequence_length=app.datamodule.max_length,
-        say=_say,
+        say=status,
     )
+    clear()
     print(swept.explain())
     if save is not None:
         print(f"table: {swept.save(save)}")
@@ -266,7 +268,7 @@ def estimate(
         sequence_length=data.max_length,
         dtype=module.model_dtype,
         autocast="bfloat16" if app.trainer.precision == "bf16-mixed" else None,
-        hardware=hardware or measure_machine(on_progress=_say),
+        hardware=hardware or measure_machine(on_progress=status),
         optimizer=optimizer,
         lora=None if module.lora is None else module.lora.peft(),
         quantize=module.quantize,
@@ -274,7 +276,7 @@ def estimate(
         packing=data.pack is True,
         blocks=getattr(app.trainer.strategy, "blocks", None),
         micro_batches=parts,
-        on_progress=_say,
+        on_progress=status,
     )
     return replace(profile, model=_model_name(app))
 
@@ -286,4 +288,4 @@ def _model_name(app: App) -> str:
 
 
 def _say(message: str) -> None:
-    say(f"  {message} ...")
+    say(message)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
+
 from lt_offload.cli.app import App
 from lt_offload.cli.early import check_early
+from lt_offload.cli.progress import clear, status
+from lt_offload.errors import ConfigError
 
 
 def validate(app: App, *, ckpt_path: str | None = None) -> int:
@@ -11,8 +15,15 @@ def validate(app: App, *, ckpt_path: str | None = None) -> int:
 
     Args:
         app: the settings.
-        ckpt_path: checkpoint to evaluate; the pretrained model if not given.
+        ckpt_path: checkpoint to evaluate; if not given, the newest one of a run folder, else the pretrained model.
     """
     check_early(app, ckpt_path)
-    app.trainer.validate(app.model, datamodule=app.datamodule, ckpt_path=ckpt_path, weights_only=True)
+    status("reading data, loading the model")
+    [found] = app.trainer.validate(
+        app.model, datamodule=app.datamodule, ckpt_path=ckpt_path, weights_only=True, verbose=False
+    ) or [{}]
+    clear()
+    if "val_loss" not in found:
+        raise ConfigError("there is nothing to validate on; set data.validation_path, or data.validation_share above 0")
+    print(f"val_loss {found['val_loss']:.6f}  (perplexity {math.exp(min(found['val_loss'], 700.0)):.4g})")
     return 0

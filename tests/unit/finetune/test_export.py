@@ -7,7 +7,7 @@ import torch
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
-from lt_offload.finetune.export import continuation, export
+from lt_offload.finetune.export import export
 from lt_offload.finetune.module import LoraArgs, add_lora
 from tests.support import models, tiny
 
@@ -59,18 +59,3 @@ def test_nothing_is_overwritten(folder: str, tmp_path: Path, occupied: str) -> N
         target.write_text("mine")
     with pytest.raises(ConfigError, match="not an empty folder"):
         export(load.load_model(folder), load.load_tokenizer(folder), target)
-
-
-@pytest.mark.parametrize("family", models.FAMILIES)
-def test_continuation_is_greedy_and_stops_at_the_end(family: str) -> None:
-    model = models.build(family).eval()
-    ids = torch.tensor([[5, 6, 7]])
-    new = continuation(model, ids, max_new_tokens=6, end=())
-    whole = ids
-    for token in new:
-        with torch.no_grad():
-            assert int(model(input_ids=whole, use_cache=False).logits[0, -1].argmax()) == token
-        whole = torch.cat([whole, torch.tensor([[token]])], dim=1)
-    assert len(new) == 6
-    first = new.index(new[3])
-    assert continuation(model, ids, max_new_tokens=6, end=[new[3]]) == new[:first]

@@ -12,7 +12,7 @@ from lt_offload import AdamW, limits
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.data.module import FineTuneData
-from lt_offload.finetune.export import continuation
+from lt_offload.finetune.generation import continuation
 from lt_offload.finetune.module import FineTune, LoraArgs, add_lora, check_data, lr_factor, make_optimizer
 from lt_offload.finetune.summary import RunSummary
 from tests.support import models, tiny

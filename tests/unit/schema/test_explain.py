@@ -67,7 +67,7 @@ def test_in_short_it_is_one_paragraph() -> None:
     assert max(map(len, lines)) <= 100
     text = " ".join(lines)
     assert text.startswith(
-        "small, 5 blocks, batch 2 x 8 tokens, planner test. An iteration takes 3 min 20 s, 25.0% above"
+        "Plan: small, 5 blocks, batch 2 x 8 tokens, planner test. An iteration takes 3 min 20 s, "
     )
     assert "Device memory: 19 kB of 20 kB; RAM: 16 kB of" in text
     assert "Activations of blocks: 4 keep, 1 recompute. Tensors updated: 4 on the device, 1 on the host." in text

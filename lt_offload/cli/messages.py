@@ -1,0 +1,96 @@
+"""Which messages and warnings of libraries are for users, and how they look: one line each, on standard error."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import TextIO
+
+from lt_offload.cli.progress import clear, quiet, status
+
+_PACKAGE = str(Path(__file__).resolve().parents[1])
+_TOLD = (
+    "lightning.pytorch.utilities.rank_zero",
+    "lightning.fabric.utilities.rank_zero",
+    "lightning.fabric.utilities.seed",
+)
+"""Loggers that Lightning and our own modules tell things."""
+_PREFIX = "offmate: "
+_PASSING = ("measuring", "running", "planning", "profiling", "estimating", "writing", "loading", "trying")
+"""First words of messages about what goes on now."""
+_ADVICE = (
+    r".*does not have many workers.*",  # batches are cut from memory; workers would only cost
+    r"Experiment logs directory .* exists and is not empty",  # it is the run folder, with config.yaml in it
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning's own call
+    r"Total length of `list` across ranks is zero",  # nothing is held out because a setting says so
+    r"The dirpath has changed from",  # every run has its own folder, and keeps its own checkpoints
+    r"Checkpoint directory .* exists and is not empty",  # it is that of the run that is resumed
+)
+"""What Lightning advises and recipes decide otherwise."""
+
+
+class Messages(logging.Handler):
+    """Writes what our own modules tell, and warnings of others; what other libraries tell about themselves is left out.
+
+    Messages about what goes on now replace each other on a terminal, the rest stays.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write one message."""
+        if not _for_users(record) or (quiet() and record.levelno < logging.WARNING):
+            return
+        message = record.getMessage().removeprefix(_PREFIX)
+        if record.levelno >= logging.WARNING:
+            message = f"warning: {' '.join(message.split())}"
+        elif message.startswith(_PASSING) and "\n" not in message:
+            status(message.removesuffix(" ..."))
+            return
+        clear()
+        print(message, file=sys.stderr, flush=True)
+
+
+def install() -> None:
+    """Let messages and warnings go through this module from now on."""
+    for message in _ADVICE:
+        warnings.filterwarnings("ignore", message=message)
+    warnings.showwarning = _show
+    for name in _TOLD:
+        logging.getLogger(name).addFilter(_for_users)
+    for name in ("lightning.pytorch", "lightning.fabric", "lightning", "lt_offload"):
+        logger = logging.getLogger(name)
+        for old in [old for old in logger.handlers if type(old) in (logging.StreamHandler, Messages)]:
+            logger.removeHandler(old)
+        logger.propagate = True
+    for name in ("lightning", "lt_offload"):
+        logging.getLogger(name).addHandler(Messages())
+    _without_bars()
+
+
+def _for_users(record: logging.LogRecord) -> bool:
+    """Return whether a message is for users: Lightning's are not, unless they are warnings."""
+    return record.levelno >= logging.WARNING or record.pathname.startswith(_PACKAGE)
+
+
+def _show(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Write a warning in one line, without the place in a library's source that it comes from."""
+    clear()
+    print(f"warning: {' '.join(str(message).split())}", file=file or sys.stderr, flush=True)
+
+
+def _without_bars() -> None:
+    """Let models load without bars, and data without them where they could not be drawn; downloads show theirs."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # type: ignore[no-untyped-call]
+    if quiet() or not sys.stderr.isatty():
+        os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")

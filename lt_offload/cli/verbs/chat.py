@@ -1,0 +1,241 @@
+"""``lt-finetune chat``: a conversation in the terminal, or through pipes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lt_offload.cli.app import App
+from lt_offload.cli.early import check_early
+from lt_offload.cli.progress import clear, say, status
+from lt_offload.errors import ConfigError, OverBudget
+from lt_offload.finetune.generation import Remembered, Sampler
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_COMMANDS = {
+    "/reset": "forget what was said",
+    "/system TEXT": "begin again with this system message",
+    "/exit": "end; so does Ctrl-D",
+}
+_MOST_TURNS = 2**31
+
+
+def chat(
+    app: App,
+    *,
+    system: str | None = None,
+    max_new_tokens: int = 512,
+    temperature: float = 0.7,
+    top_p: float = 0.95,
+    seed: int = 0,
+    ckpt_path: str | None = None,
+) -> int:
+    """Talk to the model, its weights streamed as in training, in the template that it was trained with.
+
+    On a terminal, Ctrl-C stops an answer and Ctrl-D ends; /reset forgets what was said, /system TEXT begins again with
+    another system message, /exit ends. Through a pipe, each line of the input is a message and answers are all that is
+    printed.
+
+    Args:
+        app: the settings.
+        system: system message to begin with.
+        max_new_tokens: where an answer stops if the model does not end it.
+        temperature: 0: always the most likely token; higher: more variety.
+        top_p: draw from the most likely tokens that together have this probability.
+        seed: of the draws; the same one gives the same answers.
+        ckpt_path: checkpoint to use; if not given, the newest one of a run folder, else the pretrained model.
+    """
+    if max_new_tokens < 1:
+        raise ConfigError(f"max_new_tokens={max_new_tokens} is too small; it must be at least 1")
+    greedy = temperature == 0
+    sampler = Sampler(temperature=temperature, top_p=1.0 if greedy else top_p, seed=seed)
+    check_early(app, ckpt_path)
+    talk = Conversation(app, sampler, system=system, max_new_tokens=max_new_tokens)
+    loader: Any = talk
+    status("loading the model")
+    try:
+        app.trainer.predict(app.model, loader, ckpt_path=ckpt_path, weights_only=True, return_predictions=False)
+    except (OverBudget, torch.OutOfMemoryError) as error:
+        raise ConfigError(
+            f"the conversation no longer fits into the device memory ({error}); --trainer.strategy.memory gives it "
+            "more, /reset begins a shorter one"
+        ) from None
+    return 0
+
+
+class Conversation:
+    """Reads messages and is, as a loader of batches, what a single prediction runs on from the first turn to the last.
+
+    So the engine, its plan and the weights that it has brought stay where they are between turns, and so do the keys
+    and values of everything said before.
+    """
+
+    def __init__(self, app: App, sampler: Sampler, *, system: str | None, max_new_tokens: int) -> None:
+        self._app = app
+        self._sampler = sampler
+        self._max_new_tokens = max_new_tokens
+        self._tokenizer: PreTrainedTokenizerBase = app.datamodule.tokenizer
+        if self._tokenizer.chat_template is None:
+            raise ConfigError(
+                f"the tokenizer of {app.datamodule.tokenizer_name!r} has no chat template; use 'lt-finetune generate', "
+                "or a model that was trained to chat"
+            )
+        self._system = system
+        self._messages: list[dict[str, str]] = []
+        self._remembered = Remembered()
+        self._terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self._stopped = False
+
+    def __len__(self) -> int:
+        """More turns than anyone takes; a Trainer asks a loader without a length for the next turn too early."""
+        return _MOST_TURNS
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        """Yield what the model is to answer, one message at a time, and print its answers."""
+        clear()
+        if self._terminal:
+            say("Ctrl-C stops an answer, Ctrl-D ends. " + ", ".join(f"{c}: {what}" for c, what in _COMMANDS.items()))
+        for text in self._messages_typed():
+            self._messages.append({"role": "user", "content": text})
+            ids = self._fitting()
+            answer = _Answer(self._tokenizer)
+            begun = time.perf_counter()
+            with self._interruptible():
+                yield self._batch(ids, answer)
+            said = answer.close()
+            self._messages.append({"role": "assistant", "content": said})
+            if self._terminal:
+                seconds = max(time.perf_counter() - begun, 1e-9)
+                say(_dim(f"({len(answer.tokens)} tokens, {len(answer.tokens) / seconds:.2g} tokens/s)"))
+
+    def _batch(self, ids: list[int], answer: _Answer) -> dict[str, Any]:
+        def heard(token: int) -> bool:
+            answer.add(token)
+            return not self._stopped
+
+        return {
+            "input_ids": torch.tensor([ids]),
+            "max_new_tokens": self._max_new_tokens,
+            "end": self._ends(),
+            "choose": self._sampler,
+            "heard": heard,
+            "remembered": self._remembered,
+        }
+
+    def _ends(self) -> frozenset[int]:
+        """Return the tokens that end an answer: the tokenizer's, and those with which the model was published."""
+        config = getattr(self._app.model.model, "generation_config", None)
+        found = getattr(config, "eos_token_id", None)
+        listed = found if isinstance(found, list) else [found]
+        return frozenset(token for token in (*listed, self._tokenizer.eos_token_id) if token is not None)
+
+    def _fitting(self) -> list[int]:
+        """Return the conversation as tokens, without its oldest turns where the model's context is too short."""
+        model: Any = self._app.model.model
+        longest = getattr(model.config, "max_position_embeddings", None)
+        while True:
+            system = [] if self._system is None else [{"role": "system", "content": self._system}]
+            ids = encode(self._tokenizer, [*system, *self._messages])
+            if longest is None or len(ids) + self._max_new_tokens <= longest:
+                return ids
+            if len(self._messages) < 3:
+                raise ConfigError(
+                    f"a message of {len(ids)} tokens and an answer of max_new_tokens={self._max_new_tokens} are longer "
+                    f"than the model's context of {longest}; lower --max_new_tokens, or write less"
+                )
+            del self._messages[:2]
+            say("(the oldest turn is forgotten: the model's context is full)")
+
+    # -- the terminal ------------------------------------------------------------------------------------------------
+
+    def _messages_typed(self) -> Iterator[str]:
+        """Yield messages; obeys commands, and ends where the input does."""
+        while True:
+            try:
+                line = input(_bold("> ")) if self._terminal else sys.stdin.readline()
+            except EOFError:
+                print()
+                return
+            except KeyboardInterrupt:
+                print()
+                say("Ctrl-D or /exit ends")
+                continue
+            if not self._terminal and not line:
+                return
+            command, _, rest = line.strip().partition(" ")
+            if command == "/exit":
+                return
+            if command in ("/reset", "/system"):
+                self._messages.clear()
+                if command == "/system":
+                    self._system = rest.strip() or None
+                say("(a new conversation)")
+            elif command.startswith("/") and command[1:].isalpha():
+                say(f"{command} is no command; there are " + ", ".join(_COMMANDS))
+            elif line.strip():
+                yield line.strip()
+
+    @contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Let the first Ctrl-C stop the answer after the present token, and the second one everything."""
+        self._stopped = False
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            if self._stopped:
+                raise KeyboardInterrupt
+            self._stopped = True
+
+        before = signal.signal(signal.SIGINT, stop)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+
+class _Answer:
+    """Prints an answer while it comes."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        from transformers import TextStreamer
+
+        self.tokens: list[int] = []
+        self._tokenizer = tokenizer
+        self._streamer: Any = TextStreamer(tokenizer, skip_special_tokens=True)
+
+    def add(self, token: int) -> None:
+        self.tokens.append(token)
+        self._streamer.put(torch.tensor([token]))
+
+    def close(self) -> str:
+        """End the line, and return what was said."""
+        self._streamer.end()
+        return str(self._tokenizer.decode(self.tokens, skip_special_tokens=True))
+
+
+def encode(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
+    """Return ``messages`` as the model was trained to read them, up to where its answer begins."""
+    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+    ids: list[int] = tokenizer(str(text), add_special_tokens=False)["input_ids"]
+    return ids
+
+
+def _coloured() -> bool:
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+
+
+def _bold(text: str) -> str:
+    return f"\001\033[1m\002{text}\001\033[0m\002" if _coloured() else text
+
+
+def _dim(text: str) -> str:
+    return f"\033[2m{text}\033[0m" if _coloured() and sys.stderr.isatty() else text

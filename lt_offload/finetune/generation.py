@@ -1,0 +1,126 @@
+"""Text from a model whose weights may be streamed: token by token, greedily or drawn, as a conversation if need be."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lt_offload.errors import ConfigError
+
+
+class Sampler:
+    """Chooses the next token from the logits of the last one.
+
+    Args:
+        temperature: 0 takes the most likely token; above, logits are divided by it and a token is drawn.
+        top_p: draw from the most likely tokens only that together have this probability.
+        seed: of the draws, which are made on the host and so the same on every device.
+    """
+
+    def __init__(self, *, temperature: float = 0.0, top_p: float = 1.0, seed: int = 0) -> None:
+        if not 0 <= temperature < float("inf"):
+            raise ConfigError(f"temperature={temperature} is not 0 or a positive number; choose 0 (greedy) to about 1")
+        if not 0 < top_p <= 1:
+            raise ConfigError(f"top_p={top_p} is not a share; choose a number above 0 and up to 1, such as 0.9")
+        if top_p < 1 and temperature == 0:
+            raise ConfigError(f"top_p={top_p} changes nothing with temperature=0; set a temperature, such as 0.7")
+        if not 0 <= seed < 2**63:
+            raise ConfigError(f"seed={seed} is out of range; choose a number from 0 to {2**63 - 1}")
+        self._draws = temperature > 0
+        self._generator = torch.Generator().manual_seed(seed)
+        self._steps: list[Any] = []
+        if self._draws:
+            from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
+
+            self._steps = [TemperatureLogitsWarper(float(temperature))]
+            self._steps += [TopPLogitsWarper(float(top_p))] if top_p < 1 else []
+
+    def __call__(self, logits: Tensor) -> int:
+        """Return a token for ``logits`` of shape (vocabulary,)."""
+        if not self._draws:
+            return int(logits.argmax())
+        scores = logits.float()[None].cpu()
+        for step in self._steps:
+            scores = step(None, scores)
+        return int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))
+
+
+class Remembered:
+    """Keys and values of the tokens that a model has seen, for prompts that begin with the same tokens."""
+
+    def __init__(self) -> None:
+        self.cache: Any = None
+        self.ids: list[int] = []
+
+    def begin(self, ids: Sequence[int]) -> int:
+        """Return how many tokens of ``ids`` need not be seen again; at least one is left. Forgets all others."""
+        same = next((n for n, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), len(self.ids))
+        same = min(same, len(ids) - 1, len(self.ids))
+        surplus = len(self.ids) - same
+        if self.cache is not None and surplus:
+            try:
+                self.cache.crop(-surplus)
+            except (RuntimeError, AttributeError):  # a window has slid on, or states were summed up: no way back
+                same = 0
+        if same == 0:
+            self.cache = None
+        self.ids = list(ids[:same])
+        return same
+
+
+@torch.no_grad()
+def continuation(
+    model: Any,
+    ids: Tensor,
+    *,
+    max_new_tokens: int,
+    end: int | Collection[int] | None,
+    choose: Callable[[Tensor], int] | None = None,
+    heard: Callable[[int], bool] | None = None,
+    remembered: Remembered | None = None,
+) -> list[int]:
+    """Return the tokens that follow ``ids``, up to and without an ``end``.
+
+    Each step runs the whole model once for one token, so weights that are streamed travel once per token.
+
+    Args:
+        model: a Hugging Face model, possibly with adapters.
+        ids: the prompt, of shape (1, n).
+        max_new_tokens: where to stop if the model does not.
+        end: tokens that end the text; None: none does.
+        choose: the next token from its logits; None: the most likely one.
+        heard: told every token at once; stops by returning False.
+        remembered: what the model has seen before; afterwards it has seen ``ids`` and what it said.
+    """
+    choose = choose or Sampler()
+    remembered = remembered or Remembered()
+    prompt: list[int] = ids[0].tolist()
+    known = remembered.begin(prompt)
+    step, cache = ids[:, known:], remembered.cache
+    remembered.cache, remembered.ids = None, []  # an error on the way would leave it half written
+    ends = {end} if isinstance(end, int) else set(end or ())
+    last = _last_logits_only(model)
+    new: list[int] = []
+    while len(new) < max_new_tokens:
+        output = model(input_ids=step, past_key_values=cache, use_cache=True, **last)
+        cache = output.past_key_values
+        token = choose(output.logits[0, -1])
+        if token in ends:
+            break
+        new.append(token)
+        step = ids.new_tensor([[token]])
+        if heard is not None and not heard(token):
+            break
+    if cache is not None:
+        remembered.cache, remembered.ids = cache, [*prompt, *new][: cache.get_seq_length()]
+    return new
+
+
+def _last_logits_only(model: Any) -> dict[str, int]:
+    """Return what spares a model the logits of all tokens of a prompt but the last, if it has such an argument."""
+    plain = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(plain.forward).parameters else {}

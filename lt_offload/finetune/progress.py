@@ -1,0 +1,270 @@
+"""How far a run is, in one line: on a terminal one that is drawn anew, elsewhere one from time to time."""
+
+from __future__ import annotations
+
+import math
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import ProgressBar
+from lightning.pytorch.utilities.types import STEP_OUTPUT
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from lt_offload.strategy.metrics import logs_after
+from lt_offload.units import format_bytes
+
+_SMOOTHED = 20
+"""Records of which the loss is shown as their mean, and steps of which the time is."""
+_LEAST_SECONDS = 0.1
+"""Between two drawings on a terminal."""
+_SEPARATOR = "  "
+_BAR = 16
+_WIDE = 100
+"""Columns from which on there is room for a bar."""
+
+
+class ProgressLine(ProgressBar):
+    """Shows step, loss (mean of the last 20 records), tokens/s, peak of device memory and RAM against budgets, ETA.
+
+    The loss is read when loggers read it, every ``log_every_n_steps`` steps, so that no step waits for the device
+    because of this. On a terminal the line fits its width: what matters least is left out first. Where the output is
+    no terminal, or ``NO_COLOR`` or ``CI`` is set, plain lines are written instead, without control characters.
+
+    Args:
+        seconds: least time between two plain lines.
+    """
+
+    def __init__(self, seconds: float = 10.0) -> None:
+        super().__init__()
+        self.seconds = seconds
+        self.clock: Callable[[], float] = time.monotonic
+        self.console: Console | None = None
+        """Where lines are drawn; None: on standard error."""
+        self._enabled = True
+        self._live: Live | None = None
+        self._losses: deque[float] = deque(maxlen=_SMOOTHED)
+        self._tokens_per_s: float | None = None
+        self._ends: deque[float] = deque(maxlen=_SMOOTHED + 1)
+        """When the last steps ended, validation left out."""
+        self._paused = self._pause_began = 0.0
+        self._written = self._drawn = -math.inf
+        self._total: int | None = None
+
+    # -- on and off --------------------------------------------------------------------------------------------------
+
+    def enable(self) -> None:
+        """Show the line."""
+        self._enabled = True
+
+    def disable(self) -> None:
+        """Show nothing."""
+        self._enabled = False
+        self._stop()
+
+    def print(self, *args: Any, **kwargs: Any) -> None:
+        """Print above the line."""
+        print(*args, **kwargs)
+
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Leave the terminal as it was."""
+        self._stop()
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Leave the terminal as it was."""
+        self._stop()
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to count."""
+        self._losses.clear()
+        self._ends.clear()
+        self._paused, self._tokens_per_s = 0.0, None
+        self._ends.append(self.clock())
+        self._written = -math.inf
+        self._total = steps_of(trainer)
+        self._show(["training ..."], plain=False)
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
+    ) -> None:
+        """Show the step that has ended."""
+        if trainer.fit_loop._should_accumulate():
+            return
+        self._ends.append(self.clock() - self._paused)
+        if logs_after(trainer, trainer.global_step):
+            self._read(trainer.callback_metrics)
+        total = self._total
+        self._show(self._parts(trainer, total), done=total is not None and trainer.global_step >= total)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Leave the last line where it is."""
+        self._stop()
+
+    # -- validation --------------------------------------------------------------------------------------------------
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Stop the time of training."""
+        self._pause_began = self.clock()
+
+    def on_validation_batch_end(
+        self,
+        trainer: Trainer,
+        pl_module: LightningModule,
+        outputs: STEP_OUTPUT,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Show how far the validation is."""
+        self.has_dataloader_changed(dataloader_idx)
+        total = self.total_val_batches_current_dataloader
+        when = "before training" if trainer.sanity_checking else f"after step {trainer.global_step}"
+        if not trainer.training and not trainer.sanity_checking:
+            when = ""
+        of = "" if math.isinf(total) else f"/{int(total)}"
+        self._show([" ".join(filter(None, ["validating", when])), f"batch {batch_idx + 1}{of}"], plain=False)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Say what the loss is while training, and let its time go on."""
+        self._paused += self.clock() - self._pause_began
+        self.reset_dataloader_idx_tracker()
+        loss = trainer.callback_metrics.get("val_loss")
+        if trainer.sanity_checking or not trainer.training:
+            self._stop(keep=False)
+        elif loss is not None:
+            self._say(f"step {trainer.global_step}: held-out loss {float(loss):.4f}")
+
+    # -- the line ----------------------------------------------------------------------------------------------------
+
+    def _read(self, metrics: Mapping[str, Any]) -> None:
+        loss = metrics.get("train_loss")
+        if loss is not None:
+            self._losses.append(float(loss))
+        rate = metrics.get("tokens_per_s")
+        self._tokens_per_s = None if rate is None else float(rate)
+
+    def _parts(self, trainer: Trainer, total: int | None) -> list[str]:
+        """Return what is to be said, the most important things first."""
+        step = trainer.global_step
+        parts = [f"step {step}" if total is None else f"step {step}/{total}"]
+        if self._losses:
+            parts.append(f"loss {sum(self._losses) / len(self._losses):.4f}")
+        if total is not None and len(self._ends) > 1:
+            each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
+            parts.append(f"eta {duration(each * (total - step))}")
+        if self._tokens_per_s:
+            parts.append(f"{_count(self._tokens_per_s)} tok/s")
+        engine, plan = getattr(trainer.strategy, "engine", None), getattr(trainer.strategy, "plan", None)
+        if engine is not None and plan is not None:
+            on_gpu = trainer.strategy.root_device.type == "cuda"
+            device = of_budget(engine.stats.device_peak_bytes, plan.budget_bytes)
+            parts.append(f"{'GPU' if on_gpu else 'device'} {device}")
+            parts.append(f"RAM {of_budget(engine.stats.host_peak_bytes, plan.host_budget_bytes)}")
+        return parts
+
+    def _show(self, parts: Sequence[str], *, plain: bool = True, done: bool = False) -> None:
+        """Draw the line, or write it if the last one is old enough.
+
+        Args:
+            parts: of the line.
+            plain: whether it is of interest where lines cannot be drawn anew.
+            done: whether it is the last one.
+        """
+        if not self._enabled:
+            return
+        console = self._console()
+        if not _draws(console):
+            now = self.clock()
+            if plain and (done or now - self._written >= self.seconds):
+                self._written = now
+                self._write(_SEPARATOR.join(parts))
+            return
+        now = self.clock()
+        if self._live is None:
+            self._live = Live(console=console, auto_refresh=False, redirect_stdout=sys.stdout.isatty())
+            self._live.start()
+        elif now - self._drawn < _LEAST_SECONDS and not done:
+            return
+        self._drawn = now
+        self._live.update(Text(fitted(parts, console.width), no_wrap=True, overflow="crop"), refresh=True)
+
+    def _say(self, sentence: str) -> None:
+        """Leave a line that stays, above the one that is drawn anew."""
+        if not self._enabled:
+            return
+        if self._live is not None:
+            self._live.console.print(sentence, highlight=False, markup=False)
+        else:
+            self._write(sentence)
+
+    def _write(self, line: str) -> None:
+        console = self._console()
+        console.file.write(f"{line}\n")
+        console.file.flush()
+
+    def _stop(self, *, keep: bool = True) -> None:
+        live, self._live = self._live, None
+        if live is not None:
+            live.transient = not keep
+            live.stop()
+
+    def _console(self) -> Console:
+        if self.console is not None:
+            return self.console
+        if self._live is not None:
+            return self._live.console
+        return Console(stderr=True)
+
+
+def steps_of(trainer: Trainer) -> int | None:
+    """Return after how many steps training ends, None if that is not known."""
+    total = trainer.estimated_stepping_batches
+    return None if math.isinf(total) or total < 0 else int(total)
+
+
+def fitted(parts: Sequence[str], width: int) -> str:
+    """Return as many of ``parts``, the first ones first, as fit into ``width`` columns; with a bar if it is wide."""
+    line = parts[0]
+    for part in parts[1:]:
+        if len(line) + len(_SEPARATOR) + len(part) < width:  # one column is left for the cursor
+            line += _SEPARATOR + part
+    step, _, total = parts[0].removeprefix("step ").partition("/")
+    if width >= _WIDE and total and len(line) + _BAR + len(_SEPARATOR) < width:
+        full = min(_BAR, _BAR * int(step) // max(1, int(total)))
+        line = f"{'━' * full}{'╌' * (_BAR - full)}{_SEPARATOR}{line}"
+    return line[: max(1, width - 1)]
+
+
+def duration(seconds: float) -> str:
+    """Return a duration with two units at most: ``42s``, ``3m10s``, ``2h05m``, ``3d04h``."""
+    whole = max(0, round(seconds))
+    if whole < 60:
+        return f"{whole}s"
+    if whole < 3600:
+        return f"{whole // 60}m{whole % 60:02d}s"
+    if whole < 86400:
+        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
+
+
+def of_budget(used: int, budget: int) -> str:
+    """Return ``used`` of ``budget`` bytes, with the unit once where it is the same."""
+    (amount, unit), whole = format_bytes(used).split(), format_bytes(budget)
+    return f"{amount}/{whole}" if whole.endswith(f" {unit}") else f"{amount} {unit}/{whole}"
+
+
+def _count(rate: float) -> str:
+    return f"{rate / 1000:.3g}k" if rate >= 10_000 else f"{rate:.3g}" if rate < 100 else f"{rate:.0f}"
+
+
+def _draws(console: Console) -> bool:
+    """Return whether lines can be drawn anew."""
+    return console.is_terminal and not console.is_dumb_terminal and not os.environ.keys() & {"NO_COLOR", "CI"}

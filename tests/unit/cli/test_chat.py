@@ -1,0 +1,134 @@
+"""Conversations, and what a run folder stands for."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lt_offload.cli.main import main
+from lt_offload.finetune import load
+from lt_offload.strategy.offmate import OffmateStrategy
+from tests.support import tiny
+from tests.support.commands import fails
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"),
+]
+
+RECIPE = """\
+base: configs/base.yaml
+trainer: {{accelerator: cpu, strategy: {{init_args: {{memory: 2MB}}}}}}
+model: {{name: {model}}}
+data: {{path: text.txt, max_length: 32}}
+"""
+
+
+@pytest.fixture(scope="module")
+def talker(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tiny.model(tmp_path_factory.mktemp("talker"), chat=True, max_position_embeddings=256)
+
+
+@pytest.fixture
+def recipe(talker: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 40)
+    Path("tiny.yaml").write_text(RECIPE.format(model=talker))
+    return "tiny.yaml"
+
+
+def expected(folder: Path, messages: list[dict[str, str]], tokens: int) -> str:
+    """The greedy answer of the plain model."""
+    tokenizer: Any = load.load_tokenizer(str(folder))
+    model: Any = load.load_model(str(folder)).eval()
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt")["input_ids"]
+    with torch.no_grad():
+        whole = model.generate(
+            prompt, attention_mask=torch.ones_like(prompt), max_new_tokens=tokens, do_sample=False, use_cache=True
+        )
+    return str(tokenizer.decode(whole[0, prompt.shape[1] :], skip_special_tokens=True))
+
+
+def test_a_conversation_through_a_pipe(
+    recipe: str, talker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One engine for all turns, each of which has the history; commands are no messages."""
+    engines: list[object] = []
+    install = OffmateStrategy._install
+
+    def counted(self: Any, *args: Any) -> None:
+        install(self, *args)
+        engines.append(self.engine)
+
+    monkeypatch.setattr(OffmateStrategy, "_install", counted)
+    lines = ["hello", "", "again", "/nonsense", "/system be brief", "hello", "/reset", "hello", "/exit", "unheard"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(lines)))
+    assert main(["chat", recipe, "--temperature", "0", "--max_new_tokens", "8"]) == 0
+    captured = capsys.readouterr()
+    first: list[dict[str, str]] = [{"role": "user", "content": "hello"}]
+    one = expected(talker, first, 8)
+    second = [*first, {"role": "assistant", "content": one}, {"role": "user", "content": "again"}]
+    system = [{"role": "system", "content": "be brief"}, *first]
+    two, three = expected(talker, second, 8), expected(talker, system, 8)
+    assert captured.out == "".join(f"{text}\n" for text in (one, two, three, three))
+    assert "/nonsense is no command" in captured.err
+    assert len(engines) == 1
+
+
+def test_a_seed_makes_the_answers_repeatable(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = []
+    for seed in ("1", "1", "2"):
+        monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
+        assert main(["chat", recipe, "--quiet", "--max_new_tokens", "12", "--temperature", "2", "--seed", seed]) == 0
+        answers.append(capsys.readouterr().out)
+    assert answers[0] == answers[1] != answers[2]
+
+
+def test_the_oldest_turns_make_room(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(["a" * 90, "b" * 90, "c" * 90])))
+    assert main(["chat", recipe, "--max_new_tokens", "8"]) == 0
+    assert capsys.readouterr().err.count("the oldest turn is forgotten") == 1
+    monkeypatch.setattr("sys.stdin", io.StringIO("a" * 300))
+    assert "longer than the model's context of 256" in fails(capsys, "chat", recipe)
+
+
+def test_what_chat_cannot_do(recipe: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "max_new_tokens=0 is too small" in fails(capsys, "chat", recipe, "--max_new_tokens", "0")
+    assert "has no chat template" in fails(capsys, "chat", recipe, "--model.name", str(model))
+
+
+def test_generate_draws(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    texts = []
+    for options in (["--temperature", "2", "--seed", "4"], ["--temperature", "2", "--seed", "4"], []):
+        assert main(["generate", recipe, "--prompt", "fox", "--max_new_tokens", "12", *options]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_run_folder_stands_for_its_newest_checkpoint(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    fit = [recipe, "--trainer.max_steps", "2", "--trainer.default_root_dir", "run", "--model.lr", "0.1"]
+    assert main([*fit, "--quiet"]) == 0
+    newest = max(Path("run/checkpoints").glob("*.ckpt"), key=os.path.getmtime)
+    texts = []
+    generate = ["--prompt", "fox", "--max_new_tokens", "12", "--quiet"]
+    for given in (["run"], ["run/config.yaml", "--ckpt_path", str(newest)], ["run/config.yaml"]):
+        capsys.readouterr()
+        assert main(["generate", *given, *generate]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] == texts[1] != texts[2]
+    for path in Path("run/checkpoints").iterdir():
+        path.unlink()
+    assert "there is no complete checkpoint in run/checkpoints" in fails(capsys, "generate", "run", *generate)
+    assert main(["check", "run"]) == 0
+    Path("empty").mkdir()
+    assert "'empty' is a folder without config.yaml" in fails(capsys, "check", "empty")
