@@ -14,6 +14,7 @@ from lt_offload import __version__
 from lt_offload.cli import recipes
 from lt_offload.cli.progress import clear, keeping_quiet, status
 from lt_offload.cli.static.arguments import parse
+from lt_offload.cli.static.completion import ASK, answers
 from lt_offload.cli.static.suggest import did_you_mean
 from lt_offload.cli.table import VERBS, Verb
 from lt_offload.errors import ConfigError, OffloadError
@@ -27,6 +28,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     What the codes mean is in ``static/help.py``, and in ``--help``.
     """
     args = list(sys.argv[1:] if argv is None else argv)
+    if args[:1] == [ASK]:
+        print(*answers(args[1:]), sep="\n")
+        return 0
     debug, quiet = "--debug" in args, "--quiet" in args
     args = [arg for arg in args if arg not in ("--debug", "--quiet")]
     try:

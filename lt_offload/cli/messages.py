@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import shutil
 import sys
+import textwrap
 import warnings
 from pathlib import Path
 from typing import TextIO
@@ -49,7 +51,17 @@ class Messages(logging.Handler):
             status(message.removesuffix(" ..."))
             return
         clear()
-        print(message, file=sys.stderr, flush=True)
+        print(_wrapped(message), file=sys.stderr, flush=True)
+
+
+def _wrapped(message: str) -> str:
+    """Return ``message`` in lines that a terminal does not break in the middle of words; as it is for a file."""
+    if not sys.stderr.isatty():
+        return message
+    width = shutil.get_terminal_size().columns - 1
+    return "\n".join(
+        more for line in message.split("\n") for more in textwrap.wrap(line, width, replace_whitespace=False) or [""]
+    )
 
 
 def install() -> None:
@@ -84,7 +96,7 @@ def _show(
 ) -> None:
     """Write a warning in one line, without the place in a library's source that it comes from."""
     clear()
-    print(f"warning: {' '.join(str(message).split())}", file=file or sys.stderr, flush=True)
+    print(_wrapped(f"warning: {' '.join(str(message).split())}"), file=file or sys.stderr, flush=True)
 
 
 def _without_bars() -> None:

@@ -56,5 +56,6 @@ VERBS = {
         Verb("ls", "list the recipes that come with it", recipe=False, module="verbs.files"),
         Verb("cp", "copy a recipe, to change it", recipe=False, module="verbs.files"),
         Verb("doctor", "measure what this machine can do", recipe=False),
+        Verb("completion", "let bash, zsh or fish complete all this", recipe=False, module="static.completion"),
     )
 }

@@ -126,21 +126,24 @@ class ProgressLine(ProgressBar):
         """Show how far the validation is."""
         self.has_dataloader_changed(dataloader_idx)
         total = self.total_val_batches_current_dataloader
-        when = "before training" if trainer.sanity_checking else f"after step {trainer.global_step}"
-        if not trainer.training and not trainer.sanity_checking:
-            when = ""
+        when = " before training" if trainer.sanity_checking else ""
+        if trainer.state.fn == "fit" and not trainer.sanity_checking:
+            when = f" after step {trainer.global_step}"
         of = "" if math.isinf(total) else f"/{int(total)}"
-        self._show([" ".join(filter(None, ["validating", when])), f"batch {batch_idx + 1}{of}"], plain=False)
+        self._show([f"validating{when}", f"batch {batch_idx + 1}{of}"], plain=False)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what the loss is while training, and let its time go on."""
         self._paused += self.clock() - self._pause_began
         self.reset_dataloader_idx_tracker()
-        loss = trainer.callback_metrics.get("val_loss")
-        if trainer.sanity_checking or not trainer.training:
+        if trainer.sanity_checking or trainer.state.fn != "fit":
             self._stop(keep=False)
-        elif loss is not None:
+            return
+        loss = trainer.callback_metrics.get("val_loss")
+        if loss is not None:
             self._say(f"step {trainer.global_step}: held-out loss {float(loss):.4f}")
+        if _draws(self._console()):
+            self._show(self._parts(trainer, self._total), done=True)
 
     # -- the line ----------------------------------------------------------------------------------------------------
 
@@ -157,7 +160,7 @@ class ProgressLine(ProgressBar):
         parts = [f"step {step}" if total is None else f"step {step}/{total}"]
         if self._losses:
             parts.append(f"loss {sum(self._losses) / len(self._losses):.4f}")
-        if total is not None and len(self._ends) > 1:
+        if total is not None and total > step and len(self._ends) > 1:
             each = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
             parts.append(f"eta {duration(each * (total - step))}")
         if self._tokens_per_s:

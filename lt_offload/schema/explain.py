@@ -39,6 +39,17 @@ _MEANINGS = {
     "none": "frozen",
     "in, out": "bytes per block and iteration that are copied to the device and to the host; - if nothing is",
 }
+_IN_SHORT = {
+    "keep": "stay on the device",
+    "recompute": "are computed again",
+    "offload": "wait on the host",
+    "mixed": "wait on the host or are computed again",
+    "reload": "are computed again from an input that waits on the host",
+    "discard": "are computed again from those of earlier blocks",
+    "fused": "are fused with the loss",
+    "chunked": "are fused with the loss, in chunks",
+}
+"""What happens to the activations of blocks, as the rest of a sentence."""
 _PLACES: dict[UpdatePlace, str] = {
     "device": "the device",
     "paged": "the device (paged)",
@@ -86,12 +97,13 @@ def brief(plan: Plan) -> str:
     found = plan.predicted
     counts = Counter(plan.update_places)
     updates = [f"{counts[place]} on {where}" for place, where in _PLACES.items() if counts[place]]
-    options = ", ".join(f"{count} {option}" for option, count in Counter(plan.options).most_common())
+    options = Counter(_IN_SHORT.get(option, option) for option in plan.options).most_common()
+    activations = "; ".join(f"of {count} {'block' if count == 1 else 'blocks'} {what}" for what, count in options)
     text = (
         f"Plan: {_inputs(plan)}. {_time(plan)} Device memory: {format_bytes(found.device_peak_bytes)} of "
         f"{format_bytes(plan.budget_bytes)}; RAM: {format_bytes(found.host_peak_bytes)} of "
         f"{format_bytes(plan.host_budget_bytes)}. Copied: {dict(_traffic(plan))['copies']}. "
-        f"Activations of blocks: {options}. Tensors updated: {', '.join(updates) or 'none'}."
+        f"Activations {activations}. Tensors updated: {', '.join(updates) or 'none'}."
     )
     lines = textwrap.wrap(text, _BRIEF_WIDTH, break_long_words=False, break_on_hyphens=False)
     if plan.batch_curve:
