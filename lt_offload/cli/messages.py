@@ -58,7 +58,7 @@ def _wrapped(message: str) -> str:
     """Return ``message`` in lines that a terminal does not break in the middle of words; as it is for a file."""
     if not sys.stderr.isatty():
         return message
-    width = shutil.get_terminal_size().columns - 1
+    width = shutil.get_terminal_size().columns
     return "\n".join(
         more for line in message.split("\n") for more in textwrap.wrap(line, width, replace_whitespace=False) or [""]
     )

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from lt_offload.schema.plan import Alternative, Op, Plan, UpdatePlace
 
 WIDTH = 100
-_BRIEF_WIDTH = 80
+_BRIEF_WIDTH = 79
 _LABEL = 16
 _MOST_ALTERNATIVES = 6
 _BAR = 20
@@ -93,7 +93,7 @@ def headline(plan: Plan) -> str:
 
 
 def brief(plan: Plan) -> str:
-    """Return one short paragraph about ``plan``, in at most 80 columns: time, memory, copies, updates."""
+    """Return one short paragraph about ``plan``, in less than 80 columns: time, memory, copies, updates."""
     found = plan.predicted
     counts = Counter(plan.update_places)
     updates = [f"{counts[place]} on {where}" for place, where in _PLACES.items() if counts[place]]

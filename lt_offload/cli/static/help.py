@@ -11,7 +11,7 @@ from typing import Any
 
 from lt_offload.cli import recipes
 from lt_offload.cli.static.arguments import is_switch, usage, value_name
-from lt_offload.cli.static.settings import GROUPS, Setting, group, settings, values
+from lt_offload.cli.static.settings import GROUPS, RecipeSetting, group, settings, values
 from lt_offload.cli.static.source import Parameter
 from lt_offload.cli.static.suggest import did_you_mean
 from lt_offload.cli.table import VERBS, Verb
@@ -154,7 +154,7 @@ def asked_group(args: Sequence[str]) -> str | None:
 # -- lines -----------------------------------------------------------------------------------------------------------
 
 
-def _below(name: str) -> list[Setting]:
+def _below(name: str) -> list[RecipeSetting]:
     """Return the settings of one group; those of the strategy are a group of their own."""
     own = [setting for key, setting in settings().items() if key.startswith(f"{name}.")]
     return own if name != "trainer" else [setting for setting in own if not setting.key.startswith("trainer.strategy.")]
@@ -199,7 +199,7 @@ def _table(rows: Sequence[tuple[str, str]]) -> list[str]:
     return lines
 
 
-def _with_value(setting: Setting, present: Mapping[str, Any]) -> str:
+def _with_value(setting: RecipeSetting, present: Mapping[str, Any]) -> str:
     """Return the line that names ``setting``, its choices and its value."""
     parameter = setting.parameter
     choices = f" {{{','.join(parameter.choices)}}}" if parameter.only_choices else ""

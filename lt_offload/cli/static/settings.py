@@ -41,7 +41,7 @@ _MOST_NAMES = 12
 
 
 @dataclass(frozen=True, slots=True)
-class Setting:
+class RecipeSetting:
     """One setting of a recipe."""
 
     key: str
@@ -55,16 +55,16 @@ def group(name: str) -> Documented:
 
 
 @cache
-def settings() -> dict[str, Setting]:
+def settings() -> dict[str, RecipeSetting]:
     """Return every setting by its key, in the order of the groups."""
     found = [setting for name in GROUPS for setting in _below(name, group(name))]
     return {setting.key: setting for setting in found if setting.key != _LINKED}
 
 
-def _below(prefix: str, documented: Documented) -> Iterator[Setting]:
+def _below(prefix: str, documented: Documented) -> Iterator[RecipeSetting]:
     for parameter in documented.parameters:
         key = f"{prefix}.{parameter.name}"
-        yield Setting(key, parameter)
+        yield RecipeSetting(key, parameter)
         if parameter.group is not None:
             yield from _below(key, parameter.group)
 
@@ -194,7 +194,7 @@ def _objects() -> list[str]:
     ]
 
 
-def _check_choice(setting: Setting, value: Any, where: str) -> None:
+def _check_choice(setting: RecipeSetting, value: Any, where: str) -> None:
     """Raise ``ConfigError`` if ``value`` is none of those that ``setting`` can have."""
     parameter = setting.parameter
     if not parameter.only_choices or value is None or str(value) in parameter.choices:

@@ -134,11 +134,11 @@ def test_other_verbs_say_it_early_too(capsys: pytest.CaptureFixture[str], args: 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ("modle: {name: x}", "unknown setting 'modle.name'; did you mean model.name?"),
+        ("modle: {name: x}", "unknown setting 'modle' in child.yaml; did you mean model?"),
         ("model: null", "model.name is missing"),
         ("model: {lr: .nan}", "model.lr=nan is not positive"),
-        ("seed_everythin: 1", "unknown setting 'seed_everythin'; did you mean seed_everything?"),
-        ("bas: configs/base.yaml", "unknown setting 'bas'; did you mean base?"),
+        ("seed_everythin: 1", "unknown setting 'seed_everythin' in child.yaml; did you mean seed_everything?"),
+        ("bas: configs/base.yaml", "unknown setting 'bas' in child.yaml; did you mean base?"),
         ("2001-01-01: 3", "is not the name of a setting"),
         ("true: 3", "True is not the name of a setting"),
         ("seed_everything: 2001-99-99", "is not valid YAML: month must be in 1..12"),
@@ -213,7 +213,7 @@ def names(settings: dict[str, Any]) -> Iterator[str]:
         yield callback["class_path"].rpartition(".")[2]
 
 
-OURS = ["ModelCheckpoint", "ModelCheckpoint", "ExactResume", "LearningRateMonitor", "TQDMProgressBar"]
+OURS = ["ModelCheckpoint", "ModelCheckpoint", "ExactResume", "LearningRateMonitor", "ProgressLine"]
 
 
 def test_callbacks_are_appended(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
