@@ -18,6 +18,7 @@ import yaml
 from lt_offload.cli.recipes import read
 from lt_offload.cli.static.source import Documented, Parameter, read_definition
 from lt_offload.cli.static.suggest import nearest
+from lt_offload.cli.table import VERBS
 from lt_offload.errors import ConfigError
 from lt_offload.resources import is_file
 
@@ -137,7 +138,7 @@ def check(files: Sequence[Path], args: Sequence[str], verb: Documented) -> None:
     Raises:
         ConfigError: names the first one, and those that may have been meant.
     """
-    own = [parameter.name for parameter in verb.parameters]
+    own = _own(verb)
     more = [Path(text) for name, text in flags(args) if name == "config" and text is not None and is_file(text)]
     strategy = values([*files, *more]).get("trainer.strategy")
     for file in (*files, *more):
@@ -147,7 +148,17 @@ def check(files: Sequence[Path], args: Sequence[str], verb: Documented) -> None:
         value = None if text is None else _parsed(text)
         if name == "trainer.strategy" and isinstance(value, str | dict):
             strategy = value.get("class_path", strategy) if isinstance(value, dict) else value
+        if name not in own and (owners := [v for v in VERBS.values() if v.recipe and name in _own(v.read())]):
+            raise ConfigError(
+                f"--{name} is a flag of {' and '.join(owner.name for owner in owners)}, not of {verb.name}"
+                + ("; give the run folder instead of the recipe, or --ckpt_path FILE" if name == "resume" else "")
+            )
         _check_key(name.replace(".init_args.", "."), value, [*OF_CALLS, *own], strategy, "")
+
+
+def _own(verb: Documented) -> list[str]:
+    """Return the flags of a verb that are no settings."""
+    return [parameter.name for parameter in verb.parameters]
 
 
 def _check_key(key: str, value: Any, others: Sequence[str], strategy: Any, where: str) -> None:

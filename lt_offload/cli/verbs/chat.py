@@ -60,7 +60,7 @@ def chat(
     greedy = temperature == 0
     sampler = Sampler(temperature=temperature, top_p=1.0 if greedy else top_p, seed=seed)
     check_early(app, ckpt_path)
-    talk = Conversation(app, sampler, system=system, max_new_tokens=max_new_tokens)
+    talk = Talk(app, sampler, system=system, max_new_tokens=max_new_tokens)
     loader: Any = talk
     status("loading the model")
     try:
@@ -73,7 +73,7 @@ def chat(
     return 0
 
 
-class Conversation:
+class Talk:
     """Reads messages and is, as a loader of batches, what a single prediction runs on from the first turn to the last.
 
     So the engine, its plan and the weights that it has brought stay where they are between turns, and so do the keys
@@ -85,11 +85,7 @@ class Conversation:
         self._sampler = sampler
         self._max_new_tokens = max_new_tokens
         self._tokenizer: PreTrainedTokenizerBase = app.datamodule.tokenizer
-        if self._tokenizer.chat_template is None:
-            raise ConfigError(
-                f"the tokenizer of {app.datamodule.tokenizer_name!r} has no chat template; use 'lt-finetune generate', "
-                "or a model that was trained to chat"
-            )
+        app.datamodule.encode_conversation([{"role": "user", "content": "?"}])  # a template that is missing is missed
         self._system = system
         self._messages: list[dict[str, str]] = []
         self._remembered = Remembered()
@@ -133,11 +129,11 @@ class Conversation:
         }
 
     def _ends(self) -> frozenset[int]:
-        """Return the tokens that end an answer: the tokenizer's, and those with which the model was published."""
+        """Return the tokens that end an answer: those of its training, and those with which the model was published."""
         config = getattr(self._app.model.model, "generation_config", None)
         found = getattr(config, "eos_token_id", None)
-        listed = found if isinstance(found, list) else [found]
-        return frozenset(token for token in (*listed, self._tokenizer.eos_token_id) if token is not None)
+        listed = found if isinstance(found, list) else [] if found is None else [found]
+        return frozenset([*self._app.datamodule.encoder.ends, *listed])
 
     def _fitting(self) -> list[int]:
         """Return the conversation as tokens, without its oldest turns where the model's context is too short."""
@@ -145,7 +141,7 @@ class Conversation:
         longest = getattr(model.config, "max_position_embeddings", None)
         while True:
             system = [] if self._system is None else [{"role": "system", "content": self._system}]
-            ids = encode(self._tokenizer, [*system, *self._messages])
+            ids: list[int] = self._app.datamodule.encode_conversation([*system, *self._messages])
             if longest is None or len(ids) + self._max_new_tokens <= longest:
                 return ids
             if len(self._messages) < 3:
@@ -220,13 +216,6 @@ class _Answer:
         """End the line, and return what was said."""
         self._streamer.end()
         return str(self._tokenizer.decode(self.tokens, skip_special_tokens=True))
-
-
-def encode(tokenizer: PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> list[int]:
-    """Return ``messages`` as the model was trained to read them, up to where its answer begins."""
-    text = tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-    ids: list[int] = tokenizer(str(text), add_special_tokens=False)["input_ids"]
-    return ids
 
 
 def _coloured() -> bool:

@@ -136,7 +136,7 @@ def test_print_config_is_a_recipe(recipe: Path, capsys: pytest.CaptureFixture[st
         (["--model.lora.rank", "1"], "unknown setting 'model.lora.rank'; did you mean model.lora.r or"),
         (["--model.lr", "fast"], "model.lr: expected float, got fast"),
         (["--model.lr", "-1"], "model.lr=-1.0 is not positive"),
-        (["--data.format", "csv"], "data.format: there is no 'csv'; choose text, alpaca"),
+        (["--data.format", "csv"], "data.format: there is no 'csv'; choose auto, text, alpaca"),
         (["--data.path", "gone.txt"], "data.path='gone.txt' does not exist"),
         (["--data.max_length", "500"], "data.max_length=500 is longer than the model's context; set it to 128"),
         (["--model.name", "./gone"], "model './gone' is not a folder"),
@@ -144,6 +144,7 @@ def test_print_config_is_a_recipe(recipe: Path, capsys: pytest.CaptureFixture[st
         (["--trainer.callbacks", "{class_path: no.such.thing}"], "No module named 'no'"),
         (["--trainer.strategy", "nonesuch"], "nonesuch"),
         (["stray"], "unknown setting 'stray'"),
+        (["--prompt", "hello"], "--prompt is a flag of generate, not of fit"),
     ],
 )
 def test_a_mistake_is_one_line_before_training(

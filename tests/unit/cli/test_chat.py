@@ -104,7 +104,7 @@ def test_the_oldest_turns_make_room(
 
 def test_what_chat_cannot_do(recipe: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "max_new_tokens=0 is too small" in fails(capsys, "chat", recipe, "--max_new_tokens", "0")
-    assert "has no chat template" in fails(capsys, "chat", recipe, "--model.name", str(model))
+    assert "needs a chat template" in fails(capsys, "chat", recipe, "--model.name", str(model))
 
 
 def test_generate_draws(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -31,7 +31,7 @@ ROOT = Path(__file__).parents[3]
         ("quickstart --res", ["--resume"]),
         ("quickstart --model.dtype ", ["float32", "bfloat16"]),
         ("quickstart --model.dtype=b", ["--model.dtype=bfloat16"]),
-        ("quickstart --data.pack t", ["true"]),
+        ("quickstart --model.compile_blocks t", ["true"]),
         ("quickstart --data.path ", [FILES]),
         ("quickstart --data.path=", [FILES]),
         ("plan quickstart --hardware rtx-3060-", ["rtx-3060-12gb"]),
@@ -74,7 +74,7 @@ def test_bash_completes(script: str, tmp_path: Path) -> None:
         (["lt-finetune", "quickstart", "--model.dtype", "=", "bf"], "bfloat16"),
         (["lt-finetune", "quickstart", "--data.path", "mi"], "mine.yaml"),
         (["lt-finetune", "quickstart", "--data.path", "=", "mi"], "mine.yaml"),
-        (["lt-finetune", "quickstart", "--data.pack", "="], "true false"),
+        (["lt-finetune", "quickstart", "--model.compile_blocks", "="], "true false"),
     ]
     lines = [script, "complete -p lt-finetune"]
     for words, _ in cases:
