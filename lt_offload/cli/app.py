@@ -17,7 +17,7 @@ from jsonargparse import Namespace
 from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
-from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
 from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lt_offload.cli import recipes
@@ -75,6 +75,7 @@ class App(LightningCLI):
             trainer_class=Trainer,
             parser_class=Parser,
             parser_kwargs={"prog": "lt-finetune RECIPE", "description": verb.__doc__, "allow_abbrev": False},
+            save_config_callback=SaveConfigCallback if verb.__name__ == "fit" else None,
             save_config_kwargs={"overwrite": True},
             seed_everything_default=1,
             auto_configure_optimizers=False,
@@ -157,6 +158,8 @@ class App(LightningCLI):
                 CSVLogger(str(self.run_dir), name="", version="", flush_logs_every_n_steps=1),
                 TensorBoardLogger(str(self.run_dir / "tensorboard"), name="", version=""),
             ]
+        if self.verb.__name__ != "fit":  # it is no run, and leaves no folder behind
+            kwargs["logger"] = False
         strategy = config.get("strategy")
         if getattr(strategy, "report_dir", "none") is None:
             strategy.report_dir = self.run_dir

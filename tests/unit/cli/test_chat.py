@@ -113,6 +113,7 @@ def test_generate_draws(recipe: str, capsys: pytest.CaptureFixture[str]) -> None
         assert main(["generate", recipe, "--prompt", "fox", "--max_new_tokens", "12", *options]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] == texts[1] != texts[2]
+    assert not Path("runs").exists(), "what is no training leaves no folder of a run"
 
 
 def test_a_run_folder_stands_for_its_newest_checkpoint(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

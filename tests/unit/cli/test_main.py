@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import io
+import logging
 import os
 import subprocess
 import sys
@@ -8,8 +10,10 @@ from pathlib import Path
 import pytest
 
 from lt_offload import __version__
-from lt_offload.cli import recipes
+from lt_offload.cli import messages, recipes
 from lt_offload.cli.main import main
+from lt_offload.cli.messages import Messages
+from lt_offload.cli.progress import keeping_quiet, say, status
 from lt_offload.errors import OffloadError
 
 PROGRAM = [sys.executable, "-m", "lt_offload.cli.main"]
@@ -149,3 +153,62 @@ def test_output_that_nobody_reads(tmp_path: Path) -> None:
         cwd=Path(__file__).parents[3], check=False,
     )  # fmt: skip
     assert done.stderr == ""
+
+
+# -- messages --------------------------------------------------------------------------------------------------------
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def told(name: str, path: str, level: int, message: str) -> None:
+    Messages().handle(logging.LogRecord(name, level, path, 1, message, None, None))
+
+
+def test_libraries_tell_warnings_and_we_tell_what_matters(capsys: pytest.CaptureFixture[str]) -> None:
+    ours = str(Path(messages.__file__).parents[1] / "strategy" / "offmate.py")
+    told("lightning.pytorch.utilities.rank_zero", "/lightning/setup.py", logging.INFO, "GPU available: False")
+    told("lightning.pytorch.utilities.rank_zero", ours, logging.INFO, "offmate: the plan stays")
+    told("lightning.pytorch.utilities.rank_zero", "/lightning/setup.py", logging.WARNING, "a thing\n  to mend")
+    with keeping_quiet(True):
+        told("x", ours, logging.INFO, "offmate: hidden")
+        told("x", ours, logging.WARNING, "shown")
+    assert capsys.readouterr().err == "the plan stays\nwarning: a thing to mend\nwarning: shown\n"
+
+
+def test_what_goes_on_is_one_line_per_phase_elsewhere_than_on_a_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    with keeping_quiet(False):
+        for message in ("measuring a", "measuring b", "planning c", "measuring d"):
+            status(message)
+    assert capsys.readouterr().err == "measuring a ...\nplanning c ...\nmeasuring d ...\n"
+
+
+def test_what_goes_on_is_drawn_anew_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    for name in ("stderr", "__stderr__"):
+        monkeypatch.setattr(sys, name, terminal)
+    for name in ("NO_COLOR", "CI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "20")
+    erase = "\r\033[2K"
+    with keeping_quiet(False):
+        status("measuring")
+        status("measuring something with a long name")
+        say("a fact")
+        say("another")
+        status("planning")
+    assert terminal.getvalue() == (
+        f"{erase}measuring ...{erase}measuring something{erase}a fact\nanother\n{erase}planning ...{erase}"
+    )
+    terminal.seek(0)
+    terminal.truncate()
+    told("lightning", messages.__file__, logging.INFO, "words that a terminal would break")
+    assert terminal.getvalue() == "words that a\nterminal would break\n"
+
+
+def test_warnings_of_libraries_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    messages._show(UserWarning("two\n  lines"), UserWarning, "/site-packages/library.py", 3)
+    assert capsys.readouterr().err == "warning: two lines\n"
