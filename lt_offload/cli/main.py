@@ -93,6 +93,7 @@ def _with_recipe(verb: Verb, args: list[str]) -> int:
         print(help.of_group(prefix, files), end="")
         return 0
     check(files, flags, verb.read())
+    os.environ.setdefault("TQDM_LEAVE", "")  # bars of libraries go when they are full; read when they are imported
     status(f"lt-finetune {verb.name} {recipes.run_name(files[-1])}: starting PyTorch and Lightning")
     from lt_offload.cli.run import run
 

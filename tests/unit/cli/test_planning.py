@@ -90,7 +90,7 @@ def test_a_budget_beyond_the_card(recipe: str, capsys: pytest.CaptureFixture[str
     assert "rtx-3060-12gb has 12.9 GB, not 40 GB as in the recipe" in capsys.readouterr().err
     assert Plan.load("a.json").budget_bytes == load_hardware("rtx-3060").device_bytes
     assert main(["plan", recipe, *CARD, "--memory", "40GB", "--save", "b.json"]) == 0
-    assert "planning for 40 GB on rtx-3060-12gb, although it has 12.9 GB ..." in capsys.readouterr().err
+    assert "planning for 40 GB on rtx-3060-12gb, although it has 12.9 GB" in capsys.readouterr().err
     assert Plan.load("b.json").budget_bytes == 40 * 10**9
 
 
@@ -174,4 +174,4 @@ def test_doctor_writes_a_machine_that_plans_are_made_for(
     assert main(["plan", recipe, "--hardware", "mine.yaml", "--save", "plan.json"]) == 0
     assert Plan.load("plan.json").host_budget_bytes == 48 * 10**9
     assert "all is one word too many: lt-finetune doctor [--save SAVE]" in fails(capsys, "doctor", "all")
-    assert "all is one word too many: lt-finetune doctor [--save SAVE]" in fails(capsys, "doctor", "--save")
+    assert "--save needs a value: lt-finetune doctor [--save SAVE]" in fails(capsys, "doctor", "--save")
