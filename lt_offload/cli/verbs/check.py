@@ -5,6 +5,7 @@ from __future__ import annotations
 from lt_offload.cli.app import App
 from lt_offload.cli.early import check_early
 from lt_offload.finetune import load
+from lt_offload.finetune.data.batches.streaming import check_end
 from lt_offload.finetune.module import check_data
 
 
@@ -15,6 +16,8 @@ def check(app: App) -> int:
         app: the settings.
     """
     check_early(app)
+    if app.datamodule.streaming:
+        check_end(app.trainer)
     if app.model.architecture is not None:
         config = load.load_config(app.model.name, app.model.architecture)
         check_data(config, max_length=app.datamodule.max_length)

@@ -32,6 +32,7 @@ from lt_offload.finetune.data.batches.streaming import (
     StreamedBatches,
     StreamLoader,
     batches_of,
+    check_end,
     check_streaming,
 )
 from lt_offload.finetune.data.chat.templates import ChatTemplate, find_template
@@ -202,8 +203,8 @@ class FineTuneData(LightningDataModule):
         if self._train is not None or self._streamed is not None:
             return
         if self.streaming:
-            if stage == "fit" and self.trainer is not None and self.trainer.max_steps == -1:
-                raise ConfigError("data.streaming=true has no end; set trainer.max_steps")
+            if stage == "fit" and self.trainer is not None:
+                check_end(self.trainer)
             self._set_up_stream()
             return
         training, validation = self.examples()
@@ -341,7 +342,13 @@ class FineTuneData(LightningDataModule):
                 f"tokens, fewer than data.batch_size={self.batch_size}; lower data.batch_size or data.max_length{keep}"
             )
         lengths = self._train.lengths if self.group_by_length else None
-        order = ResumableBatches(len(self._train), self.batch_size, seed=self.seed, lengths=lengths)
+        order = ResumableBatches(
+            len(self._train),
+            self.batch_size,
+            seed=self.seed,
+            lengths=lengths,
+            tokens=int(self._train.lengths.sum()),
+        )
         return ResumableLoader(self._train, batch_sampler=order, collate_fn=self._collate, num_workers=self.num_workers)
 
     def _stream_loader(self) -> StreamLoader:
@@ -355,6 +362,7 @@ class FineTuneData(LightningDataModule):
             collate=self._collate,
             seed=self.seed,
             name=f"data.path={self.path}",
+            settings={"max_length": self.max_length, "pack": self.pack},
         )
         count = batches_of(self.trainer) if self.trainer is not None else sys.maxsize
         return StreamLoader(batches, count=count, num_workers=self.num_workers)

@@ -26,13 +26,17 @@ class ResumableBatches(Sampler[list[int]]):
         batch_size: rows of a batch.
         seed: of the order.
         lengths: of the rows, if batches shall have rows of like lengths.
+        tokens: of all rows, by which other data are noticed.
     """
 
-    def __init__(self, count: int, batch_size: int, *, seed: int, lengths: NDArray[Any] | None = None) -> None:
+    def __init__(
+        self, count: int, batch_size: int, *, seed: int, lengths: NDArray[Any] | None = None, tokens: int = 0
+    ) -> None:
         self.count = count
         self.batch_size = batch_size
         self.seed = seed
         self.grouped = lengths is not None
+        self.tokens = tokens
         self.epoch = 0
         self.position = 0
         """Batches that training has been given in this epoch; the loader counts them."""
@@ -86,7 +90,7 @@ class ResumableBatches(Sampler[list[int]]):
         self._resume = True
 
 
-_DEPENDS_ON = ("count", "batch_size", "seed", "grouped")
+_DEPENDS_ON = ("count", "batch_size", "seed", "grouped", "tokens")
 
 
 def check_continues(state: dict[str, Any], now: dict[str, Any]) -> None:

@@ -6,7 +6,7 @@ the window only, so that a position is the place where its window begins and how
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
@@ -64,6 +64,7 @@ class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
         collate: makes a batch of sequences.
         seed: of the order within windows, which is another one in each pass over the data.
         name: of the data, for errors.
+        settings: what else decides about what comes, by name.
     """
 
     def __init__(
@@ -77,13 +78,16 @@ class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
         collate: Callable[[Sequence[Row]], Batch],
         seed: int,
         name: str,
+        settings: Mapping[str, Any],
     ) -> None:
         self._source = source
         self._sequences = sequences
         self._collate = collate
         self._name = name
         self._buffer, self._batch_size, self._seed = buffer, batch_size, seed % 2**64
-        self.depends_on = {"seed": seed, "batch_size": batch_size, "buffer": buffer, "begin": list(begin)}
+        self.depends_on: dict[str, Any] = {
+            "seed": seed, "batch_size": batch_size, "stream_buffer": buffer, "begin": list(begin), **settings
+        }  # fmt: skip
         """Settings that decide what comes."""
         self.start: Position = self._whole(0)
         """Where the next pass over this object begins."""
@@ -192,6 +196,12 @@ def check_streaming(*, group_by_length: bool, num_workers: int, holds_out: bool)
             "data.streaming=true cannot hold out a share of rows that nobody has counted; set data.validation_rows to "
             "the number of rows to hold out (0: none), or give data.validation_path"
         )
+
+
+def check_end(trainer: Any) -> None:
+    """Raise ``ConfigError`` if ``trainer`` would never stop: streamed data begin again after their last row."""
+    if trainer.max_steps == -1:
+        raise ConfigError("data.streaming=true has no end; set trainer.max_steps")
 
 
 def batches_of(trainer: Any) -> int:

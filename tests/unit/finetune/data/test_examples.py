@@ -139,7 +139,7 @@ def test_what_was_found_is_said_in_one_line(tokenizer: str, path: Path, caplog: 
 
 
 def test_streams_give_the_same(tokenizer: str, path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    data = FineTuneData(tokenizer, path=str(path), streaming=True)
+    data = FineTuneData(tokenizer, path=str(path), streaming=True, validation_rows=0)
     [stream], validation = data.streams()
     assert validation == []
     assert list(stream) == list(stream) == list(made(tokenizer, path))
@@ -147,7 +147,9 @@ def test_streams_give_the_same(tokenizer: str, path: Path, caplog: pytest.LogCap
         file.write('\n{"instruction": 3}\nbroken\n')
     with pytest.raises(ConfigError, match=r"a row cannot be used \(rows.jsonl row 41: instruction is a number"):
         list(stream)
-    [skipping], _ = FineTuneData(tokenizer, path=str(path), streaming=True, skip_bad_rows=True).streams()
+    [skipping], _ = FineTuneData(
+        tokenizer, path=str(path), streaming=True, validation_rows=0, skip_bad_rows=True
+    ).streams()
     with caplog.at_level(logging.WARNING):
         assert len(list(skipping)) == 40
     assert skipping.bad == 2
@@ -156,7 +158,7 @@ def test_streams_give_the_same(tokenizer: str, path: Path, caplog: pytest.LogCap
 
 def test_an_empty_stream(tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("\n\n")
-    [stream], _ = FineTuneData(tokenizer, path=str(tmp_path / "a.jsonl"), streaming=True).streams()
+    [stream], _ = FineTuneData(tokenizer, path=str(tmp_path / "a.jsonl"), streaming=True, validation_rows=0).streams()
     with pytest.raises(ConfigError, match="has no rows that can be read"):
         list(stream)
 

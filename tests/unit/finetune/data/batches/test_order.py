@@ -67,7 +67,7 @@ def test_order_at_the_end_of_an_epoch_starts_the_next_one_whole() -> None:
     assert list(resumed) == list(order(epoch=1))
 
 
-@pytest.mark.parametrize("change", [{"count": 12}, {"batch_size": 3}, {"seed": 4}, {"grouped": True}])
+@pytest.mark.parametrize("change", [{"count": 12}, {"batch_size": 3}, {"seed": 4}, {"grouped": True}, {"tokens": 9}])
 def test_another_order_is_not_continued(change: dict[str, int]) -> None:
     state = order().state_dict() | change
     with pytest.raises(ConfigError, match=f"{next(iter(change))} was {next(iter(change.values()))}, now it is"):

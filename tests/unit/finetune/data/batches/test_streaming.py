@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import islice
@@ -42,7 +43,10 @@ def sequences(documents: Documents) -> Sequences:
 def loader(*sources: Source, workers: int = 0, count: int = 40, **settings: Any) -> StreamLoader:
     defaults: dict[str, Any] = {"begin": (0, 0), "buffer": 7, "batch_size": 3, "seed": 5, "sequences": sequences}
     batches = StreamedBatches(
-        Reader(sources), collate=Fill(0, LENGTH, positions=True), name="data.path=x", **defaults | settings
+        Reader(sources),
+        collate=Fill(0, LENGTH, positions=True),
+        name="data.path=x",
+        **defaults | {"settings": {}} | settings,
     )
     return StreamLoader(batches, count=count, num_workers=workers)
 
@@ -124,11 +128,14 @@ def test_data_without_anything_to_learn() -> None:
         list(loader(Source(0, 0)))
 
 
-@pytest.mark.parametrize("change", [{"seed": 1}, {"batch_size": 2}, {"buffer": 8}, {"begin": (0, 2)}])
+@pytest.mark.parametrize(
+    "change", [{"seed": 1}, {"batch_size": 2}, {"stream_buffer": 8}, {"begin": (0, 2)}, {"pack": True}]
+)
 def test_another_order_is_not_continued(change: dict[str, Any]) -> None:
-    state = loader(*sources()).state_dict()
-    with pytest.raises(ConfigError, match=f"{next(iter(change))} was "):
-        loader(*sources(), **change).load_state_dict(state)
+    now = loader(*sources(), settings={"pack": False})
+    state = now.state_dict()
+    with pytest.raises(ConfigError, match=f"{next(iter(change))} was {re.escape(str(next(iter(change.values()))))}, "):
+        now.load_state_dict(state | {"depends_on": state["depends_on"] | change})
 
 
 def test_orders_of_streams_and_of_rows_are_not_mixed_up() -> None:

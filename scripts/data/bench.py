@@ -3,7 +3,7 @@
 Rows are repeated to a size worth measuring. Both tokenise and pack each time anew, in turns; TRL starts from a data set
 in memory, this package from the file. Needs TRL (``pip install trl``, or its folder in PYTHONPATH).
 
-python -m scripts.bench.data --text FILE.jsonl --alpaca FILE.json [--rows 20000] [--rounds 3]
+python -m scripts.data.bench --text FILE.jsonl --alpaca FILE.json [--rows 20000] [--rounds 3]
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""Programs that compare the data side of fine-tuning with others."""
