@@ -2,6 +2,7 @@
 # make test         run the tests
 # make full         run the tests with every row of the grids of which make test takes a sample (half an hour)
 # make lint         check style and types
+# make docs         build the documentation into .venv/site, warnings are errors
 # make bench        what the engine costs on the emulated device, against plain Lightning (two minutes)
 # make papers       the tables of the papers beside what the planners say: results/papers.md (a few minutes)
 # make gpu          everything that needs a GPU, in ten minutes: equality, races, memory, speed; see results/gpu
@@ -13,7 +14,7 @@ BIN := .venv/bin
 PYTHON_GPU ?= $(BIN)/python
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: quickstart test full lint bench papers gpu gpu-there clean
+.PHONY: quickstart test full lint docs bench papers gpu gpu-there clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/quickstart.done
@@ -29,6 +30,10 @@ full: .venv/dev.done
 lint: .venv/dev.done
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+docs: .venv/dev.done
+	NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo 'The documentation is at .venv/site/index.html'
 
 bench: .venv/quickstart.done
 	$(BIN)/python -m scripts.bench.emulated --small --results .venv/bench

@@ -1,6 +1,6 @@
-"""Makes the numbers in README.md from results/*.json.
+"""Makes the numbers in README.md and docs/ from results/*.json, and the table of limits from the package.
 
-    python -m scripts.tables            write the block between <!-- numbers --> and <!-- /numbers -->, and plots
+    python -m scripts.tables            write the blocks between marks such as <!-- numbers --> and <!-- /numbers -->
     python -m scripts.tables --check    exit with 1 if they are not what the results say
 
 Every table names the script that made its figures, the machine and the date.
@@ -16,12 +16,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from lt_offload import limits
 from lt_offload.units import format_bytes, format_seconds
 from scripts.bench.contenders import tables as contender_tables
-from scripts.common import RESULTS, ROOT
+from scripts.common import ROOT
+from scripts.docs import figures
 
-BEGIN, END = "<!-- numbers -->", "<!-- /numbers -->"
-CURVE = "bench-curve.svg"
+CURVE = "pictures/bench-curve.svg"
+"""Where the drawing is, seen from docs/."""
+NO_TABLES = ("papers",)
+"""Results with a page of their own."""
 
 Result = dict[str, Any]
 Rows = list[list[str]]
@@ -346,7 +350,7 @@ def bench(results: Sequence[Result]) -> str:
         command, lines = f"scripts.bench.suite --suite {suite}", contender_tables.rows(result)
         parts.append(_section(contender_tables.TITLES[suite], command, [result], contender_tables.HEAD, lines))
         if suite == "curve":
-            parts.append(f"![{contender_tables.TITLES[suite]}](results/{CURVE})")
+            parts.append(f"![{contender_tables.TITLES[suite]}]({CURVE})")
     return "\n\n".join(parts)
 
 
@@ -390,38 +394,57 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
 }
 
 
-def render(folder: Path) -> str:
-    """Return the block of tables for the result files in ``folder``."""
+def read(folder: Path) -> dict[str, list[Result]]:
+    """Return the result files in ``folder`` by their kind."""
     results: dict[str, list[Result]] = {}
     for path in sorted(folder.glob("*.json")):
         result = json.loads(path.read_text(encoding="utf-8"))
-        if result.get("kind") == "papers":
-            continue  # it has a page of its own, by scripts.papers
-        if result.get("kind") not in TABLES:
-            raise SystemExit(f"{path}: kind {result.get('kind')!r} is not one of {', '.join(TABLES)}")
-        results.setdefault(result["kind"], []).append(result)
+        kind = result.get("kind")
+        if kind not in (*TABLES, *figures.BLOCKS, *NO_TABLES):
+            raise SystemExit(f"{path}: kind {kind!r} is not one of {', '.join(TABLES)}")
+        results.setdefault(kind, []).append(result)
+    return results
+
+
+def render(folder: Path) -> str:
+    """Return the block of tables for the result files in ``folder``."""
+    results = read(folder)
     return "\n\n".join(filter(None, (table(results[kind]) for kind, table in TABLES.items() if kind in results)))
 
 
-def plots(folder: Path) -> dict[Path, str]:
-    """Return the drawings for the result files in ``folder``, by where they belong."""
-    path = folder / "bench-curve.json"
-    return (
-        {folder / CURVE: contender_tables.curve(json.loads(path.read_text(encoding="utf-8")))} if path.exists() else {}
-    )
+def pages(root: Path) -> dict[Path, str]:
+    """Return what the files below ``root`` should hold that have blocks of figures or are drawings."""
+    results = read(root / "results")
+    blocks = {
+        "README.md": {"numbers": figures.headline(results)},
+        "docs/benchmarks.md": {"numbers": render(root / "results")},
+        "docs/limits.md": {"limits": limits.markdown()},
+        "docs/will-it-fit.md": {kind: block(results.get(kind, [])) for kind, block in figures.BLOCKS.items()},
+    }
+    files = {}
+    for name, marked in blocks.items():
+        text = (root / name).read_text(encoding="utf-8")
+        for mark, block in marked.items():
+            text = insert(text, mark, block, name)
+        files[root / name] = text
+    for result in results.get("bench", []):
+        if result["settings"]["suite"] == "curve":
+            files[root / "docs" / CURVE] = contender_tables.curve(result)
+    return files
 
 
-def insert(readme: str, block: str) -> str:
-    """Return ``readme`` with ``block`` between the two marks."""
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
+def insert(text: str, mark: str, block: str, name: str) -> str:
+    """Return ``text`` of the file ``name`` with ``block`` between the lines of ``mark``."""
+    opening, closing = f"<!-- {mark} -->", f"<!-- /{mark} -->"
+    before, begin, rest = text.partition(opening)
+    _, end, after = rest.partition(closing)
     if not begin or not end:
-        raise SystemExit(f"README has no lines {BEGIN} and {END}, in this order")
-    return f"{before}{BEGIN}\n\n{block}\n\n{END}{after}"
+        raise SystemExit(f"{name} has no lines {opening} and {closing}, in this order")
+    return f"{before}{opening}\n\n{block}\n\n{closing}{after}"
 
 
 def _section(title: str, command: str, results: Sequence[Result], head: list[str], rows: Rows) -> str:
-    origins = {_origin(result): None for result in results}
+    origins = {figures.origin(result): None for result in results}
     lines = [
         f"**{title}** (`python -m {command}`; {'; '.join(origins)})",
         "",
@@ -432,12 +455,6 @@ def _section(title: str, command: str, results: Sequence[Result], head: list[str
     return "\n".join(lines)
 
 
-def _origin(result: Result) -> str:
-    machine = result["machine"]
-    where = machine["gpu"] or f"{machine['processor']}, {machine['cores']} cores"
-    return f"{where}, torch {result['versions']['torch']}, {result['date']}"
-
-
 def _exact(difference: float | None) -> str:
     if difference is None:
         return "not comparable"
@@ -445,21 +462,19 @@ def _exact(difference: float | None) -> str:
 
 
 def main() -> int:
-    """Write or check README.md; return the exit code."""
+    """Write or check the pages; return the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if README.md would change")
-    parser.add_argument("--readme", type=Path, default=ROOT / "README.md")
-    parser.add_argument("--results", type=Path, default=RESULTS)
+    parser.add_argument("--check", action="store_true", help="write nothing; exit with 1 if a file would change")
+    parser.add_argument("--root", type=Path, default=ROOT, help="the folder of README.md, docs/ and results/")
     options = parser.parse_args()
-    old = options.readme.read_text(encoding="utf-8")
-    new = insert(old, render(options.results))
-    files = {options.readme: new} | plots(options.results)
+    files = pages(options.root)
     if options.check:
         stale = [path.name for path, text in files.items() if not path.exists() or path.read_text("utf-8") != text]
         for name in stale:
             print(f"{name} is out of date; run python -m scripts.tables", file=sys.stderr)
         return int(bool(stale))
     for path, text in files.items():
+        path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
     return 0
 

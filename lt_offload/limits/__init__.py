@@ -1,7 +1,7 @@
 """Every combination that is refused, in one table: what, why, and what works instead.
 
 A setting is refused where the strategy could not honour it exactly. :func:`check` raises from the table before training
-starts, :func:`markdown` prints it for the README, and what shows only while training runs raises its row's
+starts, :func:`markdown` prints it for the documentation, and what shows only while training runs raises its row's
 :meth:`Limit.error`. Foreign optimizers are tried on a few small tensors.
 """
 

@@ -63,14 +63,25 @@ def check(scope: Scope, run: Setup, *, training: bool = True) -> None:
         raise UnsupportedError("not supported by the offmate strategy:\n" + "\n".join(f"- {line}" for line in problems))
 
 
+_HEADINGS: dict[Scope, str] = {
+    "trainer": "Settings of the Trainer and of the module",
+    "model": "Models",
+    "optimizer": "Optimizers",
+    "run": "What shows only while training runs",
+}
+
+
 def markdown() -> str:
-    """Return the table for people: what is refused and what works instead."""
-    rows = [f"| {limit.name} | {limit.why} | {limit.instead} |" for limit in LIMITS]
-    return "\n".join(["| not supported | why | instead |", "|---|---|---|", *rows])
+    """Return the table for people: what is refused, why, and what works instead."""
+    parts = []
+    for scope, heading in _HEADINGS.items():
+        rows = [f"| {row.name} | {row.why} | {row.instead} |" for row in LIMITS if row.scope == scope]
+        parts += [f"## {heading}", "", "| not supported | why | instead |", "|---|---|---|", *rows, ""]
+    return "\n".join(parts).rstrip()
 
 
 LIMITS: list[Limit] = []
-"""The table, in the order of the README."""
+"""The table, in the order of the documentation."""
 
 
 def limit(

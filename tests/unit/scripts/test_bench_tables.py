@@ -56,21 +56,23 @@ def test_tables_show_ratios_and_failures(tmp_path: Path) -> None:
 
 def test_nothing_is_shown_that_did_not_run_on_a_gpu(tmp_path: Path) -> None:
     assert tables.render(stored(tmp_path, "small", device="cpu")) == ""
-    assert tables.plots(tmp_path) == {}
 
 
 def test_the_curve_is_drawn_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder, readme = stored(tmp_path / "results", "curve"), tmp_path / "README.md"
-    readme.write_text("<!-- numbers -->\n<!-- /numbers -->\n")
+    stored(tmp_path / "results", "curve")
+    (tmp_path / "docs").mkdir()
+    marks = {"README.md": "numbers", "docs/benchmarks.md": "numbers", "docs/limits.md": "limits"}
+    for name, mark in (marks | {"docs/will-it-fit.md": "fits"}).items():
+        (tmp_path / name).write_text(f"<!-- {mark} -->\n<!-- /{mark} -->\n")
 
     def call(*more: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["tables.py", "--readme", str(readme), "--results", str(folder), *more])
+        monkeypatch.setattr(sys, "argv", ["tables.py", "--root", str(tmp_path), *more])
         return tables.main()
 
     assert call() == 0
     assert call("--check") == 0
-    assert "](results/bench-curve.svg)" in readme.read_text()
-    picture = folder / "bench-curve.svg"
+    assert "](pictures/bench-curve.svg)" in (tmp_path / "docs" / "benchmarks.md").read_text()
+    picture = tmp_path / "docs" / "pictures" / "bench-curve.svg"
     texts = [element.text for element in ElementTree.parse(picture).iter() if element.tag.endswith("text")]
     assert {"8 GB", "16 GB", "no offload", "lt_offload, auto", "FSDP2"} <= set(texts)
     assert "torchao" not in texts, "it has no point"

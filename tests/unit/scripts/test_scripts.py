@@ -18,6 +18,7 @@ from lt_offload.cli.main import main
 from lt_offload.schema.trace import Span
 from scripts import common, compare, planning, smallest_budget, tables
 from scripts.bench import emulated
+from scripts.docs import figures
 from scripts.overlap import overlap
 from tests.support import tiny
 from tests.support.samples import make_profile
@@ -288,39 +289,67 @@ def test_tables_show_figures_with_machine_and_date(results: Path) -> None:
         assert len({line.count("|") for line in table.splitlines() if line.startswith("|")}) == 1
 
 
-def test_readme_is_written_and_checked(
-    results: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    readme = tmp_path / "README.md"
-    readme.write_text("# Title\n\n<!-- numbers -->\nold\n<!-- /numbers -->\n\nmore\n")
+@pytest.fixture
+def root(results: Path) -> Path:
+    """A repository with the pages that have blocks of figures."""
+    above = results.parent
+    marks = {"README.md": "numbers", "docs/benchmarks.md": "numbers", "docs/limits.md": "limits"}
+    (above / "docs").mkdir()
+    for name, mark in marks.items():
+        (above / name).write_text(f"# Title\n\n<!-- {mark} -->\nold\n<!-- /{mark} -->\n\nmore\n")
+    (above / "docs" / "will-it-fit.md").write_text("<!-- fits -->\n<!-- /fits -->\n")
+    return above
 
+
+def test_pages_are_written_and_checked(
+    root: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def run(*options: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["tables.py", "--readme", str(readme), "--results", str(results), *options])
+        monkeypatch.setattr(sys, "argv", ["tables.py", "--root", str(root), *options])
         return tables.main()
 
     assert run("--check") == 1
-    assert "out of date" in capsys.readouterr().err
-    assert "old" in readme.read_text()
+    assert capsys.readouterr().err.count("out of date") == 4
+    page = root / "docs" / "benchmarks.md"
+    assert "old" in page.read_text()
     assert run() == 0
-    text = readme.read_text()
+    text = page.read_text()
     assert text.startswith("# Title\n\n<!-- numbers -->\n\n**Same numbers")
     assert text.endswith("\n\n<!-- /numbers -->\n\nmore\n")
+    readme = (root / "README.md").read_text()
+    assert "| 0 | 1.5e-08 | `python -m scripts.compare quickstart` |" in readme
+    assert "| 1.05 | 1.23 | and `python -m scripts.bench.emulated` |" in readme
+    assert "| +1.2% | -23.0% |" in readme
+    assert "Made on Some CPU, 2 cores, torch 2.11.0, 2025-01-31." in readme
+    assert "| float16 weights | they need loss scaling |" in (root / "docs" / "limits.md").read_text()
     assert run("--check") == 0
-    (results / "compare.json").unlink()
+    (root / "results" / "compare.json").unlink()
     assert run("--check") == 1
 
 
-def test_the_readme_of_this_repository_is_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_table_of_what_fits(tmp_path: Path) -> None:
+    cards = [{"name": "small", "bytes": 8 * 10**9}, {"name": "large", "bytes": 24 * 10**9}]
+    row = {"way": "all", "card": "small", "reason": "more than 128GB of RAM", "iteration_s": None}
+    fitting = {"way": "all", "card": "large", "iteration_s": 3.0, "no_offload_s": 2.0, "host_peak_bytes": 64e9}
+    settings = {"cards": cards, "ways": ["all"], "batch": [4, 512], "model": "m"}
+    result = {"date": "2025-01-31", "machine": MACHINE, "versions": {"torch": "2.11.0"}, "settings": settings}
+    block = figures.fits([result | {"figures": {"cases": [fitting, row]}}])
+    assert "| model | 8 GB, small | 24 GB, large |" in block
+    assert "| `m` | no: more than 128GB of RAM | 3 s (1.50), 64 GB RAM |" in block
+    assert "**Simulated**, 4 x 512 tokens, by `python -m scripts.docs.fits` (Some CPU, 2 cores" in block
+
+
+def test_the_pages_of_this_repository_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["tables.py", "--check"])
     assert tables.main() == 0
 
 
-def test_unknown_results_and_a_readme_without_marks_are_errors(tmp_path: Path) -> None:
+def test_unknown_results_and_a_page_without_marks_are_errors(tmp_path: Path) -> None:
     (tmp_path / "x.json").write_text('{"kind": "guess"}')
     with pytest.raises(SystemExit, match="kind 'guess' is not one of compare"):
         tables.render(tmp_path)
-    with pytest.raises(SystemExit, match="README has no lines"):
-        tables.insert("<!-- /numbers --> <!-- numbers -->", "x")
+    with pytest.raises(SystemExit, match=r"page\.md has no lines"):
+        tables.insert("<!-- /numbers --> <!-- numbers -->", "numbers", "x", "page.md")
 
 
 def test_results_carry_machine_versions_and_date(tmp_path: Path) -> None:

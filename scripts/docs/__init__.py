@@ -1,0 +1,1 @@
+"""What makes the documentation: pages from the code, pictures from plans."""

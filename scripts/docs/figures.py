@@ -1,0 +1,113 @@
+"""The figures at the head of the README, and the tables of what fits into which card."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lt_offload.units import format_bytes, format_seconds
+
+Result = dict[str, Any]
+Results = Mapping[str, Sequence[Result]]
+
+
+def origin(result: Result) -> str:
+    """Return on which machine and day a result was made."""
+    machine = result["machine"]
+    where = machine["gpu"] or f"{machine['processor']}, {machine['cores']} cores"
+    return f"{where}, torch {result['versions']['torch']}, {result['date']}"
+
+
+def headline(results: Results) -> str:
+    """Return the figures that matter most, the worst beside the best, with where they were made."""
+    rows = [row for make in (_same, _memory, _time, _predicted, _simulated, _bound) for row in make(results)]
+    used = {origin(result): None for kind in ("compare", *_RANGES) for result in results.get(kind, [])}
+    table = ["| | best | worst | made by |", "|---|---:|---:|---|"]
+    table += ["| " + " | ".join(row) + " |" for row in rows]
+    return "\n".join([*table, "", f"Made on {'; '.join(used)}."])
+
+
+def _cases(results: Results, kind: str) -> list[dict[str, Any]]:
+    return [case for result in results.get(kind, []) for case in result["figures"]["cases"]]
+
+
+def _same(results: Results) -> list[list[str]]:
+    found = [
+        value
+        for result in results.get("compare", [])
+        for value in result["figures"]["difference"].values()
+        if value is not None
+    ]
+    what = "loss, weights and optimizer states: difference from plain Lightning"
+    return [[what, f"{min(found):g}", f"{max(found):g}", "`python -m scripts.compare quickstart`"]] if found else []
+
+
+def _memory(results: Results) -> list[list[str]]:
+    found = [result["figures"] for result in results.get("compare", [])]
+    shares = [one["offmate"]["device_peak_bytes"] / one["stock"]["device_peak_bytes"] for one in found]
+    what = "device memory, as a share of plain training's"
+    return [_range(what, shares, "{:.0%}", "the same")] if found else []
+
+
+def _time(results: Results) -> list[list[str]]:
+    ratios = [case["ratio"] for case in _cases(results, "bench-emulated") if case["name"] != "plain"]
+    ratios += [result["figures"]["time_ratio"] for result in results.get("compare", [])]
+    what = "time of a step over plain Lightning's, emulated device"
+    return [_range(what, ratios, "{:.2f}", "and `python -m scripts.bench.emulated`")] if ratios else []
+
+
+def _predicted(results: Results) -> list[list[str]]:
+    errors = sorted((case["last_error"] for case in _cases(results, "bench-predictions")), key=abs)
+    what = "predicted time of a step against the measured one, once corrected"
+    command = "`python -m scripts.bench.emulated --predictions`"
+    return [[what, f"{errors[0]:+.1%}", f"{errors[-1]:+.1%}", command]] if errors else []
+
+
+def _simulated(results: Results) -> list[list[str]]:
+    ratios = [case["iteration_s"] / case["no_offload_s"] for case in _cases(results, "bench-gaps")]
+    what = "**simulated** iteration on desktop cards of 6 to 24 GB, over that with enough memory"
+    return [_range(what, ratios, "{:.2f}", "`python -m scripts.bench.planner --gaps`")] if ratios else []
+
+
+def _bound(results: Results) -> list[list[str]]:
+    gaps = [case["gap"] for case in _cases(results, "bench-gaps")]
+    return [_range("**simulated** iteration above the lower bound", gaps, "{:.1%}", "the same")] if gaps else []
+
+
+def _range(what: str, values: Sequence[float], form: str, command: str) -> list[str]:
+    return [what, form.format(min(values)), form.format(max(values)), command]
+
+
+_RANGES = ("bench-emulated", "bench-predictions", "bench-gaps")
+
+
+def fits(results: Sequence[Result]) -> str:
+    """Return one table per way to train: cards in columns, models in rows."""
+    if not results:
+        return ""
+    settings = results[0]["settings"]
+    cards = [card["name"] for card in settings["cards"]]
+    head = ["model", *(f"{format_bytes(card['bytes'])}, {card['name']}" for card in settings["cards"])]
+    parts = []
+    for way in settings["ways"]:
+        rows = ["| " + " | ".join(head) + " |", "|---|" + "---|" * len(cards)]
+        for result in results:
+            cases = {case["card"]: _cell(case) for case in result["figures"]["cases"] if case["way"] == way}
+            rows.append(
+                "| " + " | ".join([f"`{result['settings']['model']}`", *(cases[card] for card in cards)]) + " |"
+            )
+        parts += [f"**{way}**", "\n".join(rows)]
+    made = "; ".join({origin(result): None for result in results})
+    size, length = settings["batch"]
+    return "\n\n".join([*parts, f"**Simulated**, {size} x {length} tokens, by `python -m scripts.docs.fits` ({made})."])
+
+
+def _cell(case: dict[str, Any]) -> str:
+    if case["iteration_s"] is None:
+        return "does not fit" if not case["reason"] else f"no: {case['reason']}"
+    ratio = case["iteration_s"] / case["no_offload_s"]
+    return f"{format_seconds(case['iteration_s'])} ({ratio:.2f}), {format_bytes(case['host_peak_bytes'])} RAM"
+
+
+BLOCKS: dict[str, Callable[[Sequence[Result]], str]] = {"fits": fits}
+"""Blocks of docs/will-it-fit.md by the kind of result they show."""

@@ -1,0 +1,62 @@
+"""Hooks of mkdocs: pages that are made from other files, lists of settings, and what a page must not hold."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+
+from scripts.docs.keys import keys, markdown
+
+ROOT = Path(__file__).resolve().parents[2]
+LINKS = {"(docs/": "(", "(CHANGELOG.md)": "(changelog.md)", "(results/papers.md)": "(paper-tables.md)"}
+"""How files at the root of the repository name pages."""
+MADE = {
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "paper-tables.md": "results/papers.md",
+}
+"""Pages that are files of the repository."""
+KEYS = re.compile(r"<!-- keys ([\w.]+) as (\S*?)(?: without (\S+))? -->")
+ROLE = re.compile(r":(?:func|class|meth|mod|data|attr|exc):(<code>)(?:~?lt_offload\.)?")
+"""What docstrings have from Sphinx."""
+FETCHED = re.compile(r"""<(?:script|img|iframe)[^>]+src=["']https?:|<link[^>]+stylesheet[^>]+href=["']https?:""")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the pages that are files of the repository."""
+    for page, source in MADE.items():
+        text = (ROOT / source).read_text(encoding="utf-8")
+        for old, new in LINKS.items():
+            text = text.replace(old, new)
+        files.append(File.generated(config, page, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, **_: Any) -> str:
+    """Put lists of settings where a page asks for them: ``<!-- keys package.Class as model. without a,b -->``."""
+    return KEYS.sub(_listed, markdown)
+
+
+def on_page_content(html: str, **_: Any) -> str:
+    """Leave out Sphinx's roles."""
+    return ROLE.sub(r"\1", html)
+
+
+def on_post_page(output: str, page: Any, **_: Any) -> str:
+    """Refuse a page that fetches something from elsewhere.
+
+    Raises:
+        PluginError: if it does.
+    """
+    if found := FETCHED.search(output):
+        raise PluginError(f"{page.file.src_uri} fetches something from elsewhere: {found[0]}")
+    return output
+
+
+def _listed(found: re.Match[str]) -> str:
+    target, prefix, without = found.groups()
+    return markdown(keys(target, prefix, skip=tuple(prefix + name for name in (without or "").split(","))))

@@ -1,0 +1,95 @@
+"""The commands of the documentation are those of the command line, and its YAML is recipes."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shlex
+from importlib import import_module
+from pathlib import Path
+
+import pytest
+import yaml
+
+from lt_offload.cli import recipes
+from lt_offload.cli.app import App, with_values
+from lt_offload.cli.main import LIGHTNING_VERBS, main
+from tests.docs import pages
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*tensorboardX.*"),
+]
+
+COMMANDS = {command: where for where, command in pages.commands()}
+MAKEFILE = (pages.ROOT / "Makefile").read_text(encoding="utf-8")
+CONSTRAINED = ("pip install", "cd ")
+"""Other commands that a page may have; nothing is installed by a test."""
+
+
+def starting(*words: str) -> list[str]:
+    return [command for command in COMMANDS if command.startswith(words)]
+
+
+def test_blocks_have_a_language_and_only_known_ones() -> None:
+    for page in pages.PAGES:
+        fences = len(re.findall(r"^ *```", pages.read(page), flags=re.MULTILINE))
+        assert fences == 2 * sum(block.page == page for block in pages.blocks()), page
+    assert {block.language for block in pages.blocks()} <= set(pages.LANGUAGES)
+
+
+def test_commands_are_of_known_kinds() -> None:
+    known = set(starting("lt-finetune ", "make ", "python -m ", *CONSTRAINED))
+    assert [f"{where}: {command}" for command, where in COMMANDS.items() if command not in known] == []
+
+
+@pytest.mark.parametrize("command", starting("make "))
+def test_targets_are_there(command: str) -> None:
+    for target in command.split()[1:]:
+        assert "=" in target or re.search(rf"^{target}:", MAKEFILE, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize("command", starting("python -m "))
+def test_programs_are_there(command: str) -> None:
+    assert importlib.util.find_spec(command.split()[2]) is not None
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with what commands name."""
+    monkeypatch.chdir(tmp_path)
+    Path("my.json").write_text("[]")
+    main(["cp", "llama2-7b-12gb", "mine.yaml"])
+    return tmp_path
+
+
+@pytest.mark.parametrize("command", starting("lt-finetune "))
+def test_settings_and_verbs_are_accepted(command: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Parse what takes time, run what takes none."""
+    words = [word for word in shlex.split(command)[1:] if word not in ("--quiet", "--debug")]
+    verb = words[0] if words[0] in recipes.VERBS else "fit"
+    if verb in LIGHTNING_VERBS or verb == "fit":
+        accept(verb, words[words[0] == verb :])
+    elif verb == "doctor":
+        assert re.fullmatch(r"lt-finetune doctor( --save \S+)?", command)
+    else:
+        assert main([word.replace("mine.yaml", "other.yaml") for word in words]) == 0, capsys.readouterr().err
+
+
+def accept(verb: str, words: list[str]) -> None:
+    """Parse a command as the program does; raises if a setting is unknown or of the wrong type."""
+    function = getattr(import_module(f"lt_offload.cli.verbs.{verb}"), verb)
+    files = recipes.chain(recipes.find(words[0]))
+    resumed = [word for word in words[1:] if word != "--resume"]
+    assert len(resumed) == len(words) - 1 or verb == "fit"
+    App(function, files[-1], files, with_values(resumed))
+
+
+@pytest.mark.parametrize("block", pages.blocks("yaml"), ids=str)
+def test_yaml_is_a_recipe_or_part_of_one(block: pages.Block, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    part = folder / "part.yaml"
+    part.write_text(block.text)
+    given = yaml.safe_load(block.text)
+    whole = folder / "whole.yaml"
+    whole.write_text("base: [mine.yaml, part.yaml]\n" if "model" not in given or "base" not in given else block.text)
+    assert main(["check", str(whole)]) == 0, capsys.readouterr().err

@@ -1,0 +1,97 @@
+"""What the documentation lists is what the package has: settings, public names, messages of errors."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import lt_offload
+from lt_offload.cli import recipes
+from lt_offload.cli.app import App
+from lt_offload.cli.verbs.fit import fit
+from lt_offload.strategy.lightning import OffmateStrategy
+from scripts.docs import hooks
+from scripts.docs.keys import keys
+from tests.docs import pages
+
+
+@cache
+def settings() -> str:
+    return hooks.on_page_markdown(pages.read("docs/settings.md"))
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning")
+def test_every_key_of_a_recipe_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    files = recipes.chain(recipes.find("quickstart"))
+    app = App(fit, files[-1], files, ["--model.lora.r", "8"])
+    flags = {action.dest for action in app.parser._actions}
+    for option in app.parser._option_string_actions:
+        flags.add(option.lstrip("-").removesuffix("+"))
+    wanted = {name for name in flags if name.startswith(("model.", "data."))}
+    wanted = {name for name in wanted if not name.endswith((".help", ".config")) and name != "data.model"}
+    assert len(wanted) > 30
+    assert {name for name in wanted if f"{{#{name} .key}}" not in settings()} == set()
+
+
+def test_every_option_of_the_strategy_is_explained() -> None:
+    names = [key.name for key in keys("lt_offload.strategy.lightning.OffmateStrategy", "trainer.strategy.")]
+    assert len(names) > 10
+    assert "trainer.strategy.memory" in names
+    for name in names:
+        assert f"{{#{name} .key}}" in settings()
+    assert OffmateStrategy.__doc__
+
+
+def test_a_parameter_without_a_word_is_an_error() -> None:
+    with pytest.raises(ValueError, match="undocumented has no word about value"):
+        keys(f"{__name__}.undocumented", "x.")
+
+
+def undocumented(value: int) -> None:
+    """Do nothing.
+
+    Args:
+    """
+
+
+def test_every_public_name_is_in_the_reference() -> None:
+    shown = re.findall(r"^::: lt_offload\.(\w+)$", pages.read("docs/api.md"), flags=re.MULTILINE)
+    assert sorted(shown) == sorted(lt_offload.__all__)
+
+
+# -- messages ---------------------------------------------------------------------------------------------------------
+
+
+@cache
+def messages() -> str:
+    """Every string of the package, one per line, with … where a value goes."""
+    found = []
+    for path in sorted((pages.ROOT / "lt_offload").rglob("*.py")):
+        found += [" ".join(text.split()) for text in _strings(ast.parse(path.read_text(encoding="utf-8")))]
+    return "\n".join(found)
+
+
+def _strings(tree: ast.AST) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+QUOTED = re.findall(r"^### `([^`]+)`", pages.read("docs/troubleshooting.md"), flags=re.MULTILINE)
+
+
+def test_the_page_quotes_messages() -> None:
+    assert len(QUOTED) >= 25
+
+
+@pytest.mark.parametrize("message", QUOTED)
+def test_a_quoted_message_is_one_of_the_package(message: str) -> None:
+    assert message in messages()

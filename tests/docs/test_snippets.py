@@ -1,0 +1,58 @@
+"""The Python code of the documentation runs, each block by itself, on a tiny model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lt_offload.finetune.data.module import FineTuneData
+from lt_offload.finetune.module import FineTune
+from tests.docs import pages
+from tests.support import models, tiny
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:.*tensorboardX.*", "ignore:.*smaller than the logging interval.*"),
+    pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model and a text."""
+    made = tmp_path_factory.mktemp("docs")
+    tiny.model(made / "model")
+    (made / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    return made
+
+
+@pytest.fixture
+def names(folder: Path) -> dict[str, Any]:
+    """What the snippets take for granted."""
+    torch.manual_seed(0)
+    model = models.build()
+    data = {"path": str(folder / "text.txt"), "max_length": 32, "batch_size": 2}
+    return {
+        "module": FineTune(str(folder / "model")),
+        "datamodule": FineTuneData(str(folder / "model"), **data),
+        "model": model,
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True),
+        "batches": [models.batch(model, seed=seed) for seed in (0, 0, 0)],
+    }
+
+
+@pytest.mark.parametrize("block", pages.blocks("python"), ids=str)
+def test_code_runs(block: pages.Block, names: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    before = names["model"](**names["batches"][0]).loss.item()
+    exec(compile(block.text, str(block), "exec"), names)
+    if "trainer.fit(" in block.text:
+        assert names["trainer"].global_step == names["trainer"].max_steps
+    if "optimizer.step()" in block.text:
+        assert names["model"](**names["batches"][0]).loss.item() < before
+    if "plan" in names:
+        assert names["plan"].predicted.device_peak_bytes <= names["plan"].budget_bytes
