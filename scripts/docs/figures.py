@@ -87,7 +87,7 @@ def fits(results: Sequence[Result]) -> str:
         return ""
     settings = results[0]["settings"]
     cards = [card["name"] for card in settings["cards"]]
-    head = ["model", *(f"{format_bytes(card['bytes'])}, {card['name']}" for card in settings["cards"])]
+    head = ["model", *(f"{card['bytes'] / 2**30:.0f} GiB, {card['name']}" for card in settings["cards"])]
     parts = []
     for way in settings["ways"]:
         rows = ["| " + " | ".join(head) + " |", "|---|" + "---|" * len(cards)]

@@ -9,7 +9,8 @@ from typing import Any
 from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
-from scripts.docs.keys import keys, markdown
+from lt_offload.cli.recipes import shipped
+from scripts.docs.keys import keys, markdown, verbs
 
 ROOT = Path(__file__).resolve().parents[2]
 LINKS = {"(docs/": "(", "(CHANGELOG.md)": "(changelog.md)", "(results/papers.md)": "(paper-tables.md)"}
@@ -37,7 +38,10 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Put lists of settings where a page asks for them: ``<!-- keys package.Class as model. without a,b -->``."""
+    """Put lists where a page asks for them: ``<!-- keys package.module.Class as model. without a,b -->``."""
+    for mark, made in (("<!-- verbs -->", verbs), ("<!-- recipes -->", recipe_table)):
+        if mark in markdown:
+            markdown = markdown.replace(mark, made())
     return KEYS.sub(_listed, markdown)
 
 
@@ -55,6 +59,16 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
     if found := FETCHED.search(output):
         raise PluginError(f"{page.file.src_uri} fetches something from elsewhere: {found[0]}")
     return output
+
+
+def recipe_table() -> str:
+    """Return the shipped recipes with what their headers say."""
+    lines = ["| recipe | what it trains | simulated |", "|---|---|---|"]
+    for name, path in shipped().items():
+        head = [line.lstrip("# ") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+        figures = next((line for line in head if "imulated" in line), "")
+        lines.append(f"| `{name}` | {head[0]} | {figures.partition(':')[2].strip()} |")
+    return "\n".join(lines)
 
 
 def _listed(found: re.Match[str]) -> str:

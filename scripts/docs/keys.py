@@ -1,15 +1,29 @@
-"""Lists settings from signatures and docstrings: what a key is called, takes, is without being set, and means."""
+"""Lists settings as pages show them: what a key is called, takes, is without being set, and means.
+
+They are read from the source, in the same way as the help of ``lt-finetune``.
+"""
 
 from __future__ import annotations
 
-import inspect
-import types
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, is_dataclass
-from importlib import import_module
-from typing import Any, Literal, Union, get_args, get_origin
+import ast
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 
-from docstring_parser import parse
+from lt_offload.cli.static.source import Documented, Parameter, read_definition
+from lt_offload.cli.table import VERBS
+
+_TYPES = {
+    "None": "null",
+    "str": "text",
+    "int": "number",
+    "float": "number",
+    "bool": "true or false",
+    "Path": "path",
+    "Any": "any value",
+}
+_ALTERNATIVE = re.compile(r"(?:\[(?:[^\[\]]|\[[^\[\]]*\])*\]|[^|\[])+")
+"""What stands between two ``|`` of a type; brackets are left whole."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -17,7 +31,7 @@ class Key:
     """One setting."""
 
     name: str
-    """As a flag spells it, without dashes: ``model.lora.r``."""
+    """As a recipe or a command spells it: ``model.lora.r``, ``--memory``."""
     type: str
     default: str | None
     """As YAML writes it; None: it has to be given."""
@@ -25,7 +39,7 @@ class Key:
 
 
 def keys(target: str, prefix: str, *, skip: tuple[str, ...] = ()) -> list[Key]:
-    """Return the parameters of a class or function, those of settings in groups in their place.
+    """Return the parameters of a class or function, those of groups of settings after them.
 
     Args:
         target: where it is: ``package.module.Name``.
@@ -36,72 +50,74 @@ def keys(target: str, prefix: str, *, skip: tuple[str, ...] = ()) -> list[Key]:
         ValueError: if a parameter is not in the docstring.
     """
     module, _, name = target.rpartition(".")
-    return [key for key in _of(getattr(import_module(module), name), prefix) if key.name not in skip]
+    return [key for key in _of(read_definition(module, name), prefix) if key.name not in skip]
 
 
-def markdown(found: list[Key]) -> str:
-    """Return a definition list; every key is an anchor."""
+def verbs() -> str:
+    """Return what every verb is for, with its words and flags."""
+    parts = []
+    for verb in VERBS.values():
+        found = verb.read()
+        words = ["RECIPE"] * verb.recipe + [p.name.upper() for p in found.parameters if p.kind != "flag"]
+        parts.append(f"### `{' '.join(['lt-finetune', verb.name, *words])}` {{#{verb.name}}}")
+        parts += [_sentence(found.summary), *filter(None, [found.details])]
+        parts.append(markdown(list(_of(found, "--")), within=f"{verb.name}-"))
+    return "\n\n".join(filter(None, parts))
+
+
+def markdown(found: list[Key], *, within: str = "") -> str:
+    """Return a definition list; every key is an anchor, with ``within`` before its name."""
     return "\n\n".join(
-        f"[`{key.name}`](#{key.name}){{#{key.name} .key}} <span class='type'>{key.type}"
+        f"[`{key.name}`](#{within}{key.name}){{#{within}{key.name} .key}} <span class='type'>{key.type}"
         + (" · required" if key.default is None else f" · `{key.default}`")
         + f"</span>\n:   {key.meaning}"
         for key in found
     )
 
 
-def _of(target: Callable[..., Any], prefix: str) -> Iterator[Key]:
-    documented = {param.arg_name: param.description or "" for param in parse(inspect.getdoc(target) or "").params}
-    for name, parameter in inspect.signature(target, eval_str=True).parameters.items():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            continue
-        if not documented.get(name):
-            raise ValueError(f"{target.__qualname__} has no word about {name}")
-        given = parameter.default is not parameter.empty
+def _of(target: Documented, prefix: str) -> Iterator[Key]:
+    for parameter in target.parameters:
+        if not parameter.about:
+            raise ValueError(f"{target.name} has no word about {parameter.name}")
+        dashes = "" if prefix == "--" and parameter.kind != "flag" else prefix
         yield Key(
-            name=prefix + name,
-            type=_type(parameter.annotation),
-            default=_yaml(parameter.default) if given else None,
-            meaning=_sentence(documented[name]),
+            name=parameter.name.upper() if prefix == "--" and not dashes else prefix + parameter.name,
+            type=_type(parameter),
+            default=None if parameter.required else _yaml(parameter.default),
+            meaning=_sentence(parameter.about),
         )
-        for group in _groups(parameter.annotation):
-            yield from _of(group, f"{prefix}{name}.")
+        if parameter.group is not None:
+            yield from _of(parameter.group, f"{prefix}{parameter.name}.")
 
 
-def _groups(annotation: Any) -> list[type]:
-    return [one for one in _alternatives(annotation) if is_dataclass(one) and isinstance(one, type)]
-
-
-def _alternatives(annotation: Any) -> tuple[Any, ...]:
-    return get_args(annotation) if get_origin(annotation) in (Union, types.UnionType) else (annotation,)
-
-
-def _type(annotation: Any) -> str:
+def _type(parameter: Parameter) -> str:
     """Return what people call a type."""
     words: list[str] = []
-    for one in _alternatives(annotation):
-        origin, inner = get_origin(one), get_args(one)
-        if one is type(None):
-            words.append("null")
-        elif origin is Literal:
-            words += [f"`{value}`" for value in inner]
-        elif origin in (list, tuple, dict) or one in (list, tuple, dict):
-            words.append("list" if origin is not dict and one is not dict else "map")
-        elif is_dataclass(one):
+    for one in map(str.strip, _ALTERNATIVE.findall(parameter.annotation)):
+        if one.startswith("Literal["):
+            words += [f"`{value}`" for value in ast.literal_eval(one.removeprefix("Literal"))]
+        elif parameter.group is not None and one not in _TYPES:
             words.append("group of settings")
+        elif one.startswith(("list", "tuple", "Sequence")):
+            words.append("list")
+        elif one.startswith(("dict", "Mapping")):
+            words.append("map")
         else:
-            names = {"str": "text", "int": "number", "float": "number", "bool": "true or false", "Path": "path"}
-            words.append(names.get(getattr(one, "__name__", ""), str(getattr(one, "__name__", one))))
+            words.append(_TYPES.get(one, one))
     return " or ".join(dict.fromkeys(words))
 
 
-def _yaml(value: object) -> str:
+def _yaml(source: str | None) -> str:
+    """Return a default as YAML writes it."""
+    if source is None:
+        return ""
+    try:
+        value = ast.literal_eval(source)
+    except ValueError:
+        return source
     if isinstance(value, tuple):
         return str(list(value))
-    return {None: "null", True: "true", False: "false", "": "''"}.get(value, str(value)) if _plain(value) else "group"
-
-
-def _plain(value: object) -> bool:
-    return value is None or isinstance(value, (str, bool, int, float))
+    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value) or "''")
 
 
 def _sentence(text: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from functools import cache
@@ -13,6 +14,7 @@ import pytest
 import lt_offload
 from lt_offload.cli import recipes
 from lt_offload.cli.app import App
+from lt_offload.cli.table import VERBS
 from lt_offload.cli.verbs.fit import fit
 from lt_offload.strategy.lightning import OffmateStrategy
 from scripts.docs import hooks
@@ -40,12 +42,13 @@ def test_every_key_of_a_recipe_is_explained(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_every_option_of_the_strategy_is_explained() -> None:
-    names = [key.name for key in keys("lt_offload.strategy.lightning.OffmateStrategy", "trainer.strategy.")]
+    names = [key.name for key in keys("lt_offload.strategy.offmate.OffmateStrategy", "trainer.strategy.")]
     assert len(names) > 10
     assert "trainer.strategy.memory" in names
     for name in names:
         assert f"{{#{name} .key}}" in settings()
-    assert OffmateStrategy.__doc__
+    given = {f"trainer.strategy.{name}" for name in inspect.signature(OffmateStrategy).parameters}
+    assert set(names) == given
 
 
 def test_a_parameter_without_a_word_is_an_error() -> None:
@@ -58,6 +61,24 @@ def undocumented(value: int) -> None:
 
     Args:
     """
+
+
+@pytest.mark.parametrize("page", pages.PAGES)
+def test_keys_that_a_page_names_are_keys(page: str) -> None:
+    text = re.sub(r"^### `.*", "", pages.read(page), flags=re.MULTILINE)  # messages of errors
+    named = set(re.findall(r"`(?:--)?((?:model|data|trainer\.strategy)\.[a-z_.]*[a-z])\b(?![(.])", text))
+    known = set(re.findall(r"\{#([\w.]+) \.key\}", settings())) | {"trainer.strategy.init_args"}
+    assert named - known == set()
+
+
+def test_every_recipe_is_in_the_table() -> None:
+    shown = hooks.on_page_markdown(pages.read("docs/recipes.md"))
+    assert {name for name in recipes.shipped() if f"| `{name}` | " not in shown} == set()
+
+
+def test_every_verb_is_explained() -> None:
+    shown = hooks.on_page_markdown(pages.read("docs/cli.md"))
+    assert {name for name in VERBS if f"{{#{name}}}" not in shown} == set()
 
 
 def test_every_public_name_is_in_the_reference() -> None:
@@ -78,10 +99,13 @@ def messages() -> str:
 
 
 def _strings(tree: ast.AST) -> Iterator[str]:
+    """Every string but docstrings, those with values in them first."""
+    parts = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
+    parts |= {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):
         if isinstance(node, ast.JoinedStr):
-            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
-        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts:
             yield node.value
 
 
@@ -90,6 +114,7 @@ QUOTED = re.findall(r"^### `([^`]+)`", pages.read("docs/troubleshooting.md"), fl
 
 def test_the_page_quotes_messages() -> None:
     assert len(QUOTED) >= 25
+    assert min(map(len, QUOTED)) >= 15, "a word or two would be found anywhere"
 
 
 @pytest.mark.parametrize("message", QUOTED)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import lt_offload
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
 from tests.docs import pages
@@ -27,6 +30,28 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("docs")
     tiny.model(made / "model")
     (made / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    return made
+
+
+@pytest.fixture(scope="module", autouse=True)
+def once() -> Iterator[None]:
+    """Profiles of configurations and their plans are made once for all pages; most snippets plan the same."""
+    known: dict[Any, Any] = {}
+    quickly = partial(lt_offload.solve, time_limit=1.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lt_offload, "profile_config", _remembered(lt_offload.profile_config, known))
+        patch.setattr(lt_offload, "solve", _remembered(quickly, known))
+        yield
+
+
+def _remembered(make: Any, known: dict[Any, Any]) -> Any:
+    def made(*args: Any, **settings: Any) -> Any:
+        plain = (str, int)
+        key = make, *(one if isinstance(one, plain) else id(one) for one in args), *sorted(settings.items())
+        if key not in known:
+            known[key] = make(*args, **settings)
+        return known[key]
+
     return made
 
 

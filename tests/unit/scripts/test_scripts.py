@@ -328,13 +328,13 @@ def test_pages_are_written_and_checked(
 
 
 def test_the_table_of_what_fits(tmp_path: Path) -> None:
-    cards = [{"name": "small", "bytes": 8 * 10**9}, {"name": "large", "bytes": 24 * 10**9}]
+    cards = [{"name": "small", "bytes": 8 << 30}, {"name": "large", "bytes": 24 << 30}]
     row = {"way": "all", "card": "small", "reason": "more than 128GB of RAM", "iteration_s": None}
     fitting = {"way": "all", "card": "large", "iteration_s": 3.0, "no_offload_s": 2.0, "host_peak_bytes": 64e9}
     settings = {"cards": cards, "ways": ["all"], "batch": [4, 512], "model": "m"}
     result = {"date": "2025-01-31", "machine": MACHINE, "versions": {"torch": "2.11.0"}, "settings": settings}
     block = figures.fits([result | {"figures": {"cases": [fitting, row]}}])
-    assert "| model | 8 GB, small | 24 GB, large |" in block
+    assert "| model | 8 GiB, small | 24 GiB, large |" in block
     assert "| `m` | no: more than 128GB of RAM | 3 s (1.50), 64 GB RAM |" in block
     assert "**Simulated**, 4 x 512 tokens, by `python -m scripts.docs.fits` (Some CPU, 2 cores" in block
 
