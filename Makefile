@@ -32,7 +32,7 @@ lint: .venv/dev.done
 	$(BIN)/mypy
 
 docs: .venv/dev.done
-	NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 OMP_NUM_THREADS=1 $(BIN)/python -m mkdocs build --strict
 	@echo 'The documentation is at .venv/site/index.html'
 
 bench: .venv/quickstart.done

@@ -22,6 +22,7 @@ MADE = {
 }
 """Pages that are files of the repository."""
 KEYS = re.compile(r"<!-- keys ([\w.]+) as (\S*?)(?: without (\S+))? -->")
+PAPER = re.compile(r"<!-- paper ([\w-]+) -->")
 ROLE = re.compile(r":(?:func|class|meth|mod|data|attr|exc):(<code>)(?:~?lt_offload\.)?")
 """What docstrings have from Sphinx."""
 FETCHED = re.compile(r"""<(?:script|img|iframe)[^>]+src=["']https?:|<link[^>]+stylesheet[^>]+href=["']https?:""")
@@ -42,7 +43,7 @@ def on_page_markdown(markdown: str, **_: Any) -> str:
     for mark, made in (("<!-- verbs -->", verbs), ("<!-- recipes -->", recipe_table)):
         if mark in markdown:
             markdown = markdown.replace(mark, made())
-    return KEYS.sub(_listed, markdown)
+    return PAPER.sub(_paper, KEYS.sub(_listed, markdown))
 
 
 def on_page_content(html: str, **_: Any) -> str:
@@ -67,8 +68,18 @@ def recipe_table() -> str:
     for name, path in shipped().items():
         head = [line.lstrip("# ") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
         figures = next((line for line in head if "imulated" in line), "")
-        lines.append(f"| `{name}` | {head[0]} | {figures.partition(':')[2].strip()} |")
+        about = re.sub(r"--\S+ [\w.]+", r"`\g<0>`", head[0])
+        lines.append(f"| `{name}` | {about} | {figures.partition(':')[2].strip()} |")
     return "\n".join(lines)
+
+
+def _paper(found: re.Match[str]) -> str:
+    """Return the table of results/papers.md that has this key."""
+    text = (ROOT / MADE["paper-tables.md"]).read_text(encoding="utf-8")
+    _, there, after = text.partition(f"Key: `{found[1]}`.")
+    if not there:
+        raise PluginError(f"results/papers.md has no table {found[1]!r}")
+    return after.strip().partition("\n\n")[0]
 
 
 def _listed(found: re.Match[str]) -> str:

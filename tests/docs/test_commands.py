@@ -44,6 +44,12 @@ def test_commands_are_of_known_kinds() -> None:
     assert [f"{where}: {command}" for command, where in COMMANDS.items() if command not in known] == []
 
 
+def test_warnings_of_the_site_are_errors() -> None:
+    (recipe,) = re.findall(r"^docs:.*\n\t(.*)", MAKEFILE, flags=re.MULTILINE)
+    assert "mkdocs build --strict" in recipe
+    assert "quiet" not in recipe, "mkdocs counts only warnings that it shows"
+
+
 def test_targets_and_programs_are_there() -> None:
     for command in starting("make "):
         targets = [word for word in command.split()[1:] if "=" not in word]
