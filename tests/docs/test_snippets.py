@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -81,3 +82,20 @@ def test_code_runs(block: pages.Block, names: dict[str, Any], tmp_path: Path, mo
         assert names["model"](**names["batches"][0]).loss.item() < before
     if "plan" in names:
         assert names["plan"].predicted.device_peak_bytes <= names["plan"].budget_bytes
+
+
+@pytest.mark.parametrize("block", pages.blocks("json"), ids=str)
+def test_rows_are_data(block: pages.Block, folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "rows.json").write_text(json.dumps([json.loads(block.text)]))
+    data = FineTuneData(
+        str(folder / "model"),
+        path=str(tmp_path / "rows.json"),
+        template=None if "prompt" in block.text or "text" in block.text else "chatml",
+        pack=False,
+        validation_share=0,
+        max_length=256,
+        cache_dir=str(tmp_path / "cache"),
+    )
+    data.setup("fit")
+    labels = next(iter(data.train_dataloader()))["labels"]
+    assert (labels != -100).any()
