@@ -1,6 +1,6 @@
 """What fits into which card: plans every shipped model on cards of 8 to 24 GB, from configurations alone.
 
-python -m scripts.docs.fits [--models NAME ...] [--seconds 4]
+python -m scripts.docs.fits [--models NAME ...] [--seconds 30]
 
 Everything is simulated. Times are those of the cards' descriptions (configs/hardware/), each with 128 GB of RAM.
 """
@@ -59,7 +59,7 @@ def main() -> None:
     parser = arguments(__doc__)
     known = sorted(shipped_files("configs/models", ".json"))
     parser.add_argument("--models", nargs="+", choices=known, default=known)
-    parser.add_argument("--seconds", type=float, default=4.0, help="for each plan")
+    parser.add_argument("--seconds", type=float, default=30.0, help="for each plan")
     options = parser.parse_args()
     cards = [{"name": card, "bytes": load_hardware(card).device_bytes} for card in CARDS]
     settings = {"cards": cards, "ways": list(WAYS), "batch": BATCH, "seconds": options.seconds}
