@@ -10,6 +10,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 
 from lt_offload.cli.recipes import shipped
+from lt_offload.cli.static.help import EXIT_CODES
 from scripts.docs.keys import keys, markdown, verbs
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +41,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
     """Put lists where a page asks for them: ``<!-- keys package.module.Class as model. without a,b -->``."""
-    for mark, made in (("<!-- verbs -->", verbs), ("<!-- recipes -->", recipe_table)):
+    for mark, made in MARKS.items():
         if mark in markdown:
             markdown = markdown.replace(mark, made())
     return PAPER.sub(_paper, KEYS.sub(_listed, markdown))
@@ -60,6 +61,12 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
     if found := FETCHED.search(output):
         raise PluginError(f"{page.file.src_uri} fetches something from elsewhere: {found[0]}")
     return output
+
+
+def exit_codes() -> str:
+    """Return what the exit codes of ``lt-finetune`` mean, in the words of its help."""
+    rows = (f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items())
+    return "\n".join(["| code | |", "|---|---|", *rows])
 
 
 def recipe_table() -> str:
@@ -85,3 +92,7 @@ def _paper(found: re.Match[str]) -> str:
 def _listed(found: re.Match[str]) -> str:
     target, prefix, without = found.groups()
     return markdown(keys(target, prefix, skip=tuple(prefix + name for name in (without or "").split(","))))
+
+
+MARKS = {"<!-- verbs -->": verbs, "<!-- recipes -->": recipe_table, "<!-- exit codes -->": exit_codes}
+"""What stands where a page says so."""
