@@ -48,6 +48,7 @@ VERBS = {
     for verb in (
         Verb("fit", "fine-tune (this verb may be left out)"),
         Verb("plan", "how fast, with how much memory? no weights, no GPU needed"),
+        Verb("data", "what is trained on: samples in colour, lengths, what is cut"),
         Verb("validate", "loss on held-out data"),
         Verb("generate", "the model continues a prompt"),
         Verb("chat", "talk to the model in the terminal"),

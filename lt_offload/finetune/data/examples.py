@@ -157,7 +157,7 @@ class Preparation:
             bad = [(number, fault) for number, fault in enumerate(whole) if fault is not None]
         places = source.places
         places.counts[:] = made.counts
-        self.say(f"{places.setting}={places.path!r}: {len(good):,} rows as {self._described(made.layout)}")
+        self.say(self.described(places, made.layout, len(good)))
         if bad:
             report_bad(bad, len(made.table), places, skip=self.skip_bad_rows)
         for note in made.notes:
@@ -167,13 +167,17 @@ class Preparation:
             table = table.select(good)
         return table, Origin(places=places, layout=made.layout, rows=good, bad=len(bad))
 
-    def _described(self, layout: Columns) -> str:
+    def described(self, places: Places, layout: Columns, count: int | None) -> str:
+        """Return what the ``count`` rows of a source are taken for, in one line."""
         template, format = self.encoder.template, layout.format
+        rows = f"{count:,} rows" if count is not None else "rows"
+        said = f"{places.setting}={places.path!r}: {rows} as {layout.said}"
         if format == "text":
-            return f"{layout.said}; every token is learned"
-        by = f"chat template: {template.name}" if template is not None else "no chat template"
+            return f"{said}; every token is learned"
+        plain = template is None or (format == "completion" and not layout.of_messages)
+        by = "no chat template" if plain or template is None else f"chat template: {template.name}"
         learned = {"responses": "answers", "last": "the last answer", "all": "everything"}[self.encoder.train_on]
-        return f"{layout.said}; {by}; learned: {learned}"
+        return f"{said}; {by}; learned: {learned}"
 
     # -- the cache --------------------------------------------------------------------------------------------------
 

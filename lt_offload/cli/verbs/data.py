@@ -1,0 +1,58 @@
+"""``lt-finetune data``: what the model will be trained on, before it is."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from lt_offload.cli.app import App
+from lt_offload.cli.early import check_early
+from lt_offload.cli.outputs import check_output
+from lt_offload.errors import ConfigError
+from lt_offload.finetune.data.preview import DataPreview, look_at, render
+
+_ENDINGS = (".html", ".svg", ".txt")
+
+
+def data(app: App, *, samples: int = 3, save: str | None = None) -> int:
+    """Show what is trained on: samples with what is learned in colour, lengths, what is cut. Loads no weights.
+
+    Args:
+        app: the settings.
+        samples: examples to show, from the beginning to the end of the data.
+        save: file to write the same to: .html, .svg or .txt.
+    """
+    if samples < 0:
+        raise ConfigError(f"samples={samples} is too small; it must be at least 0")
+    if save is not None:
+        check_output(save, "--save")
+        if Path(save).suffix.lower() not in _ENDINGS:
+            raise ConfigError(f"save={save!r}: end the name with one of {', '.join(_ENDINGS)}")
+    check_early(app)
+    found = look_at(app.datamodule)
+    from rich.console import Console
+
+    console = Console(highlight=False, markup=False)
+    shown = list(render(app.datamodule, found, samples=samples, color=console.color_system is not None))
+    for part in shown:
+        console.print(part)
+    if save is not None:
+        print(f"saved: {_save(app, found, samples, save)}")
+    return 0
+
+
+def _save(app: App, found: DataPreview, samples: int, save: str) -> Path:
+    from rich.console import Console
+
+    target = Path(save).expanduser()
+    color = target.suffix.lower() != ".txt"
+    paper = Console(file=io.StringIO(), record=True, width=100, highlight=False, markup=False, force_terminal=color)
+    for part in render(app.datamodule, found, samples=samples, color=color):
+        paper.print(part)
+    if target.suffix.lower() == ".html":
+        paper.save_html(str(target))
+    elif target.suffix.lower() == ".svg":
+        paper.save_svg(str(target), title="lt-finetune data")
+    else:
+        paper.save_text(str(target))
+    return target

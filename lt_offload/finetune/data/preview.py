@@ -1,0 +1,231 @@
+"""What training will see, for people: rows and what is learned of them, lengths, what is cut, how full batches are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from lt_offload.finetune.data.batches.collate import PAD_MULTIPLE
+from lt_offload.finetune.data.batches.documents import Documents
+from lt_offload.finetune.data.batches.order import ResumableBatches
+from lt_offload.finetune.data.batches.packing import one_by_one, packed, pieces_of, wrapped
+from lt_offload.finetune.data.formats import IGNORED, Example
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from lt_offload.finetune.data.module import FineTuneData
+
+STREAMED = 1000
+"""Rows that are looked at where the data are streamed."""
+_CHARACTERS = 1600
+"""What is shown of a sample."""
+_BARS = 8
+_NAMED = 3
+LEARNED, REST, SPECIAL = "bold green", "dim", "cyan"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DataPreview:
+    """What was found out about training data.
+
+    Args:
+        said: what each source was taken for.
+        names: of the examples, by file and row.
+        examples: tokenised rows.
+        documents: the same in arrays.
+        bad: rows that were left out.
+        whole: whether these are all rows.
+    """
+
+    said: Sequence[str]
+    names: Sequence[str]
+    examples: Sequence[Example]
+    documents: Documents
+    bad: int
+    whole: bool = True
+
+
+def look_at(data: FineTuneData) -> DataPreview:
+    """Return what ``data`` gives to train on; of streamed data, of the first rows.
+
+    Raises:
+        ConfigError: if the data cannot be used.
+    """
+    said: list[str] = []
+    data.preparation = replace(data.preparation, say=said.append)
+    if not data.streaming:
+        found, _ = data.examples()
+        documents = Documents.from_dataset(found.dataset)
+        return DataPreview(said=said, names=_Names(found), examples=found, documents=documents, bad=found.bad)
+    examples: list[Example] = []
+    names: list[str] = []
+    bad = 0
+    for stream in data.streams()[0]:
+        source = stream.source
+        said.append(data.preparation.described(source.places, data.preparation.layout(source), None))
+        for number, example in islice(stream.read(), STREAMED - len(examples)):
+            examples.append(example)
+            names.append(source.places.name(number - 1))
+        bad += stream.bad
+    documents = Documents.from_examples(examples)
+    return DataPreview(said=said, names=names, examples=examples, documents=documents, bad=bad, whole=False)
+
+
+class _Names(Sequence[str]):
+    """Names of examples, made when they are asked for."""
+
+    def __init__(self, examples: Any) -> None:
+        self._examples = examples
+
+    def __len__(self) -> int:
+        return len(self._examples)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._examples.name(index)
+
+
+def render(data: FineTuneData, found: DataPreview, *, samples: int, color: bool) -> Iterator[RenderableType]:
+    """Yield what ``found`` says, for a console of rich.
+
+    Args:
+        data: the settings.
+        found: what was found out.
+        samples: examples to show, from the beginning to the end of the data.
+        color: whether what is learned is shown by colour; if not, it stands between « and ».
+    """
+    from rich.text import Text
+
+    legend = Text("Learned: ")
+    legend.append("like this" if color else "«like this»", LEARNED)
+    if color:
+        legend.append(", not learned: ").append("like this", REST)
+    legend.append("; ").append("tokens", SPECIAL).append(" in <|...|> are special ones; ↵ is a learned line break.")
+    if samples and len(found.examples):
+        yield legend
+    count = len(found.examples)
+    for index in sorted({round(i * (count - 1) / max(samples - 1, 1)) for i in range(min(samples, count))}):
+        yield from _sample(data, found, index, color)
+    yield from _statistics(data, found)
+
+
+def _sample(data: FineTuneData, found: DataPreview, index: int, color: bool) -> Iterator[RenderableType]:
+    from rich.rule import Rule
+    from rich.text import Text
+
+    example = found.examples[index]
+    learned = sum(label != IGNORED for label in example.labels)
+    yield Rule(f"{found.names[index]}: {len(example.ids):,} tokens, {learned:,} learned", align="left")
+    text, left, inside = Text(), _CHARACTERS, False
+    for piece, is_learned, is_special in pieces(data.tokenizer, example):
+        if left <= 0:
+            left -= len(piece)
+            continue
+        if is_learned != inside and not color:
+            text.append("«" if is_learned else "»")
+        inside = is_learned
+        shown = piece[:left].replace("\n", "↵\n") if is_learned else piece[:left]
+        left -= len(piece)
+        style = LEARNED if is_learned else REST
+        text.append(shown, f"{SPECIAL} {style}" if is_special else style)
+    if inside and not color:
+        text.append("»")
+    if left < 0:
+        text.append(f" ... {-left:,} more characters", "italic")
+    yield text
+
+
+def pieces(tokenizer: Any, example: Example) -> Iterator[tuple[str, bool, bool]]:
+    """Yield the text of ``example`` in pieces, with whether they are learned and whether they are a special token."""
+    special = set(tokenizer.all_special_ids) | set(tokenizer.added_tokens_decoder)
+    kinds = [
+        (label != IGNORED, token if token in special else None)
+        for token, label in zip(example.ids, example.labels, strict=True)
+    ]
+    done = ""
+    position = 0
+    for (learned, token), run in groupby(kinds):
+        position += len(list(run))
+        whole = tokenizer.decode(example.ids[:position], skip_special_tokens=False)
+        # Decoding the pieces by themselves would lose the spaces between them.
+        yield whole[len(done) :], learned, token is not None
+        done = whole
+
+
+def _statistics(data: FineTuneData, found: DataPreview) -> Iterator[RenderableType]:
+    from rich.rule import Rule
+    from rich.table import Table
+
+    yield Rule("" if found.whole else f"of the first {len(found.examples):,} rows", align="left")
+    yield from found.said
+    if data.encoder.template is not None and data.system is not None:
+        yield f"System message of conversations without one: {data.system}"
+    if found.bad:
+        yield f"{found.bad:,} rows cannot be used and are left out"
+    lengths = found.documents.lengths
+    learned, before_cut = found.documents.trained(data.max_length)
+    if not len(lengths):
+        return
+    table = Table(box=None, pad_edge=False, header_style="")
+    table.add_column("")
+    for title in ("in all", "per row: mean", "least", "median", "90 %", "99 %", "most"):
+        table.add_column(title, justify="right")
+    for title, counts in (("tokens", lengths), ("learned", learned)):
+        marks = np.percentile(counts, (0, 50, 90, 99, 100), method="inverted_cdf")
+        table.add_row(title, f"{counts.sum():,}", f"{counts.mean():,.0f}", *(f"{mark:,.0f}" for mark in marks))
+    yield table
+    yield from _histogram(lengths, data.max_length)
+    yield from _losses(data, found, learned, before_cut)
+
+
+def _histogram(lengths: Any, limit: int) -> Iterator[RenderableType]:
+    most = int(lengths.max())
+    step = max(-(-max(most, 1) // _BARS), 1)
+    counts = [int(((lengths > step * i) & (lengths <= step * (i + 1))).sum()) for i in range(-(-most // step))]
+    width = len(f"{most:,}")
+    yield "rows by tokens" + (f" (data.max_length={limit})" if limit < most else "")
+    for number, count in enumerate(counts):
+        low, high = step * number + 1, min(step * (number + 1), most)
+        bar = "█" * round(36 * count / max(counts)) or ("▏" if count else "")
+        mark = "  <- longer ones are cut or split" if low <= limit < high else ""
+        yield f"  {low:>{width},}-{high:<{width},} {count:>7,} {bar}{mark}"
+
+
+def _losses(data: FineTuneData, found: DataPreview, learned: Any, before_cut: Any) -> Iterator[str]:
+    documents, limit = found.documents, data.max_length
+    selected = np.arange(len(documents))
+    if data.pack == "wrapped":
+        rows = wrapped(documents, selected, limit)
+        yield f"{len(rows):,} sequences of {limit:,} tokens, one text after the other"
+        return
+    parts, losses = pieces_of(documents, selected, limit)
+    rows = packed(documents, parts, limit) if data.pack else one_by_one(documents, parts)
+    split = len(parts) - len(np.unique(parts.document)) if len(parts) else 0
+    if split:
+        yield f"{split:,} times a text goes on in another sequence: it is longer than data.max_length={limit}"
+    if losses.cut:
+        yield f"data.max_length={limit} cuts {losses.cut:,} rows and {losses.tokens:,} tokens to learn with them"
+    if losses.left_out:
+        kept = np.zeros(len(documents), bool)
+        kept[parts.document] = True
+        names = [found.names[int(number)] for number in np.flatnonzero(~kept)[:_NAMED]]
+        more = ", ..." if losses.left_out > _NAMED else ""
+        yield f"{losses.left_out:,} rows have nothing to learn and are left out: {', '.join(names)}{more}"
+    if not len(rows):
+        return
+    if data.pack:
+        full = rows.lengths.sum() / (len(rows) * limit)
+        yield f"{len(rows):,} sequences of up to {limit:,} tokens, packed: {full:.1%} full"
+        return
+    order = ResumableBatches(
+        len(rows), data.batch_size, seed=data.seed, lengths=rows.lengths if data.group_by_length else None
+    )
+    widest = [int(rows.lengths[batch].max()) for batch in order.batches()]
+    padded = sum(min(-(-width // PAD_MULTIPLE) * PAD_MULTIPLE, limit) * data.batch_size for width in widest)
+    real = sum(int(rows.lengths[batch].sum()) for batch in order.batches())
+    share = f", {1 - real / padded:.1%} of them padding" if padded else ""
+    yield f"{len(rows):,} sequences of up to {limit:,} tokens in {len(widest):,} batches of {data.batch_size}{share}"
