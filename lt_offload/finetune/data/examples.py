@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _log = logging.getLogger(__name__)
-_MOST_NAMED = 3
+MOST_NAMED = 3
+"""Rows that a message names."""
 _BATCH_ROWS = 512
 
 
@@ -135,7 +136,7 @@ class Preparation:
         Raises:
             ConfigError: if its columns are of no known format, or settings do not fit it.
         """
-        rows = source.rows()
+        rows = source.rows(whole=True)
         # All rows of a table have the same columns, and each one may have to be fetched.
         names, first = first_row(itertools.islice(rows, 1) if source.is_table else rows, source.places)
         return self._layout(names, first, source.places)
@@ -287,7 +288,7 @@ class Stream:
                     self.bad += 1
                     if not preparation.skip_bad_rows:
                         report_bad([(number, str(each))], None, source.places, skip=False)
-                    if len(bad) <= _MOST_NAMED:
+                    if len(bad) <= MOST_NAMED:
                         bad.append((number, f"{each}"))
                     continue
                 example, note = each
@@ -318,8 +319,8 @@ def report_bad(
         ConfigError: unless they are left out, or if none is left.
     """
     number = len(bad) if number is None else number
-    named = "; ".join(f"{places.name(row)}: {why}" for row, why in bad[:_MOST_NAMED])
-    more = "; ..." if number > _MOST_NAMED else ""
+    named = "; ".join(f"{places.name(row)}: {why}" for row, why in bad[:MOST_NAMED])
+    more = "; ..." if number > MOST_NAMED else ""
     rows = f"{number:,} of {count:,} rows" if count is not None else "a row"
     problem = f"{places.setting}={places.path!r}: {rows} cannot be used ({named}{more})"
     if not skip:

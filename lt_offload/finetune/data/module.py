@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
@@ -37,7 +37,7 @@ from lt_offload.finetune.data.batches.streaming import (
 )
 from lt_offload.finetune.data.chat.templates import ChatTemplate, find_template
 from lt_offload.finetune.data.columns import FormatChoice, check_columns
-from lt_offload.finetune.data.examples import Examples, Preparation, Stream
+from lt_offload.finetune.data.examples import MOST_NAMED, Examples, Preparation, Stream
 from lt_offload.finetune.data.formats import Encoder, TrainOn
 
 if TYPE_CHECKING:
@@ -210,11 +210,12 @@ class FineTuneData(LightningDataModule):
         training, validation = self.examples()
         documents = Documents.from_dataset(training.dataset)
         if validation is not None:
-            self._train = self._sequences(documents, "data.path")
-            self._validation = self._sequences(Documents.from_dataset(validation.dataset), "data.validation_path")
+            self._train = self._sequences(documents, "data.path", training.name)
+            held = Documents.from_dataset(validation.dataset)
+            self._validation = self._sequences(held, "data.validation_path", validation.name)
             return
         # A single text is split inside it, else all or nothing would be held out.
-        whole = self._sequences(documents, "data.path") if len(documents) == 1 else None
+        whole = self._sequences(documents, "data.path", training.name) if len(documents) == 1 else None
         trained, kept_back = held_out(
             len(documents if whole is None else whole),
             share=self.validation_share,
@@ -224,8 +225,8 @@ class FineTuneData(LightningDataModule):
         if whole is not None:
             self._train, self._validation = whole.take(trained), whole.take(kept_back)
             return
-        self._train = self._sequences(documents, "data.path", trained)
-        self._validation = self._sequences(documents, "data.path", kept_back)
+        self._train = self._sequences(documents, "data.path", training.name, trained)
+        self._validation = self._sequences(documents, "data.path", training.name, kept_back)
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:
@@ -438,11 +439,18 @@ class FineTuneData(LightningDataModule):
             return [sources.pydoc()[1]] if self.path == sources.PYDOC else []
         return sources.sources(path, subset=self.subset, split=self.split, setting=f"data.{name}")
 
-    def _sequences(self, documents: Documents, setting: str, selected: Integers | None = None) -> Sequences:
-        """Return the selected documents as sequences; say what is lost."""
+    def _sequences(
+        self, documents: Documents, setting: str, name: Callable[[int], str] | None, selected: Integers | None = None
+    ) -> Sequences:
+        """Return the selected documents as sequences; say what is lost, by ``name``."""
         selected = np.arange(len(documents)) if selected is None else selected
         rows, losses = self._made(documents, selected)
-        self._say(losses, setting, f"{len(selected)} examples")
+        of = f"{len(selected)} examples"
+        if losses.left_out and name is not None:
+            _, before_cut = documents.trained(self.max_length)
+            left_out = [name(int(number)) for number in selected[before_cut[selected] == 0][:MOST_NAMED]]
+            of += f" (left out: {', '.join(left_out)}{', ...' if losses.left_out > MOST_NAMED else ''})"
+        self._say(losses, setting, of)
         if len(rows) == 0 < len(selected):
             path = self.path if setting == "data.path" else self.validation_path
             raise ConfigError(
@@ -480,10 +488,10 @@ class FineTuneData(LightningDataModule):
         self._streamed = Reader(training)
         if validation:
             kept_back = Documents.from_examples(example for _, example in Reader(validation).read())
-            self._validation = self._sequences(kept_back, "data.validation_path")
+            self._validation = self._sequences(kept_back, "data.validation_path", None)
             return
         first = list(islice(self._streamed.read(), self.validation_rows))
         if first:
             self._begin = first[-1][0]
             kept_back = Documents.from_examples(example for _, example in first)
-            self._validation = self._sequences(kept_back, "data.path")
+            self._validation = self._sequences(kept_back, "data.path", None)

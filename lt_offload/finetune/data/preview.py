@@ -13,6 +13,7 @@ from lt_offload.finetune.data.batches.collate import PAD_MULTIPLE
 from lt_offload.finetune.data.batches.documents import Documents
 from lt_offload.finetune.data.batches.order import ResumableBatches
 from lt_offload.finetune.data.batches.packing import one_by_one, packed, pieces_of, wrapped
+from lt_offload.finetune.data.examples import MOST_NAMED
 from lt_offload.finetune.data.formats import IGNORED, Example
 
 if TYPE_CHECKING:
@@ -25,7 +26,6 @@ STREAMED = 1000
 _CHARACTERS = 1600
 """What is shown of a sample."""
 _BARS = 8
-_NAMED = 3
 LEARNED, REST, SPECIAL = "bold green", "dim", "cyan"
 
 
@@ -212,8 +212,8 @@ def _losses(data: FineTuneData, found: DataPreview, learned: Any, before_cut: An
     if losses.left_out:
         kept = np.zeros(len(documents), bool)
         kept[parts.document] = True
-        names = [found.names[int(number)] for number in np.flatnonzero(~kept)[:_NAMED]]
-        more = ", ..." if losses.left_out > _NAMED else ""
+        names = [found.names[int(number)] for number in np.flatnonzero(~kept)[:MOST_NAMED]]
+        more = ", ..." if losses.left_out > MOST_NAMED else ""
         yield f"{losses.left_out:,} rows have nothing to learn and are left out: {', '.join(names)}{more}"
     if not len(rows):
         return

@@ -68,15 +68,19 @@ class Source:
             raise ConfigError(f"{self.places.setting}={self.places.path!r} has no rows; it needs at least one")
         return table
 
-    def rows(self) -> Iterator[Row | RowFault]:
-        """Yield one row after the other, without holding them all."""
+    def rows(self, *, whole: bool = False) -> Iterator[Row | RowFault]:
+        """Yield one row after the other, without holding them all; with ``whole``, a file may be read as a whole.
+
+        Raises:
+            ConfigError: if a file cannot be read, or only as a whole.
+        """
         if self.open is not None:
             yield from _failing_well(self.open(True), self.places)
             return
         counts = self.places.counts = []
         for file in self.places.files:
             counts.append(0)
-            for text in read_rows(file, self.kind, self.places.setting, whole=False):
+            for text in read_rows(file, self.kind, self.places.setting, whole=whole):
                 counts[-1] += 1
                 yield _parsed(text)
 

@@ -117,6 +117,21 @@ def test_a_resumed_run_ends_like_an_uninterrupted_one(recipe: Path, tmp_path: Pa
         assert torch.equal(tensor, ends[1]["state_dict"][name]), name
 
 
+def test_data_are_shown_without_weights(
+    recipe: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("transformers.LlamaForCausalLM.from_pretrained", None)
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["data", str(recipe), "--samples", "1", "--save", str(tmp_path / "data.html")]) == 0
+    out = capsys.readouterr().out
+    assert "«" in out
+    assert "as text (column text)" in " ".join(out.split())
+    assert max(map(len, out.splitlines())) <= max(80, len(f"saved: {tmp_path / 'data.html'}"))
+    assert "<html>" in (tmp_path / "data.html").read_text()
+    assert "end the name with one of .html" in fails(capsys, "data", str(recipe), "--save", str(tmp_path / "data.pdf"))
+    assert "samples=-1 is too small" in fails(capsys, "data", str(recipe), "--samples", "-1")
+
+
 def test_print_config_is_a_recipe(recipe: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as left:
         main([str(recipe), "--print_config", "--model.lora.r", "4"])

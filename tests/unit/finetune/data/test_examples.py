@@ -189,5 +189,10 @@ def test_the_conversation_is_written_as_in_training(tokenizer: str, path: Path) 
     assert data.prompt("say 3")["end"] == [data.tokenizer.eos_token_id]
     with pytest.raises(ConfigError, match="the conversation cannot be written: messages: message 1: unknown role 'x'"):
         data.encode_conversation([{"role": "x", "content": "a"}])
+    listed = path.with_suffix(".json")
+    listed.write_text(json.dumps(ROWS))
+    assert FineTuneData(tokenizer, path=str(listed), system="Be brief.").prompt("say 3")["input_ids"].tolist() == [
+        prompt
+    ]
     plain = FineTuneData(tokenizer, path=str(path), format="text")
     assert plain.tokenizer.decode(plain.prompt("say 3")["input_ids"][0]) == "say 3"

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from lt_offload.finetune.data.formats import Example
+from lt_offload.finetune.data.formats import IGNORED, Example
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.data.preview import look_at, pieces, render
 from tests.support import tiny
@@ -44,9 +44,11 @@ def test_plain_text(tokenizer: str, path: str) -> None:
     assert f"<|user|>say [19]</s><|assistant|>«{'yes' * 19}"[:80] in text.replace("\n", "")
     last = data.examples()[0][19]
     assert f"rows.jsonl row 20: {len(last.ids)} tokens, 58 learned ──" in text
-    assert "20 rows as alpaca (columns instruction, output); chat" in text.replace("\n", " ")
+    assert "20rowsasalpaca(columnsinstruction,output);chattemplate:thetokenizer's;learned:" in "".join(text.split())
     assert "1 rows cannot be used and are left out" in text
-    assert "data.max_length=60 cuts 11 rows and 198 tokens to learn with them" in text
+    longer = [each for each in data.examples()[0] if len(each.ids) > 60]
+    lost = sum(label != IGNORED for each in longer for label in each.labels[60:])
+    assert f"data.max_length=60 cuts {len(longer)} rows and {lost} tokens to learn with them" in text
     assert "1 rows have nothing to learn and are left out: rows.jsonl row 1" in text
     assert "19 sequences of up to 60 tokens in 4 batches of 4, " in text
     assert "<- longer ones are cut or split" in text
@@ -76,7 +78,7 @@ def test_streamed_text(tokenizer: str, tmp_path: Path, pack: Any) -> None:
 @pytest.mark.parametrize("kind", ["bytes", "metaspace"])
 def test_pieces_make_the_whole_text(kind: str) -> None:
     own = trained(kind, begins=True)
-    ids = own("Yes, the answer é is no</s>")["input_ids"]
+    ids = own("Yes, the answer is no</s>")["input_ids"]
     for cut in range(len(ids) + 1):
         example = Example(ids=ids, labels=[-100] * cut + ids[cut:])
         found = list(pieces(own, example))
