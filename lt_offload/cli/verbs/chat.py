@@ -22,11 +22,7 @@ from lt_offload.finetune.generation import Remembered, Sampler
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_COMMANDS = {
-    "/reset": "forget what was said",
-    "/system TEXT": "begin again with this system message",
-    "/exit": "end; so does Ctrl-D",
-}
+_COMMANDS = ("/reset", "/system TEXT", "/exit")
 _MOST_TURNS = 2**31
 
 
@@ -100,7 +96,7 @@ class Talk:
         """Yield what the model is to answer, one message at a time, and print its answers."""
         clear()
         if self._terminal:
-            say("Ctrl-C stops an answer, Ctrl-D ends. " + ", ".join(f"{c}: {what}" for c, what in _COMMANDS.items()))
+            say("/reset forgets, /system TEXT sets the system message, /exit ends, Ctrl-C stops")
         for text in self._messages_typed():
             self._messages.append({"role": "user", "content": text})
             ids = self._fitting()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 
 from lt_offload.cli.main import main
 from lt_offload.finetune import load
+from lt_offload.finetune.generation import Sampler
 from lt_offload.strategy.offmate import OffmateStrategy
 from tests.support import tiny
 from tests.support.commands import fails
@@ -90,6 +92,26 @@ def test_a_seed_makes_the_answers_repeatable(
         assert main(["chat", recipe, "--quiet", "--max_new_tokens", "12", "--temperature", "2", "--seed", seed]) == 0
         answers.append(capsys.readouterr().out)
     assert answers[0] == answers[1] != answers[2]
+
+
+def test_an_interrupt_stops_an_answer_and_not_the_conversation(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    chosen: list[int] = []
+    choose = Sampler.__call__
+
+    def interrupted(self: Sampler, logits: torch.Tensor) -> int:
+        chosen.append(choose(self, logits))
+        if len(chosen) == 3:
+            signal.raise_signal(signal.SIGINT)
+        return chosen[-1]
+
+    before = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(Sampler, "__call__", interrupted)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nagain"))
+    assert main(["chat", recipe, "--max_new_tokens", "8", "--temperature", "0"]) == 0
+    assert len(chosen) == 3 + 8
+    assert signal.getsignal(signal.SIGINT) == before
 
 
 def test_the_oldest_turns_make_room(

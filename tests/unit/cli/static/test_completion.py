@@ -16,7 +16,7 @@ from lt_offload.cli.static.completion import FILES, answers
 from lt_offload.cli.static.settings import settings
 from lt_offload.cli.table import VERBS
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 
 @pytest.mark.parametrize(
