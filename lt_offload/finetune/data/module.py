@@ -430,7 +430,7 @@ class FineTuneData(LightningDataModule):
     def _sources(self, name: Literal["path", "validation_path"]) -> list[sources.Source]:
         path = getattr(self, name)
         if path == sources.PYDOC:
-            if self.format not in ("auto", "text") or self.columns:
+            if self.format not in ("auto", "text") or self.columns not in ({}, {"text": "text"}):
                 raise ConfigError(
                     f"data.path={sources.PYDOC} is text: set data.format=text and leave data.columns unset"
                 )
