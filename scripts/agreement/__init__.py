@@ -1,0 +1,1 @@
+"""Whether other packages make the same tokens, masks and sequences of the same rows."""
