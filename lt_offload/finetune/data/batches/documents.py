@@ -29,13 +29,19 @@ class Chunk:
 
 
 class Documents:
-    """Ids and labels of many documents. Nothing is copied that is an array already."""
+    """Ids and labels of many documents. Nothing is copied that is an array already.
 
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
+    Args:
+        chunks: where they are.
+        order: which of those in ``chunks`` they are, one after the other; None: all.
+    """
+
+    def __init__(self, chunks: Sequence[Chunk], order: NDArray[Any] | None = None) -> None:
         self._chunks = [chunk for chunk in chunks if len(chunk.offsets) > 1]
         counts = [len(chunk.offsets) - 1 for chunk in self._chunks]
         self._first = np.cumsum([0, *counts])
-        self.lengths: NDArray[np.int64] = _joined([np.diff(chunk.offsets) for chunk in self._chunks])
+        self._order: Any = slice(None) if order is None else order
+        self.lengths: NDArray[np.int64] = _joined([np.diff(chunk.offsets) for chunk in self._chunks])[self._order]
         """Tokens of each document."""
 
     @classmethod
@@ -46,9 +52,10 @@ class Documents:
     @classmethod
     def from_dataset(cls, dataset: Dataset, ids: str = "ids", labels: str = "labels") -> Documents:
         """Return the documents in two columns of a data set: lists of integers, read where they lie."""
-        table = dataset.with_format("arrow")[:]
+        # Through the public interface, rows that are selected or shuffled would be copied.
+        order = None if dataset._indices is None else dataset._indices.column(0).to_numpy()
         chunks = []
-        for batch in table.select([ids, labels]).to_batches():
+        for batch in dataset.data.table.select([ids, labels]).to_batches():
             columns = [batch.column(0), batch.column(1)]
             for column in columns:
                 assert column.null_count == 0, "an example has ids and labels"
@@ -62,13 +69,15 @@ class Documents:
                     offsets=offsets - begin,
                 )
             )
-        return cls(chunks)
+        return cls(chunks, order)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     def piece(self, document: int, start: int, stop: int) -> tuple[Tokens, Tokens]:
         """Return ids and labels of the tokens ``start`` to ``stop`` of one document, as views."""
+        if not isinstance(self._order, slice):
+            document = int(self._order[document])
         number = int(np.searchsorted(self._first, document, side="right")) - 1
         chunk = self._chunks[number]
         begin = int(chunk.offsets[document - int(self._first[number])])
@@ -87,7 +96,7 @@ class Documents:
             second = np.minimum(begin + 1, end)
             whole.append(sums[end] - sums[second])
             cut.append(sums[np.minimum(end, np.maximum(begin + most, second))] - sums[second])
-        return _joined(whole), _joined(cut)
+        return _joined(whole)[self._order], _joined(cut)[self._order]
 
 
 def _joined(arrays: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:

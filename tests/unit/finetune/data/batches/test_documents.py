@@ -62,4 +62,6 @@ def test_a_part_of_a_data_set(tmp_path: Path) -> None:
         for number, made in enumerate(numbers):
             ids, labels = documents.piece(number, 0, len(MADE[made].ids))
             assert (ids.tolist(), labels.tolist()) == (MADE[made].ids, MADE[made].labels)
+            assert not ids.flags.writeable, "it is a file's memory"
+        assert documents.lengths.tolist() == [len(MADE[made].ids) for made in numbers]
         assert np.array_equal(documents.trained(4)[0], of_examples().trained(4)[0][numbers])
