@@ -18,16 +18,16 @@ from lightning.fabric.utilities.exceptions import MisconfigurationException
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.callbacks import Checkpoint, ProgressBar
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI, SaveConfigCallback
-from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
 
 from lt_offload.cli import recipes
 from lt_offload.cli.compose import compose
+from lt_offload.cli.loggers import WANDB_PROJECT, loggers
 from lt_offload.cli.progress import quiet
 from lt_offload.cli.static.settings import unknown
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
-from lt_offload.finetune.summary import RunSummary
+from lt_offload.finetune.run.summary import RunSummary
 from lt_offload.strategy.checkpoint import files as checkpoint
 
 _STAMP = "%Y%m%d-%H%M%S"
@@ -155,13 +155,9 @@ class App(LightningCLI):
             self.run_dir, self.resumed = last_run(self.recipe, Path(root) if root else None)
             _keep_metrics(self.run_dir)
         kwargs["default_root_dir"] = str(self.run_dir)
-        if config.get("logger") in (None, True):
-            kwargs["logger"] = [
-                CSVLogger(str(self.run_dir), name="", version="", flush_logs_every_n_steps=1),
-                TensorBoardLogger(str(self.run_dir / "tensorboard"), name="", version=""),
-            ]
-        if self.verb.__name__ != "fit":  # it is no run, and leaves no folder behind
-            kwargs["logger"] = False
+        trains = self.verb.__name__ == "fit"  # else it is no run, and leaves no folder behind
+        kwargs["logger"] = trains and loggers(config.get("logger"), self.run_dir, self.options.get("wandb"))
+        self.summary = RunSummary(self.run_dir)
         strategy = config.get("strategy")
         if getattr(strategy, "report_dir", "none") is None:
             strategy.report_dir = self.run_dir
@@ -173,7 +169,7 @@ class App(LightningCLI):
             kwargs["enable_progress_bar"] = False
         if config.get("enable_model_summary") is None:
             kwargs["enable_model_summary"] = False
-        kwargs["callbacks"] = [*wanted, self.summary, *bars]  # a bar shows what the others have measured
+        kwargs["callbacks"] = [*self.summary.callbacks, *wanted, *bars]  # a bar shows what the others have measured
         return super().instantiate_trainer(**kwargs)
 
 
@@ -203,12 +199,16 @@ def _keep_metrics(folder: Path) -> None:
 
 
 def with_values(args: Sequence[str]) -> list[str]:
-    """Return ``args`` with a value for the flag that needs none."""
+    """Return ``args`` with a value for the flags that need none."""
     words = [*args, ""]
-    return [
-        "--resume=true" if word == "--resume" and words[i + 1] not in ("true", "false") else word
-        for i, word in enumerate(args)
-    ]
+    found = []
+    for word, following in zip(words, words[1:], strict=False):
+        if word == "--resume" and following not in ("true", "false"):
+            word = "--resume=true"
+        elif word == "--wandb" and (not following or following.startswith("-")):
+            word = f"--wandb={WANDB_PROJECT}"
+        found.append(word)
+    return found
 
 
 def _without_doubles(callbacks: Sequence[Callback]) -> list[Callback]:

@@ -18,8 +18,6 @@ from lt_offload.units import format_bytes, format_seconds
 
 NONE = "–"
 """In a cell: there is nothing of this."""
-PLACED = ("loss_before", "loss_after", "sample", "step_s", "device_peak_bytes", "host_peak_bytes")
-"""Keys of the summary that have places of their own."""
 _PAYLOADS: dict[Payload, str] = {
     "weight": "weights",
     "grad": "gradients",
@@ -93,6 +91,18 @@ def table(
         f'<div class="scroll" tabindex="0" role="region" aria-label="{escape(label)}"><table>'
         f"<thead><tr>{heading}</tr></thead><tbody>{body}</tbody></table></div>"
     )
+
+
+def bar_list(rows: Sequence[tuple[str, float | None, str]], *, chosen: int | None = None) -> str:
+    """Return horizontal bars: name, length, and what is written beside it. Without a length there is only the text."""
+    longest = max((length for _, length, _ in rows if length is not None), default=0.0) or 1.0
+
+    def row(index: int, name: str, length: float | None, text: str) -> str:
+        bar = "" if length is None else f'<i style="width:calc((100% - 5.5em) * {length / longest:.4f})"></i>'
+        mark = ' class="chosen"' if index == chosen else ""
+        return f"<dt>{escape(name)}</dt><dd{mark}>{bar}<span>{escape(text)}</span></dd>"
+
+    return f'<dl class="times">{"".join(row(index, *values) for index, values in enumerate(rows))}</dl>'
 
 
 # -- decisions -------------------------------------------------------------------------------------------------------
@@ -302,10 +312,10 @@ def gains(plan: Plan, bought: Sequence[Gain]) -> str:
 # -- settings --------------------------------------------------------------------------------------------------------
 
 
-def settings(plan: Plan, profile: Profile, summary: Mapping[str, object]) -> str:
-    """Return what the plan was made for, the plan's notes, and what ``summary`` says beyond its own places."""
+def settings(plan: Plan, profile: Profile) -> str:
+    """Return what the plan was made for, and the plan's notes."""
     hardware, optimizer = profile.hardware, profile.optimizer
-    pairs: list[tuple[str, object]] = [
+    described: list[tuple[str, str]] = [
         ("planner", plan.planner),
         ("device budget", format_bytes(plan.budget_bytes)),
         ("host budget", format_bytes(plan.host_budget_bytes)),
@@ -321,12 +331,14 @@ def settings(plan: Plan, profile: Profile, summary: Mapping[str, object]) -> str
         ("source of the machine's figures", hardware.source or "not given"),
         ("model structure", plan.fingerprint),
     ]
-    pairs += [(key.replace("_", " "), value) for key, value in summary.items() if key not in PLACED]
-    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(_plain(value))}</dd></div>" for name, value in pairs)
     notes = "".join(f"<li>{escape(note)}</li>" for note in plan.notes)
-    return section(
-        "Settings", "", f'<dl class="pairs">{cells}</dl>', f'<ul class="notes">{notes}</ul>' if notes else ""
-    )
+    return section("Plan and machine", "", pairs(described), f'<ul class="notes">{notes}</ul>' if notes else "")
+
+
+def pairs(described: Iterable[tuple[str, str]]) -> str:
+    """Return names and values, which are text, in columns."""
+    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in described)
+    return f'<dl class="pairs">{cells}</dl>'
 
 
 def _fixed(plan: Plan, profile: Profile) -> Iterator[tuple[str, str]]:
@@ -340,7 +352,3 @@ def _fixed(plan: Plan, profile: Profile) -> Iterator[tuple[str, str]]:
     if packing is not None:
         yield "arena in use at most", f"{format_bytes(packing.live_peak)} ({packing.waste:.1%} are lost)"
         yield "transfers of weights and states", f"{packing.transfers} for {packing.tensors} copies"
-
-
-def _plain(value: object) -> str:
-    return f"{value:.4g}" if isinstance(value, float) else str(value)

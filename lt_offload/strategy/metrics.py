@@ -58,8 +58,11 @@ class Metrics(_Base):
         if not logs_after(trainer, trainer.global_step) or (engine is not None and engine.added):
             return
         self._restart()
-        if engine is None or engine.plan is None:
-            return
+        if engine is not None and engine.plan is not None:
+            self._log_engine(engine)
+
+    def _log_engine(self, engine: Any) -> None:
+        """Log the figures of the last iteration of ``engine``, which has a plan."""
         stats = engine.stats
         self._log("step_s", stats.iteration_s)
         if engine.plan.predicted.iteration_s > 0:
@@ -73,9 +76,9 @@ class Metrics(_Base):
         self._tokens = 0
         self._since = time.perf_counter()
 
-    def _log(self, name: str, value: float, *, prog_bar: bool = False) -> None:
+    def _log(self, name: str, value: float, *, prog_bar: bool = False, dtype: torch.dtype = torch.float32) -> None:
         # a tensor on the host stays there; a float would become one on the device, to be read back by the progress bar
-        metric = torch.tensor(value, dtype=torch.float32)
+        metric = torch.tensor(value, dtype=dtype)
         self.log(name, metric, on_step=True, on_epoch=False, prog_bar=prog_bar, batch_size=1)
 
 

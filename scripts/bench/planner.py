@@ -23,7 +23,7 @@ from typing import Any
 import lt_offload
 from lt_offload.cli.main import main as run
 from lt_offload.profiling.from_config import load_model_config
-from lt_offload.report.page import write_plan_report
+from lt_offload.report.plan_page import write_plan_report
 from lt_offload.units import format_bytes, format_seconds, parse_bytes
 from scripts.common import ROOT, arguments, save
 from scripts.papers.profiles import GB, llama7b_b4

@@ -13,7 +13,14 @@ from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.checkpoint.resume import EXIT_CODES
 
 
-def fit(app: App, *, ckpt_path: str | None = None, resume: bool = False, explain: bool = False) -> int:
+def fit(
+    app: App,
+    *,
+    ckpt_path: str | None = None,
+    resume: bool = False,
+    explain: bool = False,
+    wandb: str | None = None,
+) -> int:
     """Fine-tune.
 
     Ctrl-C and SIGTERM end the iteration, write a checkpoint and leave with 130 and 143; the second one does not wait.
@@ -24,8 +31,9 @@ def fit(app: App, *, ckpt_path: str | None = None, resume: bool = False, explain
         resume: continue, in its folder, the last run of this recipe (or that of trainer.default_root_dir) from its
             newest complete checkpoint.
         explain: say what the plan does with every block, not just a paragraph about it.
+        wandb: log to Weights & Biases, too, as a run of this project (lt-offload if none is named).
     """
-    from lt_offload.finetune.summary import print_summary, run_gains, write_run_report
+    from lt_offload.finetune.run.summary import print_summary, run_gains, write_report
 
     path = str(app.resumed) if app.resumed is not None else ckpt_path
     check_early(app, path, resume=True)
@@ -37,6 +45,7 @@ def fit(app: App, *, ckpt_path: str | None = None, resume: bool = False, explain
     try:
         trainer.fit(app.model, datamodule=app.datamodule, ckpt_path=path, weights_only=True)
     except SystemExit as left:
+        app.summary.end(trainer, left)
         if not trainer.interrupted:
             raise
         newest = checkpoint.newest(app.run_dir / "checkpoints")
@@ -44,9 +53,14 @@ def fit(app: App, *, ckpt_path: str | None = None, resume: bool = False, explain
         print(f"interrupted after step {trainer.global_step}; {hint}", file=sys.stderr)
         terminated = EXIT_CODES[signal.SIGTERM]
         return terminated if left.code == terminated else EXIT_CODES[signal.SIGINT]
+    except BaseException as error:
+        clear()
+        if report := app.summary.end(trainer, error):
+            print(f"how far the run came: {report}", file=sys.stderr)
+        raise
     clear()
-    report = write_run_report(app.summary, trainer, app.run_dir)
-    print_summary(app.summary, trainer, app.run_dir, report)
+    report = app.summary.end(trainer)
+    print_summary(app.summary, trainer, report)
     if gains := run_gains(app.summary, trainer):
-        write_run_report(app.summary, trainer, app.run_dir, gains)
+        write_report(app.run_dir, gains)
     return 0

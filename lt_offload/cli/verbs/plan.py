@@ -81,7 +81,7 @@ def plan(
     if trace is not None:
         print(f"trace: {save_perfetto(simulated, trace)}")
     if report is not None:
-        from lt_offload.report.page import write_plan_report
+        from lt_offload.report.plan_page import write_plan_report
 
         bought = gains(made, profile, _solver(app, _GAIN_SECONDS), say=status)
         print(f"report: {write_plan_report(report, made, profile, simulated, bought)}")
@@ -161,7 +161,7 @@ def _sweep(
     if save is not None:
         print(f"table: {swept.save(save)}")
     if report is not None:
-        from lt_offload.report.page import write_sweep_report
+        from lt_offload.report.sweep_page import write_sweep_report
 
         print(f"report: {write_sweep_report(report, swept)}")
     return 0

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from lt_offload.report.charts import round_ticks
 from lt_offload.units import format_bytes, format_seconds
 from scripts.bench.contenders import CONTENDERS
 
@@ -122,7 +122,7 @@ def _drawn(lines: Mapping[str, Sequence[tuple[float, float]]], ceiling: float | 
     width, height, left, right, top, bottom = 880, 380, 70, 310, 34, 44
     points = [point for line in lines.values() for point in line]
     most_x = max((x for x, _ in points), default=1.0)
-    ticks = round_ticks(max([y for _, y in points] + ([ceiling] if ceiling else []), default=1.0))
+    ticks = _ticks(max([y for _, y in points] + ([ceiling] if ceiling else []), default=1.0))
     most_y = max([ticks[-1], *(y for _, y in points), ceiling or 0.0]) * 1.03
 
     def place(x: float, y: float) -> tuple[float, float]:
@@ -162,3 +162,11 @@ def _drawn(lines: Mapping[str, Sequence[tuple[float, float]]], ceiling: float | 
         parts.append(f'<rect x="{end + 12}" y="{key - 9}" width="10" height="10" fill="{colour}"/>')
         parts.append(f'<text x="{end + 28}" y="{key}">{escape(name)}</text>')
     return "\n".join([*parts, "</svg>", ""])
+
+
+def _ticks(limit: float) -> list[float]:
+    """Return zero and round values up to about ``limit``, three to five of them."""
+    raw = limit / 4
+    power = 10.0 ** math.floor(math.log10(raw))
+    step = next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= raw * 0.999)
+    return [step * i for i in range(int(limit / step * 1.001) + 1)]

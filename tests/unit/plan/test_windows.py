@@ -14,7 +14,7 @@ from lt_offload.plan import Plan, check, choose_batch, simulate, solve, windows
 from lt_offload.plan.batch.profiles import scaled
 from lt_offload.plan.planners.baselines import no_offload_s
 from lt_offload.plan.settings import Settings
-from lt_offload.report.page import write_plan_report
+from lt_offload.report.plan_page import write_plan_report
 from lt_offload.schema.explain import brief
 from lt_offload.schema.profile import Contention, Profile
 from tests import sampling

@@ -1,0 +1,54 @@
+"""Where a run's metrics go: a CSV file and TensorBoard in the run folder, and Weights & Biases if asked for."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
+
+from lt_offload.errors import ConfigError
+
+WANDB_PROJECT = "lt-offload"
+"""What ``--wandb`` without a value stands for."""
+
+
+def loggers(chosen: Any, folder: Path, wandb: str | None) -> list[Logger] | bool:
+    """Return the loggers of a run.
+
+    Args:
+        chosen: the setting ``trainer.logger``; None and True: those that every run has.
+        folder: the run folder.
+        wandb: project on Weights & Biases; None: none.
+
+    Raises:
+        ConfigError: if its package is not installed, or all logging is switched off.
+    """
+    if chosen in (None, True):
+        found: list[Logger] = [
+            CSVLogger(str(folder), name="", version="", flush_logs_every_n_steps=1),
+            TensorBoardLogger(str(folder / "tensorboard"), name="", version=""),
+        ]
+    elif chosen is False:
+        found = []
+    else:
+        found = list(chosen) if isinstance(chosen, list) else [chosen]
+    if wandb is None:
+        return found or False
+    if not found:
+        raise ConfigError(f"--wandb {wandb} logs, and trainer.logger=false does not; leave one of them out")
+    return [*found, _wandb(wandb, folder)]
+
+
+def _wandb(project: str, folder: Path) -> Logger:
+    """Return the logger; with WANDB_MODE=offline it asks no network, and what it writes can be sent later."""
+    if not project.strip():
+        raise ConfigError("--wandb: the name of the project is empty; give one, or --wandb alone")
+    if find_spec("wandb") is None:
+        raise ConfigError(f"--wandb {project} needs the package wandb: pip install wandb")
+    from lightning.pytorch.loggers import WandbLogger
+
+    offline = os.environ.get("WANDB_MODE") == "offline"
+    return WandbLogger(project=project, name=folder.resolve().name, save_dir=str(folder), offline=offline)

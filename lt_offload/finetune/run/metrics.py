@@ -1,0 +1,136 @@
+"""What is logged while a recipe trains: speed in real tokens, memory, learning rate, utilisation. For any strategy."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor
+
+from lt_offload.finetune.run.clock import RunClock
+from lt_offload.finetune.run.flops import Peak, flops_per_token, peak_of
+from lt_offload.strategy.metrics import Metrics, logs_after, tokens_in
+
+_IGNORED = -100
+"""Labels that are not trained on."""
+
+
+class RunMetrics(Metrics, Callback):
+    """Logs figures of training; takes the place of the callback that the offmate strategy would add.
+
+    Every ``log_every_n_steps`` steps, as means since the last record, without validation, samples and checkpoints:
+    ``tokens_per_s`` (real tokens: padding is none), ``trained_tokens_per_s`` (those with a loss), ``samples_per_s``,
+    ``wall_step_s`` (from the start of a step to the start of the next); ``lr``; ``mfu`` where the device's rated peak
+    is known. With the offmate strategy those of its engine, too: ``step_s``, ``step_vs_plan``, ``device_peak_gb``,
+    ``host_peak_gb``, ``grad_norm``; with another one on a GPU ``device_peak_gb`` as torch counts it.
+
+    Tokens are counted where the batch is, and read when the loss is, so that a step waits for nothing more.
+    """
+
+    def __init__(self, clock: RunClock) -> None:
+        super().__init__()
+        self.clock = clock
+        self.peaks: dict[str, int] = {}
+        """``device_peak_bytes`` and ``host_peak_bytes`` over the run, where they are measured."""
+        self.tokens = self.trained = self.samples = 0
+        """Of all records so far."""
+        self.flops_per_token: float | None = None
+        self.peak: Peak | None = None
+        self._counts: Tensor | None = None
+        self._lr = 0.0
+        self._seen = [0, 0.0]  # steps and seconds at the last record
+        self._batches = 0
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Learn what a token costs and what the device can do."""
+        self.flops_per_token = flops_per_token(pl_module)
+        dtype = next((p.dtype for p in pl_module.parameters() if p.is_floating_point()), torch.float32)
+        self.peak = peak_of(trainer.strategy.root_device, str(trainer.precision), dtype)
+
+    def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count what follows as validation."""
+        self._before = self.clock.enter("validation")
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count what follows as what it was before."""
+        self.clock.enter("between" if self._before == "checkpoints" else self._before)
+
+    def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
+        """Count what follows, up to the next step or validation, as the checkpoint."""
+        self.clock.enter("checkpoints")
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Begin a step, or its next micro-batch."""
+        self.clock.enter("steps")
+        self._lr = float(trainer.optimizers[0].param_groups[0]["lr"])
+        counts = _count(batch)
+        self._counts = counts if self._counts is None else self._counts + counts
+
+    def on_train_batch_end(
+        self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        """End it, and log."""
+        engine: Any = getattr(trainer.strategy, "engine", None)
+        self.clock.enter("between")
+        if trainer.fit_loop._should_accumulate() or (engine is not None and engine.added):
+            return
+        self.clock.end_step()
+        stats = None if engine is None or engine.plan is None else engine.stats
+        if stats is not None:
+            self.clock.iterations.append(stats.iteration_s)
+            for name in ("device_peak_bytes", "host_peak_bytes"):
+                self.peaks[name] = max(self.peaks.get(name, 0), getattr(stats, name))
+        if not logs_after(trainer, trainer.global_step):
+            return
+        self._log_rates()
+        self._log("lr", self._lr, dtype=torch.float64)  # as it is in the optimizer, not rounded
+        if stats is not None:
+            self._log_engine(engine)
+        elif trainer.strategy.root_device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(trainer.strategy.root_device)
+            self.peaks["device_peak_bytes"] = peak
+            self._log("device_peak_gb", peak / 1e9, prog_bar=True)
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Count the tokens since the last record."""
+        self._take_counts()
+
+    def _log_rates(self) -> None:
+        tokens, trained, samples = self._take_counts()
+        steps, seconds = len(self.clock.steps), self.clock.training
+        done, spent = steps - self._seen[0], seconds - self._seen[1]
+        self._seen = [steps, seconds]
+        if spent <= 0 or not done:
+            return
+        if tokens:
+            self._log("tokens_per_s", tokens / spent, prog_bar=True)
+            self._log("trained_tokens_per_s", trained / spent)
+            if self.peak is not None and self.flops_per_token:
+                self._log("mfu", self.flops_per_token * tokens / spent / self.peak.flops_per_s)
+        if samples:
+            self._log("samples_per_s", samples / spent)
+        self._log("wall_step_s", spent / done)
+
+    def _take_counts(self) -> tuple[int, int, int]:
+        """Return the counts since the last call."""
+        if self._counts is None:
+            return 0, 0, 0
+        tokens, trained, samples = self._counts.tolist()
+        self._counts = None
+        self.tokens, self.trained, self.samples = self.tokens + tokens, self.trained + trained, self.samples + samples
+        return tokens, trained, samples
+
+
+def _count(batch: Any) -> Tensor:
+    """Return real tokens, trained tokens and samples of ``batch``, on its device."""
+    ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+    if not isinstance(ids, Tensor) or ids.ndim != 2:
+        return torch.tensor([tokens_in(batch)] * 2 + [0])
+    mask, labels = batch.get("attention_mask"), batch.get("labels")
+    whole = torch.full((), ids.numel(), device=ids.device)
+    real = whole if mask is None or mask.shape != ids.shape else (mask != 0).sum()
+    # A model predicts each token from those before it, so that the first one of a row is never a target.
+    trained = whole if labels is None or labels.shape != ids.shape else (labels[:, 1:] != _IGNORED).sum()
+    return torch.stack((real, trained, torch.full_like(whole, len(ids))))

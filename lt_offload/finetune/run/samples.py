@@ -1,0 +1,100 @@
+"""What the model writes at each validation: the data module's ``sample_prompt``, continued, in ``samples.jsonl``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities.seed import isolate_rng
+
+from lt_offload.finetune.run.clock import RunClock
+from lt_offload.report.runs import SAMPLES, Sample, without_later
+
+TOKENS = 32
+"""Of a sample during training; each takes one pass of the model, in which streamed weights travel once."""
+TOKENS_AT_END = 64
+
+
+class Samples(Callback):
+    """Lets the model continue ``sample_prompt``, a text or a list of them, at each validation and at the end.
+
+    The most likely token is taken each time. Nothing about training changes: random states and the modes of modules are
+    put back.
+
+    Args:
+        clock: told how long it takes.
+        folder: where ``samples.jsonl`` is written; None: nowhere.
+    """
+
+    def __init__(self, clock: RunClock, folder: Path | None = None) -> None:
+        self.clock = clock
+        self.folder = folder
+        self.written: list[Sample] = []
+        """Of this part of the run."""
+
+    def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Read every prompt, so that one that cannot be used is an error before training."""
+        data: Any = getattr(trainer, "datamodule", None)
+        for prompt in prompts(data):
+            data.prompt(prompt)
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Forget samples of steps that a resumed run takes again."""
+        if self.folder is not None and trainer.global_step and (self.folder / SAMPLES).exists():
+            without_later(self.folder / SAMPLES, trainer.global_step)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write samples; before training, too, if the sanity check is complete."""
+        if trainer.state.fn != TrainerFn.FITTING or (
+            trainer.sanity_checking and trainer.num_sanity_val_steps != float("inf")
+        ):
+            return
+        loss = trainer.callback_metrics.get("val_loss")
+        self._write(trainer, pl_module, TOKENS, None if loss is None else float(loss))
+
+    def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Write longer ones while the weights are still where training had them."""
+        loss = next((sample.val_loss for sample in self.written if sample.step == trainer.global_step), None)
+        self._write(trainer, pl_module, TOKENS_AT_END, loss)
+
+    def _write(self, trainer: Trainer, pl_module: LightningModule, tokens: int, loss: float | None) -> None:
+        data: Any = getattr(trainer, "datamodule", None)
+        wanted = prompts(data)
+        if not wanted:
+            return
+        before = self.clock.enter("samples")
+        rank_zero_info("writing a sample ..." if len(wanted) == 1 else f"writing {len(wanted)} samples ...")
+        modes = [(module, module.training) for module in pl_module.modules()]
+        pl_module.eval()
+        try:
+            with isolate_rng(), torch.no_grad():
+                texts = [self._continue(trainer, data, prompt, tokens) for prompt in wanted]
+        finally:
+            for module, mode in modes:
+                module.training = mode
+            self.clock.enter(before)
+        made = [
+            Sample(step=trainer.global_step, val_loss=loss, prompt=prompt, text=text)
+            for prompt, text in zip(wanted, texts, strict=True)
+        ]
+        self.written = [sample for sample in self.written if sample.step != trainer.global_step] + made
+        if self.folder is not None:
+            with (self.folder / SAMPLES).open("a", encoding="utf-8") as file:
+                file.writelines(json.dumps(sample.values(), ensure_ascii=False) + "\n" for sample in made)
+
+    def _continue(self, trainer: Trainer, data: Any, prompt: str, tokens: int) -> str:
+        batch = trainer.strategy.batch_to_device(data.prompt(prompt, max_new_tokens=tokens))
+        found: Any = trainer.strategy.predict_step(batch, 0)
+        text: str = data.tokenizer.decode(found, skip_special_tokens=True)
+        return text
+
+
+def prompts(data: Any) -> list[str]:
+    """Return the sample prompts of a data module, none if it has none."""
+    found = getattr(data, "sample_prompt", None)
+    return [found] if isinstance(found, str) else list(found or ())

@@ -1,0 +1,225 @@
+"""What a fine-tuning run did, kept as it happens and told at its end, also if that comes too early.
+
+Works with any strategy; one that has a plan, a profile and a trace is compared with its plan.
+"""
+
+from __future__ import annotations
+
+import resource
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
+
+from lt_offload.finetune.run.clock import RunClock
+from lt_offload.finetune.run.environment import write_environment
+from lt_offload.finetune.run.metrics import RunMetrics
+from lt_offload.finetune.run.samples import Samples
+from lt_offload.report.runs import Part, write_part
+from lt_offload.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lt_offload.plan.what_if import Gain
+    from lt_offload.schema.plan import Plan
+    from lt_offload.schema.profile import Profile
+
+_PATIENCE = 0.1
+"""The part of the time of training that the report may take to say what more memory would have bought ..."""
+_MOST_PATIENCE = 40.0
+"""... in seconds at most ..."""
+_LEAST_PATIENCE = 2.0
+"""... and not at all with fewer seconds than that for each of its plans."""
+_WIDTH = 80
+_LABEL = 15
+
+
+class RunSummary(Callback):
+    """Collects what the end of a run is to say, and writes ``environment.json`` and ``summary.json``.
+
+    Args:
+        folder: the run folder; None: nothing is written.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self.folder = folder
+        self.clock = RunClock()
+        self.metrics = RunMetrics(self.clock)
+        self.samples = Samples(self.clock, folder)
+        self.losses: list[tuple[int, float]] = []
+        """(step, validation loss) of every complete evaluation; step 0 is before training."""
+        self.first_step: int | None = None
+        """At which this part of the run began to train; None: it has not come so far."""
+
+    @property
+    def callbacks(self) -> list[Callback]:
+        """All callbacks of a run; samples are written before the metrics see the end of a validation."""
+        return [self.samples, self.metrics, self]
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Note where and in what surroundings training begins."""
+        self.first_step = trainer.global_step
+        if self.folder is not None:
+            write_environment(self.folder)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Keep the loss; a sanity check counts if it saw every batch."""
+        loss = trainer.callback_metrics.get("val_loss")
+        if loss is None or (trainer.sanity_checking and trainer.num_sanity_val_steps != float("inf")):
+            return
+        self.losses.append((trainer.global_step, float(loss)))
+        if trainer.sanity_checking:
+            rank_zero_info(f"held-out loss before training: {float(loss):.4f}")
+
+    def end(self, trainer: Trainer, error: BaseException | None = None) -> Path | None:
+        """Write how this part of the run ended, and the report; return its path.
+
+        Nothing is written about a run that has not begun to train. After an error this raises none of its own.
+
+        Args:
+            trainer: of the run.
+            error: what ended it early.
+        """
+        if self.folder is None or self.first_step is None:
+            return None
+        if error is None:
+            write_part(self.folder, self.part(trainer))
+            return write_report(self.folder)
+        try:
+            write_part(self.folder, self.part(trainer, error))
+            return write_report(self.folder)
+        except Exception as second:  # what ended the run must not be hidden
+            rank_zero_warn(f"the report could not be written: {type(second).__name__}: {second}")
+            return None
+
+    def part(self, trainer: Trainer, error: BaseException | None = None) -> Part:
+        """Return this part of the run, which ended with ``error`` or as it should."""
+        self.clock.enter("ended")
+        metrics, peak = self.metrics, self.metrics.peak
+        interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
+        ended = "finished" if error is None else "interrupted" if interrupted else "failed"
+        said = (str(error).strip() or "no message").splitlines()[0]
+        return Part(
+            first_step=self.first_step or 0,
+            last_step=trainer.global_step,
+            ended=ended,
+            error=f"{type(error).__name__}: {said}" if ended == "failed" else None,
+            seconds={name: round(seconds, 6) for name, seconds in self.clock.seconds.items()},
+            medians={name: round(seconds, 9) for name, seconds in self.clock.medians().items()},
+            device_peak_bytes=metrics.peaks.get("device_peak_bytes"),
+            host_peak_bytes=metrics.peaks.get("host_peak_bytes"),
+            process_peak_bytes=process_peak(),
+            tokens=metrics.tokens,
+            trained_tokens=metrics.trained,
+            samples=metrics.samples,
+            loss_before=self.losses[0][1] if self.losses and self.losses[0][0] == 0 else None,
+            flops_per_token=metrics.flops_per_token,
+            peak_flops_per_s=None if peak is None else peak.flops_per_s,
+            peak_source=None if peak is None else peak.source,
+        )
+
+    def facts(self, trainer: Trainer) -> dict[str, str]:
+        """Return what is known about the finished run, as a person reads it."""
+        plan: Plan | None = getattr(trainer.strategy, "plan", None)
+        seconds, peaks = self.clock.seconds, self.metrics.peaks
+        facts = {"steps": f"{trainer.global_step}, {format_seconds(seconds['steps'] + seconds['between'])} of training"}
+        if self.losses:
+            facts["held-out loss"] = " -> ".join(f"{loss:.4f}" for _, loss in _ends(self.losses))
+        if self.metrics.tokens and self.clock.training > 0:
+            facts["speed"] = f"{self.metrics.tokens / self.clock.training:.4g} tokens/s"
+        if len(self.clock.steps):
+            step = self.clock.medians().get("iteration_s", self.step_time)
+            planned = f" (planned: {format_seconds(plan.predicted.iteration_s)})" if plan is not None else ""
+            facts["step time"] = format_seconds(step) + planned
+        if plan is not None:
+            batches = f"{plan.micro_batches} micro-batches of " if plan.micro_batches > 1 else ""
+            chosen = f", chosen from {len(plan.batch_curve)} sizes" if plan.batch_curve else ""
+            if batches or chosen:
+                facts["batch size"] = f"{batches}{plan.batch_size}{chosen}"
+        budgets = (0, 0) if plan is None else (plan.budget_bytes, plan.host_budget_bytes)
+        names = ("device memory", "device_peak_bytes"), ("RAM", "host_peak_bytes")
+        for (name, key), budget in zip(names, budgets, strict=True):
+            if key in peaks:
+                allowed = f" of {format_bytes(budget)} allowed" if budget else " at most"
+                facts[name] = f"{format_bytes(peaks[key])}{allowed}"
+        return facts
+
+    @property
+    def step_time(self) -> float:
+        """The median step."""
+        return self.clock.medians().get("step_s", 0.0)
+
+
+def process_peak() -> int:
+    """Return the most RAM that this process ever had."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def write_report(folder: Path, gains: Sequence[Gain] = ()) -> Path:
+    """Write ``report.html`` into the run folder ``folder`` from what is in it, and return its path."""
+    from lt_offload.report.run_page import write_run_report
+
+    return write_run_report(folder, gains)
+
+
+def run_gains(summary: RunSummary, trainer: Trainer) -> tuple[Gain, ...]:
+    """Return what more memory and faster links would have bought; nothing after a run too short to be worth the wait.
+
+    A few plans are made for that, in a small part of the time that training took.
+    """
+    strategy: Any = trainer.strategy
+    patience = min(_MOST_PATIENCE, _PATIENCE * sum(summary.clock.steps)) / 4
+    if getattr(strategy, "plan", None) is None or strategy.profile is None or patience < _LEAST_PATIENCE:
+        return ()
+    from lt_offload.plan import make_plan
+    from lt_offload.plan.what_if import gains
+
+    def again(profile: Profile, memory: int, host_memory: int) -> Plan:
+        return make_plan(
+            profile, replace(strategy.settings, memory=memory, host_memory=host_memory, time_limit=patience)
+        )
+
+    return gains(strategy.plan, strategy.profile, again, say=lambda what: rank_zero_info(f"{what} ..."))
+
+
+def print_summary(summary: RunSummary, trainer: Trainer, report: Path | None) -> None:
+    """Print the end of a run, in 80 columns where paths are not longer than that."""
+    import textwrap
+
+    from rich.console import Console
+
+    console = Console(highlight=False)
+    console.print("\n[bold]done[/bold]")
+    for name, value in summary.facts(trainer).items():
+        console.print(f"  {name:{_LABEL}}{value}", markup=False, soft_wrap=True)
+    for sample in summary.samples.written:
+        if sample.step == trainer.global_step:
+            text = " ".join(f"{sample.prompt}{sample.text}".split())
+            lines = textwrap.wrap(text, _WIDTH - _LABEL - 2, max_lines=3, placeholder=" ...") or [""]
+            console.print(f"  {'sample':{_LABEL}}{lines[0]}", markup=False, soft_wrap=True)
+            for line in lines[1:]:
+                console.print(" " * (_LABEL + 2) + line, markup=False, soft_wrap=True)
+    if report is not None:
+        console.print(f"  {'report':{_LABEL}}{report}", markup=False, soft_wrap=True)
+    checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
+    config = summary.folder / "config.yaml" if summary.folder is not None else None
+    if checkpoint and config is not None and config.is_file():
+        console.print(f"  {'checkpoint':{_LABEL}}{_short(checkpoint)}", markup=False, soft_wrap=True)
+        command = f"lt-finetune generate {config} --ckpt_path {_short(checkpoint)} --prompt TEXT"
+        console.print(f"  {'try it':{_LABEL}}{command}", markup=False, soft_wrap=True)
+
+
+def _short(path: str) -> str:
+    """Return ``path`` from here if it is below."""
+    try:
+        return str(Path(path).resolve().relative_to(Path.cwd().resolve()))
+    except ValueError:
+        return path
+
+
+def _ends(losses: list[tuple[int, float]]) -> list[tuple[int, float]]:
+    return losses if len(losses) < 2 else [losses[0], losses[-1]]

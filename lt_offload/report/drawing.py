@@ -1,0 +1,257 @@
+"""Pages, and the figures in them: one self-contained HTML file, whose figures plotly draws when it is opened.
+
+A figure is written as data; ``report.js`` draws it with the colours of the page, which are light or dark as the reader's
+system is, and at the width of a screen, a phone or paper. Plotly's library (4.8 MB) is in the page once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from importlib.resources import files
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+MAX_POINTS = 1500
+"""Of a curve; more are thinned out, keeping the extremes."""
+COLORS = tuple(f"var(--series-{number})" for number in range(1, 7))
+"""Of curves that are side by side."""
+DASHES = ("solid", "dash", "dot")
+"""Of curves beyond the number of colours."""
+_FIGURE = '<div class="plot"'
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Line:
+    """One curve; a value is None where there is none."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float | None]
+    color: str = COLORS[0]
+    faint: bool = False
+    """Whether it is in the background."""
+    points: bool = False
+    """Whether each point is marked."""
+    dash: str = "solid"
+    texts: Sequence[str] | None = None
+    """What is said about each point; None: its value."""
+
+
+def page(title: str, body: Iterable[str]) -> str:
+    """Return a page that needs nothing from outside. ``title`` is text, ``body`` is HTML."""
+    content = "\n".join(part for part in body if part)
+    style = _file("report.css")
+    scripts = ""
+    if _FIGURE in content:
+        from plotly.offline import get_plotlyjs
+
+        scripts = f'<script id="plotly">{get_plotlyjs()}</script>\n<script>{_file("report.js")}</script>\n'
+    return (
+        '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
+        f"<title>{escape(title)}</title><style>{style}</style></head>\n<body>\n<main>\n"
+        f"{content}\n</main>\n{scripts}</body></html>\n"
+    )
+
+
+def unbroken(text: str) -> str:
+    """Return ``text`` with numbers that stay on one line with their units."""
+    return re.sub(r"(\d) ([kMGT]?B|min|[mu]?s)\b", "\\1\N{NO-BREAK SPACE}\\2", text)
+
+
+def frame(drawn: Figure, *, caption: str, label: str, height: int, kind: str = "chart", below: str = "") -> str:
+    """Return ``drawn`` as a figure of a page.
+
+    Args:
+        drawn: the figure; colours may be variables of the style sheet.
+        caption: HTML above it.
+        label: what it shows, in words, for those who cannot see it.
+        height: in pixels.
+        kind: CSS class of the figure; figures of one kind that is not ``chart`` are zoomed together.
+        below: HTML below it, such as the same as a table.
+    """
+    data = str(drawn.to_json(validate=False)).replace("</", "<\\/")
+    return (
+        f'<figure class="{kind}"><figcaption>{caption}</figcaption>'
+        f'{_FIGURE} role="img" aria-label="{escape(label)}" style="height:{height}px">'
+        "<noscript>Figures are drawn by a script; the same numbers are in the tables.</noscript></div>"
+        f'<script type="application/json">{data}</script>{below}</figure>'
+    )
+
+
+def layout(**changes: Any) -> dict[str, Any]:
+    """Return what all figures look like, with ``changes``."""
+    return {
+        "template": None,
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": "Inter, system-ui, sans-serif", "size": 12, "color": "var(--soft)"},
+        "margin": {"l": 4, "r": 8, "t": 6, "b": 26},
+        "showlegend": False,
+        "hoverlabel": {"bgcolor": "var(--page)", "bordercolor": "var(--faint)", "font": {"color": "var(--ink)"}},
+        "colorway": list(COLORS),
+    } | changes
+
+
+def axis(**changes: Any) -> dict[str, Any]:
+    """Return what all axes look like, with ``changes``."""
+    return {
+        "gridcolor": "var(--rule)",
+        "linecolor": "var(--faint)",
+        "zeroline": False,
+        "automargin": True,
+        "tickfont": {"size": 11},
+        "ticklabeloverflow": "hide past div",
+    } | changes
+
+
+def lines(
+    title: str,
+    curves: Sequence[Line],
+    *,
+    x_title: str = "step",
+    y_title: str = "",
+    limit: tuple[float, str] | None = None,
+    from_zero: bool = True,
+    hatched_to: float | None = None,
+    x_ticks: Sequence[tuple[float, str]] = (),
+    suffix: str = "",
+    log_x: bool = False,
+    height: int = 250,
+    below: str = "",
+) -> str:
+    """Return curves over a common axis as a figure, nothing if there is no point.
+
+    Args:
+        title: what it shows.
+        curves: the curves.
+        x_title: what the axis is.
+        y_title: added to the caption, e.g. the unit.
+        limit: a level that must not be passed, and its name.
+        from_zero: whether the vertical axis begins at zero.
+        hatched_to: up to where nothing works.
+        x_ticks: places and texts of ticks; none: round numbers.
+        suffix: unit after the numbers of the vertical axis, with its space.
+        log_x: whether the horizontal axis is logarithmic.
+        height: in pixels.
+        below: HTML below it.
+    """
+    from plotly.graph_objects import Figure, Scatter
+
+    known = [y for curve in curves for y in curve.ys if y is not None]
+    if not known:
+        return ""
+    drawn = Figure()
+    for curve in curves:
+        xs, ys, texts = thinned(curve)
+        few = len(xs) <= 1
+        drawn.add_trace(
+            Scatter(
+                x=xs,
+                y=ys,
+                name=curve.name,
+                mode="lines+markers" if curve.points or few else "lines",
+                line={"color": curve.color, "width": 1 if curve.faint else 2, "dash": curve.dash},
+                marker={"size": 6},
+                opacity=0.4 if curve.faint else 1.0,
+                hovertext=texts,
+                hovertemplate=f"%{{hovertext}}<extra>{escape(curve.name)}</extra>"
+                if texts
+                else f"%{{y:.5~g}}{suffix}<extra>{escape(curve.name)}</extra>",
+                hoverinfo="skip" if curve.faint and len(curves) > 1 else None,
+            )
+        )
+    # A limit far above the curve (a large, nearly empty device) would flatten it.
+    in_view = limit is not None and limit[0] <= 3 * max(known)
+    top = max([*known, *([limit[0]] if limit is not None and in_view else [])])
+    if limit is not None and in_view:
+        level(drawn, *limit)
+    if hatched_to is not None:
+        drawn.add_vrect(
+            x0=curves[0].xs[0], x1=hatched_to, fillcolor="var(--rule)", opacity=0.6, line_width=0, layer="below"
+        )
+    y_axis = axis(tickformat="~s" if top >= 10000 else "~g", nticks=5, ticksuffix=suffix)
+    if from_zero:
+        y_axis["range"] = [0, top * (1.18 if in_view else 1.06) or 1]
+    x_axis = axis(showgrid=False, showline=True, nticks=7, title={"text": x_title, "font": {"size": 11}, "standoff": 4})
+    if log_x:
+        x_axis["type"] = "log"
+    if x_ticks:
+        x_axis |= {"tickvals": [x for x, _ in x_ticks], "ticktext": [text for _, text in x_ticks]}
+    many = len(curves) > 1
+    drawn.update_layout(
+        layout(
+            hovermode="x unified" if many else "closest",
+            xaxis=x_axis,
+            yaxis=y_axis,
+            showlegend=many,
+            legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "bgcolor": "rgba(0,0,0,0)"},
+        )
+    )
+    unit = f" <small>{escape(y_title)}</small>" if y_title else ""
+    return frame(
+        drawn, caption=escape(title) + unit, label=_in_words(title, curves, suffix), height=height, below=below
+    )
+
+
+def level(drawn: Figure, height: float, name: str, *, yref: str = "y") -> None:
+    """Draw a dashed line at ``height`` of an axis, with its name above its right end."""
+    drawn.add_shape(
+        type="line", xref="paper", x0=0, x1=1, yref=yref, y0=height, y1=height,
+        line={"color": "var(--accent)", "width": 1.4, "dash": "dash"},
+    )  # fmt: skip
+    drawn.add_annotation(
+        text=name, xref="paper", x=1, xanchor="right", yref=yref, y=height, yanchor="bottom", showarrow=False,
+        font={"size": 11, "color": "var(--accent)"},
+    )  # fmt: skip
+
+
+def thinned(curve: Line) -> tuple[list[float], list[float | None], list[str] | None]:
+    """Return the points of ``curve``, of many the lowest and the highest of each stretch."""
+    count = len(curve.xs)
+    kept = list(range(count))
+    if count > MAX_POINTS:
+        kept = []
+        size = -(-2 * count // MAX_POINTS)
+        for start in range(0, count, size):
+            stretch = [i for i in range(start, min(start + size, count)) if curve.ys[i] is not None]
+            if stretch:
+                kept += sorted({min(stretch, key=_value(curve)), max(stretch, key=_value(curve))})
+    texts = [curve.texts[i] for i in kept] if curve.texts is not None else None
+    return [curve.xs[i] for i in kept], [curve.ys[i] for i in kept], texts
+
+
+def _value(curve: Line) -> Any:
+    return lambda index: curve.ys[index]
+
+
+def smoothed(values: Sequence[float]) -> list[float]:
+    """Return running means of ``values`` that follow about a twentieth of them, each counting what came before it."""
+    weight = max(0.0, 1 - 20 / len(values)) if values else 0.0
+    weight = min(weight, 0.98)
+    total = share = 0.0
+    found = []
+    for value in values:
+        total, share = weight * total + (1 - weight) * value, weight * share + (1 - weight)
+        found.append(total / share)
+    return found
+
+
+def _in_words(title: str, curves: Sequence[Line], suffix: str) -> str:
+    """Return where each curve begins and ends."""
+    told = []
+    for curve in curves:
+        known = [(x, y) for x, y in zip(curve.xs, curve.ys, strict=True) if y is not None]
+        if known and not curve.faint:
+            (x0, y0), (x1, y1) = known[0], known[-1]
+            told.append(f"{curve.name} {y0:.4g}{suffix} at {x0:g}, {y1:.4g}{suffix} at {x1:g}")
+    return f"{title}: {'; '.join(told)}"
+
+
+def _file(name: str) -> str:
+    return files("lt_offload.report").joinpath(name).read_text(encoding="utf-8")

@@ -1,0 +1,260 @@
+"""A run folder, read: metrics of all its parts, samples, settings, how it went. Needs no torch.
+
+A resumed run leaves the metrics of its parts in ``metrics-1.csv``, ``metrics-2.csv`` ... and ``metrics.csv``; steps that
+were taken again count once, as the later part took them.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from lt_offload.errors import ConfigError, PlanError
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
+from lt_offload.schema.trace import Trace
+
+SAMPLES = "samples.jsonl"
+SUMMARY = "summary.json"
+ENVIRONMENT = "environment.json"
+METRICS = "metrics.csv"
+_PART = re.compile(r"metrics-(\d+)\.csv")
+
+Curve = Sequence[tuple[int, float]]
+"""(steps that were done, value), ascending."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """What the model wrote after a prompt."""
+
+    step: int
+    """Steps that were done."""
+    val_loss: float | None
+    """The validation loss then, if there was one."""
+    prompt: str
+    text: str
+
+    def values(self) -> dict[str, Any]:
+        """Return the fields by name."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One stretch of a run, from a start to its end: a run that was resumed has several."""
+
+    first_step: int
+    last_step: int
+    ended: str
+    """``finished``, ``interrupted`` or ``failed``."""
+    error: str | None = None
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    """By phase: ``start``, ``steps``, ``between``, ``validation``, ``samples``, ``checkpoints``."""
+    medians: Mapping[str, float] = field(default_factory=dict)
+    """``step_s``, ``iteration_s`` and ``between_s``."""
+    device_peak_bytes: int | None = None
+    host_peak_bytes: int | None = None
+    process_peak_bytes: int | None = None
+    """Most RAM that the whole process had, with the libraries' own."""
+    tokens: int = 0
+    trained_tokens: int = 0
+    samples: int = 0
+    loss_before: float | None = None
+    """On held-out data, before the first step."""
+    flops_per_token: float | None = None
+    peak_flops_per_s: float | None = None
+    peak_source: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFolder:
+    """What a run left behind, as far as it came."""
+
+    path: Path
+    curves: Mapping[str, Curve]
+    """By the names of the metrics."""
+    samples: Sequence[Sample]
+    settings: Mapping[str, object]
+    """Of ``config.yaml``, by dotted names."""
+    environment: Mapping[str, object]
+    parts: Sequence[Part]
+    plan: Plan | None
+    profile: Profile | None
+    trace: Trace | None
+    warnings: Sequence[str] = ()
+    """Files that could not be read, one sentence each."""
+
+    @property
+    def name(self) -> str:
+        """Name of the folder."""
+        return self.path.resolve().name
+
+    @property
+    def model(self) -> str:
+        """What people call the model."""
+        name = str(self.settings.get("model.name") or "")
+        if name:
+            return Path(name).name
+        return self.plan.model if self.plan is not None else self.name
+
+    def curve(self, name: str) -> Curve:
+        """Return the metric called ``name``; empty if it was not logged."""
+        return self.curves.get(name, ())
+
+    def median(self, name: str) -> float | None:
+        """Return the median of a metric over the second half of its records, when what is slow at first is over."""
+        values = [value for _, value in self.curve(name)]
+        return median(values[len(values) // 2 :]) if values else None
+
+    def largest(self, name: str) -> int | None:
+        """Return the largest of a field over all parts, e.g. ``device_peak_bytes``."""
+        found = [value for part in self.parts if (value := getattr(part, name)) is not None]
+        return max(found, default=None)
+
+    @property
+    def steps(self) -> int:
+        """Steps that were done."""
+        logged = [curve[-1][0] for curve in self.curves.values() if curve]
+        return max([*logged, *(part.last_step for part in self.parts)], default=0)
+
+
+def read_run(path: str | Path) -> RunFolder:
+    """Return what is in the run folder ``path``.
+
+    Raises:
+        ConfigError: if it is not a run folder.
+    """
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        why = "it is a file" if folder.exists() else "there is no such folder"
+        raise ConfigError(f"{str(path)!r} is not a run folder: {why}; give a folder such as runs/quickstart-...")
+    if not any((folder / name).is_file() for name in ("config.yaml", METRICS, "plan.json")):
+        raise ConfigError(
+            f"{str(path)!r} is not a run folder: it has neither config.yaml nor {METRICS}; give a folder that a run "
+            "of lt-finetune has written, such as runs/quickstart-..."
+        )
+    warnings: list[str] = []
+
+    def load(kind: Any, name: str) -> Any:
+        if not (folder / name).is_file():
+            return None
+        try:
+            return kind.load(folder / name)
+        except PlanError as error:
+            warnings.append(str(error))
+            return None
+
+    return RunFolder(
+        path=folder,
+        curves=_curves(folder, warnings),
+        samples=tuple(_samples(folder / SAMPLES)),
+        settings=_settings(folder / "config.yaml", warnings),
+        environment=_object(folder / ENVIRONMENT),
+        parts=tuple(read_parts(folder)),
+        plan=load(Plan, "plan.json"),
+        profile=load(Profile, "profile.json"),
+        trace=load(Trace, "trace.json"),
+        warnings=tuple(warnings),
+    )
+
+
+def read_parts(folder: Path) -> list[Part]:
+    """Return the parts of a run that ended by themselves: a process that was killed says nothing."""
+    known = {field.name for field in fields(Part)}
+    written = _object(folder / SUMMARY).get("parts")
+    return [Part(**{k: v for k, v in part.items() if k in known}) for part in written or ()]
+
+
+def write_part(folder: Path, part: Part) -> None:
+    """Add ``part`` to the summary of a run, in place of what it takes again."""
+    parts = [before for before in read_parts(folder) if before.first_step < part.first_step]
+    text = json.dumps({"parts": [asdict(part) for part in [*parts, part]]}, indent=2)
+    (folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
+
+
+def without_later(path: Path, step: int) -> None:
+    """Take samples after ``step`` out of the file ``path``."""
+    kept = [sample for sample in _samples(path) if sample.step <= step]
+    lines = (json.dumps(sample.values(), ensure_ascii=False) + "\n" for sample in kept)
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def _curves(folder: Path, warnings: list[str]) -> dict[str, Curve]:
+    numbered = sorted((int(m[1]), path) for path in folder.iterdir() if (m := _PART.fullmatch(path.name)))
+    found: dict[str, dict[int, float]] = defaultdict(dict)
+    for path in [*(path for _, path in numbered), folder / METRICS]:
+        if not path.is_file():
+            continue
+        try:
+            rows = list(_rows(path))
+        except (OSError, ValueError, csv.Error) as error:
+            warnings.append(f"{path.name} cannot be read: {error}")
+            continue
+        first = min((step for step, _ in rows), default=0)
+        for name, curve in found.items():
+            found[name] = {step: value for step, value in curve.items() if step < first}
+        for step, values in rows:
+            for name, value in values.items():
+                found[name][step] = value
+    return {name: tuple(sorted(curve.items())) for name, curve in found.items() if curve}
+
+
+def _rows(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
+    with path.open(encoding="utf-8", newline="") as file:
+        for row in csv.DictReader(file):
+            step = row.pop("step", None)
+            if not step:  # a line that was being written when the power went
+                continue
+            # Lightning counts from 0; what a row tells is known when its step is done.
+            yield int(step) + 1, {name: float(value) for name, value in row.items() if name and value}
+
+
+def _samples(path: Path) -> Iterator[Sample]:
+    if not path.is_file():
+        return
+    last: dict[tuple[int, str], Sample] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        try:
+            sample = Sample(**json.loads(line))
+        except (ValueError, TypeError):  # a line that was being written when the power went
+            continue
+        last[sample.step, sample.prompt] = sample
+    yield from sorted(last.values(), key=lambda sample: sample.step)
+
+
+def _object(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _settings(path: Path, warnings: list[str]) -> dict[str, object]:
+    import yaml
+
+    if not path.is_file():
+        return {}
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        warnings.append(f"{path.name} cannot be read: {' '.join(str(error).split())}")
+        return {}
+    return dict(_flat(values)) if isinstance(values, dict) else {}
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and value:
+            yield from _flat(value, f"{prefix}" if key == "init_args" else f"{name}.")
+        else:
+            yield name, value
