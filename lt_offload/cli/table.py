@@ -56,6 +56,7 @@ VERBS = {
         Verb("check", "is every setting known and of the right type?"),
         Verb("ls", "list the recipes that come with it", recipe=False, module="verbs.files"),
         Verb("cp", "copy a recipe, to change it", recipe=False, module="verbs.files"),
+        Verb("compare", "settings, losses and speed of runs, side by side", recipe=False),
         Verb("doctor", "measure what this machine can do", recipe=False),
         Verb("completion", "let bash, zsh or fish complete all this", recipe=False, module="static.completion"),
     )

@@ -1,7 +1,7 @@
 """Pages, and the figures in them: one self-contained HTML file, whose figures plotly draws when it is opened.
 
-A figure is written as data; ``report.js`` draws it with the colours of the page, which are light or dark as the reader's
-system is, and at the width of a screen, a phone or paper. Plotly's library (4.8 MB) is in the page once.
+A figure is written as data; ``report.js`` draws it with the colours of the page, light or dark as the reader's system
+is, and at the width of a screen, a phone or paper. Plotly's library (4.8 MB) is in the page once.
 """
 
 from __future__ import annotations
@@ -20,8 +20,6 @@ MAX_POINTS = 1500
 """Of a curve; more are thinned out, keeping the extremes."""
 COLORS = tuple(f"var(--series-{number})" for number in range(1, 7))
 """Of curves that are side by side."""
-DASHES = ("solid", "dash", "dot")
-"""Of curves beyond the number of colours."""
 _FIGURE = '<div class="plot"'
 
 
@@ -132,7 +130,7 @@ def lines(
         curves: the curves.
         x_title: what the axis is.
         y_title: added to the caption, e.g. the unit.
-        limit: a level that must not be passed, and its name.
+        limit: a level to compare with, and its name.
         from_zero: whether the vertical axis begins at zero.
         hatched_to: up to where nothing works.
         x_ticks: places and texts of ticks; none: round numbers.
@@ -170,20 +168,30 @@ def lines(
     in_view = limit is not None and limit[0] <= 3 * max(known)
     top = max([*known, *([limit[0]] if limit is not None and in_view else [])])
     if limit is not None and in_view:
-        level(drawn, *limit)
+        ends = [min(curve.xs[0] for curve in curves if curve.xs), max(curve.xs[-1] for curve in curves if curve.xs)]
+        drawn.add_trace(
+            Scatter(
+                x=ends,
+                y=[limit[0]] * 2,
+                name=limit[1],
+                mode="lines",
+                line={"color": "var(--accent)", "width": 1.4, "dash": "dash"},
+                hoverinfo="skip",
+            )
+        )
     if hatched_to is not None:
         drawn.add_vrect(
             x0=curves[0].xs[0], x1=hatched_to, fillcolor="var(--rule)", opacity=0.6, line_width=0, layer="below"
         )
     y_axis = axis(tickformat="~s" if top >= 10000 else "~g", nticks=5, ticksuffix=suffix)
     if from_zero:
-        y_axis["range"] = [0, top * (1.18 if in_view else 1.06) or 1]
+        y_axis["range"] = [0, top * (1.06) or 1]
     x_axis = axis(showgrid=False, showline=True, nticks=7, title={"text": x_title, "font": {"size": 11}, "standoff": 4})
     if log_x:
         x_axis["type"] = "log"
     if x_ticks:
         x_axis |= {"tickvals": [x for x, _ in x_ticks], "ticktext": [text for _, text in x_ticks]}
-    many = len(curves) > 1
+    many = len(drawn.data) > 1
     drawn.update_layout(
         layout(
             hovermode="x unified" if many else "closest",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from html import escape
 from itertools import groupby
 from pathlib import Path
@@ -98,7 +99,7 @@ def _lead(run: RunFolder) -> str:
     if len(run.parts) > 1:
         starts = ", ".join(str(part.first_step) for part in run.parts[1:])
         told.append(f"It was resumed after step {starts}.")
-    losses = _validation(run)
+    losses = validation(run)
     if len(losses) > 1:
         told.append(f"The loss on held-out data went from {losses[0][1]:.4f} to {losses[-1][1]:.4f}.")
     step = _step_s(run)
@@ -116,7 +117,7 @@ def _lead(run: RunFolder) -> str:
 
 
 def _figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
-    losses = _validation(run)
+    losses = validation(run)
     if losses:
         before = f"{losses[0][1]:.3f} at step {losses[0][0]}" if len(losses) > 1 else f"at step {losses[0][0]}"
         yield "Held-out loss", f"{losses[-1][1]:.3f}", before
@@ -147,7 +148,7 @@ def _figures(run: RunFolder) -> Iterator[tuple[str, str, str]]:
         yield from plan_page.bound_figures(run.plan, step)
 
 
-def _validation(run: RunFolder) -> Curve:
+def validation(run: RunFolder) -> Curve:
     """Return the validation losses, that before training included."""
     before = [(0, part.loss_before) for part in run.parts if part.loss_before is not None and part.first_step == 0]
     return [*before[-1:], *run.curve("val_loss")]
@@ -192,23 +193,25 @@ def _training(run: RunFolder) -> str:
 def loss_figure(runs: Sequence[tuple[str, RunFolder]]) -> str:
     """Return the curves of the loss of one run, or of several with their names."""
     curves = []
-    for number, (name, run) in enumerate(runs):
+    for number, (run_name, run) in enumerate(runs):
         color = COLORS[number % len(COLORS)]
         other = COLORS[1] if len(runs) == 1 else color
-        prefix = "" if len(runs) == 1 else f"{name}, "
+        prefix = "" if len(runs) == 1 else f"{run_name}, "
+        dash = "dash" if number else "solid"  # where curves are equal, both are seen
         raw = run.curve("train_loss")
         steps, values = [step for step, _ in raw], [value for _, value in raw]
         if len(raw) > _FEW:
             if len(runs) == 1:
                 curves.append(Line(name="training, each step", xs=steps, ys=values, color=color, faint=True))
-            curves.append(Line(name=f"{prefix}training, smoothed", xs=steps, ys=smoothed(values), color=color))
+            name = f"{prefix}training, smoothed"
+            curves.append(Line(name=name, xs=steps, ys=smoothed(values), color=color, dash=dash))
         elif raw:
-            curves.append(Line(name=f"{prefix}training", xs=steps, ys=values, color=color))
-        held = _validation(run)
+            curves.append(Line(name=f"{prefix}training", xs=steps, ys=values, color=color, dash=dash))
+        held = validation(run)
         if held:
             xs, ys = [step for step, _ in held], [loss for _, loss in held]
-            dash = "solid" if len(runs) == 1 else "dot"
-            curves.append(Line(name=f"{prefix}held out", xs=xs, ys=ys, color=other, points=True, dash=dash))
+            dotted = "solid" if len(runs) == 1 else "dot"
+            curves.append(Line(name=f"{prefix}held out", xs=xs, ys=ys, color=other, points=True, dash=dotted))
     return lines("Loss", curves, y_title="per token", from_zero=False, height=320)
 
 
@@ -244,25 +247,34 @@ def _step_times(run: RunFolder) -> str:
 
 
 def _memory(run: RunFolder, name: str, title: str) -> str:
-    limit, note = None, ""
+    budget = 0
     if run.plan is not None:
         budget = run.plan.budget_bytes if name == "device_peak_gb" else run.plan.host_budget_bytes
-        limit = (budget / 1e9, f"budget {format_bytes(budget)}")
-        note = f"peak of each step; {format_bytes(budget)} allowed"
-    return lines(title, [_line(run.curve(name), title)], suffix=" GB", limit=limit, y_title=note)
+    limit = (budget / 1e9, f"budget {format_bytes(budget)}") if budget else None
+    return memory_figure(title, [_line(run.curve(name), title)], limit)
+
+
+def memory_figure(title: str, curves: Sequence[Line], limit: tuple[float, str] | None = None) -> str:
+    """Return curves of GB as a figure in a unit that suits them; ``limit`` is a level in GB and its name."""
+    most = max((y for curve in curves for y in curve.ys if y is not None), default=1.0)
+    unit, scale = next(((u, f) for u, f in (("GB", 1.0), ("MB", 1e3)) if most * f >= 1), ("kB", 1e6))
+    scaled = [replace(curve, ys=[None if y is None else y * scale for y in curve.ys]) for curve in curves]
+    level = None if limit is None else (limit[0] * scale, limit[1])
+    note = f"peak of each step; {limit[1]}" if limit is not None else "peak of each step"
+    return lines(title, scaled, suffix=f" {unit}", limit=level, y_title=note)
 
 
 def _table(run: RunFolder) -> str:
     """Return the same figures at a few steps, for those who cannot see the curves."""
-    losses = run.curve("train_loss") or _validation(run)
+    losses = run.curve("train_loss") or validation(run)
     if not losses:
         return ""
-    steps = sorted({step for step, _ in losses} | {step for step, _ in _validation(run)})
+    steps = sorted({step for step, _ in losses} | {step for step, _ in validation(run)})
     every = -(-len(steps) // _ROWS)
     kept = sorted({*steps[::every], steps[-1]})
     columns = {
         "training loss": dict(run.curve("train_loss")),
-        "held-out loss": dict(_validation(run)),
+        "held-out loss": dict(validation(run)),
         "learning rate": dict(run.curve("lr")),
         "gradient norm": dict(run.curve("grad_norm")),
         "tokens/s": dict(run.curve("tokens_per_s")),

@@ -1,7 +1,7 @@
 """A run folder, read: metrics of all its parts, samples, settings, how it went. Needs no torch.
 
-A resumed run leaves the metrics of its parts in ``metrics-1.csv``, ``metrics-2.csv`` ... and ``metrics.csv``; steps that
-were taken again count once, as the later part took them.
+A resumed run leaves the metrics of its parts in ``metrics-1.csv``, ``metrics-2.csv`` ... and ``metrics.csv``; steps
+that were taken again count once, as the later part took them.
 """
 
 from __future__ import annotations

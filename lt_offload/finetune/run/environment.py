@@ -8,7 +8,6 @@ import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-
 import torch
 
 from lt_offload import __version__
