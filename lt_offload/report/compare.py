@@ -13,7 +13,7 @@ from lt_offload.report import plan_page
 from lt_offload.report.drawing import COLORS, Line, lines, page, smoothed, unbroken
 from lt_offload.report.run_page import loss_figure, memory_figure, plainly, validation
 from lt_offload.report.runs import METRICS, Curve, RunFolder, read_run
-from lt_offload.report.tables import NONE, section, table
+from lt_offload.report.tables import NONE, pairs, section, table
 from lt_offload.schema.plan import Plan
 from lt_offload.units import format_bytes, format_seconds
 
@@ -21,6 +21,11 @@ _OF_A_PLACE = ("trainer.default_root_dir",)
 """Settings that say where a run is, not what it is."""
 MOST_SETTINGS = 25
 """Differing settings that are shown."""
+
+_MOST = 12
+"""Runs that can be compared at once."""
+_SHORT = 20
+"""Characters of a name that fits everywhere."""
 
 Row = tuple[str, tuple[str, ...]]
 """What is compared, and its value in each run."""
@@ -33,6 +38,13 @@ class Comparison:
     names: tuple[str, ...]
     """Short, unique names: those of the folders, or their paths where these are the same."""
     runs: tuple[RunFolder, ...]
+
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """The names, or letters in their place where these are too long for the head of a table or a legend."""
+        if len(self.names) <= 3 and max(map(len, self.names)) <= _SHORT:
+            return self.names
+        return tuple(chr(ord("A") + place) for place in range(len(self.names)))
 
     @property
     def common(self) -> int | None:
@@ -50,6 +62,8 @@ def read_runs(paths: Sequence[str]) -> Comparison:
     if len(paths) < 2:
         given = f"got {len(paths) or 'none'}"
         raise ConfigError(f"compare needs two run folders or more, {given}: lt-finetune compare RUN RUN")
+    if len(paths) > _MOST:
+        raise ConfigError(f"compare: {len(paths)} runs are too many for one table; give {_MOST} at most")
     runs = [read_run(path) for path in paths]
     for path, run in zip(paths, runs, strict=True):
         if not run.curves:
@@ -189,10 +203,11 @@ def write_comparison(path: str | Path, found: Comparison) -> Path:
     body = [
         plan_page.header(title, "comparison", [run.model for run in found.runs]),
         f'<div class="lead">{same}</div>',
+        "" if found.labels == found.names else pairs(zip(found.labels, found.names, strict=True)),
         section(
             "Training",
             "",
-            loss_figure(list(zip(found.names, found.runs, strict=True))),
+            loss_figure(list(zip(found.labels, found.runs, strict=True))),
             f'<div class="charts">{"".join(charts)}</div>',
         ),
         _section("Figures", "Speeds and times are medians of the second half of each run.", found, figures(found)),
@@ -207,7 +222,7 @@ def _section(title: str, note: str, found: Comparison, rows: Sequence[Row]) -> s
     if not rows:
         return section(title, "None.") if "Settings" in title else ""
     cells = [[escape(name), *(escape(value) for value in values)] for name, values in rows]
-    head = ("what", *(escape(name) for name in found.names))
+    head = ("what", *(escape(label) for label in found.labels))
     return section(title, note, table(head, cells, numeric=range(1, len(head)), label=title))
 
 
@@ -216,7 +231,7 @@ def _over(found: Comparison, name: str, title: str, *, suffix: str = "") -> str:
 
 
 def _curves(found: Comparison, name: str) -> Iterator[Line]:
-    for number, (run_name, run) in enumerate(zip(found.names, found.runs, strict=True)):
+    for number, (run_name, run) in enumerate(zip(found.labels, found.runs, strict=True)):
         curve = run.curve(name)
         if curve:
             values = [value for _, value in curve]

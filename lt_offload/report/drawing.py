@@ -6,15 +6,14 @@ is, and at the width of a screen, a phone or paper. Plotly's library (4.8 MB) is
 
 from __future__ import annotations
 
+import json
+import math
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
+from typing import Any
 
 MAX_POINTS = 1500
 """Of a curve; more are thinned out, keeping the extremes."""
@@ -36,8 +35,43 @@ class Line:
     points: bool = False
     """Whether each point is marked."""
     dash: str = "solid"
-    texts: Sequence[str] | None = None
-    """What is said about each point; None: its value."""
+
+
+@dataclass(slots=True)
+class Drawing:
+    """A figure as plotly's library takes it; colours may be variables of the style sheet."""
+
+    traces: list[dict[str, Any]] = field(default_factory=list)
+    shapes: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[dict[str, Any]] = field(default_factory=list)
+    layout: dict[str, Any] = field(default_factory=dict)
+
+    def json(self) -> str:
+        """Return the figure as plotly's JSON; a number that is none, such as a loss that is not finite, is left out."""
+        layout = self.layout | {"shapes": self.shapes, "annotations": self.notes}
+        return json.dumps(_finite({"data": self.traces, "layout": layout}), separators=(",", ":"), ensure_ascii=False)
+
+    def level(self, height: float, name: str, *, yref: str = "y") -> None:
+        """Draw a dashed line at ``height`` of an axis, with its name above its right end."""
+        line = {"color": "var(--accent)", "width": 1.4, "dash": "dash"}
+        self.shapes.append(
+            {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "yref": yref, "y0": height, "y1": height, "line": line}
+        )
+        place = {"xref": "paper", "x": 1, "xanchor": "right", "yref": yref, "y": height, "yanchor": "bottom"}
+        self.say(name, place, size=11, color="var(--accent)")
+
+    def say(self, text: str, place: dict[str, Any], *, size: int = 12, color: str = "var(--soft)") -> None:
+        """Write ``text``, which may have a little HTML, at ``place``."""
+        font = {"size": size, "color": color}
+        self.notes.append({"text": text, **place, "showarrow": False, "font": font, "borderpad": 0})
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(part) for key, part in value.items()}
+    return [_finite(part) for part in value] if isinstance(value, list | tuple) else value
 
 
 def page(title: str, body: Iterable[str]) -> str:
@@ -62,18 +96,18 @@ def unbroken(text: str) -> str:
     return re.sub(r"(\d) ([kMGT]?B|min|[mu]?s)\b", "\\1\N{NO-BREAK SPACE}\\2", text)
 
 
-def frame(drawn: Figure, *, caption: str, label: str, height: int, kind: str = "chart", below: str = "") -> str:
+def frame(drawn: Drawing, *, caption: str, label: str, height: int, kind: str = "chart", below: str = "") -> str:
     """Return ``drawn`` as a figure of a page.
 
     Args:
-        drawn: the figure; colours may be variables of the style sheet.
+        drawn: the figure.
         caption: HTML above it.
         label: what it shows, in words, for those who cannot see it.
         height: in pixels.
         kind: CSS class of the figure; figures of one kind that is not ``chart`` are zoomed together.
         below: HTML below it, such as the same as a table.
     """
-    data = str(drawn.to_json(validate=False)).replace("</", "<\\/")
+    data = drawn.json().replace("</", "<\\/")
     return (
         f'<figure class="{kind}"><figcaption>{caption}</figcaption>'
         f'{_FIGURE} role="img" aria-label="{escape(label)}" style="height:{height}px">'
@@ -139,50 +173,44 @@ def lines(
         height: in pixels.
         below: HTML below it.
     """
-    from plotly.graph_objects import Figure, Scatter
-
-    known = [y for curve in curves for y in curve.ys if y is not None]
+    known = [y for curve in curves for y in curve.ys if y is not None and math.isfinite(y)]
     if not known:
         return ""
-    drawn = Figure()
+    drawn = Drawing()
     for curve in curves:
-        xs, ys, texts = thinned(curve)
-        few = len(xs) <= 1
-        drawn.add_trace(
-            Scatter(
-                x=xs,
-                y=ys,
-                name=curve.name,
-                mode="lines+markers" if curve.points or few else "lines",
-                line={"color": curve.color, "width": 1 if curve.faint else 2, "dash": curve.dash},
-                marker={"size": 6},
-                opacity=0.4 if curve.faint else 1.0,
-                hovertext=texts,
-                hovertemplate=f"%{{hovertext}}<extra>{escape(curve.name)}</extra>"
-                if texts
-                else f"%{{y:.5~g}}{suffix}<extra>{escape(curve.name)}</extra>",
-                hoverinfo="skip" if curve.faint and len(curves) > 1 else None,
-            )
+        xs, ys = thinned(curve)
+        drawn.traces.append(
+            {
+                "type": "scatter",
+                "x": xs,
+                "y": ys,
+                "name": curve.name,
+                "mode": "lines+markers" if curve.points or len(xs) <= 1 else "lines",
+                "line": {"color": curve.color, "width": 1 if curve.faint else 2, "dash": curve.dash},
+                "marker": {"size": 6},
+                "opacity": 0.4 if curve.faint else 1.0,
+                "hovertemplate": f"%{{y:.5~g}}{suffix}<extra>{escape(curve.name)}</extra>",
+            }
         )
     # A limit far above the curve (a large, nearly empty device) would flatten it.
     in_view = limit is not None and limit[0] <= 3 * max(known)
     top = max([*known, *([limit[0]] if limit is not None and in_view else [])])
     if limit is not None and in_view:
         ends = [min(curve.xs[0] for curve in curves if curve.xs), max(curve.xs[-1] for curve in curves if curve.xs)]
-        drawn.add_trace(
-            Scatter(
-                x=ends,
-                y=[limit[0]] * 2,
-                name=limit[1],
-                mode="lines",
-                line={"color": "var(--accent)", "width": 1.4, "dash": "dash"},
-                hoverinfo="skip",
-            )
-        )
+        line = {"color": "var(--accent)", "width": 1.4, "dash": "dash"}
+        drawn.traces.append(
+            {
+                "type": "scatter", "x": ends, "y": [limit[0]] * 2, "name": limit[1], "mode": "lines", "line": line,
+                "hoverinfo": "skip",
+            }
+        )  # fmt: skip
     if hatched_to is not None:
-        drawn.add_vrect(
-            x0=curves[0].xs[0], x1=hatched_to, fillcolor="var(--rule)", opacity=0.6, line_width=0, layer="below"
-        )
+        drawn.shapes.append(
+            {
+                "type": "rect", "x0": curves[0].xs[0], "x1": hatched_to, "yref": "paper", "y0": 0, "y1": 1,
+                "fillcolor": "var(--rule)", "opacity": 0.6, "line": {"width": 0}, "layer": "below",
+            }
+        )  # fmt: skip
     y_axis = axis(tickformat="~s" if top >= 10000 else "~g", nticks=5, ticksuffix=suffix)
     if from_zero:
         y_axis["range"] = [0, top * (1.06) or 1]
@@ -191,15 +219,13 @@ def lines(
         x_axis["type"] = "log"
     if x_ticks:
         x_axis |= {"tickvals": [x for x, _ in x_ticks], "ticktext": [text for _, text in x_ticks]}
-    many = len(drawn.data) > 1
-    drawn.update_layout(
-        layout(
-            hovermode="x unified" if many else "closest",
-            xaxis=x_axis,
-            yaxis=y_axis,
-            showlegend=many,
-            legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "bgcolor": "rgba(0,0,0,0)"},
-        )
+    many = len(drawn.traces) > 1
+    drawn.layout = layout(
+        hovermode="x unified" if many else "closest",
+        xaxis=x_axis,
+        yaxis=y_axis,
+        showlegend=many,
+        legend={"orientation": "h", "x": 0, "y": 1.02, "yanchor": "bottom", "bgcolor": "rgba(0,0,0,0)"},
     )
     unit = f" <small>{escape(y_title)}</small>" if y_title else ""
     return frame(
@@ -207,19 +233,7 @@ def lines(
     )
 
 
-def level(drawn: Figure, height: float, name: str, *, yref: str = "y") -> None:
-    """Draw a dashed line at ``height`` of an axis, with its name above its right end."""
-    drawn.add_shape(
-        type="line", xref="paper", x0=0, x1=1, yref=yref, y0=height, y1=height,
-        line={"color": "var(--accent)", "width": 1.4, "dash": "dash"},
-    )  # fmt: skip
-    drawn.add_annotation(
-        text=name, xref="paper", x=1, xanchor="right", yref=yref, y=height, yanchor="bottom", showarrow=False,
-        font={"size": 11, "color": "var(--accent)"},
-    )  # fmt: skip
-
-
-def thinned(curve: Line) -> tuple[list[float], list[float | None], list[str] | None]:
+def thinned(curve: Line) -> tuple[list[float], list[float | None]]:
     """Return the points of ``curve``, of many the lowest and the highest of each stretch."""
     count = len(curve.xs)
     kept = list(range(count))
@@ -230,8 +244,7 @@ def thinned(curve: Line) -> tuple[list[float], list[float | None], list[str] | N
             stretch = [i for i in range(start, min(start + size, count)) if curve.ys[i] is not None]
             if stretch:
                 kept += sorted({min(stretch, key=_value(curve)), max(stretch, key=_value(curve))})
-    texts = [curve.texts[i] for i in kept] if curve.texts is not None else None
-    return [curve.xs[i] for i in kept], [curve.ys[i] for i in kept], texts
+    return [curve.xs[i] for i in kept], [curve.ys[i] for i in kept]
 
 
 def _value(curve: Line) -> Any:

@@ -5,17 +5,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
-from lt_offload.report.drawing import axis, frame, layout, level
+from lt_offload.report.drawing import Drawing, axis, frame, layout
 from lt_offload.report.perfetto import LANES
 from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Span, Trace
 from lt_offload.units import format_bytes, format_seconds
-
-if TYPE_CHECKING:
-    from plotly.graph_objects import Figure
 
 MAX_BARS = 2000
 """Bars per drawing; more are merged, so that the page stays small and quick for a model of any depth."""
@@ -24,6 +20,8 @@ MAX_COLUMNS = 500
 HEIGHT = 400
 _RESOLUTION = 2000.0
 """Bars that are nearer than an iteration divided by this are drawn as one."""
+_MEMORY = 0.31
+"""Share of the height that the memory curve takes."""
 _LANE = 0.5
 """Height of a bar where lanes are 1 apart; above it is the lane's name."""
 _NUMBERED = ("forward", "rerun", "backward")
@@ -157,86 +155,76 @@ def iteration(trace: Trace, plan: Plan, blocks: Sequence[str], axis_s: float, *,
         axis_s: length of the time axis in seconds.
         caption: HTML above it.
     """
-    from plotly.graph_objects import Figure
-
     scale, unit = (1.0, "s") if axis_s >= 1 else (1e3, "ms") if axis_s >= 1e-3 else (1e6, "us")
-    drawn = Figure()
+    drawn = Drawing()
     found = bars(trace, plan)
     _draw_lanes(drawn, found, trace, blocks, scale)
     top = _draw_memory(drawn, trace, axis_s, scale)
     _name_phases(drawn, found, trace, axis_s, scale)
-    drawn.update_layout(
-        layout(
-            barmode="overlay",
-            bargap=0,
-            uniformtext={"mode": "hide", "minsize": 9},
-            hovermode="closest",
-            dragmode="zoom",
-            margin={"l": 4, "r": 4, "t": 18, "b": 22},
-            xaxis=axis(
-                anchor="y2", range=[0, axis_s * scale], ticksuffix=f" {unit}", nticks=7, showline=True,
-                minallowed=0, maxallowed=axis_s * scale,
-            ),
-            yaxis=axis(
-                domain=[0.38, 1], range=[len(LANES) - 0.6, -0.75], showticklabels=False, showgrid=False,
-                fixedrange=True,
-            ),
-            yaxis2=axis(
-                domain=[0, 0.31], range=[0, top], showticklabels=False, nticks=3, fixedrange=True,
-            ),
-        )
+    end = axis_s * scale
+    drawn.layout = layout(
+        barmode="overlay",
+        bargap=0,
+        uniformtext={"mode": "hide", "minsize": 9},
+        hovermode="closest",
+        dragmode="zoom",
+        margin={"l": 4, "r": 4, "t": 18, "b": 22},
+        xaxis=axis(
+            anchor="y2", range=[0, end], ticksuffix=f" {unit}", nticks=7, showline=True, minallowed=0, maxallowed=end
+        ),
+        yaxis=axis(
+            domain=[_MEMORY + 0.07, 1], range=[len(LANES) - 0.6, -0.75], showticklabels=False, showgrid=False,
+            fixedrange=True,
+        ),
+        yaxis2=axis(domain=[0, _MEMORY], range=[0, top], showticklabels=False, nticks=3, fixedrange=True),
     )  # fmt: skip
     busy = ", ".join(f"{LANES[lane]} {_busy(found, lane, trace)}" for lane in LANES)
     label = f"{trace.source} iteration of {format_seconds(trace.iteration_time)}: {busy}; {_peak(trace)}"
     return frame(drawn, caption=caption, label=label, height=HEIGHT, kind="iteration")
 
 
-def _draw_lanes(drawn: Figure, found: Sequence[Bar], trace: Trace, blocks: Sequence[str], scale: float) -> None:
-    from plotly.graph_objects import Bar as Bars
-
+def _draw_lanes(drawn: Drawing, found: Sequence[Bar], trace: Trace, blocks: Sequence[str], scale: float) -> None:
     height = {lane: number for number, lane in enumerate(LANES)}
     for lane, number in height.items():
-        drawn.add_shape(
-            type="rect", xref="paper", x0=0, x1=1, y0=number - _LANE / 2, y1=number + _LANE / 2, layer="below",
-            line={"width": 0}, fillcolor="var(--bed)",
+        drawn.shapes.append(
+            {
+                "type": "rect", "xref": "paper", "x0": 0, "x1": 1, "y0": number - _LANE / 2, "y1": number + _LANE / 2,
+                "layer": "below", "line": {"width": 0}, "fillcolor": "var(--bed)",
+            }
         )  # fmt: skip
-        _say(drawn, f"{LANES[lane]} <span style='color:var(--faint)'>{_busy(found, lane, trace)}</span>", number)
+        place = {"xref": "paper", "x": 0, "xanchor": "left", "y": number - _LANE / 2, "yanchor": "bottom"}
+        drawn.say(f"{LANES[lane]} <span style='color:var(--faint)'>{_busy(found, lane, trace)}</span>", place)
     by_kind: dict[tuple[str, bool], list[Bar]] = defaultdict(list)
     for bar in found:
         by_kind[bar.kind, bar.nested].append(bar)
     for (kind, nested), some in sorted(by_kind.items(), key=lambda item: item[0][1]):
         down = _LANE / 4 if nested else 0.0
-        drawn.add_trace(
-            Bars(
-                orientation="h",
-                base=[_figure(bar.start * scale) for bar in some],
-                x=[_figure((bar.end - bar.start) * scale) for bar in some],
-                y=[height[bar.lane] + down for bar in some],
-                width=_LANE / 2 if nested else _LANE,
-                name=KINDS.get(kind, kind),
+        numbered = kind in _NUMBERED
+        drawn.traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "base": [_figure(bar.start * scale) for bar in some],
+                "x": [_figure((bar.end - bar.start) * scale) for bar in some],
+                "y": [height[bar.lane] + down for bar in some],
+                "width": _LANE / 2 if nested else _LANE,
+                "name": KINDS.get(kind, kind),
                 # Neighbouring blocks differ in shade, so that they can be told apart without a gap that would read as
                 # waiting.
-                marker={
+                "marker": {
                     "color": f"var(--{kind})" if kind in KINDS else "var(--faint)",
                     "opacity": [0.8 if bar.block is not None and bar.block % 2 else 1.0 for bar in some],
                     "line": {"width": 0},
                 },
-                text=["" if bar.block is None or kind not in _NUMBERED else str(bar.block) for bar in some],
-                textposition="inside",
-                insidetextanchor="middle",
-                textangle=0,
-                textfont={"color": "#fff", "size": 11},
-                hovertext=[_title(bar, blocks) for bar in some],
-                hovertemplate="%{hovertext}<extra></extra>",
-            )
+                "text": [str(bar.block) if numbered and bar.block is not None else "" for bar in some],
+                "textposition": "inside",
+                "insidetextanchor": "middle",
+                "textangle": 0,
+                "textfont": {"color": "#fff", "size": 11},
+                "hovertext": [_title(bar, blocks) for bar in some],
+                "hovertemplate": "%{hovertext}<extra></extra>",
+            }
         )
-
-
-def _say(drawn: Figure, text: str, lane: int) -> None:
-    drawn.add_annotation(
-        text=text, xref="paper", x=0, xanchor="left", y=lane - _LANE / 2, yanchor="bottom", showarrow=False,
-        font={"size": 12, "color": "var(--soft)"}, borderpad=0,
-    )  # fmt: skip
 
 
 def _busy(found: Sequence[Bar], lane: LaneName, trace: Trace) -> str:
@@ -249,7 +237,7 @@ def _figure(value: float) -> float:
     return float(f"{value:.7g}")
 
 
-def _name_phases(drawn: Figure, found: Sequence[Bar], trace: Trace, axis_s: float, scale: float) -> None:
+def _name_phases(drawn: Drawing, found: Sequence[Bar], trace: Trace, axis_s: float, scale: float) -> None:
     """Tell forwards and backwards apart, above the lanes."""
     ends: list[tuple[str, float]] = []
     for bar in sorted(found, key=lambda bar: bar.start):
@@ -261,53 +249,49 @@ def _name_phases(drawn: Figure, found: Sequence[Bar], trace: Trace, axis_s: floa
     for index, (kind, end) in enumerate(ends):
         until = trace.iteration_time if index == len(ends) - 1 else end
         if index:
-            drawn.add_shape(
-                type="line", x0=start * scale, x1=start * scale, yref="paper", y0=0.38, y1=1.04, layer="below",
-                line={"color": "var(--faint)", "width": 1},
-            )  # fmt: skip
+            x, line = start * scale, {"color": "var(--faint)", "width": 1}
+            drawn.shapes.append(
+                {"type": "line", "x0": x, "x1": x, "yref": "paper", "y0": _MEMORY + 0.07, "y1": 1.04, "line": line}
+            )
         if until - start >= _LEAST_PHASE * axis_s and (kind == "backward" or not index):
-            drawn.add_annotation(
-                text=_PHASES[kind], x=start * scale, xanchor="left", yref="paper", y=1, yanchor="bottom",
-                showarrow=False, font={"size": 11, "color": "var(--faint)"}, borderpad=2,
-            )  # fmt: skip
+            place = {"x": start * scale, "xanchor": "left", "yref": "paper", "y": 1, "yanchor": "bottom", "xshift": 2}
+            drawn.say(_PHASES[kind], place, size=11, color="var(--faint)")
         start = until
 
 
-def _draw_memory(drawn: Figure, trace: Trace, axis_s: float, scale: float) -> float:
+def _draw_memory(drawn: Drawing, trace: Trace, axis_s: float, scale: float) -> float:
     """Draw device memory below the lanes; return the top of its axis."""
-    from plotly.graph_objects import Scatter
-
     peak = _device_peak(trace)
     # A budget far above the peak (a large, nearly empty device) would flatten the curve; then it is told, not drawn.
     in_view = trace.budget_bytes <= 3 * peak or not peak
     top = 1.3 * max(peak, trace.budget_bytes if in_view else 0) or 1.0
     times, sizes = columns(trace, axis_s)
     if times:
-        drawn.add_trace(
-            Scatter(
-                x=[_figure(time * scale) for time in times],
-                y=sizes,
-                yaxis="y2",
-                mode="lines",
-                line={"shape": "hv", "color": "var(--curve)", "width": 1.3},
-                fill="tozeroy",
-                fillcolor="var(--area)",
-                name="device memory",
-                hovertext=[format_bytes(size) for size in sizes],
-                hovertemplate="%{hovertext} in use<extra></extra>",
-            )
+        drawn.traces.append(
+            {
+                "type": "scatter",
+                "x": [_figure(time * scale) for time in times],
+                "y": sizes,
+                "yaxis": "y2",
+                "mode": "lines",
+                "line": {"shape": "hv", "color": "var(--curve)", "width": 1.3},
+                "fill": "tozeroy",
+                "fillcolor": "var(--area)",
+                "name": "device memory",
+                "hovertext": [format_bytes(size) for size in sizes],
+                "hovertemplate": "%{hovertext} in use<extra></extra>",
+            }
         )
     # A measured curve is sampled between steps; the peak is from the device's own account.
-    drawn.add_shape(
-        type="line", xref="paper", x0=0, x1=1, yref="y2", y0=peak, y1=peak,
-        line={"color": "var(--curve)", "width": 1, "dash": "dot"},
-    )  # fmt: skip
+    line = {"color": "var(--curve)", "width": 1, "dash": "dot"}
+    drawn.shapes.append(
+        {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "yref": "y2", "y0": peak, "y1": peak, "line": line}
+    )
     if in_view:
-        level(drawn, trace.budget_bytes, f"budget {format_bytes(trace.budget_bytes)}", yref="y2")
-    drawn.add_annotation(
-        text=_peak(trace), xref="paper", x=0, xanchor="left", yref="y2 domain", y=1, yanchor="bottom", showarrow=False,
-        font={"size": 12, "color": "var(--soft)"}, borderpad=0,
-    )  # fmt: skip
+        drawn.level(trace.budget_bytes, f"budget {format_bytes(trace.budget_bytes)}", yref="y2")
+    drawn.say(
+        _peak(trace), {"xref": "paper", "x": 0, "xanchor": "left", "yref": "paper", "y": _MEMORY, "yanchor": "bottom"}
+    )
     return top
 
 

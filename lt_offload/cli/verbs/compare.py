@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from lt_offload.cli.outputs import check_output
 
 _WIDTH = 80
-_SHORT = 24
-"""Characters of a run's name in the head of a table; longer ones are letters with their names below."""
 
 
 def compare(*runs: str, save: str | None = None) -> int:
@@ -35,9 +33,8 @@ def compare(*runs: str, save: str | None = None) -> int:
     found = read_runs(runs)
     console = Console(highlight=False)
     width = min(console.width, max(_WIDTH, 26 * (len(runs) + 1)))
-    long = any(len(name) > _SHORT for name in found.names) or len(found.names) > 3
-    heads = tuple("ABCDEFGHIJKLMNOPQRSTUVWXYZ"[: len(runs)]) if long else found.names
-    if long:
+    heads = found.labels
+    if heads != found.names:
         for head, name in zip(heads, found.names, strict=True):
             console.print(f"{head}  {name}", markup=False, soft_wrap=True)
         console.print()

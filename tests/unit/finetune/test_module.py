@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
+from lt_offload.finetune.summary import RunSummary
 
 from lt_offload import AdamW, limits
 from lt_offload.errors import ConfigError
@@ -14,7 +15,6 @@ from lt_offload.finetune import load
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.generation import continuation
 from lt_offload.finetune.module import FineTune, LoraArgs, add_lora, check_data, lr_factor, make_optimizer
-from lt_offload.finetune.summary import RunSummary
 from tests.support import models, tiny
 
 pytestmark = [

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
 from lt_offload.finetune.summary import RunSummary, run_gains, write_run_report
+
 from lt_offload.plan import Settings, make_plan, solve
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile

@@ -1,0 +1,59 @@
+"""Reads pages of the report: their text, their elements, and the data of their figures."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from typing import Any
+
+from plotly.graph_objects import Figure
+
+
+class Page(HTMLParser):
+    """Parses a page and fails on tags that do not nest."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.feed(content(html))
+        self.close()
+        assert [tag for tag in self.open if tag != "meta"] == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def all(self, tag: str) -> list[dict[str, str | None]]:
+        return [attributes for name, attributes in self.elements if name == tag]
+
+
+def content(html: str) -> str:
+    """The page without the library that draws its figures."""
+    return re.sub(r'<script id="plotly">.*?</script>', "", html, flags=re.DOTALL)
+
+
+def plain(html: str) -> str:
+    """What is to be read in a page; figures are drawings."""
+    text = re.sub(r"<(script|style)[^>]*>.*?</\1>|<noscript>.*?</noscript>", " ", html, flags=re.DOTALL)
+    return re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", text)).replace("\N{NO-BREAK SPACE}", " ")
+
+
+def figures(html: str) -> dict[str, dict[str, Any]]:
+    """Data and layout of all figures by their captions; all of it is what plotly takes."""
+    found = re.findall(
+        r'<figcaption>([^<]*)(?:<small>[^<]*</small>)?</figcaption>.*?<script type="application/json">(.*?)</script>',
+        html,
+        flags=re.DOTALL,
+    )
+    drawn = {caption.strip(): json.loads(data) for caption, data in found}
+    for figure in drawn.values():
+        Figure(figure)  # raises ValueError for what plotly does not know
+    return drawn
