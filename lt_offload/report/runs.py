@@ -136,7 +136,7 @@ def read_run(path: str | Path) -> RunFolder:
     if not folder.is_dir():
         why = "it is a file" if folder.exists() else "there is no such folder"
         raise ConfigError(f"{str(path)!r} is not a run folder: {why}; give a folder such as runs/quickstart-...")
-    if not any((folder / name).is_file() for name in ("config.yaml", METRICS, "plan.json")):
+    if not any((folder / name).is_file() for name in ("config.yaml", METRICS, SUMMARY)):
         raise ConfigError(
             f"{str(path)!r} is not a run folder: it has neither config.yaml nor {METRICS}; give a folder that a run "
             "of lt-finetune has written, such as runs/quickstart-..."

@@ -69,10 +69,15 @@ def test_a_run_leaves_a_folder_that_can_be_resumed_validated_sampled_and_exporte
     folder = run_folder(tmp_path)
     assert folder.name.startswith("tiny-")
     names = {path.name for path in folder.iterdir()}
-    assert names >= {"config.yaml", "metrics.csv", "checkpoints", "tensorboard"}
+    assert names >= {
+        "config.yaml", "metrics.csv", "samples.jsonl", "summary.json", "environment.json", "report.html", "checkpoints",
+        "tensorboard",
+    }  # fmt: skip
     assert list((folder / "tensorboard").glob("events*"))
     metrics = (folder / "metrics.csv").read_text()
-    assert {"train_loss", "val_loss", "lr-AdamW/pg1"} <= set(metrics.splitlines()[0].split(","))
+    assert {"train_loss", "val_loss", "lr", "tokens_per_s", "trained_tokens_per_s"} <= set(
+        metrics.splitlines()[0].split(",")
+    )
     checkpoint = folder / "checkpoints" / "step4.ckpt"
     assert checkpoint.is_file()
 

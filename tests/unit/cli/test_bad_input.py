@@ -213,7 +213,7 @@ def names(settings: dict[str, Any]) -> Iterator[str]:
         yield callback["class_path"].rpartition(".")[2]
 
 
-OURS = ["ModelCheckpoint", "ModelCheckpoint", "ExactResume", "LearningRateMonitor", "ProgressLine"]
+OURS = ["ModelCheckpoint", "ModelCheckpoint", "ExactResume", "ProgressLine"]
 
 
 def test_callbacks_are_appended(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -238,7 +238,7 @@ def test_a_bar_of_ones_own_replaces_the_recipes(recipe: str) -> None:
 def test_quiet_says_results_only(recipe: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main([recipe, "--quiet", "--trainer.default_root_dir", "run"]) == 0
     captured = capfd.readouterr()
-    assert "run folder" in captured.out
+    assert "report  " in captured.out
     for noise in ("starting PyTorch", "offmate:", "Epoch", "Seed set", "GPU available"):
         assert noise not in captured.err + captured.out
     assert main(["check", recipe, "--quiet", "--data.batch", "1"]) == 2

@@ -15,7 +15,9 @@ from lt_offload.cli.app import last_run, with_values
 from lt_offload.cli.main import main
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.module import FineTune
+from lt_offload.report.runs import read_run
 from tests.support.commands import fails
+from tests.support.pages import plain
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
@@ -77,6 +79,7 @@ def interrupted(
     assert "interrupted after step 4" in error
     assert "continue with --resume" in error
     [folder] = Path("runs").iterdir()
+    assert "was interrupted after step 4" in plain((folder / "report.html").read_text())
     assert torch.load(folder / "checkpoints" / "interrupted.ckpt")["global_step"] == 4
     return folder
 
@@ -97,6 +100,15 @@ def test_an_interrupted_run_is_taken_up_and_ends_like_one_that_was_not(
     assert main([recipe, "--resume"]) == 0
     assert list(Path("runs").iterdir()) == [folder]
     assert (folder / "metrics-1.csv").read_text() == first
+    assert main(["compare", str(folder), "whole"]) == 0
+    assert "have equal losses in all 8 steps, bit for bit." in " ".join(capsys.readouterr().out.split())
+    run = read_run(folder)
+    assert [(part.first_step, part.last_step, part.ended) for part in run.parts] == [
+        (0, 4, "interrupted"),
+        (4, 8, "finished"),
+    ]
+    assert run.curve("lr") == read_run("whole").curve("lr")
+    assert "It was resumed after step 4." in plain((folder / "report.html").read_text())
     ends = [torch.load(run / "checkpoints" / "step8.ckpt") for run in (Path("whole"), folder)]
     for name, tensor in ends[0]["state_dict"].items():
         assert torch.equal(tensor, ends[1]["state_dict"][name]), name
@@ -134,3 +146,6 @@ def test_resume_needs_no_value() -> None:
     assert with_values(["--resume"]) == ["--resume=true"]
     assert with_values(["--resume", "--x", "1"]) == ["--resume=true", "--x", "1"]
     assert with_values(["--resume", "false"]) == ["--resume", "false"]
+    assert with_values(["--wandb"]) == ["--wandb=lt-offload"]
+    assert with_values(["--wandb", "--resume"]) == ["--wandb=lt-offload", "--resume=true"]
+    assert with_values(["--wandb", "mine", "--x", "1"]) == ["--wandb", "mine", "--x", "1"]

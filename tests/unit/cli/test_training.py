@@ -10,11 +10,13 @@ import pytest
 
 from lt_offload.cli.main import main
 from lt_offload.cli.verbs import doctor
+from lt_offload.finetune.module import FineTune
 from lt_offload.schema.explain import brief
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import HardwareProfile, Profile
 from lt_offload.schema.trace import Trace
 from tests.support import tiny
+from tests.support.pages import plain
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
@@ -51,8 +53,9 @@ def test_a_run_shows_measured_beside_planned(
 ) -> None:
     assert main([recipe, "--trainer.default_root_dir", "run"]) == 0
     captured = capsys.readouterr()
-    for name in ("held-out loss", "memory budget", "measured peak", "host memory", "step time", "run folder", "report"):
-        assert name in captured.out
+    for name in ("held-out loss", "speed", "step time", "device memory", "RAM", "sample", "report", "try it"):
+        assert f"  {name}  " in captured.out
+    assert "2 MB allowed" in captured.out
     plan = Plan.load("run/plan.json")
     assert plan.budget_bytes == 2_000_000
     # Lightning's logger writes to standard error, or to pytest's handler if that was there before Lightning
@@ -60,7 +63,13 @@ def test_a_run_shows_measured_beside_planned(
     assert brief(plan) in said
     assert "tensors updated on" not in said, "the table is for those who ask"
     names = {path.name for path in Path("run").iterdir()}
-    assert names >= {"config.yaml", "profile.json", "plan.json", "trace.json", "metrics.csv", "report.html"}
+    assert names >= {
+        "config.yaml", "profile.json", "plan.json", "trace.json", "trace.perfetto.json", "metrics.csv", "samples.jsonl",
+        "summary.json", "environment.json", "report.html", "checkpoints", "tensorboard",
+    }  # fmt: skip
+    page = plain(Path("run/report.html").read_text())
+    for title in ("Training", "Samples", "Planned and measured", "Where the time went", "One iteration", "Decisions"):
+        assert f" {title} " in page
 
     Path("again").mkdir()
     replay = [recipe, "--trainer.default_root_dir", "again", "--trainer.strategy.plan", "run/plan.json"]
@@ -119,6 +128,20 @@ def test_one_clear_error_before_training(
     for message in messages:
         assert message in error
     assert not list(Path().glob("runs/*/metrics.csv"))
+
+
+def test_a_run_that_fails_leaves_a_report(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(module: FineTune, *args: object) -> None:
+        if module.global_step == 2:
+            raise RuntimeError("the cat is on the keyboard")
+
+    monkeypatch.setattr(FineTune, "on_train_batch_end", broken)
+    assert main([recipe, "--trainer.default_root_dir", "run"]) == 1
+    assert "how far the run came: run/report.html" in capsys.readouterr().err
+    page = plain(Path("run/report.html").read_text())
+    assert "The run failed after step 2: RuntimeError: the cat is on the keyboard." in page
 
 
 def test_a_run_with_windows_and_clipping(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,13 +7,11 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Trainer
-from lt_offload.finetune.summary import RunSummary
 
 from lt_offload import AdamW, limits
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.data.module import FineTuneData
-from lt_offload.finetune.generation import continuation
 from lt_offload.finetune.module import FineTune, LoraArgs, add_lora, check_data, lr_factor, make_optimizer
 from tests.support import models, tiny
 
@@ -45,26 +43,18 @@ def trainer(steps: int, *callbacks: Any, **settings: Any) -> Trainer:
     return Trainer(max_steps=steps, callbacks=list(callbacks), **quiet | settings)
 
 
-def test_training_lowers_the_held_out_loss_and_is_summed_up(folder: str, text: str) -> None:
-    summary = RunSummary()
-    run = trainer(
-        40, summary, num_sanity_val_steps=-1, val_check_interval=20, check_val_every_n_epoch=None, limit_val_batches=4
-    )
-    module = FineTune(folder, lr=5e-3, warmup_steps=2)
-    source = data(folder, text, sample_prompt="the quick")
-    run.fit(module, datamodule=source)
-    assert [step for step, _ in summary.losses] == [0, 20, 40]
-    assert summary.losses[-1][1] < summary.losses[0][1] - 1
-    assert len(summary.step_times) == 40
-    assert min(summary.step_times) <= summary.step_time <= max(summary.step_times)
-    facts = summary.facts(run)
-    assert facts["held-out loss"] == f"{summary.losses[0][1]:.4f} -> {summary.losses[2][1]:.4f}"
-    assert facts["steps"] == "40"
-    assert summary.prompt == "the quick"
-    expected = continuation(
-        module.model, source.prompt("the quick")["input_ids"], max_new_tokens=64, end=[source.tokenizer.eos_token_id]
-    )
-    assert summary.sample == source.tokenizer.decode(expected)
+def test_training_lowers_the_held_out_loss(folder: str, text: str) -> None:
+    losses: list[float] = []
+
+    class Module(FineTune):
+        def on_validation_end(self) -> None:
+            losses.append(float(self.trainer.callback_metrics["val_loss"]))
+
+    run = trainer(40, num_sanity_val_steps=-1, val_check_interval=40, check_val_every_n_epoch=None, limit_val_batches=4)
+    module = Module(folder, lr=5e-3, warmup_steps=2)
+    run.fit(module, datamodule=data(folder, text))
+    before, after = losses
+    assert after < before - 1
     assert module.training
 
 
@@ -76,14 +66,6 @@ def test_layers_are_compiled_one_by_one(folder: str, lora: LoraArgs | None) -> N
     compiled = [name for name, part in module.named_modules() if part._compiled_call_impl is not None]
     assert [name.split("layers.")[1] for name in compiled] == ["0", "1"]
     limits.check("model", limits.Setup(model=module))
-
-
-def test_a_short_sanity_check_is_no_loss_before_training(folder: str, text: str) -> None:
-    summary = RunSummary()
-    trainer(1, summary, num_sanity_val_steps=1, limit_val_batches=2).fit(
-        FineTune(folder), datamodule=data(folder, text)
-    )
-    assert all(step > 0 for step, _ in summary.losses)
 
 
 def test_validation_counts_tokens_not_batches(folder: str, tmp_path: Path) -> None:

@@ -1,0 +1,93 @@
+"""Samples at each validation: what the model writes, and that training does not notice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+from lt_offload import OffmateStrategy
+from lt_offload.errors import ConfigError
+from lt_offload.finetune.export import continuation
+from lt_offload.finetune.module import FineTune
+from lt_offload.finetune.run.clock import RunClock
+from lt_offload.finetune.run.samples import TOKENS, TOKENS_AT_END, Samples, prompts
+from tests.unit.finetune.run.conftest import data, trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
+]
+EVERY_SECOND = {"val_check_interval": 2, "check_val_every_n_epoch": None}
+
+
+@pytest.mark.parametrize("strategy", ["auto", "offmate"])
+def test_training_is_bit_for_bit_the_same_with_and_without(strategy: str, folder: str, text: str) -> None:
+    ends = []
+    for prompt in (None, ["the quick", "a dog"]):
+        module = FineTune(folder, lr=1e-2, dropout=0.2)
+        chosen = OffmateStrategy(memory="2MB") if strategy == "offmate" else "auto"
+        samples = Samples(RunClock())
+        trainer(4, samples, strategy=chosen, **EVERY_SECOND).fit(
+            module, datamodule=data(folder, text, sample_prompt=prompt)
+        )
+        assert [sample.step for sample in samples.written] == ([] if prompt is None else [2, 2, 4, 4])
+        ends.append((module.state_dict(), torch.get_rng_state(), module.training))
+    (first, state, mode), (second, other, other_mode) = ends
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    assert torch.equal(state, other)
+    assert mode is other_mode
+
+
+class Modes(Callback):
+    """Freezes a part's mode, as users who train a part only do, and sees whether it stays."""
+
+    def on_train_start(self, trainer: Any, module: Any) -> None:
+        module.model.model.norm.eval()
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        assert not module.model.model.norm.training
+        assert module.model.training
+
+
+def test_what_is_written(folder: str, text: str, tmp_path: Path) -> None:
+    samples, clock = Samples(clock := RunClock(), tmp_path), clock
+    module, source = FineTune(folder, lr=1e-2), data(folder, text, sample_prompt="the quick")
+    run = trainer(4, samples, Modes(), num_sanity_val_steps=-1, **EVERY_SECOND)
+    run.fit(module, datamodule=source)
+    lines = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [0, 2, 4, 4]
+    assert lines[-1]["val_loss"] == lines[-2]["val_loss"] == float(run.callback_metrics["val_loss"])
+    assert lines[-1]["text"].startswith(lines[-2]["text"])
+    ids, end = source.prompt("the quick")["input_ids"], source.tokenizer.eos_token_id
+    for line, tokens in zip(lines[-2:], (TOKENS, TOKENS_AT_END), strict=True):
+        expected = continuation(module.model, ids, max_new_tokens=tokens, end=end)
+        assert line["text"] == source.tokenizer.decode(expected)
+    assert clock.seconds["samples"] > 0
+
+
+def test_validating_alone_and_a_short_sanity_check_write_none(folder: str, text: str) -> None:
+    samples = Samples(RunClock())
+    source = data(folder, text, sample_prompt="the quick")
+    run = trainer(1, samples, num_sanity_val_steps=1)
+    run.validate(FineTune(folder), datamodule=source, verbose=False)
+    assert samples.written == []
+    run.fit(FineTune(folder), datamodule=source)
+    assert {sample.step for sample in samples.written} == {1}
+
+
+def test_a_prompt_that_cannot_be_used_is_an_error_before_training(folder: str, text: str) -> None:
+    module = FineTune(folder)
+    with pytest.raises(ConfigError, match="prompt is empty"):
+        trainer(1, Samples(RunClock())).fit(module, datamodule=data(folder, text, sample_prompt=["the quick", ""]))
+    assert module.trainer.global_step == 0
+
+
+def test_one_prompt_or_several(folder: str, text: str) -> None:
+    assert prompts(data(folder, text, sample_prompt="one")) == ["one"]
+    assert prompts(data(folder, text, sample_prompt=["one", "two"])) == ["one", "two"]
+    assert prompts(data(folder, text)) == prompts(None) == []
