@@ -97,6 +97,15 @@ class RunMetrics(Metrics, Callback):
         """Count the tokens since the last record."""
         self._take_counts()
 
+    def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
+        """Hand the figures of a step that is done to the loggers, where a callback leaves before the Trainer does so.
+
+        A run that is interrupted has saved that step already, and will not take it again.
+        """
+        done = trainer.fit_loop.epoch_loop.batch_progress.current
+        if trainer.training and done.processed > done.completed:
+            trainer._logger_connector.update_train_step_metrics()
+
     def _log_rates(self) -> None:
         tokens, trained, samples = self._take_counts()
         steps, seconds = len(self.clock.steps), self.clock.training
