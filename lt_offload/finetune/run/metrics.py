@@ -102,7 +102,7 @@ class RunMetrics(Metrics, Callback):
 
         A run that is interrupted has saved that step already, and will not take it again.
         """
-        done = trainer.fit_loop.epoch_loop.batch_progress.current
+        done: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         if trainer.training and done.processed > done.completed:
             trainer._logger_connector.update_train_step_metrics()
 

@@ -63,7 +63,7 @@ def test_what_is_written(folder: str, text: str, tmp_path: Path) -> None:
     assert [line["step"] for line in lines] == [0, 2, 4, 4]
     assert lines[-1]["val_loss"] == lines[-2]["val_loss"] == float(run.callback_metrics["val_loss"])
     assert lines[-1]["text"].startswith(lines[-2]["text"])
-    ids, end = source.prompt("the quick")["input_ids"], source.tokenizer.eos_token_id
+    ids, end = source.prompt("the quick")["input_ids"], [source.tokenizer.eos_token_id]
     for line, tokens in zip(lines[-2:], (TOKENS, TOKENS_AT_END), strict=True):
         expected = continuation(module.model, ids, max_new_tokens=tokens, end=end)
         assert line["text"] == source.tokenizer.decode(expected)
