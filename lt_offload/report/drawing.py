@@ -15,6 +15,8 @@ from html import escape
 from importlib.resources import files
 from typing import Any
 
+OUT_OF_VIEW = 3.0
+"""A limit that is so many times higher than a curve is told and not drawn; it would flatten the curve."""
 MAX_POINTS = 1500
 """Of a curve; more are thinned out, keeping the extremes."""
 COLORS = tuple(f"var(--series-{number})" for number in range(1, 7))
@@ -188,12 +190,11 @@ def lines(
                 "mode": "lines+markers" if curve.points or len(xs) <= 1 else "lines",
                 "line": {"color": curve.color, "width": 1 if curve.faint else 2, "dash": curve.dash},
                 "marker": {"size": 6},
-                "opacity": 0.4 if curve.faint else 1.0,
+                "opacity": 0.5 if curve.faint else 1.0,
                 "hovertemplate": f"%{{y:.5~g}}{suffix}<extra>{escape(curve.name)}</extra>",
             }
         )
-    # A limit far above the curve (a large, nearly empty device) would flatten it.
-    in_view = limit is not None and limit[0] <= 3 * max(known)
+    in_view = limit is not None and limit[0] <= OUT_OF_VIEW * max(known)
     top = max([*known, *([limit[0]] if limit is not None and in_view else [])])
     if limit is not None and in_view:
         ends = [min(curve.xs[0] for curve in curves if curve.xs), max(curve.xs[-1] for curve in curves if curve.xs)]
@@ -204,21 +205,25 @@ def lines(
                 "hoverinfo": "skip",
             }
         )  # fmt: skip
+    x_axis = axis(showgrid=False, showline=True, nticks=7, title={"text": x_title, "font": {"size": 11}, "standoff": 4})
+    if log_x:
+        x_axis["type"] = "log"
+    if x_ticks:
+        x_axis |= {"tickvals": [x for x, _ in x_ticks], "ticktext": [text for _, text in x_ticks]}
     if hatched_to is not None:
+        left, right = curves[0].xs[0], curves[0].xs[-1]
+        margin = 0.03 * (right - left)
+        left, right = left - margin, max(right, hatched_to) + margin
+        x_axis["range"] = [left, right]
         drawn.shapes.append(
             {
-                "type": "rect", "x0": curves[0].xs[0], "x1": hatched_to, "yref": "paper", "y0": 0, "y1": 1,
+                "type": "rect", "x0": left, "x1": hatched_to, "yref": "paper", "y0": 0, "y1": 1,
                 "fillcolor": "var(--rule)", "opacity": 0.6, "line": {"width": 0}, "layer": "below",
             }
         )  # fmt: skip
     y_axis = axis(tickformat="~s" if top >= 10000 else "~g", nticks=5, ticksuffix=suffix)
     if from_zero:
         y_axis["range"] = [0, top * (1.06) or 1]
-    x_axis = axis(showgrid=False, showline=True, nticks=7, title={"text": x_title, "font": {"size": 11}, "standoff": 4})
-    if log_x:
-        x_axis["type"] = "log"
-    if x_ticks:
-        x_axis |= {"tickvals": [x for x, _ in x_ticks], "ticktext": [text for _, text in x_ticks]}
     many = len(drawn.traces) > 1
     drawn.layout = layout(
         hovermode="x unified" if many else "closest",
@@ -252,9 +257,8 @@ def _value(curve: Line) -> Any:
 
 
 def smoothed(values: Sequence[float]) -> list[float]:
-    """Return running means of ``values`` that follow about a twentieth of them, each counting what came before it."""
-    weight = max(0.0, 1 - 20 / len(values)) if values else 0.0
-    weight = min(weight, 0.98)
+    """Return running means of ``values``, each counting mostly the fortieth part of them that came before it."""
+    weight = min(0.98, 1 - 1 / max(4.0, len(values) / 40))
     total = share = 0.0
     found = []
     for value in values:

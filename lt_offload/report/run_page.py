@@ -11,7 +11,7 @@ from pathlib import Path
 from lt_offload.plan import simulate
 from lt_offload.plan.what_if import Gain
 from lt_offload.report import plan_page
-from lt_offload.report.drawing import COLORS, Line, lines, page, smoothed, unbroken
+from lt_offload.report.drawing import COLORS, OUT_OF_VIEW, Line, lines, page, smoothed, unbroken
 from lt_offload.report.runs import Curve, RunFolder, Sample, read_run
 from lt_offload.report.tables import NONE, bar_list, pairs, section, table
 from lt_offload.schema.explain import brief
@@ -53,11 +53,12 @@ def _page(run: RunFolder, gains: Sequence[Gain]) -> str:
     if plan is not None and profile is not None:
         title, about = f"{run.model} in {format_bytes(plan.budget_bytes)}", plan_page.about(plan, profile)
         predicted = simulate(plan, profile)
+        paragraph = brief(plan).partition("\n\n")[0]  # without the curve of batch sizes, which is drawn
         planned = [
             section(
                 "Planned and measured",
                 "",
-                f"<p>{unbroken(escape(brief(plan)))}</p>",
+                f"<p>{unbroken(escape(paragraph))}</p>",
                 plan_page.times(plan, list(_measured(run))),
                 _differences(run, predicted),
             ),
@@ -260,8 +261,8 @@ def memory_figure(title: str, curves: Sequence[Line], limit: tuple[float, str] |
     unit, scale = next(((u, f) for u, f in (("GB", 1.0), ("MB", 1e3)) if most * f >= 1), ("kB", 1e6))
     scaled = [replace(curve, ys=[None if y is None else y * scale for y in curve.ys]) for curve in curves]
     level = None if limit is None else (limit[0] * scale, limit[1])
-    note = f"peak of each step; {limit[1]}" if limit is not None else "peak of each step"
-    return lines(title, scaled, suffix=f" {unit}", limit=level, y_title=note)
+    hidden = f"; {limit[1]}" if limit is not None and limit[0] > OUT_OF_VIEW * most else ""
+    return lines(title, scaled, suffix=f" {unit}", limit=level, y_title=f"peak of each step{hidden}")
 
 
 def _table(run: RunFolder) -> str:

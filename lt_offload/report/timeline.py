@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from lt_offload.report.drawing import Drawing, axis, frame, layout
+from lt_offload.report.drawing import OUT_OF_VIEW, Drawing, axis, frame, layout
 from lt_offload.report.perfetto import LANES
 from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.plan import Plan
@@ -263,7 +263,7 @@ def _draw_memory(drawn: Drawing, trace: Trace, axis_s: float, scale: float) -> f
     """Draw device memory below the lanes; return the top of its axis."""
     peak = _device_peak(trace)
     # A budget far above the peak (a large, nearly empty device) would flatten the curve; then it is told, not drawn.
-    in_view = trace.budget_bytes <= 3 * peak or not peak
+    in_view = trace.budget_bytes <= OUT_OF_VIEW * peak or not peak
     top = 1.3 * max(peak, trace.budget_bytes if in_view else 0) or 1.0
     times, sizes = columns(trace, axis_s)
     if times:

@@ -132,10 +132,9 @@ def test_many_points_are_thinned_out_and_extremes_stay() -> None:
 
 def test_smoothing_looks_back_only() -> None:
     assert smoothed([]) == []
-    assert smoothed([1.0, 2.0, 3.0]) == [1.0, 2.0, 3.0]
     assert smoothed([5.0] * 100) == pytest.approx([5.0] * 100)
     step = smoothed([0.0] * 50 + [1.0] * 50)
     assert step[:50] == [0.0] * 50
     assert step[50:] == sorted(step[50:])
-    assert 0.2 < step[50] < 0.3
+    assert step[50] == pytest.approx(0.25)
     assert step[-1] > 0.9
