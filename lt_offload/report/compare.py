@@ -32,7 +32,7 @@ Row = tuple[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class RunComparison:
     """Two runs or more, read."""
 
     names: tuple[str, ...]
@@ -53,7 +53,7 @@ class Comparison:
         return max(set.intersection(*steps), default=None)
 
 
-def read_runs(paths: Sequence[str]) -> Comparison:
+def read_runs(paths: Sequence[str]) -> RunComparison:
     """Return the runs in the folders ``paths``.
 
     Raises:
@@ -77,13 +77,13 @@ def read_runs(paths: Sequence[str]) -> Comparison:
             raise ConfigError(f"compare: {paths[place]!r} is given twice; name two different run folders")
     names = [run.name for run in runs]
     unique = len(set(names)) == len(names)
-    return Comparison(names=tuple(names if unique else [str(Path(path)) for path in paths]), runs=tuple(runs))
+    return RunComparison(names=tuple(names if unique else [str(Path(path)) for path in paths]), runs=tuple(runs))
 
 
 # -- what is compared ------------------------------------------------------------------------------------------------
 
 
-def figures(found: Comparison) -> list[Row]:
+def figures(found: RunComparison) -> list[Row]:
     """Return losses, speed, memory and plans of all runs."""
     common = found.common
     rows: list[tuple[str, Callable[[RunFolder], str | None]]] = [
@@ -114,7 +114,7 @@ def figures(found: Comparison) -> list[Row]:
     return [row for row in shown if set(row[1]) != {NONE}]
 
 
-def plan_differences(found: Comparison) -> list[Row]:
+def plan_differences(found: RunComparison) -> list[Row]:
     """Return what the plans say differently; nothing if at most one run has a plan."""
     if sum(run.plan is not None for run in found.runs) < 2:
         return []
@@ -136,7 +136,7 @@ def plan_differences(found: Comparison) -> list[Row]:
     return [row for row in shown if len(set(row[1])) > 1]
 
 
-def setting_differences(found: Comparison) -> list[Row]:
+def setting_differences(found: RunComparison) -> list[Row]:
     """Return the settings that are not the same in all runs, by their dotted names."""
     names = dict.fromkeys(name for run in found.runs for name in run.settings if name not in _OF_A_PLACE)
     rows = [(name, tuple(_setting(run, name) for run in found.runs)) for name in names if not _answered(name, found)]
@@ -149,7 +149,7 @@ def _setting(run: RunFolder, name: str) -> str:
     return plainly(run.settings.get(name))
 
 
-def _answered(name: str, found: Comparison) -> bool:
+def _answered(name: str, found: RunComparison) -> bool:
     """Return whether the difference is told by another row: that of the group, or those of its members."""
     parts = name.split(".")
     groups = [".".join(parts[:count]) for count in range(1, len(parts))]
@@ -159,7 +159,7 @@ def _answered(name: str, found: Comparison) -> bool:
     return members and all(run.settings.get(name) is None for run in found.runs)
 
 
-def trajectories(found: Comparison) -> list[str]:
+def trajectories(found: RunComparison) -> list[str]:
     """Return, of each run but the first, whether its training losses are those of the first one, bit for bit."""
     first = dict(found.runs[0].curve("train_loss"))
     said = []
@@ -185,7 +185,7 @@ def trajectories(found: Comparison) -> list[str]:
 # -- the page --------------------------------------------------------------------------------------------------------
 
 
-def write_comparison(path: str | Path, found: Comparison) -> Path:
+def write_comparison(path: str | Path, found: RunComparison) -> Path:
     """Write a page with curves over each other to ``path`` and return the path."""
     title = " and ".join(found.names) if len(found.names) == 2 else f"{len(found.names)} runs"
     same = "".join(f"<p>{unbroken(escape(sentence))}</p>" for sentence in trajectories(found))
@@ -218,7 +218,7 @@ def write_comparison(path: str | Path, found: Comparison) -> Path:
     return plan_page.write(Path(path), page(title, body))
 
 
-def _section(title: str, note: str, found: Comparison, rows: Sequence[Row]) -> str:
+def _section(title: str, note: str, found: RunComparison, rows: Sequence[Row]) -> str:
     if not rows:
         return section(title, "None.") if "Settings" in title else ""
     cells = [[escape(name), *(escape(value) for value in values)] for name, values in rows]
@@ -226,11 +226,11 @@ def _section(title: str, note: str, found: Comparison, rows: Sequence[Row]) -> s
     return section(title, note, table(head, cells, numeric=range(1, len(head)), label=title))
 
 
-def _over(found: Comparison, name: str, title: str, *, suffix: str = "") -> str:
+def _over(found: RunComparison, name: str, title: str, *, suffix: str = "") -> str:
     return lines(title, list(_curves(found, name)), suffix=suffix)
 
 
-def _curves(found: Comparison, name: str) -> Iterator[Line]:
+def _curves(found: RunComparison, name: str) -> Iterator[Line]:
     for number, (run_name, run) in enumerate(zip(found.labels, found.runs, strict=True)):
         curve = run.curve(name)
         if curve:

@@ -12,7 +12,7 @@ from lt_offload.plan import simulate
 from lt_offload.plan.what_if import Gain
 from lt_offload.report import plan_page
 from lt_offload.report.drawing import COLORS, OUT_OF_VIEW, Line, lines, page, smoothed, unbroken
-from lt_offload.report.runs import Curve, RunFolder, Sample, read_run
+from lt_offload.report.runs import Curve, RunFolder, RunSample, read_run
 from lt_offload.report.tables import NONE, bar_list, pairs, section, table
 from lt_offload.schema.explain import brief
 from lt_offload.schema.trace import Trace
@@ -297,7 +297,7 @@ def _table(run: RunFolder) -> str:
 # -- samples ---------------------------------------------------------------------------------------------------------
 
 
-def _samples(samples: Sequence[Sample]) -> str:
+def _samples(samples: Sequence[RunSample]) -> str:
     """Return what the model wrote over time, per prompt; the last one is in full view."""
     if not samples:
         return ""
@@ -313,7 +313,7 @@ def _samples(samples: Sequence[Sample]) -> str:
     return section("Samples", "What the model wrote; the most likely token each time. The prompt is grey.", *shown)
 
 
-def _quoted(sample: Sample) -> str:
+def _quoted(sample: RunSample) -> str:
     when = f"after step {sample.step}" if sample.step else "before training"
     loss = f", held-out loss {sample.val_loss:.3f}" if sample.val_loss is not None else ""
     return (

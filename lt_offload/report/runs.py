@@ -32,7 +32,7 @@ Curve = Sequence[tuple[int, float]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
+class RunSample:
     """What the model wrote after a prompt."""
 
     step: int
@@ -48,7 +48,7 @@ class Sample:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part:
+class RunPart:
     """One stretch of a run, from a start to its end: a run that was resumed has several."""
 
     first_step: int
@@ -81,11 +81,11 @@ class RunFolder:
     path: Path
     curves: Mapping[str, Curve]
     """By the names of the metrics."""
-    samples: Sequence[Sample]
+    samples: Sequence[RunSample]
     settings: Mapping[str, object]
     """Of ``config.yaml``, by dotted names."""
     environment: Mapping[str, object]
-    parts: Sequence[Part]
+    parts: Sequence[RunPart]
     plan: Plan | None
     profile: Profile | None
     trace: Trace | None
@@ -166,14 +166,14 @@ def read_run(path: str | Path) -> RunFolder:
     )
 
 
-def read_parts(folder: Path) -> list[Part]:
+def read_parts(folder: Path) -> list[RunPart]:
     """Return the parts of a run that ended by themselves: a process that was killed says nothing."""
-    known = {field.name for field in fields(Part)}
+    known = {field.name for field in fields(RunPart)}
     written = _object(folder / SUMMARY).get("parts")
-    return [Part(**{k: v for k, v in part.items() if k in known}) for part in written or ()]
+    return [RunPart(**{k: v for k, v in part.items() if k in known}) for part in written or ()]
 
 
-def write_part(folder: Path, part: Part) -> None:
+def write_part(folder: Path, part: RunPart) -> None:
     """Add ``part`` to the summary of a run, in place of what it takes again."""
     parts = [before for before in read_parts(folder) if before.first_step < part.first_step]
     text = json.dumps({"parts": [asdict(part) for part in [*parts, part]]}, indent=2)
@@ -217,13 +217,13 @@ def _rows(path: Path) -> Iterator[tuple[int, dict[str, float]]]:
             yield int(step) + 1, {name: float(value) for name, value in row.items() if name and value}
 
 
-def _samples(path: Path) -> Iterator[Sample]:
+def _samples(path: Path) -> Iterator[RunSample]:
     if not path.is_file():
         return
-    last: dict[tuple[int, str], Sample] = {}
+    last: dict[tuple[int, str], RunSample] = {}
     for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            sample = Sample(**json.loads(line))
+            sample = RunSample(**json.loads(line))
         except (ValueError, TypeError):  # a line that was being written when the power went
             continue
         last[sample.step, sample.prompt] = sample

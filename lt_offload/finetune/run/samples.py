@@ -13,7 +13,7 @@ from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 
 from lt_offload.finetune.run.clock import RunClock
-from lt_offload.report.runs import SAMPLES, Sample, without_later
+from lt_offload.report.runs import SAMPLES, RunSample, without_later
 
 TOKENS = 32
 """Of a sample during training; each takes one pass of the model, in which streamed weights travel once."""
@@ -34,7 +34,7 @@ class Samples(Callback):
     def __init__(self, clock: RunClock, folder: Path | None = None) -> None:
         self.clock = clock
         self.folder = folder
-        self.written: list[Sample] = []
+        self.written: list[RunSample] = []
         """Of this part of the run."""
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -79,7 +79,7 @@ class Samples(Callback):
                 module.training = mode
             self.clock.enter(before)
         made = [
-            Sample(step=trainer.global_step, val_loss=loss, prompt=prompt, text=text)
+            RunSample(step=trainer.global_step, val_loss=loss, prompt=prompt, text=text)
             for prompt, text in zip(wanted, texts, strict=True)
         ]
         self.written = [sample for sample in self.written if sample.step != trainer.global_step] + made

@@ -19,7 +19,7 @@ from lt_offload.finetune.run.clock import RunClock
 from lt_offload.finetune.run.environment import write_environment
 from lt_offload.finetune.run.metrics import RunMetrics
 from lt_offload.finetune.run.samples import Samples
-from lt_offload.report.runs import Part, write_part
+from lt_offload.report.runs import RunPart, write_part
 from lt_offload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
@@ -95,14 +95,14 @@ class RunSummary(Callback):
             rank_zero_warn(f"the report could not be written: {type(second).__name__}: {second}")
             return None
 
-    def part(self, trainer: Trainer, error: BaseException | None = None) -> Part:
+    def part(self, trainer: Trainer, error: BaseException | None = None) -> RunPart:
         """Return this part of the run, which ended with ``error`` or as it should."""
         self.clock.enter("ended")
         metrics, peak = self.metrics, self.metrics.peak
         interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
         ended = "finished" if error is None else "interrupted" if interrupted else "failed"
         said = (str(error).strip() or "no message").splitlines()[0]
-        return Part(
+        return RunPart(
             first_step=self.first_step or 0,
             last_step=trainer.global_step,
             ended=ended,

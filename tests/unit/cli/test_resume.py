@@ -17,7 +17,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune.module import FineTune
 from lt_offload.report.runs import read_run
 from tests.support.commands import fails
-from tests.support.pages import plain
+from tests.support.reports.pages import plain
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),

@@ -16,7 +16,7 @@ from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import HardwareProfile, Profile
 from lt_offload.schema.trace import Trace
 from tests.support import tiny
-from tests.support.pages import plain
+from tests.support.reports.pages import plain
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),

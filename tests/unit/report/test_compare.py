@@ -20,8 +20,8 @@ from lt_offload.report.compare import (
     trajectories,
     write_comparison,
 )
-from tests.support import pages
-from tests.support.run_folders import PLAN, make_run, rows, write_metrics
+from tests.support.reports import pages
+from tests.support.reports.run_folders import PLAN, make_run, rows, write_metrics
 
 
 @pytest.fixture

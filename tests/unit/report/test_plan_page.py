@@ -13,7 +13,7 @@ from lt_offload.report.plan_page import sections, write_plan_report
 from lt_offload.schema.plan import BatchPoint, Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
-from tests.support.pages import Page, content, figures, plain
+from tests.support.reports.pages import Page, content, figures, plain
 from tests.support.samples import MB, make_plan, make_profile, make_trace
 
 PROFILE = make_profile(layers=8, tensors_per_layer=3)

@@ -16,7 +16,7 @@ from lt_offload.report.run_page import write_run_report
 from lt_offload.report.sweep_page import write_sweep_report
 from lt_offload.schema.plan import BatchPoint
 from tests.support import browser
-from tests.support.run_folders import make_run
+from tests.support.reports.run_folders import make_run
 from tests.support.samples import MB, make_plan, make_profile, make_trace
 
 GB = 10**9

@@ -12,8 +12,8 @@ import pytest
 from lt_offload.report.drawing import MAX_POINTS, Line, smoothed, thinned
 from lt_offload.report.run_page import write_run_report
 from lt_offload.report.runs import write_part
-from tests.support.pages import Page, content, figures, plain
-from tests.support.run_folders import ENDED, make_run, rows, write_metrics
+from tests.support.reports.pages import Page, content, figures, plain
+from tests.support.reports.run_folders import ENDED, make_run, rows, write_metrics
 
 
 def report(folder: Path) -> str:

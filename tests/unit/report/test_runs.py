@@ -10,7 +10,7 @@ import pytest
 
 from lt_offload.errors import ConfigError
 from lt_offload.report.runs import read_parts, read_run, without_later, write_part
-from tests.support.run_folders import ENDED, PLAN, make_run, rows, write_metrics
+from tests.support.reports.run_folders import ENDED, PLAN, make_run, rows, write_metrics
 
 
 def test_what_a_run_left_behind(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from lt_offload.report import timeline
 from lt_offload.schema.trace import Span, Trace
-from tests.support.pages import figures
+from tests.support.reports.pages import figures
 from tests.support.samples import MB, make_plan, make_profile, make_trace
 
 PROFILE = make_profile(layers=8, tensors_per_layer=3)

@@ -19,7 +19,7 @@ from lt_offload.plan import Settings, make_plan, solve
 from lt_offload.report.runs import read_parts
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
-from tests.support.run_folders import make_run
+from tests.support.reports.run_folders import make_run
 from tests.support.samples import MB, make_profile
 from tests.unit.finetune.run.conftest import data, trainer
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from lt_offload.report.runs import Part, write_part
+from lt_offload.report.runs import RunPart, write_part
 from tests.support.samples import make_plan, make_profile, make_trace
 
 PROFILE = make_profile(layers=8, tensors_per_layer=3)
@@ -17,7 +17,7 @@ COLUMNS = (
     "step", "train_loss", "val_loss", "lr", "grad_norm", "tokens_per_s", "trained_tokens_per_s", "samples_per_s",
     "wall_step_s", "step_s", "device_peak_gb", "host_peak_gb",
 )  # fmt: skip
-ENDED = Part(
+ENDED = RunPart(
     first_step=0,
     last_step=40,
     ended="finished",
@@ -62,7 +62,7 @@ def write_metrics(path: Path, found: list[dict[str, Any]]) -> None:
 
 
 def make_run(
-    folder: Path, *, planned: bool = True, steps: int = 40, offset: float = 0.0, lr: float = 1e-4, part: Part = ENDED
+    folder: Path, *, planned: bool = True, steps: int = 40, offset: float = 0.0, lr: float = 1e-4, part: RunPart = ENDED
 ) -> Path:
     """Write a run folder and return it."""
     folder.mkdir(parents=True)
