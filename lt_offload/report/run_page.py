@@ -19,9 +19,9 @@ from lt_offload.schema.trace import Trace
 from lt_offload.units import format_bytes, format_seconds
 
 PHASES = {
-    "start": "before the first step: data, loading, measuring, planning",
+    "start": "starting",
     "steps": "steps",
-    "between": "between steps: the next batch, logging",
+    "between": "between steps",
     "validation": "validation",
     "samples": "samples",
     "checkpoints": "checkpoints",
@@ -401,7 +401,12 @@ def _whole_run(run: RunFolder) -> str:
     tokens = sum(part.tokens for part in run.parts)
     trained = sum(part.trained_tokens for part in run.parts)
     seen = f" {tokens:,} real tokens were seen, {trained:,} of them trained on." if tokens else ""
-    return section("Where the time went", f"The whole run took {format_seconds(whole)}{resumed}.{seen}", bar_list(rows))
+    return section(
+        "Where the time went",
+        f"The whole run took {format_seconds(whole)}{resumed}.{seen} Starting is reading data, loading, measuring and "
+        "planning; between steps are the next batch, logging and the progress bar.",
+        bar_list(rows),
+    )
 
 
 # -- settings --------------------------------------------------------------------------------------------------------

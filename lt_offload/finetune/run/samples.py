@@ -15,7 +15,7 @@ from lightning.pytorch.utilities.seed import isolate_rng
 from lt_offload.finetune.run.clock import RunClock
 from lt_offload.report.runs import SAMPLES, RunSample, without_later
 
-TOKENS = 32
+TOKENS = 24
 """Of a sample during training; each takes one pass of the model, in which streamed weights travel once."""
 TOKENS_AT_END = 64
 
