@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -93,7 +94,8 @@ def test_a_run_leaves_a_folder_that_can_be_resumed_validated_sampled_and_exporte
     assert f"{first:.4f} -> {after:.4f}" in out
 
     assert main(["generate", config, "--ckpt_path", str(checkpoint), "--max_new_tokens", "64"]) == 0
-    assert capsys.readouterr().out.rstrip("\n")[-40:] in out
+    sample = json.loads((folder / "samples.jsonl").read_text().splitlines()[-1])
+    assert (sample["step"], capsys.readouterr().out) == (4, sample["text"] + "\n")
 
     assert main(["export", config, "--ckpt_path", str(checkpoint), "--output", str(tmp_path / "out")]) == 0
     capsys.readouterr()
