@@ -35,11 +35,18 @@ class ModelError(OffloadError, ValueError):
 
 
 class InfeasibleError(OffloadError, ValueError):
-    """No plan fits the budgets. ``needed_bytes`` is the smallest device budget that would work, where it is known."""
+    """No plan fits the budgets.
 
-    def __init__(self, message: str, *, needed_bytes: int | None = None) -> None:
+    ``needed_bytes`` is the smallest device budget that would work, where it is known; ``needed_host_bytes`` the
+    smallest RAM, where that is what is too small.
+    """
+
+    def __init__(
+        self, message: str, *, needed_bytes: int | None = None, needed_host_bytes: int | None = None
+    ) -> None:
         super().__init__(message)
         self.needed_bytes = needed_bytes
+        self.needed_host_bytes = needed_host_bytes
 
 
 class CheckpointError(OffloadError, OSError):

@@ -54,6 +54,7 @@ VERBS = {
         Verb("chat", "talk to the model in the terminal"),
         Verb("export", "write a Hugging Face folder"),
         Verb("check", "is every setting known and of the right type?"),
+        Verb("new", "write a recipe for any causal model by planning it", recipe=False),
         Verb("ls", "list the recipes that come with it", recipe=False, module="verbs.files"),
         Verb("cp", "copy a recipe, to change it", recipe=False, module="verbs.files"),
         Verb("compare", "settings, losses and speed of runs, side by side", recipe=False),

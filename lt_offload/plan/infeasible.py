@@ -22,10 +22,12 @@ def explain_infeasible(request: Request, planner: PlannerName) -> InfeasibleErro
     memory, ram = format_bytes(request.budget_bytes), format_bytes(request.host_budget_bytes)
     least = smallest(profile, allowed, host_update=request.settings.host_update, host_budget=request.host_budget_bytes)
     if least is None:
+        needed_ram = smallest_ram(profile, allowed)
         return InfeasibleError(
             f"host_memory={ram} is too small for {asked}: the host copies of the parameters, and what travels, need at "
-            f"least host_memory={as_setting(smallest_ram(profile, allowed))}"
-            + _smaller_precision(profile, allowed, request.host_budget_bytes)
+            f"least host_memory={as_setting(needed_ram)}"
+            + _smaller_precision(profile, allowed, request.host_budget_bytes),
+            needed_host_bytes=needed_ram,
         )
     if planner == "resident":
         needed = min((nbytes for _, nbytes in resident_decisions(profile, allowed)), default=None)

@@ -212,7 +212,7 @@ def run_sweep(
         try:
             point = _planned(point, question.solve())
         except InfeasibleError as error:
-            point = replace(point, reason=_reason(error))
+            point = replace(point, reason=reason(error))
             smallest = error.needed_bytes or smallest
         if axis != "hardware" and points:
             point = _no_worse(point, points[-1])
@@ -254,11 +254,13 @@ def _no_worse(point: SweepPoint, before: SweepPoint) -> SweepPoint:
     )
 
 
-def _reason(error: InfeasibleError) -> str:
+def reason(error: InfeasibleError) -> str:
+    """Return in a few words what is missing."""
     if error.needed_bytes is not None:
         return f"needs memory={as_setting(error.needed_bytes)}"
-    needed = re.findall(r"host_memory=[\w.]+", str(error))
-    return f"needs {needed[-1]}" if needed else str(error)
+    if error.needed_host_bytes is not None:
+        return f"needs host_memory={as_setting(error.needed_host_bytes)}"
+    return str(error)
 
 
 # -- for people ------------------------------------------------------------------------------------------------------

@@ -1,0 +1,465 @@
+"""``lt-finetune new``: a recipe for any causal language model, chosen by planning ways to train it."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import yaml
+
+from lt_offload.cli import recipes
+from lt_offload.cli.app import App, quieten
+from lt_offload.cli.header import header
+from lt_offload.cli.outputs import check_output
+from lt_offload.cli.progress import keeping_quiet, say
+from lt_offload.cli.static.suggest import did_you_mean
+from lt_offload.cli.verbs.plan import estimate, plan
+from lt_offload.errors import ConfigError, InfeasibleError, ModelError
+from lt_offload.finetune import load
+from lt_offload.plan import Settings, make_plan
+from lt_offload.plan.orders import in_parts
+from lt_offload.plan.sweep import reason
+from lt_offload.profiling.hardware import hardware_names, load_hardware, measure_machine
+from lt_offload.resources import is_dir, is_file, shipped_files, shipped_root, user_path
+from lt_offload.units import format_bytes, format_seconds, parse_bytes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from lt_offload.schema.plan import Plan
+    from lt_offload.schema.profile import HardwareProfile, Profile
+
+_BATCH = 16
+"""Sequences per update of every recipe written here: what people take for a few thousand examples."""
+_PARTS = (4, 16, 1)
+"""In how many parts such a batch may go through each layer, the most likely first."""
+_LENGTHS = (1024, 512, 256, 128)
+_PRICE_SECONDS = 4.0
+"""What a plan that is only compared may take."""
+_GOOD = 1.05
+"""A plan this close to a GPU with enough memory is not compared with one of more parts."""
+_WORTH = 0.5
+"""The most exact method is taken that trains at least this part of the tokens per second of the fastest one."""
+_PLAIN_TEXT = (".txt", ".md")
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to train."""
+
+    name: str
+    """As ``--method`` says it."""
+    title: str
+    pieces: tuple[str, ...] = ()
+    """Files of ``configs`` that it builds on."""
+    settings: tuple[tuple[str, Any, str], ...] = ()
+    """Of the model, with their meaning."""
+
+
+METHODS = (
+    Method("full", "all weights in fp32"),
+    Method(
+        "bf16",
+        "all weights in bf16, fp32 masters",
+        ("configs/bf16.yaml",),
+        (("master_weights", True, "updates are of fp32 copies of the weights, in RAM"),),
+    ),
+    Method(
+        "bf16",
+        "all weights in bf16, rounded at random",
+        ("configs/bf16.yaml",),
+        (("stochastic_rounding", True, "small updates count on average, without fp32 copies of the weights"),),
+    ),
+    Method("lora", "LoRA on bf16 weights", ("configs/bf16.yaml", "configs/lora.yaml")),
+)
+"""The most exact first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A model by the name that was given."""
+
+    name: str
+    """What ``model.name`` says."""
+    architecture: str
+    """The name of a shipped architecture, or of the file that is to be written."""
+    config: PreTrainedConfig
+    shipped: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is planned for."""
+
+    profile: HardwareProfile
+    hardware: str | None
+    """As ``--hardware`` takes it; None: this machine."""
+    memory: str
+    host_memory: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """A method, and what its plan says; ``why`` not, where there is none."""
+
+    method: Method
+    length: int
+    parts: int = 1
+    plan: Plan | None = None
+    why: str = ""
+    needed_bytes: int | None = None
+    """The smallest device memory that would do, where that is what is too small."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens trained per second; 0 without a plan."""
+        return _BATCH * self.length / self.plan.predicted.iteration_s if self.plan else 0.0
+
+
+def new(
+    model: str,
+    *,
+    memory: str | None = None,
+    host_memory: str | None = None,
+    hardware: str | None = None,
+    method: Literal["auto", "full", "bf16", "lora", "qlora"] = "auto",
+    data: str | None = None,
+    output: str | None = None,
+) -> int:
+    """Write a recipe for a causal language model, without its weights and without a GPU.
+
+    Every way to train it is planned. Of those that fit, the most exact one is taken that is at least half as fast as
+    the fastest one.
+
+    Args:
+        model: name on the hub, model folder, JSON file with a configuration, or a shipped architecture (llama3-8b).
+        memory: device memory that the training may take, e.g. 12GB; default: all of the hardware's.
+        host_memory: RAM that the training may take; default: all of the hardware's.
+        hardware: what to plan for, as 'lt-finetune plan' takes it; default: the GPU of this machine, else a shipped
+            description of a card with that much memory.
+        method: auto; all weights in fp32 (full) or in bfloat16 (bf16); adapters on bfloat16 weights (lora) or on ones
+            of four bits (qlora).
+        data: what to train on; default: a data set of instructions from the hub.
+        output: file to write; default: named after model, method and memory. Nothing is overwritten.
+    """
+    if output is not None:
+        _check_free(user_path(output))
+    machine = _machine(memory, host_memory, hardware)
+    source = _source(model)
+    _check_causal(model, source.config)
+    quieten()
+    with tempfile.TemporaryDirectory() as folder:
+        drafts = _Drafts(source, machine, data, Path(folder))
+        ways = _ways(drafts, method)
+        chosen = drafts.final(_chosen(ways))
+    target = user_path(output) if output else Path(_file_name(source, chosen, machine))
+    _check_free(target)
+    _write(target, source, drafts.text(chosen, source, target), chosen, machine)
+    for line in _explanation(source, machine, ways, chosen):
+        print(line)
+    print(f"{target}  (run it: lt-finetune {target})")
+    return 0
+
+
+# -- what is asked for -------------------------------------------------------------------------------------------------
+
+
+def _machine(memory: str | None, host_memory: str | None, hardware: str | None) -> Machine:
+    """Return the machine to plan for: the one that was named, this one, or a card with as much memory."""
+    for setting, size in (("memory", memory), ("host_memory", host_memory)):
+        if size is not None:
+            parse_bytes(size, setting=setting)
+    if hardware is None and torch.cuda.is_available():
+        profile = measure_machine(on_progress=lambda message: say(f"  {message} ..."))
+    else:
+        if hardware is None:
+            hardware = _card(memory)
+            say(f"  planning for {hardware}; --hardware names another ...")
+        if host_memory is not None:
+            hardware = f"{hardware},ram={host_memory}"
+        profile = load_hardware(hardware)
+    return Machine(profile, hardware, memory or f"{profile.device_bytes // 10**9}GB", host_memory)
+
+
+def _card(memory: str | None) -> str:
+    """Return the shipped card with the least memory that is enough, the slowest of those with as much."""
+    if memory is None:
+        raise ConfigError(
+            "new: there is no GPU here to plan for; say how much memory yours has, e.g. --memory 12GB, or name it, "
+            "e.g. --hardware rtx-3060-12gb"
+        )
+    cards = [load_hardware(name) for name in hardware_names()]
+    wanted = parse_bytes(memory)
+    fitting = [card for card in cards if card.device_bytes >= wanted and "bfloat16" in card.flops_per_s]
+    if not fitting:
+        most = max(card.device_bytes for card in cards)
+        raise ConfigError(
+            f"memory={memory!r} is more than any card has that is described here ({format_bytes(most)}); describe "
+            "yours in a file that --hardware names, see 'lt-finetune doctor --save'"
+        )
+    return min(fitting, key=lambda card: (card.device_bytes, card.flops_per_s["bfloat16"], card.name)).name
+
+
+def _source(model: str) -> Source:
+    """Return the model called ``model``."""
+    shipped = shipped_files("configs/models", ".json")
+    known = {str(json.loads(path.read_text(encoding="utf-8"))["_name_or_path"]): name for name, path in shipped.items()}
+    if is_file(user_path(model)):
+        config = load.load_config(model, str(user_path(model)))
+        path = user_path(model)
+        name = str(path.parent) if path.name == "config.json" else str(config.name_or_path)
+        if not name:
+            raise ConfigError(
+                f"new: {model} does not say which model it is of; add \"_name_or_path\": \"NAME ON THE HUB\" to it, "
+                "or give the model's folder"
+            )
+        return Source(name, f"{_short(name)}.json", config, shipped=False)
+    if is_dir(user_path(model)):
+        return Source(model, f"{_short(model)}.json", load.load_config(model), shipped=False)
+    if model == load.SMOLLM2:
+        return Source(model, "smollm2-135m", load.load_config(model, "smollm2-135m"), shipped=True)
+    lower = {hub.lower(): architecture for hub, architecture in known.items()}
+    architecture = model if model in shipped else lower.get(model.lower())
+    if architecture is not None:
+        hub = next(name for name, found in known.items() if found == architecture)
+        return Source(hub, architecture, load.load_config(hub, architecture), shipped=True)
+    try:
+        return Source(model, f"{_short(model)}.json", load.load_config(model), shipped=False)
+    except ConfigError as error:
+        hint = did_you_mean(model, [*known, *shipped])
+        raise ConfigError(
+            f"new: {error}{hint or '; without the hub give a folder, a config.json or one of ' + ', '.join(shipped)}"
+        ) from error
+
+
+def _short(name: str) -> str:
+    """Return the last part of a model's name, as files are called."""
+    return Path(name).resolve().name.lower() if is_dir(user_path(name)) else name.rpartition("/")[2].lower()
+
+
+def _check_causal(model: str, config: PreTrainedConfig) -> None:
+    """Raise ``ConfigError`` unless ``config`` is of a causal language model whose weights can be trained."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    stated = config.architectures or []
+    if found is None or (stated and found.__name__ not in stated):
+        raise ConfigError(
+            f"new: {model} is not a causal language model but {' or '.join(stated) or f'of type {config.model_type}'}; "
+            "this package fine-tunes models that continue a text"
+        )
+    quantized = getattr(config, "quantization_config", None)
+    if quantized:
+        raise ConfigError(
+            f"new: the weights of {model} are stored with few bits already, which cannot be trained; give the model "
+            "that they were made of"
+        )
+
+
+# -- plans -------------------------------------------------------------------------------------------------------------
+
+
+class _Drafts:
+    """Recipes that are planned, and written only if they are chosen."""
+
+    def __init__(self, source: Source, machine: Machine, data: str | None, folder: Path) -> None:
+        self.source, self.machine, self.data, self.folder = source, machine, data, folder
+        if not source.shipped:
+            _save_config(source.config, folder / source.architecture)
+
+    def way(self, method: Method, length: int) -> Way:
+        """Return how fast ``method`` is, in the best of a few numbers of parts: at a glance."""
+        way, least = Way(method, length), None
+        try:
+            whole = self._profile(way)
+        except ConfigError as error:
+            return replace(way, why=str(error))
+        for parts in _PARTS:
+            try:
+                found = self._plan(in_parts(whole, parts), _PRICE_SECONDS)
+            except InfeasibleError as error:
+                least = min((least, error), key=_needs) if least else error
+                continue
+            if way.plan is None or found.predicted.iteration_s < way.plan.predicted.iteration_s:
+                way = replace(way, plan=found, parts=parts)
+            if found.predicted.iteration_s <= _GOOD * found.predicted.no_offload_s:
+                break
+        if way.plan is None and least is not None:
+            return replace(way, why=reason(least), needed_bytes=least.needed_bytes)
+        return way
+
+    def final(self, way: Way) -> Way:
+        """Return ``way`` with the plan of the very recipe that will be written."""
+        say(f"  planning {way.method.title} at length ...")
+        return replace(way, plan=self._plan(self._profile(way), Settings().time_limit))
+
+    def text(self, way: Way, source: Source, target: Path | None = None) -> str:
+        """Return the recipe without its header; ``target``: where it will be, beside the architecture."""
+        folder = self.folder if target is None else target.parent
+        architecture = source.architecture if source.shipped else str(folder / source.architecture)
+        name = "text" if self.data is not None and Path(self.data).suffix in _PLAIN_TEXT else "alpaca"
+        pieces = ["configs/base.yaml", *way.method.pieces, f"configs/data/{name}.yaml"]
+        machine, quoted = self.machine, _quoted
+        lines = [
+            f"base: [{', '.join(pieces)}]",
+            "trainer:",
+            "  strategy:",
+            "    init_args:",
+            f"      memory: {machine.memory}  # of the GPU, all that a system monitor shows; null: what is free",
+        ]
+        if machine.host_memory is not None:
+            lines.append(f"      host_memory: {machine.host_memory}  # RAM; null: what is free")
+        if way.parts > 1:
+            lines.append(f"      micro_batches: {way.parts}  # parts of a batch that go through each layer in turn")
+        lines += [
+            "model:",
+            f"  name: {quoted(source.name)}",
+            f"  architecture: {quoted(architecture)}  # what is planned without a download",
+            *(f"  {key}: {str(value).lower()}  # {about}" for key, value, about in way.method.settings),
+            "  warmup_steps: 100  # over which the learning rate rises",
+            "data:",
+            *([f"  path: {quoted(self.data)}"] if self.data is not None else []),
+            f"  batch_size: {_BATCH}  # sequences per update",
+            f"  max_length: {way.length}  # tokens per sequence",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _profile(self, way: Way) -> Profile:
+        file = self.folder / "draft.yaml"
+        file.write_text(self.text(way, self.source), encoding="utf-8")
+        with keeping_quiet(True):
+            app = App(plan, file, recipes.chain(file), [])
+            return estimate(app, self.machine.profile, micro_batches=way.parts)
+
+    def _plan(self, profile: Profile, seconds: float) -> Plan:
+        machine = self.machine
+        settings = Settings(memory=machine.memory, host_memory=machine.host_memory, time_limit=seconds)
+        return make_plan(profile, settings)
+
+
+def _needs(error: InfeasibleError) -> tuple[int, int]:
+    """Order errors by what is missing, RAM after device memory."""
+    return (error.needed_host_bytes or 0, error.needed_bytes or 0)
+
+
+def _ways(drafts: _Drafts, method: str) -> list[Way]:
+    """Return every way with ``method``, at the longest sequences with which one fits."""
+    wanted = [way for way in METHODS if method in ("auto", way.name)]
+    positions = getattr(drafts.source.config, "max_position_embeddings", None) or _LENGTHS[0]
+    lengths = [length for length in _LENGTHS if length <= positions] or [positions]
+    for length in lengths:
+        ways = []
+        for candidate in wanted:
+            say(f"  planning {candidate.title}, {_BATCH} x {length} tokens ...")
+            ways.append(drafts.way(candidate, length))
+        if any(way.plan is not None for way in ways):
+            return ways
+    raise InfeasibleError(_too_small(drafts, ways), needed_bytes=_least(ways))
+
+
+def _least(ways: Sequence[Way]) -> int | None:
+    return min((way.needed_bytes for way in ways if way.needed_bytes is not None), default=None)
+
+
+def _too_small(drafts: _Drafts, ways: Sequence[Way]) -> str:
+    machine = drafts.machine
+    ram = format_bytes(machine.profile.host_bytes)
+    needs = "; ".join(f"{way.method.title} {way.why}" for way in ways)
+    return (
+        f"new: {drafts.source.name} cannot be trained in memory={machine.memory} with {ram} of RAM, even with "
+        f"sequences of {ways[0].length} tokens: {needs}"
+    )
+
+
+def _chosen(ways: Sequence[Way]) -> Way:
+    """Return the most exact way that is fast enough."""
+    fastest = max(way.tokens_per_s for way in ways)
+    return next(way for way in ways if way.plan is not None and way.tokens_per_s >= _WORTH * fastest)
+
+
+# -- files and words ---------------------------------------------------------------------------------------------------
+
+
+def _file_name(source: Source, way: Way, machine: Machine) -> str:
+    memory = machine.memory.replace(" ", "").lower()
+    return f"{source.architecture.removesuffix('.json')}-{way.method.name}-{memory}.yaml"
+
+
+def _check_free(target: Path) -> None:
+    if is_file(target):
+        raise ConfigError(f"new: {target} exists already; give another name with --output, or remove it first")
+    check_output(target, "--output")
+
+
+def _write(target: Path, source: Source, text: str, way: Way, machine: Machine) -> None:
+    """Write the recipe, and the architecture beside it where that does not come with the package."""
+    assert way.plan is not None
+    if not source.shipped:
+        architecture = target.parent / source.architecture
+        if is_file(architecture):
+            if load.load_config(source.name, str(architecture)).to_dict() != _reloaded(source.config):
+                raise ConfigError(f"new: {architecture} exists already and is of another model; choose another folder")
+        else:
+            _save_config(source.config, architecture)
+            print(f"{architecture}  (what is planned without a download)")
+    title = f"{source.name}, {way.method.title}"
+    lines = header(title, str(target), machine.hardware, way.plan)
+    target.write_text("\n".join(lines) + "\n" + text, encoding="utf-8")
+
+
+def _save_config(config: PreTrainedConfig, path: Path) -> None:
+    values = config.to_diff_dict()
+    path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+
+def _reloaded(config: PreTrainedConfig) -> dict[str, Any]:
+    """Return ``config`` as it is after it was written and read."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "config.json"
+        _save_config(config, path)
+        return load.load_config("", str(path)).to_dict()
+
+
+def _quoted(text: str) -> str:
+    """Return ``text`` as a YAML scalar."""
+    return str(yaml.safe_dump(text, width=1000, allow_unicode=True)).removesuffix("\n").removesuffix("\n...")
+
+
+def _explanation(source: Source, machine: Machine, ways: Sequence[Way], chosen: Way) -> list[str]:
+    """Return the table of what was planned, and why one was taken, in 80 columns."""
+    width = max(len(way.method.title) for way in ways)
+    lines = [
+        f"{source.name} on {machine.profile.name}: {machine.memory} on the GPU, "
+        f"{format_bytes(machine.profile.host_bytes)} of RAM;",
+        f"{_BATCH} sequences of {chosen.length} tokens per update (figures are estimates)",
+        f"{'':{width}}  {'step':>8}  {'tokens/s':>8}  {'GPU':>8}  {'RAM':>8}",
+    ]
+    for way in ways:
+        shown = chosen if way.method == chosen.method else way
+        if shown.plan is None:
+            lines.append(f"{way.method.title:{width}}  {way.why}")
+            continue
+        found = shown.plan.predicted
+        lines.append(
+            f"{way.method.title:{width}}  {format_seconds(found.iteration_s):>8}  {shown.tokens_per_s:>8.0f}  "
+            f"{format_bytes(found.device_peak_bytes):>8}  {format_bytes(found.host_peak_bytes):>8}"
+        )
+    assert chosen.plan is not None
+    found = chosen.plan.predicted
+    slower = found.iteration_s / found.no_offload_s
+    why = "the only one that fits" if sum(way.plan is not None for way in ways) == 1 else _because(ways, chosen)
+    lines.append(f"Chosen: {chosen.method.title}, {why};")
+    lines.append(f"its step takes {slower:.2f} times as long as with enough memory on the GPU")
+    return lines
+
+
+def _because(ways: Sequence[Way], chosen: Way) -> str:
+    above = [way for way in ways[: next(at for at, way in enumerate(ways) if way.method == chosen.method)] if way.plan]
+    if not above:
+        return "the most exact one that fits"
+    return "the most exact one that is at least half as fast as the fastest"
