@@ -41,9 +41,7 @@ class InfeasibleError(OffloadError, ValueError):
     smallest RAM, where that is what is too small.
     """
 
-    def __init__(
-        self, message: str, *, needed_bytes: int | None = None, needed_host_bytes: int | None = None
-    ) -> None:
+    def __init__(self, message: str, *, needed_bytes: int | None = None, needed_host_bytes: int | None = None) -> None:
         super().__init__(message)
         self.needed_bytes = needed_bytes
         self.needed_host_bytes = needed_host_bytes

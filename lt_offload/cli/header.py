@@ -4,52 +4,89 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from lt_offload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from lt_offload.schema.plan import Plan
 
 _RAM = re.compile(r" \(\d+ GB of RAM\)$")
 _HARDWARE = re.compile(r"^#   lt-finetune plan \S+ --hardware (\S+)", re.MULTILINE)
 
 
-def header(title: str, recipe: str, hardware: str | None, plan: Plan) -> list[str]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figures:
+    """What a plan says about one update."""
+
+    samples: int
+    """Sequences per update."""
+    sequence_length: int
+    iteration_s: float
+    """Seconds of an update ..."""
+    no_offload_s: float
+    """... and with enough memory on the device."""
+    device_peak_bytes: int
+    host_peak_bytes: int
+
+    @classmethod
+    def of(cls, plan: Plan) -> Figures:
+        """Return what ``plan`` says."""
+        found = plan.predicted
+        return cls(
+            samples=plan.batch_size * plan.micro_batches,
+            sequence_length=plan.sequence_length,
+            iteration_s=found.iteration_s,
+            no_offload_s=found.no_offload_s,
+            device_peak_bytes=found.device_peak_bytes,
+            host_peak_bytes=found.host_peak_bytes,
+        )
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second, padding included."""
+        return self.samples * self.sequence_length / self.iteration_s
+
+    @property
+    def ram(self) -> str:
+        """The RAM in whole GB, rounded up."""
+        return f"{math.ceil(self.host_peak_bytes / 1e9)} GB"
+
+
+def header(
+    title: str, recipe: str, hardware: str | None, figures: Figures, *, flags: str = " --data.path my.json"
+) -> list[str]:
     """Return the lines of the comment.
 
     Args:
-        title: the model, and what of it is trained how.
+        title: the model, and what of it is trained how; may have the RAM of an earlier plan at its end.
         recipe: its name, or its file.
-        hardware: the machine of ``plan`` as ``--hardware`` takes it; None: this one.
-        plan: of the recipe.
+        hardware: the machine that was planned for, as ``--hardware`` takes it; None: this one.
+        figures: of the plan.
+        flags: with which it is run.
     """
-    machine = f" --hardware {hardware}" if hardware else ""
+    step, enough = format_seconds(figures.iteration_s), format_seconds(figures.no_offload_s)
+    device, host = format_bytes(figures.device_peak_bytes), format_bytes(figures.host_peak_bytes)
     return [
-        f"# {_RAM.sub('', title)} ({math.ceil(plan.predicted.host_peak_bytes / 1e9)} GB of RAM)",
-        f"#   lt-finetune {recipe} --data.path my.json",
-        f"#   lt-finetune plan {recipe}{machine}",
-        f"# {figures(plan)}",
+        f"# {_RAM.sub('', title)} ({figures.ram} of RAM)",
+        f"#   lt-finetune {recipe}{flags}",
+        f"#   lt-finetune plan {recipe}{f' --hardware {hardware}' if hardware else ''}",
+        f"# Simulated there: {step} per step of {figures.samples} x {figures.sequence_length} tokens ({enough} with "
+        f"enough memory), {device} on the GPU, {host} of RAM",
     ]
-
-
-def figures(plan: Plan) -> str:
-    """Return what ``plan`` says about its step: seconds, tokens, memory."""
-    found = plan.predicted
-    size = f"{plan.batch_size * plan.micro_batches} x {plan.sequence_length} tokens"
-    return (
-        f"Simulated there: {format_seconds(found.iteration_s)} per step of {size} ({format_seconds(found.no_offload_s)} "
-        f"with enough memory), {format_bytes(found.device_peak_bytes)} on the GPU, "
-        f"{format_bytes(found.host_peak_bytes)} of RAM"
-    )
 
 
 def lines_of(text: str) -> list[str]:
     """Return the comment at the top of a recipe with this ``text``."""
     lines = text.splitlines()
     return lines[: next((at for at, line in enumerate(lines) if not line.startswith("#")), len(lines))]
+
+
+def title_of(text: str) -> str:
+    """Return what the first line of a recipe with this ``text`` says it trains, without the RAM."""
+    return _RAM.sub("", lines_of(text)[0].removeprefix("#").strip())
 
 
 def hardware_of(text: str) -> str | None:

@@ -18,6 +18,7 @@ from lt_offload.cli.static.suggest import nearest
 from lt_offload.cli.table import VERBS
 from lt_offload.errors import ConfigError
 from lt_offload.resources import is_dir, is_file, shipped_files, shipped_root, user_path
+from lt_offload.units import parse_bytes
 
 
 def shipped() -> dict[str, Path]:
@@ -128,6 +129,15 @@ def _check_finite(value: Any, path: Path, where: tuple[Any, ...], above: tuple[i
     items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, one in items:
         _check_finite(one, path, (*where, key), (*above, id(value)))
+
+
+def gigabytes(recipe: Path) -> int:
+    """Return how many GB of GPU memory a recipe is for; 0 if it says nothing, or less than one."""
+    trainer = read(recipe).get("trainer")
+    strategy = trainer.get("strategy") if isinstance(trainer, dict) else None
+    options = strategy.get("init_args") if isinstance(strategy, dict) else None
+    memory = options.get("memory") if isinstance(options, dict) else None
+    return 0 if memory is None else parse_bytes(memory) // 10**9
 
 
 def describe(recipe: Path) -> str:

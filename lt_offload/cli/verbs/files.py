@@ -11,11 +11,15 @@ from lt_offload.resources import is_dir, is_file, user_path
 
 
 def ls() -> int:
-    """List the recipes that come with the package, each with its first line."""
+    """List the recipes that come with the package by the GPU memory they are for, each with its first line."""
     known = recipes.shipped()
     width = max(map(len, known))
-    for name, path in known.items():
-        print(f"{name:{width}}  {recipes.describe(path)}")
+    sizes = {name: recipes.gigabytes(path) for name, path in known.items()}
+    for size in sorted(set(sizes.values())):
+        print(f"GPU with {size} GB" if size else "Any machine")
+        for name in (name for name in known if sizes[name] == size):
+            print(f"  {name:{width}}  {recipes.describe(known[name])}")
+    print("Another model: lt-finetune new MODEL --memory 12GB")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -14,18 +15,19 @@ import yaml
 
 from lt_offload.cli import recipes
 from lt_offload.cli.app import App, quieten
-from lt_offload.cli.header import header
+from lt_offload.cli.header import Figures, header
 from lt_offload.cli.outputs import check_output
 from lt_offload.cli.progress import keeping_quiet, say
 from lt_offload.cli.static.suggest import did_you_mean
 from lt_offload.cli.verbs.plan import estimate, plan
-from lt_offload.errors import ConfigError, InfeasibleError, ModelError
+from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.finetune import load
 from lt_offload.plan import Settings, make_plan
+from lt_offload.plan.batch.profiles import scaled
 from lt_offload.plan.orders import in_parts
 from lt_offload.plan.sweep import reason
 from lt_offload.profiling.hardware import hardware_names, load_hardware, measure_machine
-from lt_offload.resources import is_dir, is_file, shipped_files, shipped_root, user_path
+from lt_offload.resources import is_dir, is_file, shipped_files, user_path
 from lt_offload.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:
@@ -36,15 +38,14 @@ if TYPE_CHECKING:
 
 _BATCH = 16
 """Sequences per update of every recipe written here: what people take for a few thousand examples."""
-_PARTS = (4, 16, 1)
-"""In how many parts such a batch may go through each layer, the most likely first."""
 _LENGTHS = (1024, 512, 256, 128)
 _PRICE_SECONDS = 4.0
 """What a plan that is only compared may take."""
 _GOOD = 1.05
-"""A plan this close to a GPU with enough memory is not compared with one of more parts."""
+"""A plan this close to a GPU with enough memory is not compared with others."""
 _WORTH = 0.5
 """The most exact method is taken that trains at least this part of the tokens per second of the fastest one."""
+_VARIANT = re.compile(r"(-chat|-instruct|-base|-hf|-it|-pt)+$")
 _PLAIN_TEXT = (".txt", ".md")
 
 
@@ -104,12 +105,26 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
+class Divided:
+    """How the sequences of an update go through the model."""
+
+    parts: int = 1
+    """Of a batch, that go through each layer in turn."""
+    accumulate: int = 1
+    """Batches, one after the other: for models that do not take them in parts, or have large logits."""
+
+
+_DIVIDED = (Divided(parts=4), Divided(parts=16), Divided(), Divided(accumulate=4), Divided(accumulate=16))
+"""The most likely first; batches one after the other only if nothing else fits."""
+
+
+@dataclass(frozen=True, slots=True)
 class Way:
     """A method, and what its plan says; ``why`` not, where there is none."""
 
     method: Method
     length: int
-    parts: int = 1
+    divided: Divided = Divided()
     plan: Plan | None = None
     why: str = ""
     needed_bytes: int | None = None
@@ -119,6 +134,12 @@ class Way:
     def tokens_per_s(self) -> float:
         """Tokens trained per second; 0 without a plan."""
         return _BATCH * self.length / self.plan.predicted.iteration_s if self.plan else 0.0
+
+    @property
+    def good(self) -> bool:
+        """Whether it is nearly as fast as on a GPU with enough memory."""
+        found = self.plan.predicted if self.plan else None
+        return found is not None and found.iteration_s <= _GOOD * found.no_offload_s
 
 
 def new(
@@ -159,7 +180,7 @@ def new(
         chosen = drafts.final(_chosen(ways))
     target = user_path(output) if output else Path(_file_name(source, chosen, machine))
     _check_free(target)
-    _write(target, source, drafts.text(chosen, source, target), chosen, machine)
+    _write(target, source, chosen, machine, text=drafts.text(chosen, source, target), has_data=data is not None)
     for line in _explanation(source, machine, ways, chosen):
         print(line)
     print(f"{target}  (run it: lt-finetune {target})")
@@ -215,7 +236,7 @@ def _source(model: str) -> Source:
         name = str(path.parent) if path.name == "config.json" else str(config.name_or_path)
         if not name:
             raise ConfigError(
-                f"new: {model} does not say which model it is of; add \"_name_or_path\": \"NAME ON THE HUB\" to it, "
+                f'new: {model} does not say which model it is of; add "_name_or_path": "NAME ON THE HUB" to it, '
                 "or give the model's folder"
             )
         return Source(name, f"{_short(name)}.json", config, shipped=False)
@@ -223,11 +244,12 @@ def _source(model: str) -> Source:
         return Source(model, f"{_short(model)}.json", load.load_config(model), shipped=False)
     if model == load.SMOLLM2:
         return Source(model, "smollm2-135m", load.load_config(model, "smollm2-135m"), shipped=True)
-    lower = {hub.lower(): architecture for hub, architecture in known.items()}
-    architecture = model if model in shipped else lower.get(model.lower())
-    if architecture is not None:
-        hub = next(name for name, found in known.items() if found == architecture)
-        return Source(hub, architecture, load.load_config(hub, architecture), shipped=True)
+    if model in shipped:
+        hub = next(name for name, architecture in known.items() if architecture == model)
+        return Source(hub, model, load.load_config(hub, model), shipped=True)
+    variants = {_without_variant(hub): architecture for hub, architecture in known.items()}
+    if (architecture := variants.get(_without_variant(model))) is not None:
+        return Source(model, architecture, load.load_config(model, architecture), shipped=True)
     try:
         return Source(model, f"{_short(model)}.json", load.load_config(model), shipped=False)
     except ConfigError as error:
@@ -235,6 +257,11 @@ def _source(model: str) -> Source:
         raise ConfigError(
             f"new: {error}{hint or '; without the hub give a folder, a config.json or one of ' + ', '.join(shipped)}"
         ) from error
+
+
+def _without_variant(name: str) -> str:
+    """Return a name on the hub without what says how the model was trained, which its shape does not depend on."""
+    return _VARIANT.sub("", name.lower())
 
 
 def _short(name: str) -> str:
@@ -273,30 +300,43 @@ class _Drafts:
             _save_config(source.config, folder / source.architecture)
 
     def way(self, method: Method, length: int) -> Way:
-        """Return how fast ``method`` is, in the best of a few numbers of parts: at a glance."""
-        way, least = Way(method, length), None
+        """Return how fast ``method`` is, in the best of a few numbers of parts or batches: at a glance."""
+        way, short = Way(method, length), None
         try:
             whole = self._profile(way)
         except ConfigError as error:
             return replace(way, why=str(error))
-        for parts in _PARTS:
+        for divided in _DIVIDED:
+            if way.plan is not None and (way.good or divided.accumulate > 1):
+                break
             try:
-                found = self._plan(in_parts(whole, parts), _PRICE_SECONDS)
+                part = in_parts(scaled(whole, _BATCH // divided.accumulate), divided.parts)
+                found = self._plan(part, _PRICE_SECONDS, divided.accumulate)
             except InfeasibleError as error:
-                least = min((least, error), key=_needs) if least else error
+                short = error if short is None else min(short, error, key=_needs)
                 continue
             if way.plan is None or found.predicted.iteration_s < way.plan.predicted.iteration_s:
-                way = replace(way, plan=found, parts=parts)
-            if found.predicted.iteration_s <= _GOOD * found.predicted.no_offload_s:
-                break
-        if way.plan is None and least is not None:
-            return replace(way, why=reason(least), needed_bytes=least.needed_bytes)
+                way = replace(way, plan=found, divided=divided)
+        if way.plan is None and short is not None:
+            return replace(way, why=reason(short), needed_bytes=short.needed_bytes)
         return way
 
     def final(self, way: Way) -> Way:
-        """Return ``way`` with the plan of the very recipe that will be written."""
+        """Return ``way`` with the plan of the very recipe that will be written.
+
+        Raises:
+            OffloadError: if what looked well at a glance does not work.
+        """
         say(f"  planning {way.method.title} at length ...")
-        return replace(way, plan=self._plan(self._profile(way), Settings().time_limit))
+        seconds = Settings().time_limit
+        tried = [way, *(replace(way, divided=divided) for divided in _DIVIDED if divided.accumulate > 1)]
+        for other in tried:
+            try:
+                return replace(other, plan=self._plan(self._profile(other), seconds, other.divided.accumulate))
+            except (UnsupportedError, InfeasibleError):
+                if other is tried[-1]:
+                    raise
+        raise AssertionError("the last one is returned, or raises")
 
     def text(self, way: Way, source: Source, target: Path | None = None) -> str:
         """Return the recipe without its header; ``target``: where it will be, beside the architecture."""
@@ -304,18 +344,21 @@ class _Drafts:
         architecture = source.architecture if source.shipped else str(folder / source.architecture)
         name = "text" if self.data is not None and Path(self.data).suffix in _PLAIN_TEXT else "alpaca"
         pieces = ["configs/base.yaml", *way.method.pieces, f"configs/data/{name}.yaml"]
-        machine, quoted = self.machine, _quoted
+        machine, quoted, accumulate = self.machine, _quoted, way.divided.accumulate
         lines = [
             f"base: [{', '.join(pieces)}]",
             "trainer:",
+            *([f"  accumulate_grad_batches: {accumulate}  # batches per update"] if accumulate > 1 else []),
             "  strategy:",
             "    init_args:",
             f"      memory: {machine.memory}  # of the GPU, all that a system monitor shows; null: what is free",
         ]
         if machine.host_memory is not None:
             lines.append(f"      host_memory: {machine.host_memory}  # RAM; null: what is free")
-        if way.parts > 1:
-            lines.append(f"      micro_batches: {way.parts}  # parts of a batch that go through each layer in turn")
+        if way.divided.parts > 1:
+            lines.append(
+                f"      micro_batches: {way.divided.parts}  # parts of a batch that go through each layer in turn"
+            )
         lines += [
             "model:",
             f"  name: {quoted(source.name)}",
@@ -324,7 +367,7 @@ class _Drafts:
             "  warmup_steps: 100  # over which the learning rate rises",
             "data:",
             *([f"  path: {quoted(self.data)}"] if self.data is not None else []),
-            f"  batch_size: {_BATCH}  # sequences per update",
+            f"  batch_size: {_BATCH // accumulate}  # sequences{'' if accumulate > 1 else ' per update'}",
             f"  max_length: {way.length}  # tokens per sequence",
         ]
         return "\n".join(lines) + "\n"
@@ -334,12 +377,12 @@ class _Drafts:
         file.write_text(self.text(way, self.source), encoding="utf-8")
         with keeping_quiet(True):
             app = App(plan, file, recipes.chain(file), [])
-            return estimate(app, self.machine.profile, micro_batches=way.parts)
+            return estimate(app, self.machine.profile, micro_batches=way.divided.parts)
 
-    def _plan(self, profile: Profile, seconds: float) -> Plan:
+    def _plan(self, profile: Profile, seconds: float, accumulate: int = 1) -> Plan:
         machine = self.machine
         settings = Settings(memory=machine.memory, host_memory=machine.host_memory, time_limit=seconds)
-        return make_plan(profile, settings)
+        return make_plan(profile, replace(settings, accumulate=accumulate))
 
 
 def _needs(error: InfeasibleError) -> tuple[int, int]:
@@ -396,7 +439,7 @@ def _check_free(target: Path) -> None:
     check_output(target, "--output")
 
 
-def _write(target: Path, source: Source, text: str, way: Way, machine: Machine) -> None:
+def _write(target: Path, source: Source, way: Way, machine: Machine, *, text: str, has_data: bool) -> None:
     """Write the recipe, and the architecture beside it where that does not come with the package."""
     assert way.plan is not None
     if not source.shipped:
@@ -408,7 +451,8 @@ def _write(target: Path, source: Source, text: str, way: Way, machine: Machine) 
             _save_config(source.config, architecture)
             print(f"{architecture}  (what is planned without a download)")
     title = f"{source.name}, {way.method.title}"
-    lines = header(title, str(target), machine.hardware, way.plan)
+    flags = {"flags": ""} if has_data else {}
+    lines = header(title, str(target), machine.hardware, Figures.of(way.plan), **flags)
     target.write_text("\n".join(lines) + "\n" + text, encoding="utf-8")
 
 

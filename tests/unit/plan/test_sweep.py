@@ -23,9 +23,9 @@ def taking(seconds: float) -> Callable[[], Plan]:
     return lambda: replace(PLAN, predicted=replace(PLAN.predicted, iteration_s=seconds, no_offload_s=2.0))
 
 
-def failing(message: str, needed: int | None = None) -> Callable[[], Plan]:
+def failing(message: str, needed: int | None = None, *, ram: int | None = None) -> Callable[[], Plan]:
     def fail() -> Plan:
-        raise InfeasibleError(message, needed_bytes=needed)
+        raise InfeasibleError(message, needed_bytes=needed, needed_host_bytes=ram)
 
     return fail
 
@@ -114,7 +114,7 @@ def test_more_memory_never_hurts() -> None:
 def test_nothing_fits() -> None:
     found = sweep(failing("x", 9 * GB), failing("x", 9 * GB))
     assert headline(found) == "Nothing in this range is enough. The smallest that does is 9 GB."
-    short = sweep(failing("host_memory=1 GB is too small: need at least host_memory=70000MB"), axis="host_memory")
+    short = sweep(failing("host_memory=1 GB is too small", ram=70 * GB), axis="host_memory")
     assert short.points[0].reason == "needs host_memory=70000MB"
 
 

@@ -19,7 +19,10 @@ from lt_offload.profiling.hardware import (
 )
 from lt_offload.resources import shipped_files
 
-NAMES = ["a100-80gb", "h200", "rtx-3060-12gb", "rtx-3070-8gb", "rtx-3090", "rtx-4060ti-16gb", "rtx-4090", "v100-16gb"]
+NAMES = [
+    "a100-80gb", "h200", "rtx-3060-12gb", "rtx-3070-8gb", "rtx-3090", "rtx-4060-8gb", "rtx-4060ti-16gb",
+    "rtx-4070-12gb", "rtx-4090", "rtx-5060ti-16gb", "rtx-5070-12gb", "rtx-5080-16gb", "v100-16gb",
+]  # fmt: skip
 
 
 def test_shipped_names() -> None:

@@ -1,0 +1,101 @@
+"""Plans the shipped recipes on the machines that their headers name, and writes what the plans say into the headers.
+
+python -m scripts.headers                     all recipes
+python -m scripts.headers llama2-7b-12gb ...  some of them; the figures of the others stay
+python -m scripts.headers --check             exit with 1 if headers are not what results/recipes.json says
+
+A busy machine needs more ``--seconds``; figures do not depend on its load otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from lt_offload.cli import recipes
+from lt_offload.cli.header import Figures, hardware_of, header, title_of, with_header
+from lt_offload.cli.main import main as lt_finetune
+from lt_offload.schema.plan import Plan
+from scripts.common import RESULTS, read_json, save
+
+NAME = "recipes"
+SECONDS = 60.0
+"""What a plan may take: twice what it has where a recipe says nothing, so that a busy machine finds it, too."""
+
+Figure = dict[str, Any]
+
+
+def planned(name: str, seconds: float) -> Figure | None:
+    """Return what the plan of recipe ``name`` says, on the machine that its header names; None if there is none."""
+    text = recipes.shipped()[name].read_text(encoding="utf-8")
+    hardware = hardware_of(text)
+    assert hardware is not None, name
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "plan.json"
+        flags = ["--hardware", hardware, "--save", str(file), "--trainer.strategy.solver_time_limit", str(seconds)]
+        if lt_finetune(["plan", name, *flags]):
+            return None
+        plan = Plan.load(file)
+    return {"title": title_of(text), "hardware": hardware, "planner": plan.planner, "gap": plan.predicted.gap} | asdict(
+        Figures.of(plan)
+    )
+
+
+def text_of(name: str, figure: Figure) -> str:
+    """Return the text of recipe ``name`` with ``figure`` in its header."""
+    text = recipes.shipped()[name].read_text(encoding="utf-8")
+    return with_header(text, header(title_of(text), name, hardware_of(text), figures_of(figure)))
+
+
+def figures_of(figure: Figure) -> Figures:
+    """Return what the header shows of ``figure``."""
+    return Figures(**{field: figure[field] for field in Figures.__slots__})
+
+
+def with_plans() -> list[str]:
+    """Return the recipes for cards of one size: all but the quickstart, which runs anywhere."""
+    return [name for name, path in recipes.shipped().items() if recipes.gigabytes(path)]
+
+
+def wrong(figures: dict[str, Figure]) -> list[str]:
+    """Return the recipes whose header is not what ``figures`` say."""
+    texts = {name: recipes.shipped()[name].read_text(encoding="utf-8") for name in with_plans()}
+    return [name for name, text in texts.items() if name not in figures or text_of(name, figures[name]) != text]
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Plan, save and rewrite; or check."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("recipes", nargs="*", help="names of recipes; default: all")
+    parser.add_argument("--check", action="store_true", help="plan nothing; say which headers are not up to date")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help=f"time limit of a plan (default {SECONDS:g})")
+    parser.add_argument("--results", type=Path, default=RESULTS, metavar="FOLDER", help="where the JSON file is")
+    options = parser.parse_args(args)
+    file = options.results / f"{NAME}.json"
+    figures: dict[str, Figure] = read_json(file)["figures"] if file.is_file() else {}
+    if options.check:
+        for name in (outdated := wrong(figures)):
+            print(f"{recipes.shipped()[name]}: not what {file} says; run python -m scripts.headers {name}")
+        return 1 if outdated else 0
+    failed = []
+    for name in options.recipes or with_plans():
+        found = planned(name, options.seconds)
+        if found is None:
+            failed.append(name)
+            continue
+        figures[name] = found
+        recipes.shipped()[name].write_text(text_of(name, figures[name]), encoding="utf-8")
+        known = {name: figures[name] for name in with_plans() if name in figures}
+        print(save(NAME, NAME, {"seconds": options.seconds}, known, options.results), name, file=sys.stderr)
+    if failed:
+        print(f"no plan, for reasons above: {', '.join(failed)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
