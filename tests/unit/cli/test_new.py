@@ -1,0 +1,163 @@
+"""``lt-finetune new``: the recipe it writes, why, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lt_offload.cli.header import Figures, hardware_of, header, lines_of, title_of, with_header
+from lt_offload.cli.main import main
+from lt_offload.cli.verbs import new as verb
+from lt_offload.cli.verbs.new import METHODS, Way, _chosen
+from lt_offload.schema.plan import Plan
+from tests.support.commands import fails
+from tests.support.samples import make_plan, make_profile
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
+    pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"),
+]
+
+CARD = ("--hardware", "rtx-3060")
+PLAN = make_plan(make_profile(layers=4, tensors_per_layer=2))
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 259,
+    "max_position_embeddings": 128,
+}
+
+
+@pytest.fixture(autouse=True)
+def somewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def described(**changes: Any) -> str:
+    Path("small.json").write_text(json.dumps(LLAMA | changes))
+    return "small.json"
+
+
+def test_a_recipe_for_a_folder_is_planned_explained_checked_and_never_overwritten(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    args = ["new", str(model), "--memory", "900MB", *CARD, "--data", "rows.json", "--output", "mine.yaml"]
+    assert main(args) == 0, capsys.readouterr().err
+    out = capsys.readouterr().out
+    text, architecture = Path("mine.yaml").read_text(), Path(f"{model.name.lower()}.json")
+    assert all(method.title in out for method in METHODS)
+    assert max(map(len, out.splitlines())) <= 100
+    assert "Chosen: all weights in fp32, the most exact one that fits;" in out
+    assert len(text.splitlines()) <= 30
+    assert "#   lt-finetune mine.yaml\n#   lt-finetune plan mine.yaml --hardware rtx-3060\n# Simulated there: " in text
+    assert json.loads(architecture.read_text())["hidden_size"] == 32
+    Path("rows.json").write_text("[]")
+    assert main(["check", "mine.yaml"]) == 0, capsys.readouterr().err
+    assert main(["plan", "mine.yaml", *CARD, "--save", "plan.json"]) == 0, capsys.readouterr().err
+    assert header(title_of(text), "mine.yaml", "rtx-3060", Figures.of(Plan.load("plan.json")), flags="") == lines_of(
+        text
+    )
+    assert "mine.yaml exists already; give another name with --output" in fails(capsys, *args)
+    assert Path("mine.yaml").read_text() == text
+
+
+def test_models_that_do_not_take_batches_in_parts_take_them_one_after_the_other(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    bloom = {"model_type": "bloom", "n_layer": 2, "n_head": 4, "hidden_size": 32, "vocab_size": 259}
+    Path("bloom.json").write_text(json.dumps(bloom | {"_name_or_path": "some/Bloom-Tiny"}))
+    assert main(["new", "bloom.json", "--memory", "900MB", "--method", "full", "--host_memory", "8GB"]) == 0
+    assert "planning for rtx-4060-8gb; --hardware names another" in capsys.readouterr().err
+    text = Path("bloom-tiny-full-900mb.yaml").read_text()
+    assert "  accumulate_grad_batches: 4  #" in text
+    assert "  batch_size: 4  #" in text
+    assert "      host_memory: 8GB  #" in text
+    assert "--hardware rtx-4060-8gb,ram=8GB" in text
+    assert "# some/Bloom-Tiny, all weights in fp32 (" in text
+
+
+def way(at: int, seconds: float | None) -> Way:
+    plan = None if seconds is None else replace(PLAN, predicted=replace(PLAN.predicted, iteration_s=seconds))
+    return Way(METHODS[at], 512, plan=plan)
+
+
+def test_the_most_exact_way_is_taken_that_is_not_much_slower() -> None:
+    assert _chosen([way(0, 2.0), way(1, 1.5), way(3, 1.0)]).method == METHODS[0]
+    assert _chosen([way(0, 2.1), way(1, 1.5), way(3, 1.0)]).method == METHODS[1]
+    assert _chosen([way(0, None), way(1, None), way(3, 1.0)]).method == METHODS[3]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, 'small.json does not say which model it is of; add "_name_or_path"'),
+        ({"_name_or_path": "a/b", "architectures": ["BertForMaskedLM"]}, "not a causal language model but BertForMask"),
+        ({"_name_or_path": "a/b", "model_type": "t5", "architectures": None}, "but of type t5"),
+        ({"_name_or_path": "a/b", "quantization_config": {"quant_method": "gptq", "bits": 4}}, "with few bits already"),
+    ],
+)
+def test_models_that_cannot_be_trained(
+    changes: dict[str, Any], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in fails(capsys, "new", described(**changes), *CARD)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("llama2-7c", *CARD), "did you mean llama2-7b"),
+        (("meta-llama/Llama-2-9b-hf", *CARD), "did you mean meta-llama/Llama-2-7b-hf"),
+        (("qqqq", *CARD), "without the hub give a folder, a config.json or one of bloom-3b, "),
+        (("phi2",), "there is no GPU here to plan for; say how much memory yours has"),
+        (("phi2", "--memory", "2TB"), "more than any card has that is described here (141 GB)"),
+        (("phi2", "--memory", "12"), 'did you mean "12GB"?'),
+        (("phi2", "--hardware", "rtx-9999"), "hardware='rtx-9999'"),
+        (("phi2", *CARD, "--output", "gone/mine.yaml"), "there is no folder gone"),
+    ],
+)
+def test_mistakes(args: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert message in fails(capsys, "new", *args)
+
+
+def test_too_little_memory_names_the_least_that_works(capsys: pytest.CaptureFixture[str]) -> None:
+    error = fails(capsys, "new", described(_name_or_path="a/b"), "--memory", "500MB", *CARD, "--method", "full")
+    assert "a/b cannot be trained in memory=500MB with 128 GB of RAM, even with sequences of 128 tokens" in error
+    assert "all weights in fp32 needs memory=5" in error
+
+
+def test_what_is_there_is_not_replaced_by_another_architecture(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("b.json").write_text(json.dumps(LLAMA | {"hidden_size": 64}))
+    name = described(_name_or_path="a/b")
+    error = fails(capsys, "new", name, "--memory", "900MB", *CARD, "--method", "full")
+    assert "b.json exists already and is of another model" in error
+    assert json.loads(Path("b.json").read_text())["hidden_size"] == 64
+    assert not Path("b-full-900mb.yaml").exists()
+
+
+def test_names_on_the_hub_that_are_known_need_no_hub() -> None:
+    for name in ("meta-llama/Llama-3.2-1B-Instruct", "meta-llama/llama-3.2-1b", "llama3.2-1b"):
+        found = verb._source(name)
+        assert (found.architecture, found.shipped) == ("llama3.2-1b", True)
+    assert verb._source("llama3.2-1b").name == "meta-llama/Llama-3.2-1B"
+
+
+def test_a_header_is_replaced_and_read() -> None:
+    figures = Figures(
+        samples=16, sequence_length=512, iteration_s=2.0, no_offload_s=1.5, device_peak_bytes=10**9, host_peak_bytes=2
+    )
+    lines = header("A model (7 GB of RAM)", "name", "rtx-3060,ram=28GB", figures)
+    assert lines[0] == "# A model (1 GB of RAM)"
+    text = with_header("# A\n#   b\nmodel: {}\n", lines)
+    assert text == "\n".join([*lines, "model: {}"]) + "\n"
+    assert (title_of(text), hardware_of(text)) == ("A model", "rtx-3060,ram=28GB")
+    assert figures.tokens_per_s == 4096
+    assert hardware_of("# A\nmodel: {}") is None
