@@ -24,8 +24,8 @@ from scripts.docs import figures
 
 CURVE = "pictures/bench-curve.svg"
 """Where the drawing is, seen from docs/."""
-NO_TABLES = ("papers",)
-"""Results with a page of their own."""
+NO_TABLES = ("papers", "recipes")
+"""Results with a place of their own."""
 
 Result = dict[str, Any]
 Rows = list[list[str]]
