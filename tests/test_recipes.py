@@ -15,7 +15,7 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from lt_offload.cli import recipes
-from lt_offload.cli.header import Figures
+from lt_offload.cli.header import SimulatedStep
 from lt_offload.cli.main import main
 from lt_offload.plan import check
 from lt_offload.profiling.from_config import load_model_config
@@ -24,8 +24,8 @@ from lt_offload.schema.explain import brief
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.units import parse_bytes
-from scripts import headers
 from scripts.common import RESULTS, read_json
+from scripts.recipes import headers
 from tests import sampling
 from tests.support import tiny
 
@@ -181,7 +181,7 @@ def test_the_command_in_the_header_plans_the_recipe(
     assert plan.predicted.device_peak_bytes <= plan.budget_bytes
     assert plan.predicted.host_peak_bytes <= ram
     assert brief(plan) in captured.out
-    again = Figures.of(plan)
+    again = SimulatedStep.of(plan)
     assert (again.samples, again.sequence_length) == (figures.samples, figures.sequence_length)
     assert again.no_offload_s == pytest.approx(figures.no_offload_s, rel=1e-6)
     assert 0.85 * figures.iteration_s <= again.iteration_s <= 1.6 * figures.iteration_s

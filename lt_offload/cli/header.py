@@ -18,7 +18,7 @@ _HARDWARE = re.compile(r"^#   lt-finetune plan \S+ --hardware (\S+)", re.MULTILI
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Figures:
+class SimulatedStep:
     """What a plan says about one update."""
 
     samples: int
@@ -32,7 +32,7 @@ class Figures:
     host_peak_bytes: int
 
     @classmethod
-    def of(cls, plan: Plan) -> Figures:
+    def of(cls, plan: Plan) -> SimulatedStep:
         """Return what ``plan`` says."""
         found = plan.predicted
         return cls(
@@ -56,7 +56,7 @@ class Figures:
 
 
 def header(
-    title: str, recipe: str, hardware: str | None, figures: Figures, *, flags: str = " --data.path my.json"
+    title: str, recipe: str, hardware: str | None, figures: SimulatedStep, *, flags: str = " --data.path my.json"
 ) -> list[str]:
     """Return the lines of the comment.
 

@@ -15,7 +15,7 @@ import yaml
 
 from lt_offload.cli import recipes
 from lt_offload.cli.app import App, quieten
-from lt_offload.cli.header import Figures, header
+from lt_offload.cli.header import SimulatedStep, header
 from lt_offload.cli.outputs import check_output
 from lt_offload.cli.progress import keeping_quiet, say
 from lt_offload.cli.static.suggest import did_you_mean
@@ -119,7 +119,7 @@ _DIVIDED = (Divided(parts=4), Divided(parts=16), Divided(), Divided(accumulate=4
 
 
 @dataclass(frozen=True, slots=True)
-class Way:
+class WayToTrain:
     """A method, and what its plan says; ``why`` not, where there is none."""
 
     method: Method
@@ -299,9 +299,9 @@ class _Drafts:
         if not source.shipped:
             _save_config(source.config, folder / source.architecture)
 
-    def way(self, method: Method, length: int) -> Way:
+    def way(self, method: Method, length: int) -> WayToTrain:
         """Return how fast ``method`` is, in the best of a few numbers of parts or batches: at a glance."""
-        way, short = Way(method, length), None
+        way, short = WayToTrain(method, length), None
         try:
             whole = self._profile(way)
         except ConfigError as error:
@@ -321,7 +321,7 @@ class _Drafts:
             return replace(way, why=reason(short), needed_bytes=short.needed_bytes)
         return way
 
-    def final(self, way: Way) -> Way:
+    def final(self, way: WayToTrain) -> WayToTrain:
         """Return ``way`` with the plan of the very recipe that will be written.
 
         Raises:
@@ -338,7 +338,7 @@ class _Drafts:
                     raise
         raise AssertionError("the last one is returned, or raises")
 
-    def text(self, way: Way, source: Source, target: Path | None = None) -> str:
+    def text(self, way: WayToTrain, source: Source, target: Path | None = None) -> str:
         """Return the recipe without its header; ``target``: where it will be, beside the architecture."""
         folder = self.folder if target is None else target.parent
         architecture = source.architecture if source.shipped else str(folder / source.architecture)
@@ -372,7 +372,7 @@ class _Drafts:
         ]
         return "\n".join(lines) + "\n"
 
-    def _profile(self, way: Way) -> Profile:
+    def _profile(self, way: WayToTrain) -> Profile:
         file = self.folder / "draft.yaml"
         file.write_text(self.text(way, self.source), encoding="utf-8")
         with keeping_quiet(True):
@@ -390,7 +390,7 @@ def _needs(error: InfeasibleError) -> tuple[int, int]:
     return (error.needed_host_bytes or 0, error.needed_bytes or 0)
 
 
-def _ways(drafts: _Drafts, method: str) -> list[Way]:
+def _ways(drafts: _Drafts, method: str) -> list[WayToTrain]:
     """Return every way with ``method``, at the longest sequences with which one fits."""
     wanted = [way for way in METHODS if method in ("auto", way.name)]
     positions = getattr(drafts.source.config, "max_position_embeddings", None) or _LENGTHS[0]
@@ -405,11 +405,11 @@ def _ways(drafts: _Drafts, method: str) -> list[Way]:
     raise InfeasibleError(_too_small(drafts, ways), needed_bytes=_least(ways))
 
 
-def _least(ways: Sequence[Way]) -> int | None:
+def _least(ways: Sequence[WayToTrain]) -> int | None:
     return min((way.needed_bytes for way in ways if way.needed_bytes is not None), default=None)
 
 
-def _too_small(drafts: _Drafts, ways: Sequence[Way]) -> str:
+def _too_small(drafts: _Drafts, ways: Sequence[WayToTrain]) -> str:
     machine = drafts.machine
     ram = format_bytes(machine.profile.host_bytes)
     needs = "; ".join(f"{way.method.title} {way.why}" for way in ways)
@@ -419,7 +419,7 @@ def _too_small(drafts: _Drafts, ways: Sequence[Way]) -> str:
     )
 
 
-def _chosen(ways: Sequence[Way]) -> Way:
+def _chosen(ways: Sequence[WayToTrain]) -> WayToTrain:
     """Return the most exact way that is fast enough."""
     fastest = max(way.tokens_per_s for way in ways)
     return next(way for way in ways if way.plan is not None and way.tokens_per_s >= _WORTH * fastest)
@@ -428,7 +428,7 @@ def _chosen(ways: Sequence[Way]) -> Way:
 # -- files and words ---------------------------------------------------------------------------------------------------
 
 
-def _file_name(source: Source, way: Way, machine: Machine) -> str:
+def _file_name(source: Source, way: WayToTrain, machine: Machine) -> str:
     memory = machine.memory.replace(" ", "").lower()
     return f"{source.architecture.removesuffix('.json')}-{way.method.name}-{memory}.yaml"
 
@@ -439,7 +439,7 @@ def _check_free(target: Path) -> None:
     check_output(target, "--output")
 
 
-def _write(target: Path, source: Source, way: Way, machine: Machine, *, text: str, has_data: bool) -> None:
+def _write(target: Path, source: Source, way: WayToTrain, machine: Machine, *, text: str, has_data: bool) -> None:
     """Write the recipe, and the architecture beside it where that does not come with the package."""
     assert way.plan is not None
     if not source.shipped:
@@ -452,7 +452,7 @@ def _write(target: Path, source: Source, way: Way, machine: Machine, *, text: st
             print(f"{architecture}  (what is planned without a download)")
     title = f"{source.name}, {way.method.title}"
     flags = {"flags": ""} if has_data else {}
-    lines = header(title, str(target), machine.hardware, Figures.of(way.plan), **flags)
+    lines = header(title, str(target), machine.hardware, SimulatedStep.of(way.plan), **flags)
     target.write_text("\n".join(lines) + "\n" + text, encoding="utf-8")
 
 
@@ -474,7 +474,7 @@ def _quoted(text: str) -> str:
     return str(yaml.safe_dump(text, width=1000, allow_unicode=True)).removesuffix("\n").removesuffix("\n...")
 
 
-def _explanation(source: Source, machine: Machine, ways: Sequence[Way], chosen: Way) -> list[str]:
+def _explanation(source: Source, machine: Machine, ways: Sequence[WayToTrain], chosen: WayToTrain) -> list[str]:
     """Return the table of what was planned, and why one was taken, in 80 columns."""
     width = max(len(way.method.title) for way in ways)
     lines = [
@@ -502,7 +502,7 @@ def _explanation(source: Source, machine: Machine, ways: Sequence[Way], chosen: 
     return lines
 
 
-def _because(ways: Sequence[Way], chosen: Way) -> str:
+def _because(ways: Sequence[WayToTrain], chosen: WayToTrain) -> str:
     above = [way for way in ways[: next(at for at, way in enumerate(ways) if way.method == chosen.method)] if way.plan]
     if not above:
         return "the most exact one that fits"

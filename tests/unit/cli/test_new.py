@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lt_offload.cli.header import Figures, hardware_of, header, lines_of, title_of, with_header
+from lt_offload.cli.header import SimulatedStep, hardware_of, header, lines_of, title_of, with_header
 from lt_offload.cli.main import main
 from lt_offload.cli.verbs import new as verb
-from lt_offload.cli.verbs.new import METHODS, Way, _chosen
+from lt_offload.cli.verbs.new import METHODS, WayToTrain, _chosen
 from lt_offload.schema.plan import Plan
 from tests.support.commands import fails
 from tests.support.samples import make_plan, make_profile
@@ -63,9 +63,9 @@ def test_a_recipe_for_a_folder_is_planned_explained_checked_and_never_overwritte
     Path("rows.json").write_text("[]")
     assert main(["check", "mine.yaml"]) == 0, capsys.readouterr().err
     assert main(["plan", "mine.yaml", *CARD, "--save", "plan.json"]) == 0, capsys.readouterr().err
-    assert header(title_of(text), "mine.yaml", "rtx-3060", Figures.of(Plan.load("plan.json")), flags="") == lines_of(
-        text
-    )
+    assert header(
+        title_of(text), "mine.yaml", "rtx-3060", SimulatedStep.of(Plan.load("plan.json")), flags=""
+    ) == lines_of(text)
     assert "mine.yaml exists already; give another name with --output" in fails(capsys, *args)
     assert Path("mine.yaml").read_text() == text
 
@@ -85,9 +85,9 @@ def test_models_that_do_not_take_batches_in_parts_take_them_one_after_the_other(
     assert "# some/Bloom-Tiny, all weights in fp32 (" in text
 
 
-def way(at: int, seconds: float | None) -> Way:
+def way(at: int, seconds: float | None) -> WayToTrain:
     plan = None if seconds is None else replace(PLAN, predicted=replace(PLAN.predicted, iteration_s=seconds))
-    return Way(METHODS[at], 512, plan=plan)
+    return WayToTrain(METHODS[at], 512, plan=plan)
 
 
 def test_the_most_exact_way_is_taken_that_is_not_much_slower() -> None:
@@ -151,7 +151,7 @@ def test_names_on_the_hub_that_are_known_need_no_hub() -> None:
 
 
 def test_a_header_is_replaced_and_read() -> None:
-    figures = Figures(
+    figures = SimulatedStep(
         samples=16, sequence_length=512, iteration_s=2.0, no_offload_s=1.5, device_peak_bytes=10**9, host_peak_bytes=2
     )
     lines = header("A model (7 GB of RAM)", "name", "rtx-3060,ram=28GB", figures)

@@ -1,8 +1,8 @@
 """Plans the shipped recipes on the machines that their headers name, and writes what the plans say into the headers.
 
-python -m scripts.headers                     all recipes
-python -m scripts.headers llama2-7b-12gb ...  some of them; the figures of the others stay
-python -m scripts.headers --check             exit with 1 if headers are not what results/recipes.json says
+python -m scripts.recipes.headers                     all recipes
+python -m scripts.recipes.headers llama2-7b-12gb ...  some of them; the figures of the others stay
+python -m scripts.recipes.headers --check             exit with 1 if headers are not what results/recipes.json says
 
 A busy machine needs more ``--seconds``; figures do not depend on its load otherwise.
 """
@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lt_offload.cli import recipes
-from lt_offload.cli.header import Figures, hardware_of, header, title_of, with_header
+from lt_offload.cli.header import SimulatedStep, hardware_of, header, title_of, with_header
 from lt_offload.cli.main import main as lt_finetune
 from lt_offload.schema.plan import Plan
 from lt_offload.units import format_seconds
@@ -43,7 +43,7 @@ def planned(name: str, seconds: float) -> Figure | None:
             return None
         plan = Plan.load(file)
     return {"title": title_of(text), "hardware": hardware, "planner": plan.planner, "gap": plan.predicted.gap} | asdict(
-        Figures.of(plan)
+        SimulatedStep.of(plan)
     )
 
 
@@ -53,9 +53,9 @@ def text_of(name: str, figure: Figure) -> str:
     return with_header(text, header(title_of(text), name, hardware_of(text), figures_of(figure)))
 
 
-def figures_of(figure: Figure) -> Figures:
+def figures_of(figure: Figure) -> SimulatedStep:
     """Return what the header shows of ``figure``."""
-    return Figures(**{field: figure[field] for field in Figures.__slots__})
+    return SimulatedStep(**{field: figure[field] for field in SimulatedStep.__slots__})
 
 
 def with_plans() -> list[str]:
@@ -106,7 +106,7 @@ def main(args: Sequence[str] | None = None) -> int:
         return 0
     if options.check:
         for name in (outdated := wrong(figures)):
-            print(f"{recipes.shipped()[name]}: not what {file} says; run python -m scripts.headers {name}")
+            print(f"{recipes.shipped()[name]}: not what {file} says; run python -m scripts.recipes.headers {name}")
         return 1 if outdated else 0
     failed = []
     for name in options.recipes or with_plans():
