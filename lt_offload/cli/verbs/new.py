@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tempfile
+import textwrap
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -46,6 +47,7 @@ _GOOD = 1.05
 _WORTH = 0.5
 """The most exact method is taken that trains at least this part of the tokens per second of the fastest one."""
 _VARIANT = re.compile(r"(-chat|-instruct|-base|-hf|-it|-pt)+$")
+_WIDTH = 80
 _PLAIN_TEXT = (".txt", ".md")
 
 
@@ -477,10 +479,13 @@ def _quoted(text: str) -> str:
 def _explanation(source: Source, machine: Machine, ways: Sequence[WayToTrain], chosen: WayToTrain) -> list[str]:
     """Return the table of what was planned, and why one was taken, in 80 columns."""
     width = max(len(way.method.title) for way in ways)
+    about = (
+        f"{source.name} on {machine.profile.name} with {machine.memory} on the GPU and "
+        f"{format_bytes(machine.profile.host_bytes)} of RAM, {_BATCH} sequences of {chosen.length} tokens per update "
+        "(estimates):"
+    )
     lines = [
-        f"{source.name} on {machine.profile.name}: {machine.memory} on the GPU, "
-        f"{format_bytes(machine.profile.host_bytes)} of RAM;",
-        f"{_BATCH} sequences of {chosen.length} tokens per update (figures are estimates)",
+        *textwrap.wrap(about, _WIDTH),
         f"{'':{width}}  {'step':>8}  {'tokens/s':>8}  {'GPU':>8}  {'RAM':>8}",
     ]
     for way in ways:
@@ -497,9 +502,8 @@ def _explanation(source: Source, machine: Machine, ways: Sequence[WayToTrain], c
     found = chosen.plan.predicted
     slower = found.iteration_s / found.no_offload_s
     why = "the only one that fits" if sum(way.plan is not None for way in ways) == 1 else _because(ways, chosen)
-    lines.append(f"Chosen: {chosen.method.title}, {why};")
-    lines.append(f"its step takes {slower:.2f} times as long as with enough memory on the GPU")
-    return lines
+    reasons = f"Chosen: {chosen.method.title}, {why}; its step takes {slower:.2f} times as long as with enough memory."
+    return [*lines, *textwrap.wrap(reasons, _WIDTH)]
 
 
 def _because(ways: Sequence[WayToTrain], chosen: WayToTrain) -> str:
