@@ -79,6 +79,12 @@ METHODS = (
         (("stochastic_rounding", True, "small updates count on average, without fp32 copies of the weights"),),
     ),
     Method("lora", "LoRA on bf16 weights", ("configs/bf16.yaml", "configs/lora.yaml")),
+    Method(
+        "qlora",
+        "LoRA on 4-bit weights (QLoRA)",
+        ("configs/bf16.yaml", "configs/lora.yaml"),
+        (("quantize", "nf4", "layers under the adapters have four bits, unpacked where they compute"),),
+    ),
 )
 """The most exact first."""
 
@@ -491,7 +497,8 @@ def _explanation(source: Source, machine: Machine, ways: Sequence[WayToTrain], c
     for way in ways:
         shown = chosen if way.method == chosen.method else way
         if shown.plan is None:
-            lines.append(f"{way.method.title:{width}}  {way.why}")
+            row = f"{way.method.title:{width}}  {way.why}"
+            lines += textwrap.wrap(row, _WIDTH, subsequent_indent=" " * (width + 2))
             continue
         found = shown.plan.predicted
         lines.append(
