@@ -63,7 +63,7 @@ PARAMETERS = {
 SMALL = {
     "hidden_size": 64,
     "n_embed": 64,
-    "intermediate_size": 48,
+    "intermediate_size": 64,
     "num_hidden_layers": 2,
     "n_layer": 2,
     "num_attention_heads": 4,
