@@ -161,7 +161,7 @@ def test_check_accepts_every_piece_for_data(name: str, tmp_path: Path, capsys: p
     assert main(["check", str(recipe)]) == 0, capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", sampling.some(PLANNED, 3))
+@pytest.mark.parametrize("name", sampling.some(PLANNED, 2))
 def test_the_command_in_the_header_plans_the_recipe(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
