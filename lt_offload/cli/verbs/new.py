@@ -90,7 +90,7 @@ METHODS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class NamedModel:
     """A model by the name that was given."""
 
     name: str
@@ -234,7 +234,7 @@ def _card(memory: str | None) -> str:
     return min(fitting, key=lambda card: (card.device_bytes, card.flops_per_s["bfloat16"], card.name)).name
 
 
-def _source(model: str) -> Source:
+def _source(model: str) -> NamedModel:
     """Return the model called ``model``."""
     shipped = shipped_files("configs/models", ".json")
     known = {str(json.loads(path.read_text(encoding="utf-8"))["_name_or_path"]): name for name, path in shipped.items()}
@@ -247,19 +247,19 @@ def _source(model: str) -> Source:
                 f'new: {model} does not say which model it is of; add "_name_or_path": "NAME ON THE HUB" to it, '
                 "or give the model's folder"
             )
-        return Source(name, f"{_short(name)}.json", config, shipped=False)
+        return NamedModel(name, f"{_short(name)}.json", config, shipped=False)
     if is_dir(user_path(model)):
-        return Source(model, f"{_short(model)}.json", load.load_config(model), shipped=False)
+        return NamedModel(model, f"{_short(model)}.json", load.load_config(model), shipped=False)
     if model == load.SMOLLM2:
-        return Source(model, "smollm2-135m", load.load_config(model, "smollm2-135m"), shipped=True)
+        return NamedModel(model, "smollm2-135m", load.load_config(model, "smollm2-135m"), shipped=True)
     if model in shipped:
         hub = next(name for name, architecture in known.items() if architecture == model)
-        return Source(hub, model, load.load_config(hub, model), shipped=True)
+        return NamedModel(hub, model, load.load_config(hub, model), shipped=True)
     variants = {_without_variant(hub): architecture for hub, architecture in known.items()}
     if (architecture := variants.get(_without_variant(model))) is not None:
-        return Source(model, architecture, load.load_config(model, architecture), shipped=True)
+        return NamedModel(model, architecture, load.load_config(model, architecture), shipped=True)
     try:
-        return Source(model, f"{_short(model)}.json", load.load_config(model), shipped=False)
+        return NamedModel(model, f"{_short(model)}.json", load.load_config(model), shipped=False)
     except ConfigError as error:
         hint = did_you_mean(model, [*known, *shipped])
         raise ConfigError(
@@ -302,7 +302,7 @@ def _check_causal(model: str, config: PreTrainedConfig) -> None:
 class _Drafts:
     """Recipes that are planned, and written only if they are chosen."""
 
-    def __init__(self, source: Source, machine: Machine, data: str | None, folder: Path) -> None:
+    def __init__(self, source: NamedModel, machine: Machine, data: str | None, folder: Path) -> None:
         self.source, self.machine, self.data, self.folder = source, machine, data, folder
         if not source.shipped:
             _save_config(source.config, folder / source.architecture)
@@ -346,7 +346,7 @@ class _Drafts:
                     raise
         raise AssertionError("the last one is returned, or raises")
 
-    def text(self, way: WayToTrain, source: Source, target: Path | None = None) -> str:
+    def text(self, way: WayToTrain, source: NamedModel, target: Path | None = None) -> str:
         """Return the recipe without its header; ``target``: where it will be, beside the architecture."""
         folder = self.folder if target is None else target.parent
         architecture = source.architecture if source.shipped else str(folder / source.architecture)
@@ -436,7 +436,7 @@ def _chosen(ways: Sequence[WayToTrain]) -> WayToTrain:
 # -- files and words ---------------------------------------------------------------------------------------------------
 
 
-def _file_name(source: Source, way: WayToTrain, machine: Machine) -> str:
+def _file_name(source: NamedModel, way: WayToTrain, machine: Machine) -> str:
     memory = machine.memory.replace(" ", "").lower()
     return f"{source.architecture.removesuffix('.json')}-{way.method.name}-{memory}.yaml"
 
@@ -447,7 +447,7 @@ def _check_free(target: Path) -> None:
     check_output(target, "--output")
 
 
-def _write(target: Path, source: Source, way: WayToTrain, machine: Machine, *, text: str, has_data: bool) -> None:
+def _write(target: Path, source: NamedModel, way: WayToTrain, machine: Machine, *, text: str, has_data: bool) -> None:
     """Write the recipe, and the architecture beside it where that does not come with the package."""
     assert way.plan is not None
     if not source.shipped:
@@ -482,7 +482,7 @@ def _quoted(text: str) -> str:
     return str(yaml.safe_dump(text, width=1000, allow_unicode=True)).removesuffix("\n").removesuffix("\n...")
 
 
-def _explanation(source: Source, machine: Machine, ways: Sequence[WayToTrain], chosen: WayToTrain) -> list[str]:
+def _explanation(source: NamedModel, machine: Machine, ways: Sequence[WayToTrain], chosen: WayToTrain) -> list[str]:
     """Return the table of what was planned, and why one was taken, in 80 columns."""
     width = max(len(way.method.title) for way in ways)
     about = (
