@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import yaml
 
-from lt_offload.cli import recipes
-from lt_offload.cli.app import App, quieten
+from lt_offload.cli import messages, recipes
+from lt_offload.cli.app import App
 from lt_offload.cli.header import SimulatedStep, header
 from lt_offload.cli.outputs import check_output
-from lt_offload.cli.progress import keeping_quiet, say
+from lt_offload.cli.progress import clear, keeping_quiet, say, status
 from lt_offload.cli.static.suggest import did_you_mean
 from lt_offload.cli.verbs.plan import estimate, plan
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
@@ -181,11 +181,12 @@ def new(
     machine = _machine(memory, host_memory, hardware)
     source = _source(model)
     _check_causal(model, source.config)
-    quieten()
+    messages.install()
     with tempfile.TemporaryDirectory() as folder:
         drafts = _Drafts(source, machine, data, Path(folder))
         ways = _ways(drafts, method)
         chosen = drafts.final(_chosen(ways))
+    clear()
     target = user_path(output) if output else Path(_file_name(source, chosen, machine))
     _check_free(target)
     _write(target, source, chosen, machine, text=drafts.text(chosen, source, target), has_data=data is not None)
@@ -204,11 +205,11 @@ def _machine(memory: str | None, host_memory: str | None, hardware: str | None) 
         if size is not None:
             parse_bytes(size, setting=setting)
     if hardware is None and torch.cuda.is_available():
-        profile = measure_machine(on_progress=lambda message: say(f"  {message} ..."))
+        profile = measure_machine(on_progress=status)
     else:
         if hardware is None:
             hardware = _card(memory)
-            say(f"  planning for {hardware}; --hardware names another ...")
+            say(f"planning for {hardware}; --hardware names another")
         if host_memory is not None:
             hardware = f"{hardware},ram={host_memory}"
         profile = load_hardware(hardware)
@@ -335,7 +336,7 @@ class _Drafts:
         Raises:
             OffloadError: if what looked well at a glance does not work.
         """
-        say(f"  planning {way.method.title} at length ...")
+        status(f"planning {way.method.title} at length")
         seconds = Settings().time_limit
         tried = [way, *(replace(way, divided=divided) for divided in _DIVIDED if divided.accumulate > 1)]
         for other in tried:
@@ -406,7 +407,7 @@ def _ways(drafts: _Drafts, method: str) -> list[WayToTrain]:
     for length in lengths:
         ways = []
         for candidate in wanted:
-            say(f"  planning {candidate.title}, {_BATCH} x {length} tokens ...")
+            status(f"planning {candidate.title}, {_BATCH} x {length} tokens")
             ways.append(drafts.way(candidate, length))
         if any(way.plan is not None for way in ways):
             return ways
