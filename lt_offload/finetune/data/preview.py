@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby, islice
+from itertools import groupby, islice, pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -184,15 +184,18 @@ def _statistics(data: FineTuneData, found: DataPreview) -> Iterator[RenderableTy
 
 def _histogram(lengths: Any, limit: int) -> Iterator[RenderableType]:
     most = int(lengths.max())
-    step = max(-(-max(most, 1) // _BARS), 1)
-    counts = [int(((lengths > step * i) & (lengths <= step * (i + 1))).sum()) for i in range(-(-most // step))]
+    # A few very long rows shall not press all others into one bar: the last bar is theirs.
+    usual = max(int(np.percentile(lengths, 97, method="inverted_cdf")), 1)
+    step = -(-usual // (_BARS - 1))
+    edges = [step * number for number in range(-(-usual // step) + 1)]
+    edges += [most] if most > edges[-1] else []
+    counts = [int(((lengths > low) & (lengths <= high)).sum()) for low, high in pairwise(edges)]
     width = len(f"{most:,}")
     yield "rows by tokens" + (f" (data.max_length={limit})" if limit < most else "")
-    for number, count in enumerate(counts):
-        low, high = step * number + 1, min(step * (number + 1), most)
-        bar = "█" * round(36 * count / max(counts)) or ("▏" if count else "")
-        mark = "  <- longer ones are cut or split" if low <= limit < high else ""
-        yield f"  {low:>{width},}-{high:<{width},} {count:>7,} {bar}{mark}"
+    for (low, high), count in zip(pairwise(edges), counts, strict=True):
+        bar = "█" * round(30 * count / max(counts)) or ("▏" if count else "")
+        mark = " <- longer ones are cut or split" if low < limit < high else ""
+        yield f"{low + 1:>{width},}-{high:<{width},} {count:>7,} {bar}{mark}"
 
 
 def _losses(data: FineTuneData, found: DataPreview, learned: Any, before_cut: Any) -> Iterator[str]:
