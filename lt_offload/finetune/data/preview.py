@@ -194,7 +194,7 @@ def _histogram(lengths: Any, limit: int) -> Iterator[RenderableType]:
     yield "rows by tokens" + (f" (data.max_length={limit})" if limit < most else "")
     for (low, high), count in zip(pairwise(edges), counts, strict=True):
         bar = "█" * round(30 * count / max(counts)) or ("▏" if count else "")
-        mark = " <- longer ones are cut or split" if low < limit < high else ""
+        mark = " <- longer: cut or split" if low < limit < high else ""
         yield f"{low + 1:>{width},}-{high:<{width},} {count:>7,} {bar}{mark}"
 
 

@@ -51,7 +51,7 @@ def test_plain_text(tokenizer: str, path: str) -> None:
     assert f"data.max_length=60 cuts {len(longer)} rows and {lost} tokens to learn with them" in text
     assert "1 rows have nothing to learn and are left out: rows.jsonl row 1" in text
     assert "19 sequences of up to 60 tokens in 4 batches of 4, " in text
-    assert "<- longer ones are cut or split" in text
+    assert "<- longer: cut or split" in text
     assert max(map(len, text.splitlines())) <= 80
     assert shown(data, 0).startswith("───")
 
