@@ -375,6 +375,42 @@ def bench_checkpoints(results: Sequence[Result]) -> str:
     return _section("Checkpoints", "scripts.bench.emulated --checkpoints", results, head, rows)
 
 
+def bench_load(results: Sequence[Result]) -> str:
+    """Loading a model beside reading its files."""
+    rows = [
+        [
+            f"{format_bytes(figures['file_bytes'])} in {result['settings']['files']} files",
+            "memory" if result["settings"]["warm"] else "disk",
+            *(format_seconds(statistics.median(figures[name])) for name in ("read_s", "keep_s", "load_s")),
+            f"{figures['ratio']:.0%}",
+            f"{figures['ratio_of_keeping']:.0%}",
+            f"{figures['goal']:.0%}",
+            f"{figures['copies']:.2f}",
+        ]
+        for result in results
+        for figures in [result["figures"]]
+    ]
+    speeds = ["read", "read into new memory", "loaded", "of reading", "of reading into new memory", "goal"]
+    head = ["bfloat16 model", "from", *speeds, "copies in memory"]
+    return _section("Loading weights", "scripts.startup.load", results, head, rows)
+
+
+def bench_start(results: Sequence[Result]) -> str:
+    """From start to first step."""
+    rows = [
+        [
+            f"`{result['settings']['recipe']}`",
+            *(format_seconds(figures[name]) for name in ("needed_s", "first_step_s")),
+            f"{figures['ratio']:.2f}",
+            f"{figures['goal']:.2f}",
+        ]
+        for result in results
+        for figures in [result["figures"]]
+    ]
+    head = ["recipe", "imports and loading", "start to first step", "ratio", "goal"]
+    return _section("From start to first step", "scripts.startup.start", results, head, rows)
+
+
 TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "compare": compare,
     "bench-emulated": bench_emulated,
@@ -390,6 +426,8 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "bench-gaps": bench_gaps,
     "bench-batch": bench_batch,
     "bench-packing": bench_packing,
+    "bench-load": bench_load,
+    "bench-start": bench_start,
     "bench": bench,
 }
 

@@ -89,6 +89,8 @@ class App(LightningCLI):
         parser.add_argument("--base", type=str | list[str] | None, default=None, help="files a recipe builds on")
         parser.add_argument("--gpu", type=str | list[str] | None, default=None, help="files that override it on a GPU")
         parser.link_arguments("model.name", "data.model")
+        parser.link_arguments("model.new_tokens", "data.new_tokens")
+        parser.link_arguments("data.tokenizer", "model.tokenizer")
         self._option_names = parser.add_function_arguments(
             self.verb, skip={"app"}, as_group=self.verb.__name__ != "data"
         )

@@ -17,7 +17,8 @@ from lt_offload.resources import is_file, shipped_root
 
 _CALLBACKS = "--trainer.callbacks"
 _EXPLAIN = "--explain"
-_LORA = "--model.lora"
+_PIECES = {"lora": "lora.yaml", "adapter": "adapter.yaml"}
+"""By setting of the model: the shipped piece with what suits it."""
 
 
 def compose(files: Sequence[Path], args: Sequence[str]) -> list[str]:
@@ -26,7 +27,9 @@ def compose(files: Sequence[Path], args: Sequence[str]) -> list[str]:
     Raises:
         ConfigError: if a file cannot be read.
     """
-    chain = _with_lora(files, args)
+    chain = [*files]
+    for setting, piece in _PIECES.items():
+        chain = _with_piece(chain, args, setting, piece)
     merged = _callbacks(chain)
     return [
         *(part for file in chain for part in ("--config", str(file))),
@@ -35,24 +38,25 @@ def compose(files: Sequence[Path], args: Sequence[str]) -> list[str]:
     ]
 
 
-def _with_lora(files: Sequence[Path], args: Sequence[str]) -> list[Path]:
+def _with_piece(files: Sequence[Path], args: Sequence[str], setting: str, name: str) -> list[Path]:
     """Put the shipped piece for adapters before what switches them on; what comes later overrides it as usual."""
-    piece = shipped_root() / "configs" / "lora.yaml"
+    piece = shipped_root() / "configs" / name
     given = [*files]
     for index, file in enumerate(given):
-        if _group(file, "model").get("lora") is not None:
+        if _group(file, "model").get(setting) is not None:
             return [*given] if file.resolve() == piece.resolve() else [*given[:index], piece, *given[index:]]
-    if any(_switches_on(arg, following) for arg, following in pairwise([*args, ""])):
+    if any(_switches_on(arg, following, setting) for arg, following in pairwise([*args, ""])):
         return [*given, piece]
     return given
 
 
-def _switches_on(arg: str, following: str) -> bool:
+def _switches_on(arg: str, following: str, setting: str) -> bool:
     name, equals, value = arg.partition("=")
     if name == "--config":
         path = Path(value if equals else following)
-        return is_file(path) and _group(path, "model").get("lora") is not None
-    return name.startswith(f"{_LORA}.") or (name == _LORA and (value if equals else following) not in ("null", ""))
+        return is_file(path) and _group(path, "model").get(setting) is not None
+    flag = f"--model.{setting}"
+    return name.startswith(f"{flag}.") or (name == flag and (value if equals else following) not in ("null", ""))
 
 
 def _callbacks(files: Sequence[Path]) -> list[Any] | None:

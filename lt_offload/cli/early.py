@@ -31,8 +31,7 @@ def check_early(app: App, ckpt_path: str | None = None, *, resume: bool = False)
         path = getattr(data, setting)
         if path not in (None, sources.PYDOC):
             sources.local_files(path, f"data.{setting}")
-    if app.model.name != load.SMOLLM2:  # that one is made where it is missing
-        load.locate(app.model.name)
+    load.check_name(app.model.name)  # what has to be converted is not, yet
     if is_dir(user_path(data.tokenizer_name)):
         load.load_tokenizer(data.tokenizer_name)
     if ckpt_path is not None:

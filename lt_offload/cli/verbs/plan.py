@@ -257,6 +257,11 @@ def estimate(
         load.set_dropout(config, module.dropout)
     if module.attention is not None:
         config._attn_implementation = module.attention
+    try:
+        module.count_tokens()
+    except ConfigError:  # a plan needs nothing from the hub
+        module.assume_tokens(config.vocab_size + len(module.new_tokens))
+        _say(f"the tokenizer is not here: planning for {module.count_tokens()} tokens")
     optimizer: str | OptimizerFactory = module.optimizer
     if module.master_weights or module.stochastic_rounding:
         optimizer = partial(AdamW, stochastic_rounding=module.stochastic_rounding)
@@ -270,8 +275,8 @@ def estimate(
         autocast="bfloat16" if app.trainer.precision == "bf16-mixed" else None,
         hardware=hardware or measure_machine(on_progress=status),
         optimizer=optimizer,
-        lora=None if module.lora is None else module.lora.peft(),
         quantize=module.quantize,
+        prepare=module.prepare,
         padding=not data.pack,
         packing=data.pack is True,
         blocks=getattr(app.trainer.strategy, "blocks", None),

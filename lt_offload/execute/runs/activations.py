@@ -8,6 +8,7 @@ last iteration again.
 
 from __future__ import annotations
 
+import weakref
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -121,7 +122,7 @@ class WeightAlias:
             return view.as_strided(self.shape, self.stride, view.storage_offset() + self.offset)
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, weakref_slot=True, eq=False)
 class Moved:
     """A saved tensor whose storage travels."""
 
@@ -151,7 +152,7 @@ class Moved:
 class MovedStorage:
     """One storage that saved tensors share: on the device, on its way, or on the host."""
 
-    __slots__ = ("device", "nbytes", "owner", "part", "users", "watched")
+    __slots__ = ("__weakref__", "device", "nbytes", "owner", "part", "taken", "users", "watched")
 
     def __init__(self, owner: ActivationOffloader, tensor: Tensor, storage: torch.UntypedStorage) -> None:
         self.owner = owner
@@ -161,8 +162,10 @@ class MovedStorage:
             self.device: Tensor | None = tensor.detach() if whole else _bytes_of(tensor.device, storage)
             """All of it on the device; None while only the host has it."""
         self.part: Part = self.device.shape, self.device.dtype
+        self.taken: list[weakref.ref[Moved]] = []
+        """Saved tensors that share it."""
         self.users = 0
-        """Saved tensors that have not been unpacked yet."""
+        """Those that have not been unpacked yet."""
         self.watched: tuple[Tensor, int] | None = None
         """A tensor that nobody may write to before it has been copied, and its version when it was saved."""
 
@@ -198,8 +201,10 @@ class ActivationOffloader:
         self.device = device
         self.pool = pool
         self.label = label
-        self._by_storage: dict[int, MovedStorage] = {}
+        self._by_storage: weakref.WeakValueDictionary[int, MovedStorage] = weakref.WeakValueDictionary()
+        """During the forward. What is saved for a part of the graph that nothing needs goes with that part."""
         self._storages: list[MovedStorage] = []
+        """After it."""
         self._host: HostBuffer | None = None
         """Where all storages go, side by side."""
         self._parts: list[Tensor] = []
@@ -227,16 +232,19 @@ class ActivationOffloader:
         storage = self._by_storage.get(memory._cdata)
         if storage is None:
             storage = self._by_storage[memory._cdata] = MovedStorage(self, tensor, memory)
-            self._storages.append(storage)
         if watch and storage.watched is None:
             storage.watched = (tensor, version(tensor))
-        storage.users += 1
-        return Moved(storage, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        moved = Moved(storage, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        storage.taken.append(weakref.ref(moved))
+        return moved
 
     def leave(self, op: int) -> Event | None:
         """Queue the copies to the host; return their event, None if there is nothing to move."""
         # The forward is over. Once storages die, others may get their addresses and would be taken for them.
+        self._storages = list(self._by_storage.values())
         self._by_storage.clear()
+        for storage in self._storages:
+            storage.users = sum(moved() is not None for moved in storage.taken)
         if not self._storages:
             return None
         sources: list[Tensor] = []

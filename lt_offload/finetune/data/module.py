@@ -78,6 +78,7 @@ class FineTuneData(LightningDataModule):
         validation_rows: how many rows are held out, instead of a share; sequences, if the data are a single text.
         validation_seed: draws the held-out rows at random; null takes the last ones.
         tokenizer: name or folder of a tokenizer, if not the model's.
+        new_tokens: tokens that it gets beside its own; set by the recipe's ``model.new_tokens``.
         max_length: tokens per sequence. A longer text is split, each part beginning with the last token of the one
             before; a longer example of which only responses are learned is cut, and what is lost is said.
         pack: put several examples side by side into one sequence, as many as fit, without attention between them; if
@@ -116,6 +117,7 @@ class FineTuneData(LightningDataModule):
         validation_rows: int | None = None,
         validation_seed: int | None = None,
         tokenizer: str | None = None,
+        new_tokens: list[str] | None = None,
         max_length: int = 512,
         pack: Pack = True,
         group_by_length: bool = False,
@@ -186,6 +188,7 @@ class FineTuneData(LightningDataModule):
         self.num_proc = num_proc
         self.cache_dir = cache_dir
         self.tokenizer_name = tokenizer or model
+        self.new_tokens = tuple(new_tokens or ())
         self._train: Sequences | None = None
         self._validation: Sequences | None = None
         self._streamed: Reader | None = None
@@ -260,7 +263,7 @@ class FineTuneData(LightningDataModule):
 
     @cached_property
     def _tokenizer_and_template(self) -> tuple[PreTrainedTokenizerBase, ChatTemplate | None]:
-        tokenizer = load.load_tokenizer(self.tokenizer_name)
+        tokenizer = load.load_tokenizer(self.tokenizer_name, self.new_tokens)
         template, notes = find_template(self.template, tokenizer)
         for note in notes:
             _log.warning("%s", note)

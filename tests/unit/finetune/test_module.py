@@ -11,8 +11,9 @@ from lightning.pytorch import Trainer
 from lt_offload import AdamW, limits
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
+from lt_offload.finetune.adapters import LoraArgs, add_lora
 from lt_offload.finetune.data.module import FineTuneData
-from lt_offload.finetune.module import FineTune, LoraArgs, add_lora, check_data, lr_factor, make_optimizer
+from lt_offload.finetune.module import FineTune, lr_factor, make_optimizer
 from tests.support import models, tiny
 
 pytestmark = [
@@ -229,10 +230,3 @@ def test_sequences_longer_than_the_model(folder: str, text: str, monkeypatch: py
 
 def _never(*args: object, **kwargs: object) -> None:
     raise AssertionError("weights are loaded before the settings are checked")
-
-
-def test_a_vocabulary_larger_than_the_model() -> None:
-    config = load.load_config("unused", "bloom-3b")
-    check_data(config, max_length=10**6)  # Bloom knows no longest sequence
-    with pytest.raises(ConfigError, match="the tokenizer has"):
-        check_data(config, max_length=8, vocabulary=config.vocab_size + 1)

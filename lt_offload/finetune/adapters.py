@@ -1,0 +1,210 @@
+"""Adapters on a frozen model, as peft makes, reads and writes them: LoRA, DoRA and rsLoRA."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from torch import nn
+
+from lt_offload.errors import ConfigError
+from lt_offload.resources import is_dir, user_path
+
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
+CONFIG = "adapter_config.json"
+_WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoraArgs:
+    """Train low-rank adapters and leave the model itself as it is.
+
+    Args:
+        r: rank of the adapters.
+        alpha: their scale is ``alpha / r``.
+        dropout: probability of dropping an adapter's input.
+        target_modules: the layers that get one: a list of names, or of ends of names; a regular expression that a
+            whole name matches; or ``all-linear``, every one but the output projection.
+        dora: train the length of each column of the weights, too (DoRA).
+        rslora: scale by ``alpha / sqrt(r)``, so that high ranks learn as fast as low ones (rsLoRA).
+        modules_to_save: other modules that are trained in full and saved with the adapters, e.g. ``[lm_head]``.
+        bias: biases to train: ``none``, ``lora_only`` (of the layers with adapters) or ``all``.
+    """
+
+    r: int = 8
+    alpha: int = 16
+    dropout: float = 0.0
+    target_modules: list[str] | str = "all-linear"
+    dora: bool = False
+    rslora: bool = False
+    modules_to_save: list[str] | None = None
+    bias: Literal["none", "lora_only", "all"] = "none"
+
+    def peft(self) -> dict[str, Any]:
+        """Return the arguments of ``peft.LoraConfig``."""
+        return {
+            "r": self.r,
+            "lora_alpha": self.alpha,
+            "lora_dropout": self.dropout,
+            "target_modules": self.target_modules,
+            "use_dora": self.dora,
+            "use_rslora": self.rslora,
+            "modules_to_save": self.modules_to_save,
+            "bias": self.bias,
+            "task_type": "CAUSAL_LM",
+        }
+
+
+def check_lora(args: LoraArgs) -> None:
+    """Raise ``ConfigError`` for settings that no model can have."""
+    if args.r < 1:
+        raise ConfigError(f"model.lora.r={args.r} is too small; it must be at least 1")
+    if args.alpha < 1:
+        raise ConfigError(f"model.lora.alpha={args.alpha} is too small; it must be at least 1, e.g. twice model.lora.r")
+    if not 0 <= args.dropout < 1:
+        raise ConfigError(f"model.lora.dropout={args.dropout} is no probability below 1; set it to 0 or 0.05")
+    if not args.target_modules:
+        raise ConfigError("model.lora.target_modules is empty; name layers, or set it to all-linear")
+
+
+def add_lora(model: nn.Module, args: LoraArgs) -> nn.Module:
+    """Return ``model`` with new adapters, everything else frozen; where its tensors are on meta, theirs are, too.
+
+    Raises:
+        ConfigError: if peft is not installed, or no layer has one of the names.
+    """
+    peft = _peft("model.lora")
+    _check_names(model, args)
+    return _adapted(model, peft.LoraConfig(**args.peft()), f"model.lora.target_modules={args.target_modules!r}")
+
+
+def add_saved(model: nn.Module, folder: str) -> nn.Module:
+    """Return ``model`` with the adapters in ``folder``, as peft's ``save_pretrained`` writes them, to be trained on.
+
+    Raises:
+        ConfigError: if they cannot be read, or are those of another model.
+    """
+    peft = _peft("model.adapter")
+    path = check_saved(folder)
+    what = f"model.adapter={folder!r}"
+    config = saved_config(folder)
+    config.inference_mode = False
+    adapted = _adapted(model, config, what)
+    if any(parameter.is_meta for parameter in adapted.parameters()):
+        return adapted  # names and shapes are enough where nobody has weights
+    try:
+        weights = peft.load_peft_weights(str(path), device="cpu")
+    except Exception as error:  # the readers of both formats raise whatever broken bytes lead them to
+        raise ConfigError(f"{what}: its weights cannot be read ({_first_line(error)}); copy the folder again") from None
+    try:
+        result = peft.set_peft_model_state_dict(adapted, weights)
+    except RuntimeError as error:
+        lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
+        raise ConfigError(f"{what} is of another model: {(lines or [_first_line(error)])[0]}") from None
+    trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
+    missing = sorted(trained.intersection(result.missing_keys))
+    if missing or result.unexpected_keys:
+        name = missing[0] if missing else result.unexpected_keys[0]
+        raise ConfigError(
+            f"{what} does not fit this model: {'it lacks' if missing else 'this model has no'} {name} ({len(missing)} "
+            f"tensors are missing, {len(result.unexpected_keys)} are unknown); set model.name to the model that it "
+            f"was trained on, {config.base_model_name_or_path!r}"
+        )
+    return adapted
+
+
+def saved_config(folder: str) -> LoraConfig:
+    """Return the configuration of the adapters in ``folder``.
+
+    Raises:
+        ConfigError: if they are adapters of another kind, or not adapters.
+    """
+    peft = _peft("model.adapter")
+    path = check_saved(folder)
+    what = f"model.adapter={folder!r}"
+    try:
+        kind = json.loads((path / CONFIG).read_text(encoding="utf-8")).get("peft_type")
+        config: LoraConfig | None = peft.LoraConfig.from_pretrained(str(path)) if kind == "LORA" else None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{what}: {CONFIG} cannot be read: {_first_line(error)}") from None
+    if config is None:
+        raise ConfigError(f"{what} has adapters of type {kind!r}; only those of type 'LORA' can be trained here")
+    return config
+
+
+def check_saved(folder: str) -> Path:
+    """Return the folder with adapters, which has what a folder of peft has.
+
+    Raises:
+        ConfigError: if it has not.
+    """
+    path = user_path(folder)
+    if not is_dir(path):
+        raise ConfigError(f"model.adapter={folder!r} is not a folder; give one that peft's save_pretrained() wrote")
+    absent = [CONFIG] if not (path / CONFIG).is_file() else []
+    absent += [] if any((path / name).is_file() for name in _WEIGHTS) else [_WEIGHTS[0]]
+    if absent:
+        raise ConfigError(
+            f"model.adapter={folder!r} has no {' and no '.join(absent)}; give a folder that peft's save_pretrained() "
+            "or 'lt-finetune export --format adapter' wrote"
+        )
+    return path
+
+
+def _adapted(model: nn.Module, config: LoraConfig, what: str) -> nn.Module:
+    from peft import get_peft_model
+
+    on_meta = any(parameter.is_meta for parameter in model.parameters())
+    if getattr(getattr(model, "config", None), "tie_word_embeddings", False):
+        config.ensure_weight_tying = bool(config.modules_to_save)
+    try:
+        with _quietly():
+            adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
+    except (ValueError, re.error) as error:
+        raise ConfigError(f"{what}: {_first_line(error)}") from error
+    return adapted.train()
+
+
+def _check_names(model: nn.Module, args: LoraArgs) -> None:
+    """Raise ``ConfigError`` if a name of a list is no module's; peft says so only if none of them is."""
+    known = [name for name, _ in model.named_modules() if name]
+    asked = {
+        "target_modules": args.target_modules if isinstance(args.target_modules, list) else [],
+        "modules_to_save": args.modules_to_save or [],
+    }
+    for setting, names in asked.items():
+        for name in names:
+            if not any(one == name or one.endswith(f".{name}") for one in known):
+                ends = sorted({one.rpartition(".")[2] for one in known if not one.rpartition(".")[2].isdigit()})
+                near = difflib.get_close_matches(name, ends, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(ends)}"
+                raise ConfigError(f"model.lora.{setting}={names!r}: no layer is called {name!r}; {hint}")
+
+
+def _peft(setting: str) -> Any:
+    try:
+        import peft
+    except ImportError:
+        raise ConfigError(f"{setting} needs the package peft: pip install 'lt-offload[lora]'") from None
+    return peft
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers with a name that is going away
+        warnings.filterwarnings("ignore", "The PEFT config's `base_model_name_or_path` was renamed")  # folders move
+        yield
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

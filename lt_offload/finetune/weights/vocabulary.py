@@ -1,0 +1,65 @@
+"""As many rows of the embeddings as the tokenizer has tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from lt_offload.errors import ConfigError
+from lt_offload.finetune.weights.hub import without_advice
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def add_tokens(tokenizer: PreTrainedTokenizerBase, tokens: Sequence[str]) -> PreTrainedTokenizerBase:
+    """Return ``tokenizer`` with those of ``tokens`` that it does not have, in this order, behind its own.
+
+    Raises:
+        ConfigError: if one of them is empty or there twice.
+    """
+    check_tokens(tokens)
+    tokenizer.add_tokens(list(tokens))
+    return tokenizer
+
+
+def check_tokens(tokens: Sequence[str]) -> None:
+    """Raise ``ConfigError`` for new tokens that cannot be."""
+    for token in tokens:
+        if not token.strip():
+            raise ConfigError(f"model.new_tokens={list(tokens)!r}: {token!r} is no token; leave it out")
+    twice = [token for index, token in enumerate(tokens) if token in tokens[:index]]
+    if twice:
+        raise ConfigError(f"model.new_tokens={list(tokens)!r} has {twice[0]!r} twice; leave one out")
+
+
+def resize(model: Any, tokens: int) -> bool:
+    """Let ``model`` have at least ``tokens`` embeddings, and as many logits; return whether it had fewer.
+
+    New rows are drawn around the mean of the others, as transformers does it.
+    """
+    before: int = model.get_input_embeddings().weight.shape[0]
+    if tokens <= before:
+        return False
+    embeddings: nn.Module = model.get_input_embeddings()
+    on_meta = any(parameter.is_meta for parameter in embeddings.parameters())
+    with without_advice():
+        model.resize_token_embeddings(tokens, mean_resizing=not on_meta)
+    model._lt_offload_grown = True
+    return True
+
+
+def has_grown(model: Any) -> bool:
+    """Return whether ``model`` has got embeddings here."""
+    return bool(getattr(model, "_lt_offload_grown", False))
+
+
+def names_of_embeddings(model: Any) -> list[str]:
+    """Return the last names of the modules whose rows are tokens: input embeddings, and logits if they are not tied."""
+    wanted = [model.get_input_embeddings()]
+    output = model.get_output_embeddings()
+    if output is not None and output.weight is not wanted[0].weight:
+        wanted.append(output)
+    return [name.rpartition(".")[2] for name, module in model.named_modules() if any(module is one for one in wanted)]
