@@ -23,6 +23,7 @@ from lt_offload.finetune.weights.vocabulary import has_grown
 from lt_offload.finetune.weights.write_gguf import check_writable, write_gguf
 from lt_offload.model.quantized import packed_layers
 from lt_offload.resources import user_path
+from lt_offload.units import parse_bytes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -58,6 +59,7 @@ def export(
     Raises:
         ConfigError: if there is something already, nothing to write, or it cannot be written in this format.
     """
+    shard_bytes = parse_bytes(max_shard_size, setting="max_shard_size", least=1)
     whole: Any = model
     adapted = hasattr(whole, "merge_and_unload")
     target = check_target(folder, format)
@@ -91,7 +93,7 @@ def export(
             if format == "gguf":
                 write_gguf(whole, tokenizer, scratch if target.suffix == ".gguf" else scratch / GGUF_FILE)
             else:
-                whole.save_pretrained(scratch, max_shard_size=max_shard_size)
+                whole.save_pretrained(scratch, max_shard_size=shard_bytes)
                 tokenizer.save_pretrained(scratch)
     return target / GGUF_FILE if format == "gguf" and target.is_dir() else target
 
@@ -118,8 +120,13 @@ def check_target(folder: str | Path, format: Format = "hf") -> Path:
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
     """Yield a new path beside ``target`` to write to, which becomes ``target`` once all is written, or goes."""
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    except OSError as error:
+        raise ConfigError(
+            f"{str(target)!r} cannot be written: {error.strerror}; choose another one with --output"
+        ) from None
     written = scratch / target.name
     try:
         if target.suffix != ".gguf":

@@ -29,6 +29,11 @@ from lt_offload.optim import AdamW
 OptimizerName = Literal["adamw", "adam", "sgd", "adafactor"]
 Schedule = Literal["cosine", "linear", "constant"]
 
+NO_PACKED_DORA = (
+    "model.quantize=nf4 is not offered with DoRA, which reads the norms of the weights under the adapters in every "
+    "forward, for which they would be unpacked twice; set model.lora.dora=false, or leave model.quantize unset"
+)
+
 
 class FineTune(LightningModule):
     """A Hugging Face causal language model to fine-tune.
@@ -98,6 +103,8 @@ class FineTune(LightningModule):
             raise ConfigError(f"model.lr={lr} is not positive and finite; choose a number such as 1e-5")
         check_adapters(lora, adapter, freeze=freeze, train_only=train_only)
         check_tokens(new_tokens or ())
+        if quantize is not None and lora is not None and lora.dora:
+            raise ConfigError(NO_PACKED_DORA)
         check_quantize(quantize, lora=adapter if lora is None else lora, compiled=compile_blocks)
         if master_weights and stochastic_rounding:
             raise ConfigError(
@@ -204,7 +211,10 @@ class FineTune(LightningModule):
             self._tell_untrained(model, self.lora.modules_to_save)
             model = add_lora(model, self.lora)
         if self.adapter is not None:
-            self._tell_untrained(model, saved_config(self.adapter).modules_to_save)
+            saved = saved_config(self.adapter)
+            if self.quantize is not None and saved.use_dora:
+                raise ConfigError(NO_PACKED_DORA)
+            self._tell_untrained(model, saved.modules_to_save)
             model = add_saved(model, self.adapter)
         if self.frozen or self.train_only:
             choose_trained(model, freeze=self.frozen, train_only=self.train_only)

@@ -12,6 +12,7 @@ from lt_offload.finetune.export import ExportDtype, Format, check_target
 from lt_offload.finetune.export import export as write
 from lt_offload.finetune.module import FineTune
 from lt_offload.strategy.checkpoint import files as checkpoint
+from lt_offload.units import parse_bytes
 
 
 def export(
@@ -37,6 +38,7 @@ def export(
         max_shard_size: of one file of a folder.
     """
     target = check_target(output, format)
+    parse_bytes(max_shard_size, setting="max_shard_size", least=1)  # a slip is noticed before anything slow
     if format == "adapter" and app.model.lora is None and app.model.adapter is None:
         raise ConfigError(
             "--format adapter: the recipe has no adapters, neither model.lora nor model.adapter; leave the flag out to "

@@ -59,6 +59,7 @@ def test_patterns_say_what_is_trained(folder: str) -> None:
         ({"lora": LoraArgs(), "adapter": "some"}, "model.adapter='some' brings its own settings"),
         ({"lora": LoraArgs(alpha=0)}, r"model\.lora\.alpha=0 is too small"),
         ({"lora": LoraArgs(dropout=1.0)}, r"model\.lora\.dropout=1\.0 is no probability below 1"),
+        ({"lora": LoraArgs(dora=True), "quantize": "nf4"}, "model.quantize=nf4 is not offered with DoRA"),
         ({"lora": LoraArgs(target_modules=[])}, r"model\.lora\.target_modules is empty"),
         ({"lora": LoraArgs(target_modules=["q_proj", "v_prj"])}, "no layer is called 'v_prj'; did you mean v_proj"),
         ({"lora": LoraArgs(modules_to_save=["head"])}, r"modules_to_save=\['head'\]: no layer is called 'head'"),

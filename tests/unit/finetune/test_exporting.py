@@ -79,6 +79,8 @@ def test_a_checkpoint_is_exported_as_it_was_trained(recipe: str, capsys: pytest.
     for output, message in (("out", "is not an empty folder"), ("out.gguf", "exists; choose another name")):
         assert message in fails(capsys, *export, output, "--format", "gguf")
     assert "does not fit this model" in fails(capsys, *export, "other", "--model.new_tokens=[<a>]")
+    assert "max_shard_size='many'" in fails(capsys, *export, "other", "--max_shard_size", "many")
+    assert "cannot be written" in fails(capsys, *export, "/proc/other")
     assert "has no adapters" in fails(capsys, *export, "other", "--format", "adapter")
     assert "'./nowhere' is not a folder" in fails(
         capsys, "export", recipe, "--output", "x", "--model.adapter", "./nowhere"
