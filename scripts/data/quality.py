@@ -1,10 +1,10 @@
 """Fine-tunes SmolLM2-135M on whole files, by Lightning's own strategy and by offmate in a small budget.
 
-    python -m scripts.data.quality alpaca=FILE.json toolcalls=FILE.json [--methods full lora] [--keep FOLDER] [--key value ...]
+    python -m scripts.data.quality alpaca=FILE.json toolcalls=FILE.json [--methods full lora] [--keep FOLDER] [...]
 
 Says whether all that a user sees is the same: the losses of every step, the losses on held-out rows, the answers that
 both write to the prompts at each validation, and weights and optimizer states at the end, bit by bit. Exits with 1
-unless all are equal. Further settings (``--key value``) go to all runs. Each run is a process of its own, and is the run
+unless all are equal. Further settings (``--key value``) go to all runs. Each run is a process of its own, the run
 of a user: ``lt-finetune``. The two runs of a pair go side by side, with one thread each, if ``--together`` is given.
 """
 
