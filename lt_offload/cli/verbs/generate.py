@@ -11,6 +11,7 @@ from lt_offload.cli.early import check_early
 from lt_offload.cli.progress import clear, status
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.generation import Sampler
+from lt_offload.finetune.run.samples import prompts
 
 
 def generate(
@@ -27,14 +28,15 @@ def generate(
 
     Args:
         app: the settings.
-        prompt: text, or an instruction if the recipe trains on instructions; default: the recipe's sample_prompt.
+        prompt: text, or an instruction if the recipe trains on instructions; default: the recipe's (first)
+            sample_prompt.
         max_new_tokens: where to stop if the model does not.
         temperature: 0: always the most likely token; higher: more variety.
         top_p: draw from the most likely tokens that together have this probability.
         seed: of the draws; the same one gives the same text.
         ckpt_path: checkpoint to use; if not given, the newest one of a run folder, else the pretrained model.
     """
-    text = prompt if prompt is not None else app.datamodule.sample_prompt
+    text = prompt if prompt is not None else next(iter(prompts(app.datamodule)), None)
     if text is None:
         raise ConfigError("generate needs --prompt: the recipe has no data.sample_prompt")
     if not text.strip():

@@ -93,7 +93,8 @@ class FineTuneData(LightningDataModule):
             again.
         stream_buffer: rows that are read, shuffled and packed together when streaming.
         num_workers: processes that prepare batches beside the training; they change neither order nor resuming.
-        sample_prompt: text (or instruction) that the model continues at the end of the training, to be looked at.
+        sample_prompt: text (or instruction), or a list of them, that the model continues at each validation and at the
+            end of the training, to be looked at.
         skip_bad_rows: leave out rows that cannot be used (a text is missing, null or a number, a conversation is
             malformed, the chat template refuses it) and say how many; if false, they are an error.
         num_proc: processes that tokenise; null: this one, whose tokenizer has threads.
@@ -126,7 +127,7 @@ class FineTuneData(LightningDataModule):
         streaming: bool = False,
         stream_buffer: int = 1000,
         num_workers: int = 0,
-        sample_prompt: str | None = None,
+        sample_prompt: str | list[str] | None = None,
         skip_bad_rows: bool = False,
         num_proc: int | None = None,
         cache_dir: str | None = None,
