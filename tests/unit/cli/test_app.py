@@ -146,7 +146,10 @@ def test_print_config_is_a_recipe(recipe: Path, capsys: pytest.CaptureFixture[st
     printed = capsys.readouterr().out
     (tmp_path / "again.yaml").write_text(printed)
     settings = yaml.safe_load(printed)
-    assert settings["model"]["lora"].items() >= {"r": 4, "alpha": 16, "dropout": 0.0, "target_modules": "all-linear"}.items()
+    assert (
+        settings["model"]["lora"].items()
+        >= {"r": 4, "alpha": 16, "dropout": 0.0, "target_modules": "all-linear"}.items()
+    )
     assert main(["check", "again.yaml"]) == 0
 
 
