@@ -78,6 +78,8 @@ def install() -> None:
         logger.propagate = True
     for name in ("lightning", "lt_offload"):
         logging.getLogger(name).addHandler(Messages())
+    # Importing it asks a hub for kernels of another package, which nobody here has asked for.
+    logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
     _without_bars()
 
 

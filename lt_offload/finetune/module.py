@@ -57,7 +57,7 @@ class FineTune(LightningModule):
         train_only: the only parameters that are trained, in the same form.
         new_tokens: tokens that the tokenizer gets beside its own; the embeddings grow by as many rows.
         tokenizer: name or folder of the tokenizer, if not the model's; set by the recipe's ``data.tokenizer``.
-        optimizer: which one.
+        optimizer: what updates the weights: ``adamw``, ``adam``, ``sgd`` (with momentum 0.9) or ``adafactor``.
         master_weights: for bfloat16 weights and ``adamw``: update fp32 copies of them, with fp32 states, so that small
             steps are not rounded away. They stay where updates run (16 instead of 8 bytes per weight in all), and
             bfloat16 is all that travels.

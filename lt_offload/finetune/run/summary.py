@@ -206,10 +206,12 @@ def print_summary(summary: RunSummary, trainer: Trainer, report: Path | None) ->
     if report is not None:
         console.print(f"  {'report':{_LABEL}}{report}", markup=False, soft_wrap=True)
     checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
-    config = summary.folder / "config.yaml" if summary.folder is not None else None
-    if checkpoint and config is not None and config.is_file():
+    if checkpoint and summary.folder is not None and (summary.folder / "config.yaml").is_file():
         console.print(f"  {'checkpoint':{_LABEL}}{_short(checkpoint)}", markup=False, soft_wrap=True)
-        command = f"lt-finetune generate {config} --ckpt_path {_short(checkpoint)} --prompt TEXT"
+        folder = _short(str(summary.folder))
+        data: Any = getattr(trainer, "datamodule", None)
+        talks = getattr(data, "asks_questions", False) and data.encoder.template is not None
+        command = f"lt-finetune chat {folder}" if talks else f"lt-finetune generate {folder} --prompt TEXT"
         console.print(f"  {'try it':{_LABEL}}{command}", markup=False, soft_wrap=True)
 
 
