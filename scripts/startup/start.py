@@ -41,46 +41,25 @@ def needed(recipe: str) -> dict[str, Any]:
     return {"imports_s": imported - begun, "load_s": time.perf_counter() - ready}
 
 
-def started(recipe: str, settings: list[str], profile: str | None) -> dict[str, Any]:
-    """Run the recipe up to the end of its first step and return the seconds until it begins, and until its end."""
+def started(settings: list[str], profile: str | None) -> dict[str, Any]:
+    """Run ``lt-finetune`` with ``settings``; return the seconds until the first step begins, and until its end."""
     import cProfile
 
-    marks: dict[str, float] = {}
     profiler = cProfile.Profile() if profile else None
     begun = time.perf_counter()
     if profiler:
         profiler.enable()
-    from lt_offload.finetune.summary import RunSummary
-
     from lt_offload.cli.main import main
 
-    class Marks(RunSummary):
-        """Notes when the first step begins and ends, and when the model is there."""
-
-        def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-            marks.setdefault("setup_s", time.perf_counter() - begun)
-
-        def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-            marks.setdefault("loaded_s", time.perf_counter() - begun)
-
-        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
-            marks.setdefault("first_step_s", time.perf_counter() - begun)
-            super().on_train_batch_start(trainer, pl_module, batch, batch_idx)
-
-        def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-            marks.setdefault("after_first_step_s", time.perf_counter() - begun)
-            super().on_train_batch_end(*args, **kwargs)
-
-    import lt_offload.cli.app as app
-
-    app.RunSummary = Marks  # type: ignore[misc]
-    code = main([recipe, *settings])
+    code = main(settings)
     if profiler and profile:
         profiler.disable()
         profiler.dump_stats(profile)
     if code:
-        raise SystemExit(f"{recipe} ended with exit code {code}")
-    return marks
+        raise SystemExit(f"{settings[0]} ended with exit code {code}")
+    from scripts.startup.marks import MARKS
+
+    return {name: mark - begun for name, mark in MARKS.items()}
 
 
 def main() -> None:
@@ -94,24 +73,25 @@ def main() -> None:
     least: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
-        flags = ["--trainer.max_steps", "1", "--trainer.limit_val_batches", "0", "--trainer.num_sanity_val_steps", "0"]
-        flags += [
-            "--trainer.enable_checkpointing",
-            "false",
-            "--trainer.callbacks",
-            "null",
-            "--data.sample_prompt",
-            "null",
+        flags = [
+            *("--trainer.max_steps", "1"),
+            *("--trainer.limit_val_batches", "0"),
+            *("--trainer.num_sanity_val_steps", "0"),
+            *("--trainer.enable_checkpointing", "false"),
+            *("--trainer.callbacks", "null"),
+            *("--trainer.callbacks", '[{"class_path": "scripts.startup.marks.Marks"}]'),
+            *("--data.sample_prompt", "null"),
         ]
         for number in range(options.rounds):
             folder = str(Path(scratch) / str(number))
             least.append(in_child(PROGRAM, "needed", recipe=options.recipe))
-            settings = [*flags, "--trainer.default_root_dir", folder, *others]
-            runs.append(in_child(PROGRAM, "started", recipe=options.recipe, settings=settings, profile=None))
+            settings = [options.recipe, *flags, "--trainer.default_root_dir", folder, *others]
+            runs.append(in_child(PROGRAM, "started", settings=settings, profile=None))
         if options.profile:
             stats = str(Path(scratch) / "stats")
-            settings = [*flags, "--trainer.default_root_dir", str(Path(scratch) / "profiled"), *others]
-            in_child(PROGRAM, "started", recipe=options.recipe, settings=settings, profile=stats)
+            folder = str(Path(scratch) / "profiled")
+            settings = [options.recipe, *flags, "--trainer.default_root_dir", folder, *others]
+            in_child(PROGRAM, "started", settings=settings, profile=stats)
             _print(stats)
     base = min(one["imports_s"] + one["load_s"] for one in least)
     first = min(one["first_step_s"] for one in runs)
