@@ -107,7 +107,6 @@ def keep(folder: str, warm: bool) -> dict[str, Any]:
     begun = time.perf_counter()
     for path in files:
         kept.append(mmap.mmap(-1, path.stat().st_size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
-        kept[-1].madvise(mmap.MADV_HUGEPAGE)
         view = memoryview(kept[-1])
         with path.open("rb", buffering=0) as file:
             while done := file.readinto(view[:_BUFFER]):
