@@ -411,6 +411,47 @@ def bench_start(results: Sequence[Result]) -> str:
     return _section("From start to first step", "scripts.startup.start", results, head, rows)
 
 
+def bench_data(results: Sequence[Result]) -> str:
+    """Reading, tokenising and packing beside TRL, in turns."""
+    rows = [
+        [
+            f"{name}, {result['settings']['rows']} rows",
+            format_seconds(case["ours_s"]),
+            f"{case['ratio']:.2f}",
+            "1.00",
+            *(f"{tokens / 1e6:.2f} M" for tokens in (case["tokens"], case["trl_tokens"])),
+            " of ".join(map(str, case["batches_with_the_same_bins"])),
+        ]
+        for result in results
+        for name, case in result["figures"]["cases"].items()
+    ]
+    head = ["data", "tokenised and packed in", "against TRL", "goal", "tokens kept", "by TRL", "batches packed alike"]
+    return _section("Data beside TRL", "scripts.data.bench", results, head, rows)
+
+
+def quality(results: Sequence[Result]) -> str:
+    """What training on whole files gives, by both strategies."""
+    rows = []
+    for result in results:
+        settings, figures = result["settings"], result["figures"]
+        run, stock = figures["offmate"], figures["stock"]
+        unequal = [what for what, same in figures["equal"].items() if not same]
+        rows.append(
+            [
+                f"`{settings['data']}`",
+                settings["method"],
+                str(run["steps"]),
+                *(f"{run['val_loss'][at][1]:.3f}" for at in (0, -1)),
+                f"not in {', '.join(unequal)}" if unequal else "yes",
+                f"{run['step_s'] / stock['step_s']:.2f}",
+                format_bytes(run["device_peak_bytes"]),
+            ]
+        )
+    losses = ["held-out loss before", "after"]
+    head = ["data", "trained", "steps", *losses, "all equal to plain Lightning's", "time ratio", "device peak"]
+    return _section("SmolLM2-135M trained on whole files", "scripts.data.quality NAME=FILE", results, head, rows)
+
+
 TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "compare": compare,
     "bench-emulated": bench_emulated,
@@ -426,6 +467,8 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "bench-gaps": bench_gaps,
     "bench-batch": bench_batch,
     "bench-packing": bench_packing,
+    "quality": quality,
+    "bench-data": bench_data,
     "bench-load": bench_load,
     "bench-start": bench_start,
     "bench": bench,

@@ -101,7 +101,7 @@ def figures(run: RunFolder) -> dict[str, Any]:
         "val_loss": [*before, *held_out],
         "answers_before": {sample.prompt: sample.text for sample in run.samples if sample.step == 0},
         "answers": {sample.prompt: sample.text for sample in run.samples if sample.step == last},
-        "step_s": run.median("step_s"),
+        "step_s": run.median("wall_step_s"),
         "device_peak_bytes": run.largest("device_peak_bytes"),
         "process_peak_bytes": run.largest("process_peak_bytes"),
     }
