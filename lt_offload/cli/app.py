@@ -247,11 +247,17 @@ def explain(message: str, flags: Sequence[str]) -> str:
         return f"{missing[1]} is missing; set it, and leave {missing[1].partition('.')[0]} a group of settings"
     key = re.search(r'[Kk]ey "([^"]+)"', message)
     where = f"{key[1]}: " if key else ""
+    message = re.sub(r"\n +Subclass types expect one of:(?:\n +- a .*)+", "", message)
     reasons = re.findall(r"^\s*- (.*(?:\n(?!\s*- |\s*Given value).*)*)", message, flags=re.MULTILINE)
     # Of a union's errors, those about the type say only what else it could have been.
-    telling = [reason for reason in reasons if not reason.startswith("Expected a")] or reasons
+    telling = [reason for reason in reasons if not reason.startswith("Expected a")]
+    telling = [reason for reason in telling if not reason.startswith("Not a valid subclass")] or telling
     if telling:
         return where + "; ".join(" ".join(reason.split()) for reason in telling)
+    union = re.search(r"Subtypes: \[(.*)\]\n(?:.*\n)*\s*Given value: (.*)", message)
+    if union:
+        types = re.sub(r"<class '([\w.]+)'>", r"\1", union[1]).replace("typing.", "").replace("NoneType", "null")
+        return f"{where}expected one of {types}; got {union[2]}"
     line = " ".join(part.strip() for part in message.splitlines())
     line = re.sub(r'^.*?[Kk]ey "[^"]+":\s*', where, line)
     line = re.sub(r"<class '([\w.]+)'>", r"\1", line).replace("typing.", "")

@@ -44,6 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 141
     except OffloadError as error:
         return _fail(str(error), debug=debug, code=2)
+    except PermissionError as error:
+        said = f"{str(error.filename)!r}: {error.strerror}" if error.filename else str(error)
+        return _fail(said, debug=debug, code=2)
     except Exception as error:  # a defect, ours or a library's: still one line unless asked for more
         first = (str(error).strip() or "no message").splitlines()[0]
         return _fail(f"{type(error).__name__}: {first} (--debug shows where)", debug=debug, code=1)

@@ -20,6 +20,19 @@ from lt_offload.errors import ConfigError
 from lt_offload.resources import is_dir, is_file, shipped_files, shipped_root, user_path
 from lt_offload.units import parse_bytes
 
+_GROUPS = ("model", "data", "trainer")
+
+
+class _Strict(yaml.SafeLoader):
+    """Refuses a key that stands twice in one group, of which YAML would take the last one."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Return the mapping of ``node``."""
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if doubled := [name for name in names if names.count(name) > 1]:
+            raise yaml.YAMLError(f"{doubled[0]!r} stands twice in one group{node.start_mark}")
+        return super().construct_mapping(node, deep)
+
 
 def shipped() -> dict[str, Path]:
     """Return the recipes that come with the package, by name."""
@@ -105,7 +118,7 @@ def read(path: Path) -> dict[str, Any]:
         ConfigError: if it is no mapping of settings in YAML, or contains itself.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Strict)
     except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2001-99-99, or a file that is no text
         raise ConfigError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
@@ -118,6 +131,9 @@ def read(path: Path) -> dict[str, Any]:
         for name in (key, *(group if isinstance(group, dict) else ())):
             if not isinstance(name, str) or not name:
                 raise ConfigError(f"recipe {path}: {name!r} is not the name of a setting")
+        if key in _GROUPS and not isinstance(group, dict):
+            what = "has no settings; remove it" if group is None else f"{group!r} is no group of settings"
+            raise ConfigError(f"recipe {path}: {key}: {what}")
     _check_finite(content, path, (), ())
     return content
 

@@ -59,6 +59,12 @@ def fit(
             print(f"how far the run came: {report}", file=sys.stderr)
         raise
     clear()
+    if app.summary.first_step is None:
+        print(
+            f"warning: there was nothing left to train at step {trainer.global_step}, in epoch "
+            f"{trainer.current_epoch}, with trainer.max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}; raise what is reached",
+            file=sys.stderr,
+        )
     report = app.summary.end(trainer)
     print_summary(app.summary, trainer, report)
     if gains := run_gains(app.summary, trainer):

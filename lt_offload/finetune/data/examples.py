@@ -195,14 +195,16 @@ class Preparation:
             root.mkdir(parents=True, exist_ok=True)
             scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=root))
         except OSError as error:
-            raise ConfigError(
-                f"data.cache_dir={str(root)!r} cannot be written: {error.strerror or error}; name another folder"
-            ) from None
+            raise _unusable(root, error) from None
         try:
             self._make(table, layout, source, scratch)
-            if folder.exists():  # broken, or another process was faster
-                shutil.rmtree(folder, ignore_errors=True)
-            scratch.rename(folder)
+            try:
+                if folder.exists():  # broken, or another process was faster
+                    shutil.rmtree(folder, ignore_errors=True)
+                scratch.chmod(root.stat().st_mode & 0o777)  # whoever shares the cache can read it
+                scratch.rename(folder)
+            except OSError as error:
+                raise _unusable(root, error) from None
         finally:
             shutil.rmtree(scratch, ignore_errors=True)
         made = Made.load(folder)
@@ -422,3 +424,9 @@ def _batches(rows: Iterator[Any]) -> Iterator[list[Any]]:
             batch = []
     if batch:
         yield batch
+
+
+def _unusable(root: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"data.cache_dir={str(root)!r} cannot be written: {error.strerror or error}; name another folder"
+    )

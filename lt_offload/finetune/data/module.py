@@ -58,7 +58,7 @@ class FineTuneData(LightningDataModule):
         model: name of the model, whose tokenizer is used; set by the recipe's ``model.name``.
         path: file, folder of files of one kind or glob (json, jsonl, csv, tsv, txt, md, each possibly with ``.gz``,
             parquet, arrow), name of a data set on the hub, ``pydoc_topics``, which is Python's language reference and
-            which every Python has, or a list of these. A text file (txt, md) is one row.
+            which every Python has, or a list of these other than the last. A text file (txt, md) is one row.
         format: ``text`` (a column text, all of it learned), ``alpaca`` (instruction, input, output), ``chat`` (messages
             of OpenAI or conversations of ShareGPT, tools, system), ``completion`` (prompt, completion); ``auto``: what
             the columns are.
@@ -209,7 +209,7 @@ class FineTuneData(LightningDataModule):
         if self.streaming:
             if stage == "fit" and self.trainer is not None:
                 check_end(self.trainer)
-            self._set_up_stream()
+            self._set_up_stream(trains=stage == "fit")
             return
         training, validation = self.examples()
         documents = Documents.from_dataset(training.dataset)
@@ -436,9 +436,9 @@ class FineTuneData(LightningDataModule):
         if path == sources.PYDOC:
             if self.format not in ("auto", "text") or self.columns not in ({}, {"text": "text"}):
                 raise ConfigError(
-                    f"data.path={sources.PYDOC} is text: set data.format=text and leave data.columns unset"
+                    f"data.{name}={sources.PYDOC} is text: set data.format=text and leave data.columns unset"
                 )
-            return [sources.pydoc()[0]]
+            return [sources.pydoc()[0 if name == "path" else 1]]
         if path is None:
             return [sources.pydoc()[1]] if self.path == sources.PYDOC else []
         return sources.sources(path, subset=self.subset, split=self.split, setting=f"data.{name}")
@@ -486,16 +486,20 @@ class FineTuneData(LightningDataModule):
         rows = packed(documents, pieces, self.max_length) if self.pack else one_by_one(documents, pieces)
         return rows, losses
 
-    def _set_up_stream(self) -> None:
-        """Read what is held out, and note where the rest begins."""
+    def _set_up_stream(self, *, trains: bool) -> None:
+        """Read what is held out, and note where the rest begins; nothing to train on is an error if it ``trains``."""
         training, validation = self.streams()
         self._streamed = Reader(training)
         if validation:
             kept_back = Documents.from_examples(example for _, example in Reader(validation).read())
             self._validation = self._sequences(kept_back, "data.validation_path", None)
             return
-        first = list(islice(self._streamed.read(), self.validation_rows))
-        if first:
+        rows = self.validation_rows or 0
+        read = list(islice(self._streamed.read(), rows + 1))
+        if len(read) < rows or (len(read) == rows and trains):
+            left = "is more than" if len(read) < rows else "leaves nothing to train on of"
+            raise ConfigError(f"data.validation_rows={rows} {left} the {len(read)} rows there are; lower it")
+        if first := read[:rows]:
             self._begin = first[-1][0]
             kept_back = Documents.from_examples(example for _, example in first)
             self._validation = self._sequences(kept_back, "data.path", None)

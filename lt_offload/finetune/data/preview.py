@@ -220,6 +220,8 @@ def _losses(data: FineTuneData, found: DataPreview, learned: Any, before_cut: An
         yield f"{losses.left_out:,} rows have nothing to learn and are left out: {', '.join(names)}{more}"
     if not len(rows):
         return
+    if len(rows) < data.batch_size:
+        yield f"too few sequences for a batch of data.batch_size={data.batch_size}: there are {len(rows)}"
     if data.pack:
         full = rows.lengths.sum() / (len(rows) * limit)
         yield f"{len(rows):,} sequences of up to {limit:,} tokens, packed: {full:.1%} full"

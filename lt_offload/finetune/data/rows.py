@@ -64,6 +64,8 @@ def read_rows(file: Path, kind: str, setting: str, *, whole: bool = True) -> Ite
         raise ConfigError(f"{where} {_bad_byte(file)}") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise ConfigError(f"{where} is no complete gzip file: {error}") from None
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be read: {error.strerror or error}") from None
 
 
 def parse(text: str) -> Row:
@@ -213,6 +215,8 @@ def _json_rows(file: Path, where: str, whole: bool) -> Iterator[str | RowFault]:
         yield from _items(text, where)
     except RecursionError:
         raise ConfigError(f"{where} cannot be read as json: it is nested too deeply") from None
+    except ConfigError:
+        raise
     except ValueError as error:
         raise ConfigError(f"{where} cannot be read as json: {error}") from None
 

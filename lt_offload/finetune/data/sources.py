@@ -167,6 +167,8 @@ def _listed(path: str | Sequence[str], setting: str) -> list[str]:
         raise ConfigError(f"{setting}=[] names no data; give a file, a folder or a name on the hub")
     if not all(items):
         raise ConfigError(f"{setting}='' names no data; give a file, a folder or a name on the hub")
+    if PYDOC in items:
+        raise ConfigError(f"{setting}: {PYDOC} cannot be one of several; write {setting}={PYDOC}, or leave it out")
     if doubled := [item for item in items if items.count(item) > 1]:
         raise ConfigError(f"{setting} names {doubled[0]!r} twice; remove one of them")
     return items
@@ -202,13 +204,22 @@ def _files(path: str, setting: str) -> list[Path]:
     if is_dir(local):
         if any(is_file(local / name) for name in _SAVED):
             return []
-        return _of_one_kind([file for file in local.iterdir() if is_file(file)], f"{setting}={path!r} is a folder with")
+        try:
+            found = list(local.iterdir())
+        except OSError as error:
+            raise ConfigError(f"{setting}={path!r} cannot be read: {error.strerror or error}") from None
+        for file in found:
+            if file.is_symlink() and not file.exists() and _kind(file) is not None:
+                raise ConfigError(f"{setting}={path!r}: the link {file.name!r} in it leads nowhere; mend or remove it")
+        return _of_one_kind([file for file in found if is_file(file)], f"{setting}={path!r} is a folder with")
     if is_file(local):
         if _kind(local) is None:
             raise ConfigError(f"{setting}={path!r} is of an unknown kind; it should end with one of {_ENDINGS}")
         return [local]
     if glob.has_magic(path):
         found = [Path(name) for name in glob.glob(str(local), recursive=True)]
+        if not found and is_dir(local.parent):  # a folder with brackets in its name
+            found = [Path(name) for name in glob.glob(str(Path(glob.escape(str(local.parent))) / local.name))]
         if not found:
             raise ConfigError(f"{setting}={path!r} matches no file (looked in {Path.cwd()})")
         return _of_one_kind([file for file in found if is_file(file)], f"{setting}={path!r} matches")

@@ -135,7 +135,11 @@ def test_other_verbs_say_it_early_too(capsys: pytest.CaptureFixture[str], args: 
     ("change", "message"),
     [
         ("modle: {name: x}", "unknown setting 'modle' in child.yaml; did you mean model?"),
-        ("model: null", "model.name is missing"),
+        ("model: null", "recipe child.yaml: model: has no settings; remove it"),
+        ("data: text.txt", "recipe child.yaml: data: 'text.txt' is no group of settings"),
+        ("data: {path: a.txt, path: b.txt}", "'path' stands twice in one group"),
+        ("data: {sample_prompt: [1]}", "data.sample_prompt: expected one of str, list[str], null; got [1]"),
+        ("data: {pack: Wrapped}", "data.pack: expected one of bool, Literal['wrapped']; got Wrapped"),
         ("model: {lr: .nan}", "model.lr=nan is not positive"),
         ("seed_everythin: 1", "unknown setting 'seed_everythin' in child.yaml; did you mean seed_everything?"),
         ("bas: configs/base.yaml", "unknown setting 'bas' in child.yaml; did you mean base?"),

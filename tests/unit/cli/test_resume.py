@@ -123,6 +123,14 @@ def test_resume_needs_a_checkpoint_and_only_one(recipe: str, capsys: pytest.Capt
     assert not list(Path("runs").glob("*"))
 
 
+def test_resuming_what_is_at_its_end_says_so(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [recipe, "--trainer.default_root_dir", "run", "--trainer.max_steps", "2"]
+    assert main(flags) == 0
+    assert "nothing left to train" not in capsys.readouterr().err
+    assert main([*flags, "--resume"]) == 0
+    assert "nothing left to train at step 2, in epoch 0, with trainer.max_steps=2" in capsys.readouterr().err
+
+
 def complete(path: Path) -> None:
     path.parent.mkdir(parents=True)
     torch.save({"state_dict": {}, "optimizer_states": [], "lr_schedulers": [], "loops": {}}, path)

@@ -314,3 +314,15 @@ def test_streams_hold_out_the_first_rows(tokenizer: str, rows: str) -> None:
     assert len(beside.val_dataloader()) == len(
         made(tokenizer, path=rows, max_length=50, validation_rows=0).train_dataloader()
     )
+
+
+@pytest.mark.parametrize(
+    ("held_out", "stage", "message"),
+    [(21, "validate", "=21 is more than the 20 rows"), (20, "fit", "=20 leaves nothing to train on of the 20 rows")],
+)
+def test_streams_that_are_shorter_than_what_is_held_out(
+    tokenizer: str, rows: str, held_out: int, stage: str, message: str
+) -> None:
+    data = FineTuneData(tokenizer, path=rows, streaming=True, validation_rows=held_out)
+    with pytest.raises(ConfigError, match=message):
+        data.setup(stage)

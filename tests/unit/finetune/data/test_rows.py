@@ -216,6 +216,7 @@ def test_files_that_cannot_be_read(
     assert message in str(caught.value)
     assert name in str(caught.value)
     assert str(caught.value).startswith("data.path")
+    assert str(caught.value).count("data.path") == 1
 
 
 @pytest.mark.parametrize("name", ["a.json", "a.jsonl", "a.json.gz", "a.JSONL"])

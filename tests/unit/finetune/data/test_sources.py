@@ -210,3 +210,27 @@ def test_pydoc_topics_hold_out_whole_paragraphs() -> None:
     assert not set(seen) & set(paragraphs(validation))
     assert sum(len(row["text"]) for row in training) > 200_000
     assert sum(len(row["text"]) for row in validation) > 20_000
+
+
+def test_odd_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run [1]"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text('{"text": "a"}')
+    assert load(folder / "*.jsonl") == ["a"]
+    (folder / "b.jsonl").symlink_to("gone.jsonl")
+    with pytest.raises(ConfigError, match=r"the link 'b\.jsonl' in it leads nowhere"):
+        load(folder)
+
+    def forbidden(*args: object, **kwargs: object) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "open", forbidden)
+    monkeypatch.setattr(Path, "iterdir", forbidden)
+    for path in (folder / "a.jsonl", folder):
+        with pytest.raises(ConfigError, match=r"cannot be read: Permission denied"):
+            load(path)
+
+
+def test_the_language_reference_stands_alone() -> None:
+    with pytest.raises(ConfigError, match="pydoc_topics cannot be one of several"):
+        sources.local_files([sources.PYDOC, "a.json"], "data.path")
