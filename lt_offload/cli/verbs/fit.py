@@ -42,9 +42,12 @@ def fit(
     if hasattr(trainer.strategy, "explain"):
         trainer.strategy.explain = explain
     status("reading data, loading the model")
+    config = app.run_dir / "config.yaml"
+    before = config.read_bytes() if path is not None and config.is_file() else None
     try:
         trainer.fit(app.model, datamodule=app.datamodule, ckpt_path=path, weights_only=True)
     except SystemExit as left:
+        _put_back(app, before)
         app.summary.end(trainer, left)
         if not trainer.interrupted:
             raise
@@ -55,6 +58,7 @@ def fit(
         return terminated if left.code == terminated else EXIT_CODES[signal.SIGINT]
     except BaseException as error:
         clear()
+        _put_back(app, before)
         if report := app.summary.end(trainer, error):
             print(f"how far the run came: {report}", file=sys.stderr)
         raise
@@ -62,7 +66,8 @@ def fit(
     if app.summary.first_step is None:
         print(
             f"warning: there was nothing left to train at step {trainer.global_step}, in epoch "
-            f"{trainer.current_epoch}, with trainer.max_steps={trainer.max_steps}, max_epochs={trainer.max_epochs}; raise what is reached",
+            f"{trainer.current_epoch}, with trainer.max_steps={trainer.max_steps} and "
+            f"trainer.max_epochs={trainer.max_epochs}; raise what is reached",
             file=sys.stderr,
         )
     report = app.summary.end(trainer)
@@ -70,3 +75,9 @@ def fit(
     if gains := run_gains(app.summary, trainer):
         write_report(app.run_dir, gains)
     return 0
+
+
+def _put_back(app: App, config: bytes | None) -> None:
+    """Keep the settings of a run with which it could not be continued out of its folder."""
+    if config is not None and app.summary.first_step is None:
+        (app.run_dir / "config.yaml").write_bytes(config)

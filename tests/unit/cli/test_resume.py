@@ -123,6 +123,17 @@ def test_resume_needs_a_checkpoint_and_only_one(recipe: str, capsys: pytest.Capt
     assert not list(Path("runs").glob("*"))
 
 
+def test_settings_that_a_run_cannot_be_continued_with_are_not_kept(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([recipe, "--trainer.default_root_dir", "run", "--trainer.max_steps", "2"]) == 0
+    before = Path("run/config.yaml").read_text()
+    capsys.readouterr()
+    line = fails(capsys, "run", "--resume", "--data.seed", "5", "--trainer.max_steps", "3")
+    assert "seed was 0, now it is 5" in line
+    assert Path("run/config.yaml").read_text() == before
+
+
 def test_resuming_what_is_at_its_end_says_so(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [recipe, "--trainer.default_root_dir", "run", "--trainer.max_steps", "2"]
     assert main(flags) == 0
