@@ -55,3 +55,15 @@ def test_a_merged_folder_has_what_four_bits_stand_for(recipe: str) -> None:
     found = load.load_model("merged", dtype="bfloat16")
     for name, parameter in expected.named_parameters():  # new adapters add nothing
         assert torch.equal(found.get_parameter(name), parameter)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:Experiment logs directory.*")
+@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
+def test_a_run_of_four_bits_is_read_again(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = (*FLAGS, "--trainer.default_root_dir", "run", "--trainer.max_steps")
+    assert main([recipe, *flags, "1"]) == 0
+    assert main(["validate", "run"]) == 0
+    assert "val_loss" in capsys.readouterr().out
+    assert main(["generate", "run", "--prompt", "the", "--max_new_tokens", "2"]) == 0
+    assert main(["run", "--resume", "--trainer.max_steps", "2", "--trainer.max_epochs", "2"]) == 0
+    assert "steps          2" in capsys.readouterr().out
