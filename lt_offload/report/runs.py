@@ -17,6 +17,7 @@ from statistics import median
 from typing import Any
 
 from lt_offload.errors import ConfigError, PlanError
+from lt_offload.resources import is_dir, is_file, user_path
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
@@ -132,9 +133,9 @@ def read_run(path: str | Path) -> RunFolder:
     Raises:
         ConfigError: if it is not a run folder.
     """
-    folder = Path(path).expanduser()
-    if not folder.is_dir():
-        why = "it is a file" if folder.exists() else "there is no such folder"
+    folder = user_path(path)
+    if not is_dir(folder):
+        why = "it is a file" if is_file(folder) else "there is no such folder"
         raise ConfigError(f"{str(path)!r} is not a run folder: {why}; give a folder such as runs/quickstart-...")
     if not any((folder / name).is_file() for name in ("config.yaml", METRICS, SUMMARY)):
         raise ConfigError(
@@ -221,7 +222,7 @@ def _samples(path: Path) -> Iterator[RunSample]:
     if not path.is_file():
         return
     last: dict[tuple[int, str], RunSample] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in path.read_text(encoding="utf-8").split("\n"):  # what else ends lines may be in the texts
         try:
             sample = RunSample(**json.loads(line))
         except (ValueError, TypeError):  # a line that was being written when the power went

@@ -10,6 +10,7 @@ from lt_offload.cli.early import check_early
 from lt_offload.cli.outputs import check_output
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.preview import DataPreview, look_at, render
+from lt_offload.resources import user_path
 
 _ENDINGS = (".html", ".svg", ".txt")
 
@@ -44,7 +45,7 @@ def data(app: App, *, samples: int = 3, save: str | None = None) -> int:
 def _save(app: App, found: DataPreview, samples: int, save: str) -> Path:
     from rich.console import Console
 
-    target = Path(save).expanduser()
+    target = user_path(save)
     color = target.suffix.lower() != ".txt"
     paper = Console(file=io.StringIO(), record=True, width=100, highlight=False, markup=False, force_terminal=color)
     for part in render(app.datamodule, found, samples=samples, color=color):

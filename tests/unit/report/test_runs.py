@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from lt_offload.errors import ConfigError
-from lt_offload.report.runs import read_parts, read_run, without_later, write_part
+from lt_offload.report.runs import RunSample, read_parts, read_run, without_later, write_part
 from tests.support.reports.run_folders import ENDED, PLAN, make_run, rows, write_metrics
 
 
@@ -64,6 +64,15 @@ def test_samples_of_steps_that_are_taken_again_go(tmp_path: Path) -> None:
     ]
 
 
+def test_texts_with_characters_that_end_lines_elsewhere(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    sample = RunSample(step=41, val_loss=None, prompt="a\u2028b", text="c\x85d\x0ce\nf")
+    with (folder / "samples.jsonl").open("a", encoding="utf-8") as file:
+        file.write(json.dumps(sample.values(), ensure_ascii=False) + "\n")
+    without_later(folder / "samples.jsonl", 50)
+    assert read_run(folder).samples[-1] == sample
+
+
 def test_a_line_that_the_power_cut_short(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     text = (folder / "metrics.csv").read_text()
@@ -86,6 +95,8 @@ def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("path", "message"),
     [
+        ("~nobody-of-this-name/run", "'~nobody-of-this-name/run' is not a run folder: there is no such folder"),
+        ("x" * 5000, f"'{'x' * 5000}' is not a run folder: there is no such folder"),
         ("gone", "'gone' is not a run folder: there is no such folder"),
         ("file", "'file' is not a run folder: it is a file"),
         ("empty", "'empty' is not a run folder: it has neither config.yaml nor metrics.csv"),
