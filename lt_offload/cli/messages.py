@@ -29,7 +29,7 @@ _ADVICE = (
     r"`isinstance\(treespec, LeafSpec\)` is deprecated",  # Lightning's own call
     r"Total length of `list` across ranks is zero",  # nothing is held out because a setting says so
     r"The dirpath has changed from",  # every run has its own folder, and keeps its own checkpoints
-    r"\s*Only use the public API as described in https.//jsonargparse",  # torch.compile pickles, which asks every module
+    r"\s*Only use the public API as described in https.//jsonargparse",  # torch.compile pickles, which asks all modules
     r"\s*By default only one JsonargparseDeprecationWarning",
     r"Checkpoint directory .* exists and is not empty",  # it is that of the run that is resumed
 )

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[4]
         ("quickst", ["quickstart", FILES]),
         ("plan phi2", ["phi2-8gb", FILES]),
         ("plan quickstart --mem", ["--memory"]),
-        ("quickstart --model.lora.d", ["--model.lora.dropout"]),
+        ("quickstart --model.lora.d", ["--model.lora.dropout", "--model.lora.dora"]),
         ("quickstart --res", ["--resume"]),
         ("quickstart --model.dtype ", ["float32", "bfloat16"]),
         ("quickstart --model.dtype=b", ["--model.dtype=bfloat16"]),
