@@ -57,3 +57,13 @@ class OverBudget(OffloadError, RuntimeError):
 
 class Race(OffloadError, AssertionError):
     """Two accesses to one buffer, at least one of them a write, are not ordered by events."""
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of what ``error`` says, or the name of its class where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def named(error: BaseException) -> str:
+    """Return ``error`` in one line, as of a defect: its class, and the first line of what it says."""
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[0]}"

@@ -24,7 +24,7 @@ from lt_offload.cli.compose import compose
 from lt_offload.cli.loggers import WANDB_PROJECT, loggers
 from lt_offload.cli.progress import quiet
 from lt_offload.cli.static.settings import unknown
-from lt_offload.errors import ConfigError
+from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.run.summary import RunSummary
@@ -123,7 +123,7 @@ class App(LightningCLI):
                 raise
             raise ConfigError(explain(str(error), [])) from error
         except MisconfigurationException as error:
-            raise ConfigError(_misconfigured(str(error), self.config_init["trainer"])) from error
+            raise ConfigError(_misconfigured(first_line(error), self.config_init["trainer"])) from error
 
     def use_newest_checkpoint(self) -> None:
         """Let a verb that loads a checkpoint, and was told none, take the newest complete one of the run folder.
@@ -222,9 +222,8 @@ def _without_doubles(callbacks: Sequence[Callback]) -> list[Callback]:
     return list(last.values())
 
 
-def _misconfigured(message: str, settings: Namespace) -> str:
-    """Return Lightning's ``message`` about a Trainer's settings as one sentence with the way out."""
-    first = message.strip().splitlines()[0].removesuffix(" (--debug shows where)")
+def _misconfigured(first: str, settings: Namespace) -> str:
+    """Return the ``first`` line of what Lightning says of a Trainer's settings as one sentence with the way out."""
     accelerator = settings.get("accelerator")
     if "backend found" in first or "accelerator" in first.lower():
         return (
@@ -239,9 +238,9 @@ def explain(message: str, flags: Sequence[str]) -> str:
     nested = re.search(r"Group '([^']+)' does not accept option '([^']+)'", message)
     if nested:
         return _unknown(f"{nested[1]}.{nested[2]}", flags)
-    unknown = re.search(r"(?:unrecognized arguments: |Option ')([^\s']+)", message)
-    if unknown:
-        return _unknown(unknown[1].lstrip("-").split("=")[0], flags)
+    stray = re.search(r"(?:unrecognized arguments: |Option ')([^\s']+)", message)
+    if stray:
+        return _unknown(stray[1].lstrip("-").split("=")[0], flags)
     missing = re.search(r'^Key "([^"]+)" not found in namespace', message)
     if missing:
         return f"{missing[1]} is missing; set it, and leave {missing[1].partition('.')[0]} a group of settings"

@@ -15,9 +15,9 @@ from lt_offload.cli import recipes
 from lt_offload.cli.progress import clear, keeping_quiet, status
 from lt_offload.cli.static.arguments import parse
 from lt_offload.cli.static.completion import ASK, answers
-from lt_offload.cli.static.suggest import did_you_mean
 from lt_offload.cli.table import VERBS, Verb
-from lt_offload.errors import ConfigError, OffloadError
+from lt_offload.errors import ConfigError, OffloadError, named
+from lt_offload.suggest import did_you_mean
 
 _OPTIONS = ("--version", "--help", "--quiet", "--debug")
 
@@ -48,8 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         said = f"{str(error.filename)!r}: {error.strerror}" if error.filename else str(error)
         return _fail(said, debug=debug, code=2)
     except Exception as error:  # a defect, ours or a library's: still one line unless asked for more
-        first = (str(error).strip() or "no message").splitlines()[0]
-        return _fail(f"{type(error).__name__}: {first} (--debug shows where)", debug=debug, code=1)
+        return _fail(f"{named(error)} (--debug shows where)", debug=debug, code=1)
 
 
 def _dispatch(args: list[str]) -> int:

@@ -14,10 +14,10 @@ from typing import Any
 
 import yaml
 
-from lt_offload.cli.static.suggest import nearest
 from lt_offload.cli.table import VERBS
 from lt_offload.errors import ConfigError
 from lt_offload.resources import is_dir, is_file, shipped_files, shipped_root, user_path
+from lt_offload.suggest import nearest
 from lt_offload.units import parse_bytes
 
 _GROUPS = ("model", "data", "trainer")

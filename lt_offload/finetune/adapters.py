@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 import warnings
@@ -14,8 +13,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 
-from lt_offload.errors import ConfigError
+from lt_offload.errors import ConfigError, first_line
 from lt_offload.resources import is_dir, user_path
+from lt_offload.suggest import nearest
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -104,12 +104,12 @@ def add_saved(model: nn.Module, folder: str) -> nn.Module:
     try:
         weights = peft.load_peft_weights(str(path), device="cpu")
     except Exception as error:  # the readers of both formats raise whatever broken bytes lead them to
-        raise ConfigError(f"{what}: its weights cannot be read ({_first_line(error)}); copy the folder again") from None
+        raise ConfigError(f"{what}: its weights cannot be read ({first_line(error)}); copy the folder again") from None
     try:
         result = peft.set_peft_model_state_dict(adapted, weights)
     except RuntimeError as error:
         lines = [line.strip() for line in str(error).splitlines() if "size mismatch" in line]
-        raise ConfigError(f"{what} is of another model: {(lines or [_first_line(error)])[0]}") from None
+        raise ConfigError(f"{what} is of another model: {(lines or [first_line(error)])[0]}") from None
     trained = {name for name, parameter in adapted.named_parameters() if parameter.requires_grad}
     missing = sorted(trained.intersection(result.missing_keys))
     if missing or result.unexpected_keys:
@@ -135,7 +135,7 @@ def saved_config(folder: str) -> LoraConfig:
         kind = json.loads((path / CONFIG).read_text(encoding="utf-8")).get("peft_type")
         config: LoraConfig | None = peft.LoraConfig.from_pretrained(str(path)) if kind == "LORA" else None
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{what}: {CONFIG} cannot be read: {_first_line(error)}") from None
+        raise ConfigError(f"{what}: {CONFIG} cannot be read: {first_line(error)}") from None
     if config is None:
         raise ConfigError(f"{what} has adapters of type {kind!r}; only those of type 'LORA' can be trained here")
     return config
@@ -170,7 +170,7 @@ def _adapted(model: nn.Module, config: LoraConfig, what: str) -> nn.Module:
         with _quietly():
             adapted: nn.Module = get_peft_model(model, config, low_cpu_mem_usage=on_meta)
     except (ValueError, re.error) as error:
-        raise ConfigError(f"{what}: {_first_line(error)}") from error
+        raise ConfigError(f"{what}: {first_line(error)}") from error
     return adapted.train()
 
 
@@ -185,7 +185,7 @@ def _check_names(model: nn.Module, args: LoraArgs) -> None:
         for name in names:
             if not any(one == name or one.endswith(f".{name}") for one in known):
                 ends = sorted({one.rpartition(".")[2] for one in known if not one.rpartition(".")[2].isdigit()})
-                near = difflib.get_close_matches(name, ends, n=1, cutoff=0.5)
+                near = nearest(name, ends, cutoff=0.5, most=1)
                 hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(ends)}"
                 raise ConfigError(f"model.lora.{setting}={names!r}: no layer is called {name!r}; {hint}")
 
@@ -204,7 +204,3 @@ def _quietly() -> Iterator[None]:
         warnings.simplefilter("ignore", FutureWarning)  # peft asks transformers with a name that is going away
         warnings.filterwarnings("ignore", "The PEFT config's `base_model_name_or_path` was renamed")  # folders move
         yield
-
-
-def _first_line(error: BaseException) -> str:
-    return (str(error).strip() or type(error).__name__).splitlines()[0]

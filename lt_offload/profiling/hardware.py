@@ -6,7 +6,6 @@ them needs no torch.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.resources import is_file, shipped_files
 from lt_offload.schema.profile import HardwareProfile
 from lt_offload.schema.profile import problems_of_machine as problems
+from lt_offload.suggest import nearest
 from lt_offload.units import format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -142,7 +142,7 @@ def _description(name: str, setting: str, folder: str) -> Path:
         if len(matches) == 1:
             return shipped[matches[0]]
     near = [known for known in shipped if wanted and wanted in known]
-    near = near or difflib.get_close_matches(wanted, shipped, n=2, cutoff=0.6)
+    near = near or nearest(wanted, shipped, cutoff=0.6, most=2)
     why = f"could be {' or '.join(matches)}" if matches else "is no file and not known"
     hint = f"; did you mean {' or '.join(near)}?" if near and not matches else ""
     raise ConfigError(f"{setting}={name!r} {why}{hint}; give a YAML file or one of {', '.join(shipped)}")

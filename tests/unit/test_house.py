@@ -22,7 +22,7 @@ PACKAGE = "lt_offload"
 
 LAYERS = (
     ("errors",),
-    ("units", "resources"),
+    ("units", "resources", "suggest"),
     ("schema",),
     ("machine", "optim"),
     ("model",),

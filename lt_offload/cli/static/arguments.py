@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from lt_offload.cli.static.source import Documented, Parameter
-from lt_offload.cli.static.suggest import did_you_mean
 from lt_offload.errors import ConfigError
+from lt_offload.suggest import did_you_mean
 
 
 def parse(verb: Documented, args: Sequence[str]) -> tuple[list[str], dict[str, Any]]:

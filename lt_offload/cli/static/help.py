@@ -13,9 +13,9 @@ from lt_offload.cli import recipes
 from lt_offload.cli.static.arguments import is_switch, usage, value_name
 from lt_offload.cli.static.settings import GROUPS, RecipeSetting, group, settings, values
 from lt_offload.cli.static.source import Parameter
-from lt_offload.cli.static.suggest import did_you_mean
 from lt_offload.cli.table import VERBS, Verb
 from lt_offload.errors import ConfigError
+from lt_offload.suggest import did_you_mean
 
 EXIT_CODES = {
     0: "done",

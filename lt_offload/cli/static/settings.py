@@ -17,10 +17,10 @@ import yaml
 
 from lt_offload.cli.recipes import read
 from lt_offload.cli.static.source import Documented, Parameter, read_definition
-from lt_offload.cli.static.suggest import nearest
 from lt_offload.cli.table import VERBS
 from lt_offload.errors import ConfigError
 from lt_offload.resources import is_file
+from lt_offload.suggest import nearest
 
 GROUPS = {
     "model": ("lt_offload.finetune.module", "FineTune"),

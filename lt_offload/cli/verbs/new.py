@@ -19,7 +19,6 @@ from lt_offload.cli.app import App
 from lt_offload.cli.header import SimulatedStep, header
 from lt_offload.cli.outputs import check_output
 from lt_offload.cli.progress import clear, keeping_quiet, say, status
-from lt_offload.cli.static.suggest import did_you_mean
 from lt_offload.cli.verbs.plan import estimate, plan
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.finetune import load
@@ -30,6 +29,7 @@ from lt_offload.plan.orders import in_parts
 from lt_offload.plan.sweep import reason
 from lt_offload.profiling.hardware import hardware_names, load_hardware, measure_machine
 from lt_offload.resources import is_dir, is_file, shipped_files, user_path
+from lt_offload.suggest import did_you_mean
 from lt_offload.units import format_bytes, format_seconds, parse_bytes
 
 if TYPE_CHECKING:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.rows import Places, Row
+from lt_offload.suggest import nearest
 
 Format = Literal["text", "alpaca", "chat", "completion"]
 FormatChoice = Literal["auto", "text", "alpaca", "chat", "completion"]
@@ -62,7 +62,7 @@ def check_columns(mapping: Mapping[str, str]) -> None:
     """
     for role in mapping:
         if role not in ROLES:
-            near = difflib.get_close_matches(role, ROLES, n=1)
+            near = nearest(role, ROLES, most=1)
             hint = f"did you mean {near[0]}?" if near else f"roles are {', '.join(ROLES)}"
             raise ConfigError(f"data.columns: unknown role {role!r}; {hint} (roles stand left: role: column)")
     for group in (_OF_MESSAGES, tuple(role for role in ROLES if role not in _OF_MESSAGES)):
@@ -95,7 +95,7 @@ def find_columns(
     given = {role: column for role, column in mapping.items() if role not in keys}
     absent = [column for column in given.values() if column not in names]
     if absent:
-        near = difflib.get_close_matches(absent[0], names, n=1)
+        near = nearest(absent[0], names, most=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise ConfigError(f"data.columns: {where} has no column {absent[0]!r}, it has {_quoted(names)}{hint}")
     if choice == "auto":

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lt_offload.errors import ConfigError
+from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.rows import Places, Row, RowFault, parse, read_rows
 from lt_offload.resources import is_dir, is_file, user_path
 
@@ -327,8 +327,7 @@ def _root(error: BaseException) -> str:
     """Return the first line of the error at the bottom of a chain: the one that says what is wrong."""
     while error.__cause__ is not None:
         error = error.__cause__
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__
+    return first_line(error)
 
 
 # -- Python's language reference --------------------------------------------------------------------------------------

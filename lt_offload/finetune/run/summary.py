@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
+from lt_offload.errors import named
 from lt_offload.finetune.run.clock import RunClock
 from lt_offload.finetune.run.environment import write_environment
 from lt_offload.finetune.run.metrics import RunMetrics
@@ -92,7 +93,7 @@ class RunSummary(Callback):
             write_part(self.folder, self.part(trainer, error))
             return write_report(self.folder)
         except Exception as second:  # what ended the run must not be hidden
-            rank_zero_warn(f"the report could not be written: {type(second).__name__}: {second}")
+            rank_zero_warn(f"the report could not be written: {named(second)}")
             return None
 
     def part(self, trainer: Trainer, error: BaseException | None = None) -> RunPart:
@@ -101,12 +102,11 @@ class RunSummary(Callback):
         metrics, peak = self.metrics, self.metrics.peak
         interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
         ended = "finished" if error is None else "interrupted" if interrupted else "failed"
-        said = (str(error).strip() or "no message").splitlines()[0]
         return RunPart(
             first_step=self.first_step or 0,
             last_step=trainer.global_step,
             ended=ended,
-            error=f"{type(error).__name__}: {said}" if ended == "failed" else None,
+            error=named(error) if error is not None and ended == "failed" else None,
             seconds={name: round(seconds, 6) for name, seconds in self.clock.seconds.items()},
             medians={name: round(seconds, 9) for name, seconds in self.clock.medians().items()},
             device_peak_bytes=metrics.peaks.get("device_peak_bytes"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Iterable, Sequence
 from fnmatch import fnmatchcase
@@ -10,6 +9,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from lt_offload.errors import ConfigError
+from lt_offload.suggest import nearest
 
 
 def choose_trained(model: nn.Module, *, freeze: Sequence[str] = (), train_only: Sequence[str] = ()) -> None:
@@ -66,5 +66,5 @@ def _above(name: str) -> Iterable[str]:
 
 def _nearest(pattern: str, names: Sequence[str]) -> str:
     candidates = sorted({part for name in names for part in (name, *_above(name))})
-    near = difflib.get_close_matches(pattern, candidates, n=1, cutoff=0.3)
+    near = nearest(pattern, candidates, cutoff=0.3, most=1)
     return f"the nearest is {near[0] if near else names[0]!r}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
@@ -10,10 +9,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from lt_offload.errors import ConfigError
+from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.chat.conversations import Conversation, Message
 from lt_offload.finetune.data.rows import RowFault
 from lt_offload.resources import is_file, shipped_files, user_path
+from lt_offload.suggest import nearest
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -100,8 +100,7 @@ class ChatTemplate:
                 **special,
             )
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError) as error:
-            first = (str(error).strip() or type(error).__name__).splitlines()[0]
-            raise RowFault(f"the chat template ({self.name}) refuses it: {first}") from error
+            raise RowFault(f"the chat template ({self.name}) refuses it: {first_line(error)}") from error
         return rendered[0][0], rendered[1][0] if marked else None
 
     def blame(self, conversation: Conversation, fault: RowFault) -> RowFault:
@@ -231,7 +230,7 @@ def find_template(setting: str | None, tokenizer: PreTrainedTokenizerBase) -> tu
         text, notes = _adapted(setting, shipped[setting].read_text(encoding="utf-8"), tokenizer)
         return _checked(ChatTemplate(setting, text, special, tokens)), notes
     if not is_file(file):
-        near = difflib.get_close_matches(setting, shipped, n=1)
+        near = nearest(setting, shipped, most=1)
         hint = f"did you mean {near[0]}?" if near else f"shipped are {', '.join(shipped)}"
         raise ConfigError(f"data.template={setting!r} is neither a shipped chat template nor a file; {hint}")
     try:
