@@ -18,6 +18,11 @@ def shipped_files(folder: str, suffix: str) -> dict[str, Path]:
     return {path.name.removesuffix(suffix): path for path in sorted((shipped_root() / folder).glob(f"*{suffix}"))}
 
 
+def user_cache(folder: str) -> Path:
+    """Return where this package keeps ``folder``, what it would make again if it were gone; it may not be there yet."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lt_offload" / folder
+
+
 # -- paths as users type them: asking about one never fails, however long or odd it is --------------------------------
 
 
@@ -27,6 +32,11 @@ def user_path(text: str | Path) -> Path:
         return Path(os.path.expanduser(text))
     except ValueError:  # the system's list of users is asked, which takes no broken characters
         return Path(text)
+
+
+def may_be_local(text: str) -> bool:
+    """Return whether ``text`` looks like a path, and not like a name on the hub (``owner/name``)."""
+    return text.startswith(("/", "./", "../", "~")) or text.count("/") > 1
 
 
 def is_file(path: str | Path) -> bool:

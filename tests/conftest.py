@@ -57,7 +57,7 @@ def private_cache_of_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[
     """Leave nothing in the user's cache."""
     with pytest.MonkeyPatch.context() as patch:
         folder = tmp_path_factory.mktemp("data-cache")
-        patch.setattr("lt_offload.finetune.data.examples.default_cache", lambda: folder)
+        patch.setattr("lt_offload.finetune.data.examples.user_cache", lambda name: folder)
         yield
 
 

@@ -14,12 +14,10 @@ from lt_offload import __version__
 from lt_offload.cli import recipes
 from lt_offload.cli.progress import clear, keeping_quiet, status
 from lt_offload.cli.static.arguments import parse
-from lt_offload.cli.static.completion import ASK, answers
+from lt_offload.cli.static.completion import ASK, OPTIONS, answers
 from lt_offload.cli.table import VERBS, Verb
 from lt_offload.errors import ConfigError, OffloadError, named
 from lt_offload.suggest import did_you_mean
-
-_OPTIONS = ("--version", "--help", "--quiet", "--debug")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -83,7 +81,7 @@ def _with_recipe(verb: Verb, args: list[str]) -> int:
         if (prefix := help.asked_group(args)) is not None:
             print(help.of_group(prefix, []), end="")
             return 0
-        if args and (hint := did_you_mean(args[0], _OPTIONS)):
+        if args and (hint := did_you_mean(args[0], OPTIONS)):
             raise ConfigError(f"unknown option {args[0]!r}{hint}")
         call = "" if verb.name == "fit" else f"{verb.name} "
         raise ConfigError(f"{verb.name} needs a recipe: lt-finetune {call}RECIPE ('lt-finetune ls' lists recipes)")

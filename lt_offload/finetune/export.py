@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from lt_offload.errors import ConfigError
+from lt_offload.finetune.load import base_of
 from lt_offload.finetune.quantize import dequantized
 from lt_offload.finetune.weights.hub import explain_full_disk
 from lt_offload.finetune.weights.vocabulary import has_grown
@@ -80,7 +81,7 @@ def export(
             tokenizer.save_pretrained(scratch)
         return target
     if format == "gguf":
-        check_writable(whole.get_base_model() if adapted else whole, tokenizer)
+        check_writable(base_of(whole), tokenizer)
     with _plain(whole):
         if any(True for _ in packed_layers(whole)):
             whole = dequantized(whole)

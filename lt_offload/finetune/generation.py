@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from lt_offload.errors import ConfigError
+from lt_offload.finetune import load
 
 
 class Sampler:
@@ -122,5 +123,5 @@ def continuation(
 
 def _last_logits_only(model: Any) -> dict[str, int]:
     """Return what spares a model the logits of all tokens of a prompt but the last, if it has such an argument."""
-    plain = model.get_base_model() if hasattr(model, "get_base_model") else model
-    return {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(plain.forward).parameters else {}
+    parameters = inspect.signature(load.base_of(model).forward).parameters
+    return {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}

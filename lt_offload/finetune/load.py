@@ -15,7 +15,7 @@ from lt_offload.finetune.weights.gguf import SMOLLM2, converted, converted_smoll
 from lt_offload.finetune.weights.hub import in_words, safetensors_of, without_advice
 from lt_offload.finetune.weights.shards import lazy_tensors
 from lt_offload.finetune.weights.vocabulary import add_tokens
-from lt_offload.resources import is_dir, is_file, user_path
+from lt_offload.resources import is_dir, is_file, may_be_local, user_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -223,7 +223,7 @@ def check_name(name: str, *, needs: str | None = "config.json") -> None:
         return
     if is_file(local) and is_gguf(local):
         return
-    if is_file(local) or is_gguf(local) or name.startswith(("/", "./", "../", "~")) or name.count("/") > 1:
+    if is_file(local) or is_gguf(local) or may_be_local(name):
         raise ConfigError(
             f"model {name!r} is {'not a folder' if is_file(local) or not is_gguf(local) else 'no file here'}; give a "
             f"model folder, a GGUF file, a name on the hub, or {SMOLLM2!r}"

@@ -145,8 +145,8 @@ class FineTune(LightningModule):
         """Check the data against the model, before its weights are loaded.
 
         Raises:
-            ConfigError: if sequences are longer, or the vocabulary is larger, than the model's, or if it cannot keep
-                packed documents apart.
+            ConfigError: if sequences are longer than the model's context, the tokenizer lacks a new token, or the model
+                cannot keep packed documents apart.
         """
         data = getattr(self.trainer, "datamodule", None)
         if data is None or self.model is not None:

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from lt_offload.optim import plain
 from lt_offload.optim.plain import Entry, Options, converted, tail
+from lt_offload.resources import user_cache
 
 _log = logging.getLogger(__name__)
 
@@ -216,7 +217,7 @@ def build(folder: Path | None = None, source: Path | None = None) -> Path:
     if compiler is None:
         raise FileNotFoundError("there is no C++ compiler here (install g++)")
     source = source or _SOURCE
-    folder = folder or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lt_offload" / "kernels"
+    folder = folder or user_cache("kernels")
     library = folder / f"{source.stem}-{_identity(compiler, source)}.so"
     if library.is_file():
         return library

@@ -20,7 +20,8 @@ ASK = "--complete"
 """The first argument of a question: what follows is the line so far, its last word being the one to complete."""
 FILES = ":files"
 """An answer: complete names of files, too."""
-_TOP = ("--help", "--version", "--quiet", "--debug")
+OPTIONS = ("--help", "--version", "--quiet", "--debug")
+"""Of the program, without a verb."""
 _WITH_RECIPE_AND_MORE = ("cp",)
 """Verbs without settings whose first word is a recipe all the same."""
 
@@ -105,7 +106,7 @@ def _candidates(before: Sequence[str], last: str) -> Sequence[str]:
     if list(before) == ["help"]:
         return list(VERBS)
     if not before:
-        return _TOP if last.startswith("-") else [*VERBS, *recipes.shipped(), FILES]
+        return OPTIONS if last.startswith("-") else [*VERBS, *recipes.shipped(), FILES]
     verb = VERBS.get(before[0])
     words = list(before if verb is None else before[1:])
     if verb is None:

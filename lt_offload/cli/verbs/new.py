@@ -354,7 +354,7 @@ class _Drafts:
         architecture = source.architecture if source.shipped else str(folder / source.architecture)
         name = "text" if self.data is not None and Path(self.data).suffix in _PLAIN_TEXT else "alpaca"
         pieces = ["configs/base.yaml", *way.method.pieces, f"configs/data/{name}.yaml"]
-        machine, quoted, accumulate = self.machine, _quoted, way.divided.accumulate
+        machine, accumulate = self.machine, way.divided.accumulate
         lines = [
             f"base: [{', '.join(pieces)}]",
             "trainer:",
@@ -371,12 +371,12 @@ class _Drafts:
             )
         lines += [
             "model:",
-            f"  name: {quoted(source.name)}",
-            f"  architecture: {quoted(architecture)}  # what is planned without a download",
+            f"  name: {_quoted(source.name)}",
+            f"  architecture: {_quoted(architecture)}  # what is planned without a download",
             *(f"  {key}: {str(value).lower()}  # {about}" for key, value, about in way.method.settings),
             "  warmup_steps: 100  # over which the learning rate rises",
             "data:",
-            *([f"  path: {quoted(self.data)}"] if self.data is not None else []),
+            *([f"  path: {_quoted(self.data)}"] if self.data is not None else []),
             f"  batch_size: {_BATCH // accumulate}  # sequences{'' if accumulate > 1 else ' per update'}",
             f"  max_length: {way.length}  # tokens per sequence",
         ]

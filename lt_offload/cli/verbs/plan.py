@@ -219,10 +219,10 @@ def _budget(settings: Settings, memory: str | None, machine: HardwareProfile) ->
     has = machine.device_bytes
     budget = settings.device_budget(machine) if memory is None else parse_bytes(memory)
     if budget > has and memory is None:
-        _say(f"{machine.name} has {format_bytes(has)}, not {format_bytes(budget)} as in the recipe")
+        say(f"{machine.name} has {format_bytes(has)}, not {format_bytes(budget)} as in the recipe")
         budget = has
     more = f", although it has {format_bytes(has)}" if budget > has else ""  # a question about another card
-    _say(f"planning for {format_bytes(budget)} on {machine.name}{more}")
+    say(f"planning for {format_bytes(budget)} on {machine.name}{more}")
     return budget
 
 
@@ -249,7 +249,7 @@ def estimate(
 
     module, data = app.model, app.datamodule
     if hardware is not None:
-        _say(f"estimating for {hardware if isinstance(hardware, str) else hardware.name}")
+        say(f"estimating for {hardware if isinstance(hardware, str) else hardware.name}")
     config = load.load_config(module.name, module.architecture)
     check_data(config, max_length=data.max_length)
     module.check_packing(config, data)
@@ -261,12 +261,12 @@ def estimate(
         module.count_tokens()
     except ConfigError:  # a plan needs nothing from the hub
         module.assume_tokens(config.vocab_size + len(module.new_tokens))
-        _say(f"the tokenizer is not here: planning for {module.count_tokens()} tokens")
+        say(f"the tokenizer is not here: planning for {module.count_tokens()} tokens")
     optimizer: str | OptimizerFactory = module.optimizer
     if module.master_weights or module.stochastic_rounding:
         optimizer = partial(AdamW, stochastic_rounding=module.stochastic_rounding)
     if module.compile_blocks:
-        _say("estimating the blocks as they are without model.compile_blocks; training measures what is compiled")
+        say("estimating the blocks as they are without model.compile_blocks; training measures what is compiled")
     profile = profile_config(
         config,
         batch_size=batch_size or getattr(app.trainer.strategy, "batch_size", None) or data.batch_size,
@@ -290,7 +290,3 @@ def _model_name(app: App) -> str:
     """Return what people call the model: the name of its configuration, or of the folder that holds it."""
     path = Path(app.model.architecture or app.model.name)
     return path.resolve().parent.name if path.name == "config.json" else path.name.removesuffix(".json")
-
-
-def _say(message: str) -> None:
-    say(message)

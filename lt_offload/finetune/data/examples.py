@@ -10,7 +10,6 @@ import hashlib
 import itertools
 import json
 import logging
-import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -26,6 +25,7 @@ from lt_offload.finetune.data.columns import Columns, FormatChoice, find_columns
 from lt_offload.finetune.data.formats import Encoder, Example
 from lt_offload.finetune.data.rows import Places, RowFault
 from lt_offload.finetune.data.sources import Source, first_row, rows_of
+from lt_offload.resources import user_cache, user_path
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -183,7 +183,7 @@ class Preparation:
     # -- the cache --------------------------------------------------------------------------------------------------
 
     def _cached(self, source: Source) -> Made:
-        root = Path(self.cache_dir).expanduser() if self.cache_dir is not None else default_cache()
+        root = user_path(self.cache_dir) if self.cache_dir is not None else user_cache("data")
         table = source.table() if source.is_table and not source.places.files else None
         folder = root / self._fingerprint(source, table)
         if (made := Made.load(folder)) is not None:
@@ -386,11 +386,6 @@ class _Encoding:
             "note": pa.array([each[1] if each else None for each in good], pa.string()),
         }
         return pa.table(columns)
-
-
-def default_cache() -> Path:
-    """Return the folder of the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lt_offload" / "data"
 
 
 def tokenizer_fingerprint(tokenizer: Any) -> str:

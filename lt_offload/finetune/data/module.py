@@ -140,11 +140,10 @@ class FineTuneData(LightningDataModule):
             ("stream_buffer", stream_buffer, 1),
             ("validation_rows", validation_rows, 0),
             ("validation_seed", validation_seed, 0),
+            ("num_proc", num_proc, 1),
         ):
             if value is not None and value < low:
                 raise ConfigError(f"data.{setting}={value} is too small; it must be at least {low}")
-        if num_proc is not None and num_proc < 1:
-            raise ConfigError(f"data.num_proc={num_proc} is too small; it must be at least 1")
         check_columns(columns or {})
         if not -(2**63) <= seed < 2**63:
             raise ConfigError(f"data.seed={seed} is out of range; choose a number from 0 to {2**63 - 1}")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lt_offload.finetune.data.batches.collate import PAD_MULTIPLE
+from lt_offload.finetune.data.batches.collate import padded_width
 from lt_offload.finetune.data.batches.documents import Documents
 from lt_offload.finetune.data.batches.order import ResumableBatches
 from lt_offload.finetune.data.batches.packing import one_by_one, packed, pieces_of, wrapped
@@ -230,7 +230,7 @@ def _losses(data: FineTuneData, found: DataPreview, learned: Any, before_cut: An
         len(rows), data.batch_size, seed=data.seed, lengths=rows.lengths if data.group_by_length else None
     )
     widest = [int(rows.lengths[batch].max()) for batch in order.batches()]
-    padded = sum(min(-(-width // PAD_MULTIPLE) * PAD_MULTIPLE, limit) * data.batch_size for width in widest)
+    padded = sum(padded_width(width, limit) * data.batch_size for width in widest)
     real = sum(int(rows.lengths[batch].sum()) for batch in order.batches())
     share = f", {1 - real / padded:.1%} of them padding" if padded else ""
     yield f"{len(rows):,} sequences of up to {limit:,} tokens in {len(widest):,} batches of {data.batch_size}{share}"

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.rows import Places, Row, RowFault, parse, read_rows
-from lt_offload.resources import is_dir, is_file, user_path
+from lt_offload.resources import is_dir, is_file, may_be_local, user_path
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -223,7 +223,7 @@ def _files(path: str, setting: str) -> list[Path]:
         if not found:
             raise ConfigError(f"{setting}={path!r} matches no file (looked in {Path.cwd()})")
         return _of_one_kind([file for file in found if is_file(file)], f"{setting}={path!r} matches")
-    if _kind(local) is not None or path.startswith(("/", "./", "../", "~")) or path.count("/") > 1:
+    if _kind(local) is not None or may_be_local(path):
         raise ConfigError(f"{setting}={path!r} does not exist (looked in {Path.cwd()})")
     return []
 

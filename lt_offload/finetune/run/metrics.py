@@ -9,12 +9,10 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.run.clock import RunClock
 from lt_offload.finetune.run.flops import Peak, flops_per_token, peak_of
 from lt_offload.strategy.metrics import Metrics, logs_after, tokens_in
-
-_IGNORED = -100
-"""Labels that are not trained on."""
 
 
 class RunMetrics(Metrics, Callback):
@@ -141,5 +139,5 @@ def _count(batch: Any) -> Tensor:
     whole = torch.full((), ids.numel(), device=ids.device)
     real = whole if mask is None or mask.shape != ids.shape else (mask != 0).sum()
     # A model predicts each token from those before it, so that the first one of a row is never a target.
-    trained = whole if labels is None or labels.shape != ids.shape else (labels[:, 1:] != _IGNORED).sum()
+    trained = whole if labels is None or labels.shape != ids.shape else (labels[:, 1:] != IGNORED).sum()
     return torch.stack((real, trained, torch.full_like(whole, len(ids))))

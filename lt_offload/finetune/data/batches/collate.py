@@ -9,9 +9,15 @@ from torch import Tensor
 
 from lt_offload.finetune.data.batches.packing import Row
 from lt_offload.finetune.data.formats import IGNORED
+from lt_offload.units import round_up
 
-PAD_MULTIPLE = 8
+_PAD_MULTIPLE = 8
 """Padded batches have a multiple of this many columns: few different shapes, and friendly ones."""
+
+
+def padded_width(longest: int, most: int) -> int:
+    """Return the columns of a padded batch whose longest row has ``longest`` tokens; rows have ``most`` at most."""
+    return min(round_up(longest, _PAD_MULTIPLE), most)
 
 
 class Fill:
@@ -55,8 +61,7 @@ class Pad:
 
     def __call__(self, rows: Sequence[Row]) -> dict[str, Tensor]:
         """Return a batch as wide as its longest row, rounded up."""
-        longest = max(len(ids) for ids, _, _ in rows)
-        width = min(-(-longest // PAD_MULTIPLE) * PAD_MULTIPLE, self.length)
+        width = padded_width(max(len(ids) for ids, _, _ in rows), self.length)
         batch = {
             "input_ids": torch.full((len(rows), width), self.pad_id),
             "attention_mask": torch.zeros((len(rows), width), dtype=torch.long),
