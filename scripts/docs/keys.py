@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lt_offload.cli.static.help import as_yaml
 from lt_offload.cli.static.source import Documented, Parameter, read_definition
 from lt_offload.cli.table import VERBS
 
@@ -34,7 +35,7 @@ class Key:
     """As a recipe or a command spells it: ``model.lora.r``, ``--memory``."""
     type: str
     default: str | None
-    """As YAML writes it; None: it has to be given."""
+    """As YAML writes it; None: it has to be given; empty: there may be any number of them."""
     meaning: str
 
 
@@ -69,7 +70,7 @@ def markdown(found: list[Key], *, within: str = "") -> str:
     """Return a definition list; every key is an anchor, with ``within`` before its name."""
     return "\n\n".join(
         f"[`{key.name}`](#{within}{key.name}){{#{within}{key.name} .key}} <span class='type'>{key.type}"
-        + (" · required" if key.default is None else f" · `{key.default}`")
+        + (" · required" if key.default is None else f" · `{key.default}`" if key.default else "")
         + f"</span>\n:   {key.meaning}"
         for key in found
     )
@@ -83,7 +84,7 @@ def _of(target: Documented, prefix: str) -> Iterator[Key]:
         yield Key(
             name=parameter.name.upper() if prefix == "--" and not dashes else prefix + parameter.name,
             type=_type(parameter),
-            default=None if parameter.required else _yaml(parameter.default),
+            default=_default(parameter),
             meaning=_sentence(parameter.about),
         )
         if parameter.group is not None:
@@ -107,17 +108,10 @@ def _type(parameter: Parameter) -> str:
     return " or ".join(dict.fromkeys(words))
 
 
-def _yaml(source: str | None) -> str:
-    """Return a default as YAML writes it."""
-    if source is None:
-        return ""
-    try:
-        value = ast.literal_eval(source)
-    except ValueError:
-        return source
-    if isinstance(value, tuple):
-        return str(list(value))
-    return {"None": "null", "True": "true", "False": "false"}.get(str(value), str(value) or "''")
+def _default(parameter: Parameter) -> str | None:
+    if parameter.default is None:
+        return None if parameter.required else ""
+    return as_yaml(parameter.default) or "''"
 
 
 def _sentence(text: str) -> str:

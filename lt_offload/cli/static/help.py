@@ -138,7 +138,7 @@ def of_group(prefix: str, files: Sequence[Path], args: Sequence[str] = ()) -> st
         default = setting.parameter.default
         about = setting.parameter.about
         if default is not None and not re.search(r"[Dd]efaults?\b", about):
-            about = f"{about} Default: {_yaml(default)}."
+            about = f"{about} Default: {as_yaml(default)}."
         lines += [_with_value(setting, present), *_wrapped(about, indent=6)]
     return "\n".join(lines) + "\n"
 
@@ -177,7 +177,7 @@ def _flags(parameters: Iterable[Parameter]) -> list[str]:
         if default is None:
             about = f"{about} (needed)"
         elif default not in ("None", "False") and not is_switch(parameter):
-            about = f"{about} Default: {_yaml(default)}."
+            about = f"{about} Default: {as_yaml(default)}."
         elif is_switch(parameter) and default == "True":
             name, about = f"{name} true|false", f"{about} Default: true."
         entries.append((name, about))
@@ -204,16 +204,16 @@ def _with_value(setting: RecipeSetting, present: Mapping[str, Any]) -> str:
     parameter = setting.parameter
     choices = f" {{{','.join(parameter.choices)}}}" if parameter.only_choices else ""
     if setting.key in present:
-        value = _yaml(present[setting.key])
+        value = as_yaml(present[setting.key])
     else:
-        value = "(to be set)" if parameter.default is None else _yaml(parameter.default)
+        value = "(to be set)" if parameter.default is None else as_yaml(parameter.default)
     if any(other.startswith(f"{setting.key}.") for other in present) and value == "null":
         value = "see below"
     line = f"  --{setting.key}{choices} = {value}"
     return line if len(line) <= _width() else f"  --{setting.key} = {textwrap.shorten(value, 60, placeholder=' ...')}"
 
 
-def _yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     """Return a value as it is written in a recipe; a string is a default as it is written in Python."""
     if isinstance(value, str):
         text = {"None": "null", "True": "true", "False": "false"}.get(value, value)
@@ -223,7 +223,7 @@ def _yaml(value: Any) -> str:
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, list):
         return ", ".join(
-            _yaml(one.get("class_path", "...") if isinstance(one, dict) else one).rpartition(".")[2] or _yaml(one)
+            as_yaml(one.get("class_path", "...") if isinstance(one, dict) else one).rpartition(".")[2] or as_yaml(one)
             for one in value
         )
     return str(value)
