@@ -99,8 +99,16 @@ class FineTune(LightningModule):
         min_lr_ratio: float = 0.0,
     ) -> None:
         super().__init__()
-        if not 0 < lr < math.inf:
-            raise ConfigError(f"model.lr={lr} is not positive and finite; choose a number such as 1e-5")
+        check_optimization(
+            lr=lr,
+            weight_decay=weight_decay,
+            betas=betas,
+            warmup_steps=warmup_steps,
+            min_lr_ratio=min_lr_ratio,
+            schedule=schedule,
+        )
+        if dropout is not None and not 0 <= dropout < 1:
+            raise ConfigError(f"model.dropout={dropout} is no probability below 1; set it to 0 or 0.1")
         check_adapters(lora, adapter, freeze=freeze, train_only=train_only)
         check_tokens(new_tokens or ())
         if quantize is not None and lora is not None and lora.dora:
@@ -297,6 +305,33 @@ def check_data(config: Any, *, max_length: int) -> None:
         )
 
 
+def check_optimization(
+    *,
+    lr: float,
+    weight_decay: float,
+    betas: tuple[float, float],
+    warmup_steps: int,
+    min_lr_ratio: float,
+    schedule: Schedule,
+) -> None:
+    """Raise ``ConfigError`` for settings of optimizer and schedule that cannot be, or would change nothing."""
+    if not 0 < lr < math.inf:
+        raise ConfigError(f"model.lr={lr} is not positive and finite; choose a number such as 1e-5")
+    if not 0 <= weight_decay < math.inf:
+        raise ConfigError(f"model.weight_decay={weight_decay} is not 0 or a positive number; choose 0 to 0.1")
+    if not all(0 <= beta < 1 for beta in betas):
+        raise ConfigError(f"model.betas={list(betas)} are no two shares below 1; choose numbers such as [0.9, 0.999]")
+    if warmup_steps < 0:
+        raise ConfigError(f"model.warmup_steps={warmup_steps} is too small; it must be at least 0")
+    if not 0 <= min_lr_ratio <= 1:
+        raise ConfigError(f"model.min_lr_ratio={min_lr_ratio} is not a share; choose a number from 0 to 1")
+    if min_lr_ratio and schedule == "constant":
+        raise ConfigError(
+            f"model.min_lr_ratio={min_lr_ratio} changes nothing with model.schedule=constant; set it to 0, or choose "
+            "cosine or linear"
+        )
+
+
 def check_adapters(
     lora: LoraArgs | None, adapter: str | None, *, freeze: Sequence[str] | None, train_only: Sequence[str] | None
 ) -> None:
@@ -324,8 +359,8 @@ def check_low_precision(flag: str, dtype: load.Dtype, optimizer: OptimizerName, 
         )
     if adapted:
         raise ConfigError(
-            f"model.{flag}=true changes nothing with model.lora, whose adapters are float32 in any case; set it "
-            "to false"
+            f"model.{flag}=true changes nothing with model.lora or model.adapter, whose adapters are float32 in any "
+            "case; set it to false"
         )
     if optimizer != "adamw":
         raise ConfigError(f"model.{flag}=true is not offered with model.optimizer={optimizer}; use adamw")

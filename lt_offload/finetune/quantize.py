@@ -37,8 +37,8 @@ def check_quantize(quantize: Quantize | None, *, lora: object, compiled: bool = 
         raise ConfigError(f"model.quantize={quantize!r} is not known; use nf4, or leave it unset")
     if lora is None:
         raise ConfigError(
-            "model.quantize=nf4 needs model.lora, as weights of four bits are never trained: set model.lora.r=8, or "
-            "leave model.quantize unset"
+            "model.quantize=nf4 needs model.lora or model.adapter, as weights of four bits are never trained: set "
+            "model.lora.r=8, or leave model.quantize unset"
         )
     if compiled:
         raise ConfigError(

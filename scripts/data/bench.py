@@ -63,9 +63,10 @@ def main() -> int:
 def read(path: Path) -> list[dict[str, Any]]:
     """Return the rows of a JSON file, a list or one per line."""
     text = path.read_text(encoding="utf-8")
-    return (
-        json.loads(text) if text.lstrip().startswith("[") else [json.loads(line) for line in text.strip().split("\n")]
+    rows: list[dict[str, Any]] = (
+        json.loads(text) if text.lstrip().startswith("[") else list(map(json.loads, text.strip().split("\n")))
     )
+    return rows
 
 
 def measured(kind: str, rows: list[dict[str, Any]], tokenizer: Any, name: str, rounds: int) -> dict[str, Any]:

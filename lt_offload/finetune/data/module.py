@@ -161,6 +161,7 @@ class FineTuneData(LightningDataModule):
                 group_by_length=group_by_length,
                 num_workers=num_workers,
                 holds_out=validation_path is not None or validation_rows is not None,
+                validation_seed=validation_seed,
             )
         self.model = model
         self.path = path

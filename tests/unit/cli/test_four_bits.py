@@ -44,7 +44,7 @@ def test_a_plan_knows_the_size_of_four_bits(recipe: str, capsys: pytest.CaptureF
     packed = 64 * 64 // 2
     assert packed in [size for group in plan.groups if group.payload == "weight" for size in group.sizes]
     message = fails(capsys, "plan", recipe, "--model.quantize", "nf4")
-    assert "model.quantize=nf4 needs model.lora" in message
+    assert "model.quantize=nf4 needs model.lora or model.adapter" in message
 
 
 def test_a_merged_folder_has_what_four_bits_stand_for(recipe: str) -> None:

@@ -193,6 +193,12 @@ def test_lora_of_layers_that_do_not_exist(folder: str) -> None:
     [
         ({"lr": 0.0}, "model.lr=0.0 is not positive"),
         ({"lora": LoraArgs(r=0)}, "model.lora.r=0 is too small"),
+        ({"weight_decay": -0.1}, "model.weight_decay=-0.1 is not 0 or a positive number"),
+        ({"betas": (0.9, 1.0)}, r"model.betas=\[0.9, 1.0\] are no two shares below 1"),
+        ({"warmup_steps": -1}, "model.warmup_steps=-1 is too small; it must be at least 0"),
+        ({"min_lr_ratio": 2.0}, "model.min_lr_ratio=2.0 is not a share"),
+        ({"min_lr_ratio": 0.1, "schedule": "constant"}, "model.min_lr_ratio=0.1 changes nothing with"),
+        ({"dropout": 1.0}, "model.dropout=1.0 is no probability below 1"),
         (
             {"master_weights": True},
             r"model\.master_weights=true changes nothing with model\.dtype=float32; set it to false, or set "
@@ -200,7 +206,7 @@ def test_lora_of_layers_that_do_not_exist(folder: str) -> None:
         ),
         (
             {"master_weights": True, "dtype": "bfloat16", "lora": LoraArgs()},
-            r"model\.master_weights=true changes nothing with model\.lora, whose adapters are float32",
+            r"model\.master_weights=true changes nothing with model\.lora or model\.adapter, whose adapters are",
         ),
         (
             {"stochastic_rounding": True},

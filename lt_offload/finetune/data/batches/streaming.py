@@ -179,7 +179,7 @@ class StreamLoader:
         self._position = {key: value for key, value in state.items() if key != "depends_on"}
 
 
-def check_streaming(*, group_by_length: bool, num_workers: int, holds_out: bool) -> None:
+def check_streaming(*, group_by_length: bool, num_workers: int, holds_out: bool, validation_seed: int | None) -> None:
     """Raise ``ConfigError`` for settings that do not go with data that are read while training."""
     if group_by_length:
         raise ConfigError(
@@ -190,6 +190,11 @@ def check_streaming(*, group_by_length: bool, num_workers: int, holds_out: bool)
         raise ConfigError(
             f"data.num_workers={num_workers}: with data.streaming=true rows are read one after the other, by one "
             "process; set it to 1 or 0"
+        )
+    if validation_seed is not None:
+        raise ConfigError(
+            f"data.validation_seed={validation_seed} draws from rows that data.streaming=true has not read; the first "
+            "ones are held out, so leave it unset"
         )
     if not holds_out:
         raise ConfigError(

@@ -182,6 +182,8 @@ def test_pydoc_topics(tokenizer: str) -> None:
         ({"streaming": True}, r"set data\.validation_rows .* or give data\.validation_path"),
         ({"streaming": True, "group_by_length": True, "pack": False}, "data.group_by_length=true needs the lengths"),
         ({"streaming": True, "validation_rows": 0, "num_workers": 2}, "data.num_workers=2: with data.streaming=true"),
+        ({"streaming": True, "validation_rows": 4, "validation_seed": 0}, "data.validation_seed=0 draws from rows"),
+        ({"num_proc": 0}, "data.num_proc=0 is too small"),
         ({"stream_buffer": 0}, "data.stream_buffer=0 is too small"),
         ({"group_by_length": True, "pack": "wrapped"}, "changes nothing with data.pack=wrapped"),
     ],
