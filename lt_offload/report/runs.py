@@ -170,22 +170,31 @@ def read_run(path: str | Path) -> RunFolder:
 def read_parts(folder: Path) -> list[RunPart]:
     """Return the parts of a run that ended by themselves: a process that was killed says nothing."""
     known = {field.name for field in fields(RunPart)}
+    needed = {"first_step", "last_step", "ended"}
     written = _object(folder / SUMMARY).get("parts")
-    return [RunPart(**{k: v for k, v in part.items() if k in known}) for part in written or ()]
+    parts = [part for part in written or () if isinstance(part, dict) and needed <= part.keys()]
+    return [RunPart(**{name: value for name, value in part.items() if name in known}) for part in parts]
 
 
 def write_part(folder: Path, part: RunPart) -> None:
     """Add ``part`` to the summary of a run, in place of what it takes again."""
     parts = [before for before in read_parts(folder) if before.first_step < part.first_step]
     text = json.dumps({"parts": [asdict(part) for part in [*parts, part]]}, indent=2)
-    (folder / SUMMARY).write_text(text + "\n", encoding="utf-8")
+    _replace(folder / SUMMARY, text + "\n")
 
 
 def without_later(path: Path, step: int) -> None:
     """Take samples after ``step`` out of the file ``path``."""
     kept = [sample for sample in _samples(path) if sample.step <= step]
     lines = (json.dumps(sample.values(), ensure_ascii=False) + "\n" for sample in kept)
-    path.write_text("".join(lines), encoding="utf-8")
+    _replace(path, "".join(lines))
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write ``text`` beside ``path``, then in its place: a process that is killed loses neither the old nor the new."""
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(text, encoding="utf-8")
+    beside.replace(path)
 
 
 def _curves(folder: Path, warnings: list[str]) -> dict[str, Curve]:

@@ -109,3 +109,24 @@ def test_what_is_no_run_folder(path: str, message: str, tmp_path: Path, monkeypa
     with pytest.raises(ConfigError) as raised:
         read_run(path)
     assert str(raised.value).startswith(message)
+
+
+def test_a_process_killed_while_writing_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_part(tmp_path, ENDED)
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def killed(path: Path, text: str, **_: object) -> None:
+        with path.open("w", encoding="utf-8") as file:
+            file.write(text[:5])
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Path, "write_text", killed)
+    with pytest.raises(KeyboardInterrupt):
+        write_part(tmp_path, replace(ENDED, first_step=5))
+    assert {name: (tmp_path / name).read_bytes() for name in before} == before
+    assert read_parts(tmp_path) == [ENDED]
+
+
+def test_a_part_without_its_steps_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "summary.json").write_text('{"parts": [{"ended": "finished"}, 3]}')
+    assert read_parts(tmp_path) == []
