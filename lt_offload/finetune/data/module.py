@@ -163,6 +163,12 @@ class FineTuneData(LightningDataModule):
                 holds_out=validation_path is not None or validation_rows is not None,
                 validation_seed=validation_seed,
             )
+        for name, value in (("validation_rows", validation_rows), ("validation_seed", validation_seed)):
+            if value is not None and validation_path is not None:
+                raise ConfigError(
+                    f"data.{name}={value} changes nothing with data.validation_path={validation_path!r}, which holds "
+                    "all the validation rows; leave one of them out"
+                )
         self.model = model
         self.path = path
         self.format: FormatChoice = format

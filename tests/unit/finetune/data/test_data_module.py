@@ -180,6 +180,14 @@ def test_pydoc_topics(tokenizer: str) -> None:
         ({"num_workers": -1}, "data.num_workers=-1 is too small"),
         ({"group_by_length": True}, "data.group_by_length=true changes nothing with data.pack=true"),
         ({"streaming": True}, r"set data\.validation_rows .* or give data\.validation_path"),
+        (
+            {"validation_path": "v.txt", "validation_rows": 2},
+            r"validation_rows=2 changes nothing with data\.validation_path",
+        ),
+        (
+            {"validation_path": "v.txt", "validation_seed": 0},
+            r"validation_seed=0 changes nothing with data\.validation_path",
+        ),
         ({"streaming": True, "group_by_length": True, "pack": False}, "data.group_by_length=true needs the lengths"),
         ({"streaming": True, "validation_rows": 0, "num_workers": 2}, "data.num_workers=2: with data.streaming=true"),
         ({"streaming": True, "validation_rows": 4, "validation_seed": 0}, "data.validation_seed=0 draws from rows"),
