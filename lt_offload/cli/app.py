@@ -21,7 +21,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 
 from lt_offload.cli import recipes
 from lt_offload.cli.compose import compose
-from lt_offload.cli.loggers import WANDB_PROJECT, loggers
+from lt_offload.cli.loggers import loggers
 from lt_offload.cli.progress import quiet
 from lt_offload.cli.static.settings import unknown
 from lt_offload.errors import ConfigError, first_line
@@ -198,19 +198,6 @@ def _keep_metrics(folder: Path) -> None:
     if written.exists():
         number = next(n for n in itertools.count(1) if not (folder / f"metrics-{n}.csv").exists())
         written.rename(folder / f"metrics-{number}.csv")
-
-
-def with_values(args: Sequence[str]) -> list[str]:
-    """Return ``args`` with a value for the flags that need none."""
-    words = [*args, ""]
-    found = []
-    for word, following in zip(words, words[1:], strict=False):
-        if word == "--resume" and following not in ("true", "false"):
-            word = "--resume=true"
-        elif word == "--wandb" and (not following or following.startswith("-")):
-            word = f"--wandb={WANDB_PROJECT}"
-        found.append(word)
-    return found
 
 
 def _without_doubles(callbacks: Sequence[Callback]) -> list[Callback]:

@@ -16,7 +16,6 @@ from lt_offload.cli.recipes import read
 from lt_offload.resources import is_file, shipped_root
 
 _CALLBACKS = "--trainer.callbacks"
-_EXPLAIN = "--explain"
 _PIECES = {"lora": "lora.yaml", "adapter": "adapter.yaml"}
 """By setting of the model: the shipped piece with what suits it."""
 
@@ -79,13 +78,11 @@ def _callbacks(files: Sequence[Path]) -> list[Any] | None:
 
 
 def _appending(args: Sequence[str]) -> Iterator[str]:
-    """Yield ``args``; callbacks are added to the list, unless it is emptied by ``null``; a switch gets its value."""
+    """Yield ``args``; callbacks are added to the list, unless it is emptied by ``null``."""
     for arg, following in pairwise([*args, ""]):
         name, equals, value = arg.partition("=")
         if name == _CALLBACKS and (value if equals else following) not in ("null", "[]", ""):
             yield f"{_CALLBACKS}+{equals}{value}"
-        elif arg == _EXPLAIN and following not in ("true", "false"):
-            yield f"{_EXPLAIN}=true"  # a switch: the parser's own take a value
         else:
             yield arg
 

@@ -11,9 +11,6 @@ from lightning.pytorch.loggers import CSVLogger, Logger, TensorBoardLogger
 
 from lt_offload.errors import ConfigError
 
-WANDB_PROJECT = "lt-offload"
-"""What ``--wandb`` without a value stands for."""
-
 
 def loggers(chosen: Any, folder: Path, wandb: str | None) -> list[Logger] | bool:
     """Return the loggers of a run.

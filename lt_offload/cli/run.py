@@ -8,7 +8,8 @@ from pathlib import Path
 import torch
 
 from lt_offload.cli import messages, recipes
-from lt_offload.cli.app import App, with_values
+from lt_offload.cli.app import App
+from lt_offload.cli.static.flags import with_values
 from lt_offload.cli.table import Verb
 
 

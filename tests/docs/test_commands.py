@@ -11,9 +11,10 @@ import pytest
 import yaml
 
 from lt_offload.cli import recipes
-from lt_offload.cli.app import App, with_values
+from lt_offload.cli.app import App
 from lt_offload.cli.main import main
 from lt_offload.cli.static.arguments import parse
+from lt_offload.cli.static.flags import with_values
 from lt_offload.cli.table import VERBS, Verb
 from tests.docs import pages
 

@@ -29,7 +29,7 @@ def parse(verb: Documented, args: Sequence[str]) -> tuple[list[str], dict[str, A
         flag = flags.get(name.replace("-", "_"))
         if flag is None:
             raise ConfigError(f"{verb.name}: unknown flag --{name}{did_you_mean(name, flags, prefix='--')}")
-        if is_switch(flag) and not equals:
+        if flag.is_switch and not equals:
             value = waiting.pop(0) if waiting and waiting[0] in ("true", "false") else "true"
         elif not equals:
             if not waiting or waiting[0].startswith("--"):
@@ -59,14 +59,9 @@ def usage(verb: Documented) -> str:
         elif parameter.kind == "word":
             parts.append(name if parameter.required else f"[{name}]")
         else:
-            flag = f"--{parameter.name}" if is_switch(parameter) else f"--{parameter.name} {value_name(parameter)}"
+            flag = f"--{parameter.name}" if parameter.is_switch else f"--{parameter.name} {value_name(parameter)}"
             parts.append(flag if parameter.required else f"[{flag}]")
     return " ".join(["lt-finetune", verb.name, *parts])
-
-
-def is_switch(flag: Parameter) -> bool:
-    """Return whether ``flag`` stands alone."""
-    return flag.annotation == "bool"
 
 
 def value_name(flag: Parameter) -> str:

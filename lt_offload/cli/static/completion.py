@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from lt_offload.cli import recipes
+from lt_offload.cli.static.flags import standing_alone
 from lt_offload.cli.static.settings import GROUPS, OF_CALLS, settings
 from lt_offload.cli.table import VERBS, Verb
 from lt_offload.errors import ConfigError
@@ -116,7 +117,7 @@ def _candidates(before: Sequence[str], last: str) -> Sequence[str]:
         return [f"{name}={value}" for value in _values(verb, name)] + ([FILES] if not _values(verb, name) else [])
     if last.startswith("-"):
         return _flags(verb)
-    if words and words[-1].startswith("--") and words[-1] != "--resume":
+    if words and words[-1].startswith("--") and words[-1][2:] not in standing_alone():
         return _values(verb, words[-1]) or [FILES]
     if verb.recipe or verb.name in _WITH_RECIPE_AND_MORE:
         return [*recipes.shipped(), FILES] if not words else [FILES] if not verb.recipe else _flags(verb)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lt_offload.cli import recipes
-from lt_offload.cli.static.arguments import is_switch, usage, value_name
+from lt_offload.cli.static.arguments import usage, value_name
 from lt_offload.cli.static.settings import GROUPS, RecipeSetting, group, settings, values
 from lt_offload.cli.static.source import Parameter
 from lt_offload.cli.table import VERBS, Verb
@@ -171,15 +171,13 @@ def _call(verb: Verb) -> str:
 def _flags(parameters: Iterable[Parameter]) -> list[str]:
     entries = []
     for parameter in parameters:
-        name = f"--{parameter.name}" + ("" if is_switch(parameter) else f" {value_name(parameter)}")
+        name = f"--{parameter.name}" + ("" if parameter.is_switch else f" {value_name(parameter)}")
         default = parameter.default
         about = parameter.about
         if default is None:
             about = f"{about} (needed)"
-        elif default not in ("None", "False") and not is_switch(parameter):
+        elif default not in ("None", "False"):
             about = f"{about} Default: {as_yaml(default)}."
-        elif is_switch(parameter) and default == "True":
-            name, about = f"{name} true|false", f"{about} Default: true."
         entries.append((name, about))
     return _entries(entries)
 

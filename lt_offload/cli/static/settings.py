@@ -9,13 +9,13 @@ import ast
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from lt_offload.cli.recipes import read
+from lt_offload.cli.static.flags import flags
 from lt_offload.cli.static.source import Documented, Parameter, read_definition
 from lt_offload.cli.table import VERBS
 from lt_offload.errors import ConfigError
@@ -102,26 +102,6 @@ def _parsed(value: str) -> Any:
         return yaml.safe_load(value)
     except yaml.YAMLError:
         return value
-
-
-def flags(args: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Yield the name and the value of every flag in ``args``; None is the value of one that stands alone.
-
-    Raises:
-        ConfigError: if there is a word that belongs to no flag.
-    """
-    taken = False
-    for arg, following in pairwise([*args, "--"]):
-        if taken:
-            taken = False
-            continue
-        if not arg.startswith("--"):
-            raise ConfigError(f"unknown setting {arg!r}: settings are flags, such as --model.lr 1e-5")
-        name, equals, value = arg[2:].partition("=")
-        if not equals and not following.startswith("--"):
-            taken = name not in ("resume", "explain") or following in ("true", "false")
-            value = following if taken else ""
-        yield name.removesuffix("+"), value if equals or taken else None
 
 
 # -- errors ----------------------------------------------------------------------------------------------------------

@@ -42,6 +42,11 @@ class Parameter:
         return self.default is None and self.kind != "words"
 
     @property
+    def is_switch(self) -> bool:
+        """Whether it is a flag that is off, and needs no value to be switched on."""
+        return self.annotation == "bool" and self.default == "False"
+
+    @property
     def choices(self) -> list[str]:
         """The values of a literal type, none if it is another type."""
         found = re.search(r"Literal\[([^\]]*)\]", self.annotation)

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from lt_offload.cli.app import last_run, with_values
+from lt_offload.cli.app import last_run
 from lt_offload.cli.main import main
+from lt_offload.cli.static.flags import with_values
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.module import FineTune
 from lt_offload.report.runs import read_run
@@ -160,11 +161,12 @@ def test_which_run_is_the_last(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         last_run(Path("gone.yaml"), None)
 
 
-def test_resume_needs_no_value() -> None:
+def test_some_flags_need_no_value() -> None:
     assert with_values([]) == []
     assert with_values(["--resume"]) == ["--resume=true"]
     assert with_values(["--resume", "--x", "1"]) == ["--resume=true", "--x", "1"]
     assert with_values(["--resume", "false"]) == ["--resume", "false"]
+    assert with_values(["--explain", "--merge", "false"]) == ["--explain=true", "--merge", "false"]
     assert with_values(["--wandb"]) == ["--wandb=lt-offload"]
     assert with_values(["--wandb", "--resume"]) == ["--wandb=lt-offload", "--resume=true"]
     assert with_values(["--wandb", "mine", "--x", "1"]) == ["--wandb", "mine", "--x", "1"]

@@ -48,6 +48,11 @@ def test_what_a_word_can_become(line: str, expected: list[str]) -> None:
     assert answers(line.split(" ")) == expected
 
 
+@pytest.mark.parametrize("flag", ["--resume", "--explain", "--quiet", "--wandb"])
+def test_other_flags_follow_one_that_needs_no_value(flag: str) -> None:
+    assert {"--resume", "--model.lr"} <= set(answers(["quickstart", flag, ""]))
+
+
 def test_everything_can_be_completed() -> None:
     assert {*VERBS, *recipes.shipped()} <= set(answers([""]))
     assert {f"--{key}" for key in settings()} <= set(answers(["quickstart", "--"]))
