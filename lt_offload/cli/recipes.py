@@ -16,6 +16,7 @@ import yaml
 
 from lt_offload.cli.table import VERBS
 from lt_offload.errors import ConfigError
+from lt_offload.nested import dotted
 from lt_offload.resources import is_dir, is_file, shipped_files, shipped_root, user_path
 from lt_offload.suggest import nearest
 from lt_offload.units import parse_bytes
@@ -149,10 +150,7 @@ def _check_finite(value: Any, path: Path, where: tuple[Any, ...], above: tuple[i
 
 def gigabytes(recipe: Path) -> int:
     """Return how many GB of GPU memory a recipe is for; 0 if it says nothing, or less than one."""
-    trainer = read(recipe).get("trainer")
-    strategy = trainer.get("strategy") if isinstance(trainer, dict) else None
-    options = strategy.get("init_args") if isinstance(strategy, dict) else None
-    memory = options.get("memory") if isinstance(options, dict) else None
+    memory = dict(dotted(read(recipe))).get("trainer.strategy.memory")
     return 0 if memory is None else parse_bytes(memory) // 10**9
 
 

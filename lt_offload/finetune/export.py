@@ -6,8 +6,6 @@ Exporting needs one copy of the weights at most, and none that a checkpoint's fi
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -23,6 +21,7 @@ from lt_offload.finetune.weights.hub import explain_full_disk
 from lt_offload.finetune.weights.vocabulary import has_grown
 from lt_offload.finetune.weights.write_gguf import check_writable, write_gguf
 from lt_offload.model.quantized import packed_layers
+from lt_offload.replacing import replacing
 from lt_offload.resources import user_path
 from lt_offload.units import parse_bytes
 
@@ -76,9 +75,9 @@ def export(
             raise ConfigError(
                 f"--dtype {dtype} is for whole models; adapters are written in float32, as they are trained"
             )
-        with _appearing(target) as scratch:
-            whole.save_pretrained(scratch, save_embedding_layers=_embeddings_changed(whole))
-            tokenizer.save_pretrained(scratch)
+        with _appearing(target) as new:
+            whole.save_pretrained(new, save_embedding_layers=_embeddings_changed(whole))
+            tokenizer.save_pretrained(new)
         return target
     if format == "gguf":
         check_writable(base_of(whole), tokenizer)
@@ -90,12 +89,14 @@ def export(
         _untie_if_different(whole)
         if dtype is not None:
             _cast(whole, getattr(torch, dtype))
-        with _appearing(target) as scratch:
+        with _appearing(target) as new:
             if format == "gguf":
-                write_gguf(whole, tokenizer, scratch if target.suffix == ".gguf" else scratch / GGUF_FILE)
+                file = new if target.suffix == ".gguf" else new / GGUF_FILE
+                file.parent.mkdir(exist_ok=True)
+                write_gguf(whole, tokenizer, file)
             else:
-                whole.save_pretrained(scratch, max_shard_size=shard_bytes)
-                tokenizer.save_pretrained(scratch)
+                whole.save_pretrained(new, max_shard_size=shard_bytes)
+                tokenizer.save_pretrained(new)
     return target / GGUF_FILE if format == "gguf" and target.is_dir() else target
 
 
@@ -120,27 +121,18 @@ def check_target(folder: str | Path, format: Format = "hf") -> Path:
 
 @contextmanager
 def _appearing(target: Path) -> Iterator[Path]:
-    """Yield a new path beside ``target`` to write to, which becomes ``target`` once all is written, or goes."""
+    """Yield a path to write to, which becomes ``target`` once all is written, or goes."""
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+        with (
+            explain_full_disk(f"{target} was not written", "choose another disk with --output"),
+            replacing(target) as new,
+        ):
+            yield new
+            if target.is_file():
+                raise ConfigError(f"{str(target)!r} has appeared meanwhile; choose another name with --output")
     except OSError as error:
-        raise ConfigError(
-            f"{str(target)!r} cannot be written: {error.strerror}; choose another one with --output"
-        ) from None
-    written = scratch / target.name
-    try:
-        if target.suffix != ".gguf":
-            written.mkdir()
-        with explain_full_disk(f"{target} was not written", "choose another disk with --output"):
-            yield written
-        if target.is_dir():
-            target.rmdir()  # fails if somebody has put something into it meanwhile
-        elif target.exists():
-            raise ConfigError(f"{str(target)!r} has appeared meanwhile; choose another name with --output")
-        written.rename(target)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        why = error.strerror or error
+        raise ConfigError(f"{str(target)!r} cannot be written: {why}; choose another one with --output") from error
 
 
 @contextmanager

@@ -15,7 +15,6 @@ import os
 import platform
 import shutil
 import subprocess
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,6 +25,7 @@ from torch import Tensor
 
 from lt_offload.optim import plain
 from lt_offload.optim.plain import Entry, Options, converted, tail
+from lt_offload.replacing import replacing
 from lt_offload.resources import user_cache
 
 _log = logging.getLogger(__name__)
@@ -222,12 +222,9 @@ def build(folder: Path | None = None, source: Path | None = None) -> Path:
     if library.is_file():
         return library
     began = time.perf_counter()
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        partial = Path(scratch) / library.name
-        command = [*compiler.split(), *_FLAGS, str(source), "-o", str(partial)]
+    with replacing(library) as new:
+        command = [*compiler.split(), *_FLAGS, str(source), "-o", str(new)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_SECONDS)
-        partial.replace(library)  # whole or not at all, whoever else is building it
     _log.info("compiled %s in %.1f s: %s", source.name, time.perf_counter() - began, library)
     return library
 

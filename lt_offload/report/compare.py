@@ -144,17 +144,17 @@ def setting_differences(found: RunComparison) -> list[Row]:
 
 
 def _setting(run: RunFolder, name: str) -> str:
-    if name not in run.settings and (kind := run.settings.get(f"{name}.class_path")) is not None:
-        return str(kind).rpartition(".")[2]
-    return plainly(run.settings.get(name))
+    value = run.settings.get(name)
+    is_class = isinstance(value, str) and any(other.startswith(f"{name}.") for other in run.settings)
+    return plainly(value).rpartition(".")[2] if is_class else plainly(value)
 
 
 def _answered(name: str, found: RunComparison) -> bool:
     """Return whether the difference is told by another row: that of the group, or those of its members."""
     parts = name.split(".")
     groups = [".".join(parts[:count]) for count in range(1, len(parts))]
-    if any(run.settings.get(group) is not None for run in found.runs for group in groups):
-        return True  # this run has something else in its place
+    if any(len({_setting(run, group) for run in found.runs}) > 1 for group in groups):
+        return True  # a run has something else in its place
     members = any(other.startswith(f"{name}.") for run in found.runs for other in run.settings)
     return members and all(run.settings.get(name) is None for run in found.runs)
 

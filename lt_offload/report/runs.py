@@ -17,6 +17,8 @@ from statistics import median
 from typing import Any
 
 from lt_offload.errors import ConfigError, PlanError
+from lt_offload.nested import dotted
+from lt_offload.replacing import replacing
 from lt_offload.resources import is_dir, is_file, user_path
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
@@ -180,21 +182,16 @@ def write_part(folder: Path, part: RunPart) -> None:
     """Add ``part`` to the summary of a run, in place of what it takes again."""
     parts = [before for before in read_parts(folder) if before.first_step < part.first_step]
     text = json.dumps({"parts": [asdict(part) for part in [*parts, part]]}, indent=2)
-    _replace(folder / SUMMARY, text + "\n")
+    with replacing(folder / SUMMARY) as new:
+        new.write_text(text + "\n", encoding="utf-8")
 
 
 def without_later(path: Path, step: int) -> None:
     """Take samples after ``step`` out of the file ``path``."""
     kept = [sample for sample in _samples(path) if sample.step <= step]
     lines = (json.dumps(sample.values(), ensure_ascii=False) + "\n" for sample in kept)
-    _replace(path, "".join(lines))
-
-
-def _replace(path: Path, text: str) -> None:
-    """Write ``text`` beside ``path``, then in its place: a process that is killed loses neither the old nor the new."""
-    beside = path.with_name(f".{path.name}.new")
-    beside.write_text(text, encoding="utf-8")
-    beside.replace(path)
+    with replacing(path) as new:
+        new.write_text("".join(lines), encoding="utf-8")
 
 
 def _curves(folder: Path, warnings: list[str]) -> dict[str, Curve]:
@@ -258,13 +255,4 @@ def _settings(path: Path, warnings: list[str]) -> dict[str, object]:
     except (OSError, ValueError, yaml.YAMLError) as error:
         warnings.append(f"{path.name} cannot be read: {' '.join(str(error).split())}")
         return {}
-    return dict(_flat(values)) if isinstance(values, dict) else {}
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict) and value:
-            yield from _flat(value, f"{prefix}" if key == "init_args" else f"{name}.")
-        else:
-            yield name, value
+    return dict(dotted(values)) if isinstance(values, dict) else {}

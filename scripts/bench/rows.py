@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
 
+from lt_offload.replacing import replacing
 from scripts.bench.watch import Outcome
 
 Row = dict[str, Any]
@@ -150,7 +150,5 @@ class Results:
         self._write()
 
     def _write(self) -> None:
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        scratch = self.path.with_suffix(".tmp")
-        scratch.write_text(json.dumps(self.document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        os.replace(scratch, self.path)
+        with replacing(self.path) as new:
+            new.write_text(json.dumps(self.document, indent=1, allow_nan=False) + "\n", encoding="utf-8")

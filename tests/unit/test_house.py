@@ -22,7 +22,7 @@ PACKAGE = "lt_offload"
 
 LAYERS = (
     ("errors",),
-    ("units", "resources", "suggest"),
+    ("units", "resources", "suggest", "nested", "replacing"),
     ("schema",),
     ("machine", "optim"),
     ("model",),

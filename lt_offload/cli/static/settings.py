@@ -6,7 +6,7 @@ They are the parameters of the constructors that Lightning's command line calls 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -19,6 +19,7 @@ from lt_offload.cli.static.flags import flags
 from lt_offload.cli.static.source import Documented, Parameter, read_definition
 from lt_offload.cli.table import VERBS
 from lt_offload.errors import ConfigError
+from lt_offload.nested import dotted
 from lt_offload.resources import is_file
 from lt_offload.suggest import nearest
 
@@ -75,26 +76,8 @@ def _below(prefix: str, documented: Documented) -> Iterator[RecipeSetting]:
 
 def values(files: Sequence[Path], args: Sequence[str] = ()) -> dict[str, Any]:
     """Return what ``files``, later ones first in rank, and the flags ``args`` set, by key."""
-    found: dict[str, Any] = {}
-    for file in files:
-        _flatten(read(file), "", found)
-    for flag, value in flags(args):
-        if value is not None:
-            _flatten({flag: _parsed(value)}, "", found)
-    return found
-
-
-def _flatten(content: Mapping[str, Any], prefix: str, found: dict[str, Any]) -> None:
-    for name, value in content.items():
-        key = f"{prefix}{name}"
-        if isinstance(value, dict) and {"class_path", "init_args"} & value.keys():
-            if "class_path" in value:
-                found[key] = value["class_path"]
-            _flatten(value.get("init_args") or {}, f"{key}.", found)
-        elif isinstance(value, dict) and (key in settings() or key in GROUPS):
-            _flatten(value, f"{key}.", found)
-        else:
-            found[key] = value
+    given = [{flag: _parsed(value)} for flag, value in flags(args) if value is not None]
+    return {key: value for content in (*map(read, files), *given) for key, value in dotted(content)}
 
 
 def _parsed(value: str) -> Any:

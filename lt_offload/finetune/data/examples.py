@@ -11,7 +11,6 @@ import itertools
 import json
 import logging
 import shutil
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,6 +24,7 @@ from lt_offload.finetune.data.columns import Columns, FormatChoice, find_columns
 from lt_offload.finetune.data.formats import Encoder, Example
 from lt_offload.finetune.data.rows import Places, RowFault
 from lt_offload.finetune.data.sources import Source, first_row, rows_of
+from lt_offload.replacing import replacing
 from lt_offload.resources import user_cache, user_path
 
 if TYPE_CHECKING:
@@ -192,21 +192,12 @@ class Preparation:
         names, first = first_row(_first_rows(table), source.places)
         layout = self._layout(names, first, source.places)
         try:
-            root.mkdir(parents=True, exist_ok=True)
-            scratch = Path(tempfile.mkdtemp(prefix=".making-", dir=root))
+            with replacing(folder) as new:
+                new.mkdir()
+                self._make(table, layout, source, new)
+                shutil.rmtree(folder, ignore_errors=True)  # broken, or another process was faster
         except OSError as error:
-            raise _unusable(root, error) from None
-        try:
-            self._make(table, layout, source, scratch)
-            try:
-                if folder.exists():  # broken, or another process was faster
-                    shutil.rmtree(folder, ignore_errors=True)
-                scratch.chmod(root.stat().st_mode & 0o777)  # whoever shares the cache can read it
-                scratch.rename(folder)
-            except OSError as error:
-                raise _unusable(root, error) from None
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+            raise _unusable(root, error) from error
         made = Made.load(folder)
         assert made is not None, "what has just been written can be read"
         return made
@@ -225,7 +216,7 @@ class Preparation:
             features=features,
             cache_file_name=str(folder / "examples.arrow"),
             load_from_cache_file=False,
-            new_fingerprint=folder.name.strip("."),
+            new_fingerprint=folder.name,
             num_proc=processes,
             desc="Tokenizing",
         )

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import shutil
-import tempfile
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.weights.hub import in_words
+from lt_offload.replacing import replacing
 from lt_offload.resources import user_cache
 
 SMOLLM2 = "smollm2-135m-instruct"
@@ -68,20 +67,15 @@ def _converted(source: Path, name: str, target: Path) -> Path:
 def _convert(source: Path, name: str, target: Path) -> None:
     """Write the GGUF file ``source`` as a model folder ``target``, which appears at once and complete."""
     print(f"Converting {source.name} once, to {target} (about a minute) ...", flush=True)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    with in_words(name):
+        model, tokenizer = _read(source)
     try:
-        with in_words(name):
-            model, tokenizer = _read(source)
-        model.save_pretrained(scratch)
-        tokenizer.save_pretrained(scratch)
-        try:
-            scratch.rename(target)
-        except OSError:
-            if not target.exists():  # else another process was faster
-                raise
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        with replacing(target) as new:
+            model.save_pretrained(new)
+            tokenizer.save_pretrained(new)
+    except OSError:
+        if not target.exists():  # else another process was faster
+            raise
 
 
 def _read(source: Path) -> tuple[Any, Any]:

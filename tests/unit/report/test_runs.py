@@ -22,6 +22,7 @@ def test_what_a_run_left_behind(tmp_path: Path) -> None:
     assert [step for step, _ in run.curve("val_loss")] == [10, 20, 30, 40]
     assert run.curve("mfu") == ()
     assert run.median("tokens_per_s") == 550 + 29.5
+    assert run.settings["trainer.strategy"] == "lt_offload.OffmateStrategy"
     assert run.settings["trainer.strategy.memory"] == "440MB"
     assert run.model == "smollm2-135m-instruct"
     assert run.plan == PLAN
