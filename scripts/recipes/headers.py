@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from lt_offload.cli import recipes
-from lt_offload.cli.header import SimulatedStep, hardware_of, header, title_of, with_header
+from lt_offload.cli.draft.header import SimulatedStep, hardware_of, header, title_of, with_header
 from lt_offload.cli.main import main as lt_finetune
 from lt_offload.schema.plan import Plan
 from lt_offload.units import format_seconds

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from lt_offload.cli.header import SimulatedStep, hardware_of, header, lines_of, title_of, with_header
+from lt_offload.cli.draft.header import SimulatedStep, hardware_of, header, lines_of, title_of, with_header
+from lt_offload.cli.draft.model import named
+from lt_offload.cli.draft.ways import METHODS, WayToTrain, best
 from lt_offload.cli.main import main
-from lt_offload.cli.verbs import new as verb
-from lt_offload.cli.verbs.new import METHODS, WayToTrain, _chosen
 from lt_offload.schema.plan import Plan
 from tests.support.commands import fails
 from tests.support.samples import make_plan, make_profile
@@ -91,9 +91,9 @@ def way(at: int, seconds: float | None) -> WayToTrain:
 
 
 def test_the_most_exact_way_is_taken_that_is_not_much_slower() -> None:
-    assert _chosen([way(0, 2.0), way(1, 1.5), way(3, 1.0)]).method == METHODS[0]
-    assert _chosen([way(0, 2.1), way(1, 1.5), way(3, 1.0)]).method == METHODS[1]
-    assert _chosen([way(0, None), way(1, None), way(3, 1.0)]).method == METHODS[3]
+    assert best([way(0, 2.0), way(1, 1.5), way(3, 1.0)]).method == METHODS[0]
+    assert best([way(0, 2.1), way(1, 1.5), way(3, 1.0)]).method == METHODS[1]
+    assert best([way(0, None), way(1, None), way(3, 1.0)]).method == METHODS[3]
 
 
 @pytest.mark.parametrize(
@@ -145,9 +145,9 @@ def test_what_is_there_is_not_replaced_by_another_architecture(capsys: pytest.Ca
 
 def test_names_on_the_hub_that_are_known_need_no_hub() -> None:
     for name in ("meta-llama/Llama-3.2-1B-Instruct", "meta-llama/llama-3.2-1b", "llama3.2-1b"):
-        found = verb._source(name)
+        found = named(name)
         assert (found.architecture, found.shipped) == ("llama3.2-1b", True)
-    assert verb._source("llama3.2-1b").name == "meta-llama/Llama-3.2-1B"
+    assert named("llama3.2-1b").name == "meta-llama/Llama-3.2-1B"
 
 
 def test_a_header_is_replaced_and_read() -> None:

@@ -1,0 +1,117 @@
+"""A model by the name that was given: on the hub, in a folder, in a file, or a shipped architecture."""
+
+from __future__ import annotations
+
+import json
+import re
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lt_offload.errors import ConfigError
+from lt_offload.finetune import load
+from lt_offload.finetune.weights.gguf import SMOLLM2
+from lt_offload.resources import is_dir, is_file, shipped_files, user_path
+from lt_offload.suggest import did_you_mean
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+_VARIANT = re.compile(r"(-chat|-instruct|-base|-hf|-it|-pt)+$")
+
+
+@dataclass(frozen=True, slots=True)
+class NamedModel:
+    """A model by the name that was given."""
+
+    name: str
+    """What ``model.name`` says."""
+    architecture: str
+    """The name of a shipped architecture, or of the file that is to be written."""
+    config: PreTrainedConfig
+    shipped: bool
+
+    def save_architecture(self, path: Path) -> None:
+        """Write the configuration to ``path``, without what all models of its type have."""
+        values = self.config.to_diff_dict()
+        path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def has_architecture_of(self, path: Path) -> bool:
+        """Return whether the configuration in ``path`` is this one."""
+        with tempfile.TemporaryDirectory() as folder:
+            mine = Path(folder) / "config.json"
+            self.save_architecture(mine)
+            return load.load_config(self.name, str(path)).to_dict() == load.load_config("", str(mine)).to_dict()
+
+
+def named(model: str) -> NamedModel:
+    """Return the causal language model called ``model``.
+
+    Raises:
+        ConfigError: if there is none, or it is another kind of model.
+    """
+    found = _found(model)
+    _check_causal(model, found.config)
+    return found
+
+
+def _found(model: str) -> NamedModel:
+    shipped = shipped_files("configs/models", ".json")
+    known = {str(json.loads(path.read_text(encoding="utf-8"))["_name_or_path"]): name for name, path in shipped.items()}
+    if is_file(user_path(model)):
+        config = load.load_config(model, str(user_path(model)))
+        path = user_path(model)
+        name = str(path.parent) if path.name == "config.json" else str(config.name_or_path)
+        if not name:
+            raise ConfigError(
+                f'new: {model} does not say which model it is of; add "_name_or_path": "NAME ON THE HUB" to it, '
+                "or give the model's folder"
+            )
+        return NamedModel(name, f"{_short(name)}.json", config, shipped=False)
+    if is_dir(user_path(model)):
+        return NamedModel(model, f"{_short(model)}.json", load.load_config(model), shipped=False)
+    if model == SMOLLM2:
+        return NamedModel(model, "smollm2-135m", load.load_config(model, "smollm2-135m"), shipped=True)
+    if model in shipped:
+        hub = next(name for name, architecture in known.items() if architecture == model)
+        return NamedModel(hub, model, load.load_config(hub, model), shipped=True)
+    variants = {_without_variant(hub): architecture for hub, architecture in known.items()}
+    if (architecture := variants.get(_without_variant(model))) is not None:
+        return NamedModel(model, architecture, load.load_config(model, architecture), shipped=True)
+    try:
+        return NamedModel(model, f"{_short(model)}.json", load.load_config(model), shipped=False)
+    except ConfigError as error:
+        hint = did_you_mean(model, [*known, *shipped])
+        raise ConfigError(
+            f"new: {error}{hint or '; without the hub give a folder, a config.json or one of ' + ', '.join(shipped)}"
+        ) from error
+
+
+def _without_variant(name: str) -> str:
+    """Return a name on the hub without what says how the model was trained, which its shape does not depend on."""
+    return _VARIANT.sub("", name.lower())
+
+
+def _short(name: str) -> str:
+    """Return the last part of a model's name, as files are called."""
+    return Path(name).resolve().name.lower() if is_dir(user_path(name)) else name.rpartition("/")[2].lower()
+
+
+def _check_causal(model: str, config: PreTrainedConfig) -> None:
+    """Raise ``ConfigError`` unless ``config`` is of a causal language model whose weights can be trained."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    found: Any = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    stated = config.architectures or []
+    if found is None or (stated and found.__name__ not in stated):
+        raise ConfigError(
+            f"new: {model} is not a causal language model but {' or '.join(stated) or f'of type {config.model_type}'}; "
+            "this package fine-tunes models that continue a text"
+        )
+    quantized = getattr(config, "quantization_config", None)
+    if quantized:
+        raise ConfigError(
+            f"new: the weights of {model} are stored with few bits already, which cannot be trained; give the model "
+            "that they were made of"
+        )

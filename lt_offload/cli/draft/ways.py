@@ -1,0 +1,262 @@
+"""Ways to train a model, each planned as the recipe that would be written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import yaml
+
+from lt_offload.cli import recipes
+from lt_offload.cli.app import App
+from lt_offload.cli.draft.model import NamedModel
+from lt_offload.cli.progress import keeping_quiet, status
+from lt_offload.cli.verbs.plan import estimate, plan
+from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
+from lt_offload.plan import Settings, make_plan
+from lt_offload.plan.batch.profiles import scaled
+from lt_offload.plan.orders import in_parts
+from lt_offload.plan.sweep import reason
+from lt_offload.units import format_bytes
+
+if TYPE_CHECKING:
+    from lt_offload.schema.plan import Plan
+    from lt_offload.schema.profile import HardwareProfile, Profile
+
+BATCH = 16
+"""Sequences per update of every recipe written here: what people take for a few thousand examples."""
+_LENGTHS = (1024, 512, 256, 128)
+_PRICE_SECONDS = 4.0
+"""What a plan that is only compared may take."""
+_GOOD = 1.05
+"""A plan this close to a GPU with enough memory is not compared with others."""
+_WORTH = 0.5
+"""The most exact method is taken that trains at least this part of the tokens per second of the fastest one."""
+_PLAIN_TEXT = (".txt", ".md")
+
+
+@dataclass(frozen=True, slots=True)
+class Method:
+    """A way to train."""
+
+    name: str
+    """As ``--method`` says it."""
+    title: str
+    pieces: tuple[str, ...] = ()
+    """Files of ``configs`` that it builds on."""
+    settings: tuple[tuple[str, Any, str], ...] = ()
+    """Of the model, with their meaning."""
+
+
+METHODS = (
+    Method("full", "all weights in fp32"),
+    Method(
+        "bf16",
+        "all weights in bf16, fp32 masters",
+        ("configs/bf16.yaml",),
+        (("master_weights", True, "updates are of fp32 copies of the weights, in RAM"),),
+    ),
+    Method(
+        "bf16",
+        "all weights in bf16, rounded at random",
+        ("configs/bf16.yaml",),
+        (("stochastic_rounding", True, "small updates count on average, without fp32 copies of the weights"),),
+    ),
+    Method("lora", "LoRA on bf16 weights", ("configs/bf16.yaml", "configs/lora.yaml")),
+    Method(
+        "qlora",
+        "LoRA on 4-bit weights (QLoRA)",
+        ("configs/bf16.yaml", "configs/lora.yaml"),
+        (("quantize", "nf4", "layers under the adapters have four bits, unpacked where they compute"),),
+    ),
+)
+"""The most exact first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What is planned for."""
+
+    profile: HardwareProfile
+    hardware: str | None
+    """As ``--hardware`` takes it; None: this machine."""
+    memory: str
+    host_memory: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Divided:
+    """How the sequences of an update go through the model."""
+
+    parts: int = 1
+    """Of a batch, that go through each layer in turn."""
+    accumulate: int = 1
+    """Batches, one after the other: for models that do not take them in parts, or have large logits."""
+
+
+_DIVIDED = (Divided(parts=4), Divided(parts=16), Divided(), Divided(accumulate=4), Divided(accumulate=16))
+"""The most likely first; batches one after the other only if nothing else fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class WayToTrain:
+    """A method, and what its plan says; ``why`` not, where there is none."""
+
+    method: Method
+    length: int
+    divided: Divided = Divided()
+    plan: Plan | None = None
+    why: str = ""
+    needed_bytes: int | None = None
+    """The smallest device memory that would do, where that is what is too small."""
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens trained per second; 0 without a plan."""
+        return BATCH * self.length / self.plan.predicted.iteration_s if self.plan else 0.0
+
+    @property
+    def good(self) -> bool:
+        """Whether it is nearly as fast as on a GPU with enough memory."""
+        found = self.plan.predicted if self.plan else None
+        return found is not None and found.iteration_s <= _GOOD * found.no_offload_s
+
+
+class Drafts:
+    """Recipes that are planned, and written only if they are chosen."""
+
+    def __init__(self, source: NamedModel, machine: Machine, data: str | None, folder: Path) -> None:
+        self.source, self.machine, self.data, self.folder = source, machine, data, folder
+        if not source.shipped:
+            source.save_architecture(folder / source.architecture)
+
+    def ways(self, method: str) -> list[WayToTrain]:
+        """Return every way with ``method``, at the longest sequences with which one fits.
+
+        Raises:
+            InfeasibleError: if none fits.
+        """
+        wanted = [way for way in METHODS if method in ("auto", way.name)]
+        positions = getattr(self.source.config, "max_position_embeddings", None) or _LENGTHS[0]
+        lengths = [length for length in _LENGTHS if length <= positions] or [positions]
+        for length in lengths:
+            ways = []
+            for candidate in wanted:
+                status(f"planning {candidate.title}, {BATCH} x {length} tokens")
+                ways.append(self.way(candidate, length))
+            if any(way.plan is not None for way in ways):
+                return ways
+        needed = [way.needed_bytes for way in ways if way.needed_bytes is not None]
+        raise InfeasibleError(self._too_small(ways), needed_bytes=min(needed, default=None))
+
+    def way(self, method: Method, length: int) -> WayToTrain:
+        """Return how fast ``method`` is, in the best of a few numbers of parts or batches: at a glance."""
+        way, short = WayToTrain(method, length), None
+        try:
+            whole = self._profile(way)
+        except ConfigError as error:
+            return replace(way, why=str(error))
+        for divided in _DIVIDED:
+            if way.plan is not None and (way.good or divided.accumulate > 1):
+                break
+            try:
+                part = in_parts(scaled(whole, BATCH // divided.accumulate), divided.parts)
+                found = self._plan(part, _PRICE_SECONDS, divided.accumulate)
+            except InfeasibleError as error:
+                short = error if short is None else min(short, error, key=_needs)
+                continue
+            if way.plan is None or found.predicted.iteration_s < way.plan.predicted.iteration_s:
+                way = replace(way, plan=found, divided=divided)
+        if way.plan is None and short is not None:
+            return replace(way, why=reason(short), needed_bytes=short.needed_bytes)
+        return way
+
+    def final(self, way: WayToTrain) -> WayToTrain:
+        """Return ``way`` with the plan of the very recipe that will be written.
+
+        Raises:
+            OffloadError: if what looked well at a glance does not work.
+        """
+        status(f"planning {way.method.title} at length")
+        seconds = Settings().time_limit
+        tried = [way, *(replace(way, divided=divided) for divided in _DIVIDED if divided.accumulate > 1)]
+        for other in tried:
+            try:
+                return replace(other, plan=self._plan(self._profile(other), seconds, other.divided.accumulate))
+            except (UnsupportedError, InfeasibleError):
+                if other is tried[-1]:
+                    raise
+        raise AssertionError("the last one is returned, or raises")
+
+    def text(self, way: WayToTrain, target: Path | None = None) -> str:
+        """Return the recipe without its header; ``target``: where it will be, beside the architecture."""
+        source, folder = self.source, self.folder if target is None else target.parent
+        architecture = source.architecture if source.shipped else str(folder / source.architecture)
+        name = "text" if self.data is not None and Path(self.data).suffix in _PLAIN_TEXT else "alpaca"
+        pieces = ["configs/base.yaml", *way.method.pieces, f"configs/data/{name}.yaml"]
+        machine, accumulate = self.machine, way.divided.accumulate
+        lines = [
+            f"base: [{', '.join(pieces)}]",
+            "trainer:",
+            *([f"  accumulate_grad_batches: {accumulate}  # batches per update"] if accumulate > 1 else []),
+            "  strategy:",
+            "    init_args:",
+            f"      memory: {machine.memory}  # of the GPU, all that a system monitor shows; null: what is free",
+        ]
+        if machine.host_memory is not None:
+            lines.append(f"      host_memory: {machine.host_memory}  # RAM; null: what is free")
+        if way.divided.parts > 1:
+            lines.append(
+                f"      micro_batches: {way.divided.parts}  # parts of a batch that go through each layer in turn"
+            )
+        lines += [
+            "model:",
+            f"  name: {_quoted(source.name)}",
+            f"  architecture: {_quoted(architecture)}  # what is planned without a download",
+            *(f"  {key}: {str(value).lower()}  # {about}" for key, value, about in way.method.settings),
+            "  warmup_steps: 100  # over which the learning rate rises",
+            "data:",
+            *([f"  path: {_quoted(self.data)}"] if self.data is not None else []),
+            f"  batch_size: {BATCH // accumulate}  # sequences{'' if accumulate > 1 else ' per update'}",
+            f"  max_length: {way.length}  # tokens per sequence",
+        ]
+        return "\n".join(lines) + "\n"
+
+    def _too_small(self, ways: Sequence[WayToTrain]) -> str:
+        machine = self.machine
+        ram = format_bytes(machine.profile.host_bytes)
+        needs = "; ".join(f"{way.method.title} {way.why}" for way in ways)
+        return (
+            f"new: {self.source.name} cannot be trained in memory={machine.memory} with {ram} of RAM, even with "
+            f"sequences of {ways[0].length} tokens: {needs}"
+        )
+
+    def _profile(self, way: WayToTrain) -> Profile:
+        file = self.folder / "draft.yaml"
+        file.write_text(self.text(way), encoding="utf-8")
+        with keeping_quiet(True):
+            app = App(plan, file, recipes.chain(file), [])
+            return estimate(app, self.machine.profile, micro_batches=way.divided.parts)
+
+    def _plan(self, profile: Profile, seconds: float, accumulate: int = 1) -> Plan:
+        machine = self.machine
+        settings = Settings(memory=machine.memory, host_memory=machine.host_memory, time_limit=seconds)
+        return make_plan(profile, replace(settings, accumulate=accumulate))
+
+
+def _needs(error: InfeasibleError) -> tuple[int, int]:
+    """Order errors by what is missing, RAM after device memory."""
+    return (error.needed_host_bytes or 0, error.needed_bytes or 0)
+
+
+def best(ways: Sequence[WayToTrain]) -> WayToTrain:
+    """Return the most exact way that is fast enough."""
+    fastest = max(way.tokens_per_s for way in ways)
+    return next(way for way in ways if way.plan is not None and way.tokens_per_s >= _WORTH * fastest)
+
+
+def _quoted(text: str) -> str:
+    """Return ``text`` as a YAML scalar."""
+    return str(yaml.safe_dump(text, width=1000, allow_unicode=True)).removesuffix("\n").removesuffix("\n...")
