@@ -21,6 +21,8 @@ MAX_POINTS = 1500
 """Of a curve; more are thinned out, keeping the extremes."""
 COLORS = tuple(f"var(--series-{number})" for number in range(1, 7))
 """Of curves that are side by side."""
+_DASHED = {"color": "var(--accent)", "width": 1.4, "dash": "dash"}
+"""The line of a limit."""
 _FIGURE = '<div class="plot"'
 
 
@@ -55,9 +57,17 @@ class Drawing:
 
     def level(self, height: float, name: str, *, yref: str = "y") -> None:
         """Draw a dashed line at ``height`` of an axis, with its name above its right end."""
-        line = {"color": "var(--accent)", "width": 1.4, "dash": "dash"}
         self.shapes.append(
-            {"type": "line", "xref": "paper", "x0": 0, "x1": 1, "yref": yref, "y0": height, "y1": height, "line": line}
+            {
+                "type": "line",
+                "xref": "paper",
+                "x0": 0,
+                "x1": 1,
+                "yref": yref,
+                "y0": height,
+                "y1": height,
+                "line": _DASHED,
+            }
         )
         place = {"xref": "paper", "x": 1, "xanchor": "right", "yref": yref, "y": height, "yanchor": "bottom"}
         self.say(name, place, size=11, color="var(--accent)")
@@ -178,52 +188,20 @@ def lines(
     known = [y for curve in curves for y in curve.ys if y is not None and math.isfinite(y)]
     if not known:
         return ""
-    drawn = Drawing()
-    for curve in curves:
-        xs, ys = thinned(curve)
-        drawn.traces.append(
-            {
-                "type": "scatter",
-                "x": xs,
-                "y": ys,
-                "name": curve.name,
-                "mode": "lines+markers" if curve.points or len(xs) <= 1 else "lines",
-                "line": {"color": curve.color, "width": 1 if curve.faint else 2, "dash": curve.dash},
-                "marker": {"size": 6},
-                "opacity": 0.5 if curve.faint else 1.0,
-                "hovertemplate": f"%{{y:.5~g}}{suffix}<extra>{escape(curve.name)}</extra>",
-            }
-        )
-    in_view = limit is not None and limit[0] <= OUT_OF_VIEW * max(known)
-    top = max([*known, *([limit[0]] if limit is not None and in_view else [])])
-    if limit is not None and in_view:
-        ends = [min(curve.xs[0] for curve in curves if curve.xs), max(curve.xs[-1] for curve in curves if curve.xs)]
-        line = {"color": "var(--accent)", "width": 1.4, "dash": "dash"}
-        drawn.traces.append(
-            {
-                "type": "scatter", "x": ends, "y": [limit[0]] * 2, "name": limit[1], "mode": "lines", "line": line,
-                "hoverinfo": "skip",
-            }
-        )  # fmt: skip
-    x_axis = axis(showgrid=False, showline=True, nticks=7, title={"text": x_title, "font": {"size": 11}, "standoff": 4})
-    if log_x:
-        x_axis["type"] = "log"
-    if x_ticks:
-        x_axis |= {"tickvals": [x for x, _ in x_ticks], "ticktext": [text for _, text in x_ticks]}
+    drawn = Drawing(traces=[_trace(curve, suffix) for curve in curves])
+    top = max(known)
+    if limit is not None and limit[0] <= OUT_OF_VIEW * top:
+        top = max(top, limit[0])
+        drawn.traces.append(_limit(*limit, curves))
+    x_axis = _horizontal(x_title, x_ticks, log=log_x)
     if hatched_to is not None:
         left, right = curves[0].xs[0], curves[0].xs[-1]
         margin = 0.03 * (right - left)
-        left, right = left - margin, max(right, hatched_to) + margin
-        x_axis["range"] = [left, right]
-        drawn.shapes.append(
-            {
-                "type": "rect", "x0": left, "x1": hatched_to, "yref": "paper", "y0": 0, "y1": 1,
-                "fillcolor": "var(--rule)", "opacity": 0.6, "line": {"width": 0}, "layer": "below",
-            }
-        )  # fmt: skip
+        x_axis["range"] = [left - margin, max(right, hatched_to) + margin]
+        drawn.shapes.append(_hatched(left - margin, hatched_to))
     y_axis = axis(tickformat="~s" if top >= 10000 else "~g", nticks=5, ticksuffix=suffix)
     if from_zero:
-        y_axis["range"] = [0, top * (1.06) or 1]
+        y_axis["range"] = [0, top * 1.06 or 1]
     many = len(drawn.traces) > 1
     drawn.layout = layout(
         hovermode="x unified" if many else "closest",
@@ -236,6 +214,49 @@ def lines(
     return frame(
         drawn, caption=escape(title) + unit, label=_in_words(title, curves, suffix), height=height, below=below
     )
+
+
+def _trace(curve: Line, suffix: str) -> dict[str, Any]:
+    """Return ``curve`` as plotly has it, with ``suffix`` after what is shown of a point."""
+    xs, ys = thinned(curve)
+    return {
+        "type": "scatter",
+        "x": xs,
+        "y": ys,
+        "name": curve.name,
+        "mode": "lines+markers" if curve.points or len(xs) <= 1 else "lines",
+        "line": {"color": curve.color, "width": 1 if curve.faint else 2, "dash": curve.dash},
+        "marker": {"size": 6},
+        "opacity": 0.5 if curve.faint else 1.0,
+        "hovertemplate": f"%{{y:.5~g}}{suffix}<extra>{escape(curve.name)}</extra>",
+    }
+
+
+def _limit(height: float, name: str, curves: Sequence[Line]) -> dict[str, Any]:
+    """Return a dashed line at ``height`` as long as ``curves``; a curve and no shape, so that the legend has it."""
+    ends = [min(curve.xs[0] for curve in curves if curve.xs), max(curve.xs[-1] for curve in curves if curve.xs)]
+    return {
+        "type": "scatter", "x": ends, "y": [height] * 2, "name": name, "mode": "lines", "line": _DASHED,
+        "hoverinfo": "skip",
+    }  # fmt: skip
+
+
+def _horizontal(title: str, ticks: Sequence[tuple[float, str]], *, log: bool) -> dict[str, Any]:
+    """Return the horizontal axis."""
+    found = axis(showgrid=False, showline=True, nticks=7, title={"text": title, "font": {"size": 11}, "standoff": 4})
+    if log:
+        found["type"] = "log"
+    if ticks:
+        found |= {"tickvals": [x for x, _ in ticks], "ticktext": [text for _, text in ticks]}
+    return found
+
+
+def _hatched(left: float, right: float) -> dict[str, Any]:
+    """Return a shade over the whole height between two places of the horizontal axis."""
+    return {
+        "type": "rect", "x0": left, "x1": right, "yref": "paper", "y0": 0, "y1": 1,
+        "fillcolor": "var(--rule)", "opacity": 0.6, "line": {"width": 0}, "layer": "below",
+    }  # fmt: skip
 
 
 def thinned(curve: Line) -> tuple[list[float], list[float | None]]:
