@@ -29,13 +29,6 @@ from scripts.recipes import headers
 from tests import sampling
 from tests.support import tiny
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
-    pytest.mark.filterwarnings("ignore:Experiment logs directory.*"),
-    pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"),
-]
-
 NAMES = list(recipes.shipped())
 PLANNED = headers.with_plans()
 FIGURES = read_json(RESULTS / "recipes.json")["figures"]

@@ -19,7 +19,6 @@ from lt_offload.cli.table import VERBS, Verb
 from tests.docs import pages
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:.*tensorboardX.*"),
 ]
 

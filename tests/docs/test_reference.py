@@ -27,7 +27,6 @@ def settings() -> str:
     return hooks.on_page_markdown(pages.read("docs/settings.md"))
 
 
-@pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning")
 def test_every_key_of_a_recipe_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     files = recipes.chain(recipes.find("quickstart"))

@@ -18,10 +18,7 @@ from tests.docs import pages
 from tests.support import models, tiny
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
     pytest.mark.filterwarnings("ignore:.*tensorboardX.*", "ignore:.*smaller than the logging interval.*"),
-    pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"),
 ]
 
 

@@ -17,11 +17,6 @@ from lt_offload.strategy import offmate as lifecycle
 from tests.support import models, plans
 from tests.support.trainers import Forced, fit, seeded_module
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
-
 
 class Uploader(CSVLogger):
     """Takes the weights along at the end of a run, like loggers that upload them."""

@@ -151,9 +151,7 @@ class OnDevice(trainers.Forced):
 
 @pytest.mark.quick
 @pytest.mark.only("cuda", "cpu")
-@pytest.mark.filterwarnings(
-    "ignore:.*does not have many workers.*", "ignore:.*LeafSpec.*", "ignore:.*settings to control TF32.*"
-)
+@pytest.mark.filterwarnings("ignore:.*settings to control TF32.*")
 @pytest.mark.parametrize("options", [{"dropout": 0.1}, {"family": "llama-tied", "dtype": torch.bfloat16}])
 def test_trainer(options: dict[str, Any], target: Target) -> None:
     settings = {"accelerator": target.accelerator, "devices": 1, "deterministic": True}

@@ -27,9 +27,6 @@ from tests.support.engines import equal
 from tests.support.trainers import Run, differences, fit, seeded_module, trainer
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
     pytest.mark.filterwarnings("ignore:SWA is currently only supported every epoch"),
     pytest.mark.filterwarnings("ignore:Swapping scheduler"),
 ]

@@ -21,11 +21,6 @@ from tests.parity.lightning.test_clipping import Pictures
 from tests.support.engines import equal
 from tests.support.trainers import Run, differences, fit, seeded_module
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
-
 OPTIONS: dict[str, Any] = {"layers": 3, "dropout": 0.1}
 HOOKS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
 Act = Callable[[LightningModule, list[Any]], Any]

@@ -17,12 +17,6 @@ from lt_offload.errors import InfeasibleError, PlanError, UnsupportedError
 from tests import sampling
 from tests.support.trainers import Run, Tokens, differences, fit, seeded_module, state_differences
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
-
 Making = Callable[[], list[Any]]
 
 

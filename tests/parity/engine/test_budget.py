@@ -22,11 +22,6 @@ from tests.support import models
 from tests.support.engines import make_optimizer
 from tests.support.trainers import Module, trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
-
 MEMORY = 600_000
 MUCH = 8_000_000
 LATE = 3

@@ -15,11 +15,6 @@ from tests.support import engines
 from tests.support.engines import Case, changed, differences, offloaded, plain
 from tests.support.trainers import BATCHES, Forced, Module, fit, seeded_module, state_differences
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
 NAME = "adamw-masters"
 NOISY = "adamw-noisy"
 

@@ -23,11 +23,6 @@ from tests.support.trainers import Run, differences, state_differences, trainer
 LENGTH = 64
 STEPS = 4
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
-
 
 class Recording(FineTune):
     """Keeps its losses, and looks at the batches."""
@@ -131,7 +126,6 @@ def test_training_is_that_of_the_stock_strategy(folder: Path, text: Path, stock:
     assert differences(stock(accumulate, options.get("micro_batches", 1), mode), run) == []
 
 
-@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
 @pytest.mark.parametrize(("strategy", "stop"), [("auto", 1), ("offmate", 3)])
 def test_a_stream_goes_on_where_the_run_stopped(
     folder: Path, text: Path, stock: Any, tmp_path: Path, strategy: str, stop: int

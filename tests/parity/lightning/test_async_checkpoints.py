@@ -29,12 +29,6 @@ from lt_offload.strategy.checkpoint.writer import Writer
 from tests import sampling
 from tests.support.trainers import Forced, differences, fit, seeded_module
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
-]
-
 BUDGETS = {"tight": 1.02, "middle": 1.6, "resident": 20.0}
 ROOM = {"none": 0, "some": 30_000, "ample": 1 << 30}
 """Bytes for what is set aside; the checkpoint of the model takes 200 kB."""

@@ -26,12 +26,6 @@ from tests.support.trainers import BATCHES, Module, Run, Tokens, differences, fi
 MEMORY = "200MB"
 ROWS = 2 * BATCHES
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
-
 
 class Scheduled(Module):
     """Its schedule depends on the number of steps."""

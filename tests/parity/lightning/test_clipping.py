@@ -20,11 +20,6 @@ from tests import sampling
 from tests.parity.models.test_models import batches, made
 from tests.support.trainers import Run, differences, fit, seeded_module
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
-
 
 @pytest.fixture(autouse=True)
 def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ from lt_offload import OffmateStrategy
 from tests.support.engines import equal
 from tests.support.trainers import Forced, Run, differences, fit, seeded_module
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")  # of Lightning, in torch
 NEW_TOKENS = 4
 
 

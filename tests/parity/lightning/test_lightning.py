@@ -48,12 +48,6 @@ from tests.support.trainers import (
 MEMORY = "200MB"
 NAMESPACES = (lightning.pytorch, pytorch_lightning)
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
-
 
 @pytest.fixture
 def _hostile(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,11 +17,6 @@ from lt_offload.strategy import offmate
 from tests import sampling
 from tests.support.trainers import Forced, Run, differences, fit, seeded_module, trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
-
 MODELS: list[dict[str, Any]] = [
     {"dropout": 0.1},
     {"dropout": 0.1, "lora": True},

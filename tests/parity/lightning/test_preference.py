@@ -19,11 +19,6 @@ from tests import sampling
 from tests.support import models
 from tests.support.trainers import fit
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
-
 
 class Preference(LightningModule):
     """Compares with a copy of the model, or with the model without its adapters.

@@ -19,12 +19,6 @@ from lt_offload import OffmateStrategy
 from lt_offload.errors import UnsupportedError
 from tests.support.trainers import Forced, Module, Tokens, differences, fit
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-    pytest.mark.filterwarnings("ignore:Experiment logs directory"),
-]
-
 
 class Drawing(Dataset[dict[str, Tensor]]):
     """Replaces a token by one that its own generators draw, and counts."""

@@ -31,11 +31,6 @@ from tests import sampling
 from tests.support.engines import equal
 from tests.support.trainers import Run, differences, fit, seeded_module
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
-
 EPOCHS = 4
 FAST_COPIES = {"h2d": 0.5, "d2h": 0.5, "host": 0.5, "device": 20.0}
 SLOW_COPIES = {"h2d": 20.0, "d2h": 20.0, "host": 20.0, "device": 0.5}

@@ -22,13 +22,6 @@ from lt_offload.strategy.checkpoint.resume import FILE, _warn_of_workers
 from tests import sampling
 from tests.support.trainers import Forced, Run, fit, seeded_module, state_differences
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
-
 
 @pytest.fixture(autouse=True)
 def _one_profile(monkeypatch: pytest.MonkeyPatch) -> None:

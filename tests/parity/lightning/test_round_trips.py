@@ -13,12 +13,6 @@ from lt_offload import InfeasibleError, OffmateStrategy
 from lt_offload.strategy import sample
 from tests.support.trainers import BATCHES, Forced, fit, seeded_module, state_differences
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
-
 BUDGETS = {"tight": 1.02, "middle": 1.6, "resident": 20.0}
 
 

@@ -17,11 +17,6 @@ from lt_offload.finetune.module import FineTune
 from tests.support import tiny
 from tests.support.trainers import Forced, Run, Tokens, state_differences, trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
-
 SETTINGS: dict[str, dict[str, Any]] = {
     "dora": {"lora": LoraArgs(r=4, dora=True, dropout=0.1)},
     "rslora": {"lora": LoraArgs(r=4, rslora=True, bias="all")},

@@ -22,11 +22,6 @@ from tests.support.user_nets import seed
 HIDDEN, VOCAB, WORDS = 32, 61, 8
 Batch = dict[str, Tensor]
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
-
 
 class Attention(nn.Module):
     """A block as people write it themselves."""

@@ -25,10 +25,7 @@ from tests.support.engines import BUDGET, Result, differences, make_optimizer, t
 from tests.support.user_nets import seed
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory"),
     pytest.mark.filterwarnings("ignore:.*is not written. the gradients of 1 micro-batches"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
 ]
 
 KINDS: dict[str, dict[str, Any]] = {

@@ -22,11 +22,6 @@ from tests.parity.windows.training import Training, budgets, require_equal
 from tests.support import engines, models, plans, trainers
 from tests.support.engines import Case, Factory, Result, differences, installed, offloaded, plain
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
-
 OWN: list[Factory] = [muon_with_adam, AdamWScheduleFree, Lion, CountingItself]
 
 

@@ -13,12 +13,6 @@ from lt_offload import OffmateStrategy, PlanError
 from tests.support import trainers
 from tests.support.trainers import differences, fit
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
-]
-
 SETTINGS: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 3, "limit_val_batches": 2}
 
 

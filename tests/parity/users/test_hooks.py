@@ -42,8 +42,6 @@ HOOKS = (
 
 pytestmark = [
     pytest.mark.usefixtures("_late"),
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
 ]
 
 

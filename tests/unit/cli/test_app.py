@@ -13,15 +13,6 @@ from lt_offload.cli.app import explain
 from lt_offload.cli.main import main
 from tests.support.commands import fails
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
-    pytest.mark.filterwarnings("ignore:Experiment logs directory.*"),
-    pytest.mark.filterwarnings(
-        "ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"
-    ),  # Lightning's calls
-]
-
 RECIPE = """\
 # A tiny model on a little text
 base: configs/base.yaml

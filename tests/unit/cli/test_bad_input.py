@@ -17,13 +17,6 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune.data import module as data
 from tests.support.commands import fails
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
-    pytest.mark.filterwarnings("ignore:Experiment logs directory.*"),
-    pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"),
-]
-
 RECIPE = """\
 base: configs/base.yaml
 trainer: {{accelerator: cpu, strategy: {{init_args: {{memory: 2MB}}}}, max_steps: 1}}

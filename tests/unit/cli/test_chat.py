@@ -18,12 +18,6 @@ from lt_offload.strategy.offmate import OffmateStrategy
 from tests.support import tiny
 from tests.support.commands import fails
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
-    pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"),
-]
-
 RECIPE = """\
 base: configs/base.yaml
 trainer: {{accelerator: cpu, strategy: {{init_args: {{memory: 2MB}}}}}}

@@ -16,11 +16,6 @@ from tests.parity.models import quantized
 from tests.support import tiny
 from tests.support.commands import fails
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
-    pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"),
-]
-
 RECIPE = """\
 base: configs/base.yaml
 trainer: {{accelerator: cpu, strategy: {{init_args: {{memory: 600MB}}}}}}
@@ -57,8 +52,6 @@ def test_a_merged_folder_has_what_four_bits_stand_for(recipe: str) -> None:
         assert torch.equal(found.get_parameter(name), parameter)
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:Experiment logs directory.*")
-@pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty")
 def test_a_run_of_four_bits_is_read_again(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = (*FLAGS, "--trainer.default_root_dir", "run", "--trainer.max_steps")
     assert main([recipe, *flags, "1"]) == 0

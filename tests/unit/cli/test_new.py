@@ -17,11 +17,6 @@ from lt_offload.schema.plan import Plan
 from tests.support.commands import fails
 from tests.support.samples import make_plan, make_profile
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
-    pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"),
-]
-
 CARD = ("--hardware", "rtx-3060")
 PLAN = make_plan(make_profile(layers=4, tensors_per_layer=2))
 LLAMA = {

@@ -16,11 +16,6 @@ from lt_offload.schema.explain import brief
 from lt_offload.schema.plan import Plan
 from tests.support.commands import fails
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
-    pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"),
-]
-
 RECIPE = """\
 # A tiny model on a little text
 base: configs/base.yaml

@@ -20,16 +20,6 @@ from lt_offload.report.runs import read_run
 from tests.support.commands import fails
 from tests.support.reports.pages import plain
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
-    pytest.mark.filterwarnings("ignore:Experiment logs directory.*"),
-    pytest.mark.filterwarnings("ignore:Checkpoint directory .* exists and is not empty"),
-    pytest.mark.filterwarnings(
-        "ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"
-    ),  # Lightning's calls
-]
-
 RECIPE = """\
 # A tiny model on a little text
 base: configs/base.yaml

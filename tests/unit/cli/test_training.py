@@ -18,13 +18,6 @@ from lt_offload.schema.trace import Trace
 from tests.support import tiny
 from tests.support.reports.pages import plain
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
-    pytest.mark.filterwarnings("ignore:Experiment logs directory.*"),
-    pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"),
-]
-
 RECIPE = """\
 base: configs/base.yaml
 trainer:

@@ -15,13 +15,7 @@ from tests.support import tiny
 from tests.support.commands import fails
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
     pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*:FutureWarning"),  # what peft asks transformers
-    pytest.mark.filterwarnings("ignore:Experiment logs directory.*"),
-    pytest.mark.filterwarnings(
-        "ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"
-    ),  # Lightning's calls
 ]
 
 RECIPE = """\

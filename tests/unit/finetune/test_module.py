@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Trainer
 
 from lt_offload import AdamW, limits
 from lt_offload.errors import ConfigError
@@ -14,34 +13,8 @@ from lt_offload.finetune import load
 from lt_offload.finetune.adapters import LoraArgs, add_lora
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune, lr_factor, make_optimizer
-from tests.support import models, tiny
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
-]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.model(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture
-def text(tmp_path: Path) -> str:
-    (tmp_path / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    return str(tmp_path / "text.txt")
-
-
-def data(folder: str, text: str, **settings: Any) -> FineTuneData:
-    return FineTuneData(folder, path=text, **{"max_length": 32, "batch_size": 2, "validation_share": 0.2} | settings)
-
-
-def trainer(steps: int, *callbacks: Any, **settings: Any) -> Trainer:
-    quiet: dict[str, Any] = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
-    quiet |= {"enable_model_summary": False, "log_every_n_steps": 1, "accelerator": "cpu", "max_epochs": -1}
-    torch.manual_seed(0)
-    return Trainer(max_steps=steps, callbacks=list(callbacks), **quiet | settings)
+from tests.support import models
+from tests.unit.finetune.conftest import data, trainer
 
 
 def test_training_lowers_the_held_out_loss(folder: str, text: str) -> None:
@@ -74,7 +47,7 @@ def test_validation_counts_tokens_not_batches(folder: str, tmp_path: Path) -> No
     (tmp_path / "rows.csv").write_text("text\n" + rows)
     source = FineTuneData(folder, path=str(tmp_path / "rows.csv"), pack=False, max_length=100, validation_share=0.999)
     module = FineTune(folder)
-    [metrics] = trainer(1).validate(module, datamodule=source, verbose=False)
+    [metrics] = trainer(1, limit_val_batches=None).validate(module, datamodule=source, verbose=False)
     total = tokens = 0.0
     for row in rows.split("\n"):
         ids = torch.tensor([[*source.tokenizer(row)["input_ids"], source.tokenizer.eos_token_id]])

@@ -17,11 +17,6 @@ from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.progress import ProgressLine, duration, fitted, of_budget
 from tests.support import tiny
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
-]
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -19,11 +19,6 @@ from tests.support import models, tiny
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.model(tmp_path_factory.mktemp("model")))
-
-
-@pytest.fixture(scope="module")
 def adapter(folder: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = add_lora(load.load_model(folder), LoraArgs(r=2))
     return export(model, load.load_tokenizer(folder), tmp_path_factory.mktemp("adapters") / "one", format="adapter")

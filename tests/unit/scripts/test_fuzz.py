@@ -12,8 +12,6 @@ from lt_offload.errors import ConfigError
 from scripts import fuzz, fuzz_mutations
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
     pytest.mark.filterwarnings("ignore::UserWarning"),  # Lightning's advice about settings nobody would choose
 ]
 

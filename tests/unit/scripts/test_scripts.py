@@ -436,9 +436,6 @@ def recipe(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.*")
-@pytest.mark.filterwarnings("ignore:Experiment logs directory.*")
-@pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning")
 def test_compare_trains_both_ways_and_finds_no_difference(
     recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -123,7 +123,6 @@ def test_no_batch() -> None:
         taken(DataLoader(TensorDataset(torch.empty(0)), batch_size=2))
 
 
-@pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning")  # Lightning's own use of torch
 def test_lightnings_collection_gives_what_training_steps_see() -> None:
     loaders = {"a": LOADERS["in order"](), "b": LOADERS["workers"]()}
     assert flat(taken(CombinedLoader(loaders, "min_size"))) == flat(taken(loaders))

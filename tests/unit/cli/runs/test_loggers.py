@@ -15,8 +15,6 @@ from lt_offload.cli.loggers import loggers
 from lt_offload.cli.main import main
 from lt_offload.errors import ConfigError
 
-pytestmark = pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning")
-
 
 def test_those_that_every_run_has(tmp_path: Path) -> None:
     for chosen in (None, True):

@@ -19,8 +19,6 @@ from lt_offload.cli.table import VERBS
 from lt_offload.cli.verbs.check import check
 from lt_offload.errors import ConfigError
 
-pytestmark = pytest.mark.filterwarnings("ignore:(?s).*(Jsonargparse|was deprecated in v4).*:DeprecationWarning")
-
 
 def said(capsys: pytest.CaptureFixture[str], *args: str) -> str:
     capsys.readouterr()

@@ -279,7 +279,6 @@ MODES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:.*LeafSpec.*")
 @pytest.mark.filterwarnings("ignore:.*GPU available.*", "ignore:.*tensorboardX.*")
 @pytest.mark.parametrize(
     ("mode", "asks", "stop"),
@@ -303,7 +302,7 @@ def test_lightning_resumes_in_the_middle_of_an_epoch(
     assert begun.seen + resumed.seen == whole.seen
 
 
-@pytest.mark.filterwarnings("ignore:.*does not have many workers.*", "ignore:.*max_epochs.*", "ignore:.*LeafSpec.*")
+@pytest.mark.filterwarnings("ignore:.*max_epochs.*")
 def test_streaming_needs_an_end(tokenizer: str, rows: str) -> None:
     with pytest.raises(ConfigError, match=r"data\.streaming=true has no end; set trainer\.max_steps"):
         run(tokenizer, -1, asks=False, path=rows, streaming=True, validation_rows=0)

@@ -19,11 +19,6 @@ from tests.support import tiny
 ROWS = [{"instruction": f"say {n}", "input": "", "output": f"yes {n}"} for n in range(40)]
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.tokenizer(tmp_path_factory.mktemp("tokenizer"), chat=True))
-
-
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))

@@ -13,13 +13,7 @@ from rich.console import Console
 from lt_offload.finetune.data.formats import IGNORED, Example
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.data.preview import look_at, pieces, render
-from tests.support import tiny
 from tests.unit.finetune.data.vocabularies import tokenizer as trained
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.tokenizer(tmp_path_factory.mktemp("tokenizer"), chat=True))
 
 
 def shown(data: FineTuneData, samples: int = 3, *, color: bool = False) -> str:

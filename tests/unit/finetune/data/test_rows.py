@@ -13,12 +13,6 @@ import pytest
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.examples import Examples
 from lt_offload.finetune.data.module import FineTuneData
-from tests.support import tiny
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(tiny.tokenizer(tmp_path_factory.mktemp("tokenizer"), chat=True))
 
 
 def made(tokenizer: str, path: Path | str, **settings: Any) -> Examples:

@@ -19,12 +19,7 @@ from lt_offload.finetune.run.metrics import RunMetrics, _count
 from lt_offload.report.runs import read_run
 from lt_offload.strategy.metrics import Metrics
 from tests.support import models
-from tests.unit.finetune.run.conftest import data, trainer
-
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
-]
+from tests.unit.finetune.conftest import data, trainer
 
 IDS = torch.zeros(2, 5, dtype=torch.long)
 MASK = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]])

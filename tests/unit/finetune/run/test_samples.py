@@ -16,12 +16,8 @@ from lt_offload.finetune.generation import continuation
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.run.clock import RunClock
 from lt_offload.finetune.run.samples import TOKENS, TOKENS_AT_END, Samples, prompts
-from tests.unit.finetune.run.conftest import data, trainer
+from tests.unit.finetune.conftest import data, trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
-]
 EVERY_SECOND = {"val_check_interval": 2, "check_val_every_n_epoch": None}
 
 

@@ -21,12 +21,8 @@ from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests.support.reports.run_folders import make_run
 from tests.support.samples import MB, make_profile
-from tests.unit.finetune.run.conftest import data, trainer
+from tests.unit.finetune.conftest import data, trainer
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers.*"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
-]
 PROFILE = make_profile(layers=4, tensors_per_layer=2)
 
 
@@ -141,12 +137,13 @@ def test_a_run_that_ends_early_is_written_as_far_as_it_came(
 def test_an_error_in_the_report_does_not_hide_what_ended_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    summary = RunSummary(tmp_path / "gone")
+    (tmp_path / "file").touch()
+    summary = RunSummary(tmp_path / "file")
     assert summary.end(planned(None), RuntimeError()) is None, "it has not begun to train"
     summary.first_step = 0
-    with pytest.warns(UserWarning, match="the report could not be written: FileNotFoundError"):
+    with pytest.warns(UserWarning, match="the report could not be written: FileExistsError"):
         assert summary.end(planned(None), RuntimeError()) is None
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileExistsError):
         summary.end(planned(None))
 
 
