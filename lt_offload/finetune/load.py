@@ -113,14 +113,13 @@ def _pretrained(name: str, config: PreTrainedConfig, options: dict[str, Any], as
     options = options | {"output_loading_info": True, "ignore_mismatched_sizes": True}
     files = [] if as_stored else safetensors_of(where)
     with without_advice():
-        if as_stored:  # pages of the files, which whoever takes them one by one never has in memory together
-            model, found = auto.from_pretrained(where, config=config, **options)
-        elif files:
+        if files:
             made: Any = _get_model_class(config, auto._model_mapping)  # type: ignore[no-untyped-call]
             model, found = made.from_pretrained(None, config=config, state_dict=lazy_tensors(files), **options)
         else:
             model, found = auto.from_pretrained(where, config=config, **options)
-            for tensor in (*model.parameters(), *model.buffers()):
+            # As stored, they stay pages of the files: who takes them one by one never has them in memory together.
+            for tensor in () if as_stored else (*model.parameters(), *model.buffers()):
                 if not tensor.untyped_storage().resizable():  # pages of the file
                     tensor.data = tensor.data.clone()
     _check_complete(name, found)

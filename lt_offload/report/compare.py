@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
+from typing import TypeVar
 
 from lt_offload.errors import ConfigError
 from lt_offload.report import plan_page
-from lt_offload.report.drawing import COLORS, Line, lines, page, smoothed, unbroken
+from lt_offload.report.drawing import COLORS, Line, lines, page, unbroken
 from lt_offload.report.run_page import loss_figure, memory_figure, plainly, validation
 from lt_offload.report.runs import METRICS, Curve, RunFolder, read_run
 from lt_offload.report.tables import NONE, pairs, section, table
@@ -27,6 +28,7 @@ _MOST = 12
 _SHORT = 20
 """Characters of a name that fits everywhere."""
 
+T = TypeVar("T")
 Row = tuple[str, tuple[str, ...]]
 """What is compared, and its value in each run."""
 
@@ -102,13 +104,13 @@ def figures(found: RunComparison) -> list[Row]:
         step = max(both)
         rows.append((f"held-out loss, step {step}", lambda run: _loss(_at(validation(run), step))))
     rows += [
-        ("tokens/s", lambda run: _number(run.median("tokens_per_s"))),
-        ("iteration", lambda run: _seconds(run.median("step_s"))),
-        ("step, start to start", lambda run: _seconds(run.median("wall_step_s"))),
-        ("device peak", lambda run: _bytes(_peak(run, "device_peak_bytes", "device_peak_gb"))),
-        ("RAM peak", lambda run: _bytes(_peak(run, "host_peak_bytes", "host_peak_gb"))),
-        ("RAM of the process", lambda run: _bytes(run.largest("process_peak_bytes"))),
-        ("model FLOPs use", lambda run: f"{use:.1%}" if (use := run.median("mfu")) is not None else None),
+        ("tokens/s", lambda run: _told(run.median("tokens_per_s"), "{:.4g}".format)),
+        ("iteration", lambda run: _told(run.median("step_s"), format_seconds)),
+        ("step, start to start", lambda run: _told(run.median("wall_step_s"), format_seconds)),
+        ("device peak", lambda run: _told(_peak(run, "device_peak_bytes", "device_peak_gb"), format_bytes)),
+        ("RAM peak", lambda run: _told(_peak(run, "host_peak_bytes", "host_peak_gb"), format_bytes)),
+        ("RAM of the process", lambda run: _told(run.largest("process_peak_bytes"), format_bytes)),
+        ("model FLOPs use", lambda run: _told(run.median("mfu"), "{:.1%}".format)),
     ]
     shown = [(name, tuple(value(run) or NONE for run in found.runs)) for name, value in rows]
     return [row for row in shown if set(row[1]) != {NONE}]
@@ -234,14 +236,9 @@ def _curves(found: RunComparison, name: str) -> Iterator[Line]:
     for number, (run_name, run) in enumerate(zip(found.labels, found.runs, strict=True)):
         curve = run.curve(name)
         if curve:
-            values = [value for _, value in curve]
-            yield Line(
-                name=run_name,
-                xs=[step for step, _ in curve],
-                ys=smoothed(values) if name != "lr" else values,
-                color=COLORS[number % len(COLORS)],
-                dash="dash" if number else "solid",  # where curves are equal, both are seen
-            )
+            # Where curves are equal, both are seen.
+            style = {"color": COLORS[number % len(COLORS)], "dash": "dash" if number else "solid"}
+            yield Line.through(curve, run_name, smooth=name != "lr", **style)
 
 
 # -- values ----------------------------------------------------------------------------------------------------------
@@ -262,16 +259,8 @@ def _best(curve: Curve) -> str | None:
     return f"{loss:.4f} at {step}"
 
 
-def _number(value: float | None) -> str | None:
-    return None if value is None else f"{value:.4g}"
-
-
-def _seconds(value: float | None) -> str | None:
-    return None if value is None else format_seconds(value)
-
-
-def _bytes(value: int | None) -> str | None:
-    return None if value is None else format_bytes(value)
+def _told(value: T | None, tell: Callable[[T], str]) -> str | None:
+    return None if value is None else tell(value)
 
 
 def _peak(run: RunFolder, name: str, metric: str) -> int | None:

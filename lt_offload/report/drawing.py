@@ -40,6 +40,12 @@ class Line:
     """Whether each point is marked."""
     dash: str = "solid"
 
+    @classmethod
+    def through(cls, curve: Sequence[tuple[float, float]], name: str, *, smooth: bool = False, **style: Any) -> Line:
+        """Return the line through ``curve``, or through its running means; ``style`` are the other fields."""
+        ys = [y for _, y in curve]
+        return cls(name=name, xs=[x for x, _ in curve], ys=smoothed(ys) if smooth else ys, **style)
+
 
 @dataclass(slots=True)
 class Drawing:

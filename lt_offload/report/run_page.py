@@ -11,7 +11,7 @@ from pathlib import Path
 from lt_offload.plan import simulate
 from lt_offload.plan.what_if import Gain
 from lt_offload.report import plan_page
-from lt_offload.report.drawing import COLORS, OUT_OF_VIEW, Line, lines, page, smoothed, unbroken
+from lt_offload.report.drawing import COLORS, OUT_OF_VIEW, Line, lines, page, unbroken
 from lt_offload.report.runs import Curve, RunFolder, RunSample, read_run
 from lt_offload.report.tables import NONE, bar_list, pairs, section, table
 from lt_offload.schema.explain import brief
@@ -200,46 +200,34 @@ def loss_figure(runs: Sequence[tuple[str, RunFolder]]) -> str:
         prefix = "" if len(runs) == 1 else f"{run_name}, "
         dash = "dash" if number else "solid"  # where curves are equal, both are seen
         raw = run.curve("train_loss")
-        steps, values = [step for step, _ in raw], [value for _, value in raw]
         if len(raw) > _FEW:
             if len(runs) == 1:
-                curves.append(Line(name="training, each step", xs=steps, ys=values, color=color, faint=True))
-            name = f"{prefix}training, smoothed"
-            curves.append(Line(name=name, xs=steps, ys=smoothed(values), color=color, dash=dash))
+                curves.append(Line.through(raw, "training, each step", color=color, faint=True))
+            curves.append(Line.through(raw, f"{prefix}training, smoothed", smooth=True, color=color, dash=dash))
         elif raw:
-            curves.append(Line(name=f"{prefix}training", xs=steps, ys=values, color=color, dash=dash))
-        held = validation(run)
-        if held:
-            xs, ys = [step for step, _ in held], [loss for _, loss in held]
+            curves.append(Line.through(raw, f"{prefix}training", color=color, dash=dash))
+        if held := validation(run):
             dotted = "solid" if len(runs) == 1 else "dot"
-            curves.append(Line(name=f"{prefix}held out", xs=xs, ys=ys, color=other, points=True, dash=dotted))
+            curves.append(Line.through(held, f"{prefix}held out", color=other, points=True, dash=dotted))
     return lines("Loss", curves, y_title="per token", from_zero=False, height=320)
 
 
 def _one(run: RunFolder, name: str, title: str, *, also: tuple[str, str] | None = None, faint: bool = False) -> str:
     main = run.curve(name)
-    curves = [_line(main, "all" if also else title)]
+    curves = [Line.through(main, "all" if also else title)]
     if also is not None and run.curve(also[0]):
-        curves.append(_line(run.curve(also[0]), also[1], COLORS[1]))
+        curves.append(Line.through(run.curve(also[0]), also[1], color=COLORS[1]))
     if faint and len(main) > _FEW:
-        values = [value for _, value in main]
-        curves = [
-            Line(name="each step", xs=[s for s, _ in main], ys=values, faint=True),
-            Line(name="smoothed", xs=[s for s, _ in main], ys=smoothed(values)),
-        ]
+        curves = [Line.through(main, "each step", faint=True), Line.through(main, "smoothed", smooth=True)]
     return lines(title, curves)
-
-
-def _line(curve: Curve, name: str, color: str = COLORS[0]) -> Line:
-    return Line(name=name, xs=[step for step, _ in curve], ys=[value for _, value in curve], color=color)
 
 
 def _step_times(run: RunFolder) -> str:
     """Return the figure of step times, with the planned one as a line."""
     inner, outer = run.curve("step_s"), run.curve("wall_step_s")
-    curves = [_line(outer, "start to start", COLORS[1])] if outer else []
+    curves = [Line.through(outer, "start to start", color=COLORS[1])] if outer else []
     if inner:
-        curves.append(_line(inner, "iteration"))
+        curves.append(Line.through(inner, "iteration"))
     limit = None
     if run.plan is not None and inner:
         promise = run.plan.predicted.iteration_s
@@ -252,7 +240,7 @@ def _memory(run: RunFolder, name: str, title: str) -> str:
     if run.plan is not None:
         budget = run.plan.budget_bytes if name == "device_peak_gb" else run.plan.host_budget_bytes
     limit = (budget / 1e9, f"budget {format_bytes(budget)}") if budget else None
-    return memory_figure(title, [_line(run.curve(name), title)], limit)
+    return memory_figure(title, [Line.through(run.curve(name), title)], limit)
 
 
 def memory_figure(title: str, curves: Sequence[Line], limit: tuple[float, str] | None = None) -> str:

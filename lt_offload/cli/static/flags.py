@@ -9,6 +9,8 @@ from itertools import pairwise
 from lt_offload.cli.table import VERBS
 from lt_offload.errors import ConfigError
 
+OF_EVERY_VERB = ("print_config", "help", "quiet", "debug")
+"""Flags that never have a value."""
 WANDB_PROJECT = "lt-offload"
 """What ``--wandb`` alone stands for."""
 _END = "--"
@@ -19,7 +21,7 @@ def standing_alone() -> dict[str, str | None]:
     """Return the flags that need no value, with what they stand for alone; None: they never have one."""
     own = [parameter for verb in VERBS.values() if verb.recipe for parameter in verb.read().parameters]
     return {
-        **dict.fromkeys(("help", "print_config", "quiet", "debug")),
+        **dict.fromkeys(OF_EVERY_VERB),
         **{parameter.name: "true" for parameter in own if parameter.is_switch},
         "wandb": WANDB_PROJECT,
     }

@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from lt_offload.cli.recipes import read
-from lt_offload.cli.static.flags import flags
+from lt_offload.cli.static.flags import OF_EVERY_VERB, flags
 from lt_offload.cli.static.source import Documented, Parameter, read_definition
 from lt_offload.cli.table import VERBS
 from lt_offload.errors import ConfigError
@@ -34,7 +34,7 @@ STRATEGY_NAMES = ("lt_offload.OffmateStrategy", "OffmateStrategy", "offmate")
 """What recipes call the class whose settings are those of ``trainer.strategy``."""
 OF_FILES = ("base", "gpu", "seed_everything")
 """Keys of recipes outside the groups."""
-OF_CALLS = (*OF_FILES, "config", "print_config", "help", "quiet", "debug")
+OF_CALLS = (*OF_FILES, "config", *OF_EVERY_VERB)
 """And flags outside the groups, besides those of the verb."""
 _TOP = ("model", "data", "trainer")
 _LINKED = "data.model"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -50,9 +51,7 @@ class Samples(Callback):
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Write samples; before training, too, if the sanity check is complete."""
-        if trainer.state.fn != TrainerFn.FITTING or (
-            trainer.sanity_checking and trainer.num_sanity_val_steps != float("inf")
-        ):
+        if trainer.state.fn != TrainerFn.FITTING or not is_whole(trainer):
             return
         loss = trainer.callback_metrics.get("val_loss")
         self._write(trainer, pl_module, TOKENS, None if loss is None else float(loss))
@@ -92,6 +91,11 @@ class Samples(Callback):
         found: Any = trainer.strategy.predict_step(batch, 0)
         text: str = data.tokenizer.decode(found, skip_special_tokens=True)
         return text
+
+
+def is_whole(trainer: Trainer) -> bool:
+    """Return whether the validation that has ended saw every batch: one before training may be a check of a few."""
+    return not trainer.sanity_checking or trainer.num_sanity_val_steps == math.inf
 
 
 def prompts(data: Any) -> list[str]:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections.abc import Sequence
+import textwrap
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +21,7 @@ from lt_offload.errors import named
 from lt_offload.finetune.run.clock import RunClock
 from lt_offload.finetune.run.environment import write_environment
 from lt_offload.finetune.run.metrics import RunMetrics
-from lt_offload.finetune.run.samples import Samples
+from lt_offload.finetune.run.samples import Samples, is_whole
 from lt_offload.report.runs import RunPart, write_part
 from lt_offload.units import format_bytes, format_seconds
 
@@ -69,7 +71,7 @@ class RunSummary(Callback):
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Keep the loss; a sanity check counts if it saw every batch."""
         loss = trainer.callback_metrics.get("val_loss")
-        if loss is None or (trainer.sanity_checking and trainer.num_sanity_val_steps != float("inf")):
+        if loss is None or not is_whole(trainer):
             return
         self.losses.append((trainer.global_step, float(loss)))
         if trainer.sanity_checking:
@@ -188,31 +190,30 @@ def run_gains(summary: RunSummary, trainer: Trainer) -> tuple[Gain, ...]:
 
 def print_summary(summary: RunSummary, trainer: Trainer, report: Path | None) -> None:
     """Print the end of a run, in 80 columns where paths are not longer than that."""
-    import textwrap
-
     from rich.console import Console
 
     console = Console(highlight=False)
     console.print("\n[bold]done[/bold]")
-    for name, value in summary.facts(trainer).items():
+    for name, value in (*summary.facts(trainer).items(), *_written(summary, trainer, report)):
         console.print(f"  {name:{_LABEL}}{value}", markup=False, soft_wrap=True)
+
+
+def _written(summary: RunSummary, trainer: Trainer, report: Path | None) -> Iterator[tuple[str, str]]:
+    """Yield what the model wrote in the end, where files are, and how to go on from there."""
     for sample in summary.samples.written:
         if sample.step == trainer.global_step:
             text = " ".join(f"{sample.prompt}{sample.text}".split())
             lines = textwrap.wrap(text, _WIDTH - _LABEL - 2, max_lines=3, placeholder=" ...") or [""]
-            console.print(f"  {'sample':{_LABEL}}{lines[0]}", markup=False, soft_wrap=True)
-            for line in lines[1:]:
-                console.print(" " * (_LABEL + 2) + line, markup=False, soft_wrap=True)
+            yield from zip_longest(["sample"], lines, fillvalue="")
     if report is not None:
-        console.print(f"  {'report':{_LABEL}}{report}", markup=False, soft_wrap=True)
+        yield "report", str(report)
     checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
     if checkpoint and summary.folder is not None and (summary.folder / "config.yaml").is_file():
-        console.print(f"  {'checkpoint':{_LABEL}}{_short(checkpoint)}", markup=False, soft_wrap=True)
+        yield "checkpoint", _short(checkpoint)
         folder = _short(str(summary.folder))
         data: Any = getattr(trainer, "datamodule", None)
         talks = getattr(data, "asks_questions", False) and data.encoder.template is not None
-        command = f"lt-finetune chat {folder}" if talks else f"lt-finetune generate {folder} --prompt TEXT"
-        console.print(f"  {'try it':{_LABEL}}{command}", markup=False, soft_wrap=True)
+        yield "try it", f"lt-finetune chat {folder}" if talks else f"lt-finetune generate {folder} --prompt TEXT"
 
 
 def _short(path: str) -> str:

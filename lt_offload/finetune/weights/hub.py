@@ -11,7 +11,6 @@ from pathlib import Path
 from pickle import UnpicklingError
 
 from lt_offload.errors import ConfigError
-from lt_offload.resources import is_dir
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -96,31 +95,20 @@ def safetensors_of(where: str) -> list[Path]:
     Raises:
         ConfigError: if one of those that its index names is missing.
     """
-    if is_dir(where):
-        folder = Path(where)
-        if (folder / SINGLE).is_file():
-            return [folder / SINGLE]
-        index: Path | None = folder / INDEX
-        if not (folder / INDEX).is_file():
-            return []
-    else:
-        single = _cached(where, SINGLE)
-        if single is not None:
-            return [single]
-        index = _cached(where, INDEX)
-        if index is None:
-            return []
-    assert index is not None
-    names = _named(index)
-    if is_dir(where):
-        absent = [name for name in names if not (index.parent / name).is_file()]
-        if absent:
-            raise ConfigError(
-                f"model folder {where!r} is incomplete: {absent[0]} is missing ({len(absent)} of {len(names)} files "
-                f"that {INDEX} names); copy it again"
-            )
-        return [index.parent / name for name in names]
-    return [path for name in names if (path := _cached(where, name)) is not None]
+    single = _file(where, SINGLE)
+    if single is not None:
+        return [single]
+    index = _file(where, INDEX)
+    if index is None:
+        return []
+    found = {name: _file(where, name) for name in _named(index)}
+    absent = [name for name, path in found.items() if path is None]
+    if absent:
+        raise ConfigError(
+            f"model {where!r} is incomplete: {absent[0]} is missing ({len(absent)} of {len(found)} files that {INDEX} "
+            "names); copy or download it again"
+        )
+    return [path for path in found.values() if path is not None]
 
 
 def _named(index: Path) -> list[str]:
@@ -134,9 +122,9 @@ def _named(index: Path) -> list[str]:
     return sorted(files)
 
 
-def _cached(name: str, file: str) -> Path | None:
-    """Return the local copy of ``file`` of the model ``name`` on the hub, None if it has no such file."""
+def _file(where: str, name: str) -> Path | None:
+    """Return the file ``name`` in a folder, or the local copy of that of a model on the hub; None if there is none."""
     from transformers.utils.hub import cached_file
 
-    path = cached_file(name, file, _raise_exceptions_for_missing_entries=False)
+    path = cached_file(where, name, _raise_exceptions_for_missing_entries=False)
     return None if path is None else Path(path)
