@@ -6,7 +6,6 @@ What is then done with the settings is in ``verbs/``.
 from __future__ import annotations
 
 import itertools
-import re
 import sys
 from collections.abc import Callable, Sequence
 from datetime import datetime
@@ -23,7 +22,7 @@ from lt_offload.cli import recipes
 from lt_offload.cli.compose import compose
 from lt_offload.cli.loggers import loggers
 from lt_offload.cli.progress import quiet
-from lt_offload.cli.static.settings import unknown
+from lt_offload.cli.wording import explain, misconfigured
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
@@ -123,7 +122,7 @@ class App(LightningCLI):
                 raise
             raise ConfigError(explain(str(error), [])) from error
         except MisconfigurationException as error:
-            raise ConfigError(_misconfigured(first_line(error), self.config_init["trainer"])) from error
+            raise ConfigError(misconfigured(first_line(error), self.config_init["trainer"])) from error
 
     def use_newest_checkpoint(self) -> None:
         """Let a verb that loads a checkpoint, and was told none, take the newest complete one of the run folder.
@@ -207,49 +206,3 @@ def _without_doubles(callbacks: Sequence[Callback]) -> list[Callback]:
         once = {ProgressBar: "progress bar", Checkpoint: callback.state_key}
         last[next((key for kind, key in once.items() if isinstance(callback, kind)), id(callback))] = callback
     return list(last.values())
-
-
-def _misconfigured(first: str, settings: Namespace) -> str:
-    """Return the ``first`` line of what Lightning says of a Trainer's settings as one sentence with the way out."""
-    accelerator = settings.get("accelerator")
-    if "backend found" in first or "accelerator" in first.lower():
-        return (
-            f"trainer.accelerator={accelerator!r} with trainer.devices={settings.get('devices')!r} does not work here: "
-            f"{first} Use trainer.accelerator=cpu (the emulated device) or auto, and trainer.devices=1"
-        )
-    return f"trainer: {first}"
-
-
-def explain(message: str, flags: Sequence[str]) -> str:
-    """Return jsonargparse's ``message`` as one line that names the setting; ``flags`` are the known ones."""
-    nested = re.search(r"Group '([^']+)' does not accept option '([^']+)'", message)
-    if nested:
-        return _unknown(f"{nested[1]}.{nested[2]}", flags)
-    stray = re.search(r"(?:unrecognized arguments: |Option ')([^\s']+)", message)
-    if stray:
-        return _unknown(stray[1].lstrip("-").split("=")[0], flags)
-    missing = re.search(r'^Key "([^"]+)" not found in namespace', message)
-    if missing:
-        return f"{missing[1]} is missing; set it, and leave {missing[1].partition('.')[0]} a group of settings"
-    key = re.search(r'[Kk]ey "([^"]+)"', message)
-    where = f"{key[1]}: " if key else ""
-    message = re.sub(r"\n +Subclass types expect one of:(?:\n +- a .*)+", "", message)
-    reasons = re.findall(r"^\s*- (.*(?:\n(?!\s*- |\s*Given value).*)*)", message, flags=re.MULTILINE)
-    # Of a union's errors, those about the type say only what else it could have been.
-    telling = [reason for reason in reasons if not reason.startswith("Expected a")]
-    telling = [reason for reason in telling if not reason.startswith("Not a valid subclass")] or telling
-    if telling:
-        return where + "; ".join(" ".join(reason.split()) for reason in telling)
-    union = re.search(r"Subtypes: \[(.*)\]\n(?:.*\n)*\s*Given value: (.*)", message)
-    if union:
-        types = re.sub(r"<class '([\w.]+)'>", r"\1", union[1]).replace("typing.", "").replace("NoneType", "null")
-        return f"{where}expected one of {types}; got {union[2]}"
-    line = " ".join(part.strip() for part in message.splitlines())
-    line = re.sub(r'^.*?[Kk]ey "[^"]+":\s*', where, line)
-    line = re.sub(r"<class '([\w.]+)'>", r"\1", line).replace("typing.", "")
-    return re.sub(r"Expected an? (.+?)\. Got value: (.*)", r"expected \1, got \2", line)
-
-
-def _unknown(key: str, flags: Sequence[str]) -> str:
-    known = [flag.lstrip("-") for flag in flags if flag.startswith("--")]
-    return unknown(key, [name for name in known if not name.endswith(("help", "+"))])

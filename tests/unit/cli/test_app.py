@@ -9,8 +9,8 @@ import pytest
 import torch
 import yaml
 
-from lt_offload.cli.app import explain
 from lt_offload.cli.main import main
+from lt_offload.cli.wording import explain
 from tests.support.commands import fails
 
 RECIPE = """\
