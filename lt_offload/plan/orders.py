@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan.batch.profiles import scaled
 from lt_offload.plan.settings import Settings
-from lt_offload.plan.solve import make_plan
+from lt_offload.plan.solve import least_s, make_plan
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import COLLECTED_BELOW, BlockProfile, OptionProfile, Profile
 from lt_offload.units import format_seconds
@@ -86,33 +86,53 @@ def micro_batch_major(profile: Profile) -> Profile:
     return scaled(in_parts(profile, 1), size)
 
 
-def compared(plan: Plan, profile: Profile, settings: Settings) -> Plan:
+def compared(plan: Plan, profile: Profile, settings: Settings, *, thorough: bool = False) -> Plan:
     """Return ``plan`` with a note that says what the other order of accumulation would take.
 
     Itself if there is only one: one micro-batch per update, in one part.
+
+    Args:
+        plan: of the order that was measured.
+        profile: what it is for.
+        settings: what it was made with.
+        thorough: plan the other order if it may be faster; otherwise only its lower bound is known.
     """
     budget = max(_LEAST_S, _SHARE * settings.time_limit)
     quick = replace(settings, time_limit=min(settings.time_limit, budget))
     mine, count = plan.predicted.iteration_s, profile.parts
     if settings.accumulate > 1:
         window = settings.accumulate
-        other = _seconds(layer_major(profile, window), replace(quick, accumulate=1))
+        other, quick = layer_major(profile, window), replace(quick, accumulate=1)
         how = f"layer-major (micro_batches={count * window} with batches of {profile.batch_size * window} samples)"
     elif count > 1:
-        part = micro_batch_major(profile)
-        other = _seconds(part, replace(quick, accumulate=count))
-        how = f"micro-batch by micro-batch (accumulate={count} with batches of {part.batch_size} samples)"
+        other, quick = micro_batch_major(profile), replace(quick, accumulate=count)
+        how = f"micro-batch by micro-batch (accumulate={count} with batches of {other.batch_size} samples)"
     else:
         return plan
-    return replace(plan, notes=(*plan.notes, _verdict(how, mine, other)))
+    return replace(plan, notes=(*plan.notes, _verdict(how, mine, other, quick, thorough=thorough)))
 
 
-def _verdict(how: str, mine: float, other: float | None) -> str:
-    if other is None:
+def _verdict(how: str, mine: float, other: Profile, settings: Settings, *, thorough: bool) -> str:
+    least = least_s(other, settings)
+    if math.isinf(least):
+        return f"{how} was priced, too: no plan of it fits"
+    if least >= mine:
+        return f"{how} would take at least {_against(least, mine)}"
+    if not thorough:
+        return (
+            f"{how} would take at least {format_seconds(least)} per update, if it fits: at best {mine / least:.2f} "
+            "times as fast as this plan; lt-finetune plan looks for the plan"
+        )
+    found = _seconds(other, settings)
+    if found is None:
         return f"{how} was priced, too: no plan of it was found"
-    better = f"{mine / other:.2f} times as fast as this plan"
-    worse = f"this plan is {other / mine:.2f} times as fast"
-    return f"{how} would take about {format_seconds(other)} per update: {better if other < mine else worse}"
+    return f"{how} would take about {_against(found, mine)}"
+
+
+def _against(other: float, mine: float) -> str:
+    faster = f"{mine / other:.2f} times as fast as this plan"
+    slower = f"this plan is {other / mine:.2f} times as fast"
+    return f"{format_seconds(other)} per update, {faster if other < mine else slower}"
 
 
 def _seconds(profile: Profile, settings: Settings) -> float | None:

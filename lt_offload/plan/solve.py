@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
+from lt_offload.plan.assembly.window import with_sums
 from lt_offload.plan.infeasible import explain_infeasible, smallest_ram
 from lt_offload.plan.planners.baselines import (
     Smallest,
@@ -28,7 +29,7 @@ from lt_offload.plan.planners.pofo.propose import propose_pofo
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
 from lt_offload.plan.planners.weights.propose import propose_greedy, propose_l2l
 from lt_offload.plan.settings import Settings
-from lt_offload.plan.windows import has_windows, plan_forwards, plan_windows
+from lt_offload.plan.windows import for_one, has_windows, plan_forwards, plan_windows
 from lt_offload.schema.plan import Plan, PlannerName, Prediction
 from lt_offload.schema.profile import OptionProfile, Profile
 from lt_offload.units import format_bytes, format_seconds
@@ -136,6 +137,21 @@ def make_plan(profile: Profile, settings: Settings, *, exact: bool = False) -> P
     return replace(plan, predicted=predicted, notes=(*plan.notes, _order(plan, profile)))
 
 
+def least_s(profile: Profile, settings: Settings) -> float:
+    """Return the seconds that no plan for ``profile`` can beat; infinity if none fits. Costs one linear program.
+
+    Passes that only add gradients up, and the one that also updates, are no faster together than as many times their
+    mean.
+    """
+    window = settings.accumulate * profile.forwards
+    if profile.forwards > 1 or has_windows(settings):
+        profile = with_sums(replace(profile, forwards=1, deferred_forwards=0), window)
+        settings = for_one(settings)
+    request = _request(profile, settings)
+    selection = _Selection(request, offmate_config(profile, settings, window=_window(profile)), settings.planner)
+    return window * selection.bound if selection.may_fit() else math.inf
+
+
 def without_chunks(profile: Profile) -> Profile:
     """Return ``profile`` with the options that give plain PyTorch's numbers: all but ``chunked``."""
     return _with_head(profile, tuple(option for option in profile.blocks[-1].options if option.name != "chunked"))
@@ -169,8 +185,13 @@ def _fits(profile: Profile, settings: Settings) -> bool:
 
 
 def _plan(profile: Profile, settings: Settings) -> Plan:
-    config = offmate_config(profile, settings, window=6 if len(profile.blocks) <= _MANY_BLOCKS else 4)
+    config = offmate_config(profile, settings, window=_window(profile))
     return _Selection(_request(profile, settings), config, settings.planner).run()
+
+
+def _window(profile: Profile) -> int:
+    """Return in how many steps around a use its transfers may run."""
+    return 6 if len(profile.blocks) <= _MANY_BLOCKS else 4
 
 
 def _request(profile: Profile, settings: Settings) -> Request:
@@ -208,25 +229,26 @@ class _Selection:
 
     def run(self) -> Plan:
         """Return the best plan."""
-        request = self.request
-        if smallest_ram(self.profile, request.allowed) > request.host_budget_bytes:
-            raise explain_infeasible(request, self.planner)
+        if not self._ram_suffices():
+            raise explain_infeasible(self.request, self.planner)
         if self.planner in ("auto", "resident"):
             self._add_resident()
         if self.planner == "auto":
             self._add_streaming()
-        if not self._bound() and not self.candidates.fitting:
-            least = self._smallest()
-            if least is None or least.device_bytes > request.budget_bytes:
-                raise explain_infeasible(request, self.planner)
+        if not self._bound() and not self.candidates.fitting and not self._smallest_fits():
+            raise explain_infeasible(self.request, self.planner)
         self._improve()
         if not self.candidates.fitting and self.planner == "auto":
             self._add_smallest()
         if not self.candidates.fitting and self.candidates.out_of_time is not None:
             raise self.candidates.out_of_time
         if not self.candidates.fitting:
-            raise explain_infeasible(request, self.planner)
+            raise explain_infeasible(self.request, self.planner)
         return self._best()
+
+    def may_fit(self) -> bool:
+        """Bound the time of every plan; returns False if there is none."""
+        return self._ram_suffices() and (self._bound() or self._smallest_fits())
 
     @property
     def _left(self) -> float:
@@ -295,6 +317,13 @@ class _Selection:
         return smallest(
             self.profile, request.allowed, host_update=config.host_update, host_budget=request.host_budget_bytes
         )
+
+    def _smallest_fits(self) -> bool:
+        least = self._smallest()
+        return least is not None and least.device_bytes <= self.request.budget_bytes
+
+    def _ram_suffices(self) -> bool:
+        return smallest_ram(self.profile, self.request.allowed) <= self.request.host_budget_bytes
 
     def _add_smallest(self) -> None:
         found = self._smallest()

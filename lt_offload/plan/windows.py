@@ -15,6 +15,9 @@ from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_seconds, parse_bytes
 
+_GOOD_GAP = 0.01
+"""A plan that is this close to the bound is not compared with a second one."""
+
 
 def for_one(settings: Settings) -> Settings:
     """Return the settings of plans for profiles :func:`with_sums`, which become plans for windows."""
@@ -33,8 +36,8 @@ def plan_windows(profile: Profile, settings: Settings, plan_one: Callable[[Profi
     """Return the plan for windows of ``settings.accumulate`` micro-batches.
 
     What is fastest for the mean pass of a window need not be for its passes one after the other. A second plan is
-    compared: one for the update alone, or, where updates wait, one whose updates on the device last as long as their
-    copies.
+    compared, unless the first is as good as optimal: one for the update alone, or, where updates wait, one whose
+    updates on the device last as long as their copies.
 
     Args:
         profile: what model and machine cost.
@@ -42,7 +45,10 @@ def plan_windows(profile: Profile, settings: Settings, plan_one: Callable[[Profi
         plan_one: plans for one micro-batch per update; its errors are passed on.
     """
     window, half = settings.accumulate, replace(for_one(settings), time_limit=settings.time_limit / 2)
-    mean = for_windows(plan_one(with_sums(profile, window), half), profile, settings)
+    first = plan_one(with_sums(profile, window), half)
+    mean = for_windows(first, profile, settings)
+    if mean.predicted.iteration_s <= (1 + _GOOD_GAP) * window * first.predicted.lower_bound_s:
+        return mean
     other = (
         _settling(with_sums(profile, window), window) if settings.delayed else with_sums(profile, window, mean=False)
     )

@@ -98,10 +98,10 @@ def _with_parts(app: App, memory: str | None, hardware: str | None) -> tuple[Pro
     settings, machine = _settings(app), profile.hardware
     settings = replace(settings, memory=_budget(settings, memory, machine))
     if count != "auto":
-        return profile, compared(make_plan(profile, settings), profile, settings)
+        return profile, compared(make_plan(profile, settings), profile, settings, thorough=True)
     whole = profile
     choice = choose_parts(lambda n: whole if n == 1 else estimate(app, machine, micro_batches=n), settings)
-    return choice.profile, compared(choice.plan, choice.profile, settings)
+    return choice.profile, compared(choice.plan, choice.profile, settings, thorough=True)
 
 
 def _parts(app: App) -> int | Literal["auto"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,21 +98,24 @@ class Sets:
                 self.ending[(stay.need + stay.length) % self.steps].append(stay)
         for stays in self.by_need:
             stays.sort(key=lambda stay: stay.priority)
-        used = decisions.usage
-        at_once = replace(
-            used,
-            grad_release_after={t: self.update_step[t] for t in used.grad_release_after},
-            left={block: self.timeline.forward(block) for block in used.left},
-            fetched={stay.block: stay.need for stay in self.stays if stay.group is None},
-        )
-        self.framework: NDArray[np.int64] = framework_bytes(at_once, profile)
-        """Per step: bytes of the framework if everything leaves at once and comes at the last moment."""
         self.direct: list[list[int]] = [[] for _ in range(self.steps)]
         self.gradients: list[list[list[int]]] = [[] for _ in range(self.steps)]
         self.written: list[list[int]] = [[] for _ in range(self.steps)]
         self.write_backs: list[list[list[int]]] = [[] for _ in range(self.steps)]
         self.state_offloads: list[list[list[int]]] = [[] for _ in range(self.steps)]
         self._add_departures()
+
+    @cached_property
+    def framework(self) -> NDArray[np.int64]:
+        """Per step: bytes of the framework if everything leaves at once and comes at the last moment."""
+        used = self.decisions.usage
+        at_once = replace(
+            used,
+            grad_release_after={t: self.update_step[t] for t in used.grad_release_after},
+            left={block: self.timeline.forward(block) for block in used.left},
+            fetched={stay.block: stay.need for stay in self.stays if stay.group is None},
+        )
+        return framework_bytes(at_once, self.profile)
 
     @property
     def unwieldy(self) -> frozenset[int]:

@@ -114,23 +114,32 @@ class _GreedySelection:
 def _selections(request: Request) -> tuple[list[_GreedySelection], int]:
     """Return the different selections that fit, and how much memory those need that do not, at least."""
     found: list[_GreedySelection] = []
+    seen: set[tuple[object, ...]] = set()
     short = sys.maxsize
     levels = tuple(dict.fromkeys(_option_levels(request)))
     for where in ("device", "host") if request.settings.host_update else ("device",):
         for options in levels:
             setting = Setting(profile=request.profile, options=options, host=where == "host")
             chain = setting.chain(request.capacity_bytes)
+            if found and chain.compute_s >= request.beat_s:
+                break
             for margin in _MARGINS[where]:
                 try:
-                    decisions = setting.decisions(select_gaps(chain, margin=margin * chain.largest))
+                    gaps = select_gaps(chain, margin=margin * chain.largest)
                 except InfeasibleError as error:
                     short = min(short, error.needed_bytes or short)
                     break
+                decisions = setting.decisions(gaps)
+                if (decisions.tensors, decisions.blocks) in seen:
+                    continue
+                seen.add((decisions.tensors, decisions.blocks))
                 name = f"greedy, margin of {margin} {'layer' if margin == 1 else 'layers'}, update on the {where}"
                 least_s = Sets(decisions, request.profile).least_s
-                if not any(decisions == other.proposal.decisions for other in found):
-                    proposal = Proposal(name=name, decisions=decisions)
-                    found.append(_GreedySelection(proposal=proposal, place=where, least_s=least_s))
+                proposal = Proposal(name=name, decisions=decisions)
+                found.append(_GreedySelection(proposal=proposal, place=where, least_s=least_s))
+            else:
+                if not gaps:
+                    break  # all weights stay with the widest margin: to give up more activations only takes longer
     return found, short
 
 
