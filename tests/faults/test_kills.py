@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 
+from tests import sampling
+
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("options", [[], ["--asynchronous"]], ids=["now", "later"])
+@pytest.mark.parametrize("options", sampling.some([[], ["--asynchronous"]], 1), ids=str)
 def test_killed_runs_end_like_a_run_that_nobody_killed(options: list[str], tmp_path: Path) -> None:
     report = tmp_path / "kills.json"
     command = [

@@ -214,7 +214,9 @@ def own(strategy: Any, **settings: Any) -> tuple[Run, OwnAverage]:
     return fit(strategy, seeded_module(**OPTIONS), callbacks=[callback, Nearby()], **settings), callback
 
 
-@pytest.mark.parametrize("settings", [{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-true"}], ids=str)
+@pytest.mark.parametrize(
+    "settings", sampling.some([{}, {"accumulate_grad_batches": 2}, {"precision": "bf16-true"}], 2), ids=str
+)
 def test_averages_norms_histograms_and_copies_of_ones_own_equal_stock(settings: dict[str, Any]) -> None:
     stock, expected = own("auto", **settings)
     for memory in budgets(stock.module):

@@ -164,13 +164,13 @@ CHANGES: dict[str, tuple[dict[str, Any], Any, str, int, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", sampling.some(list(CHANGES), 6))
+@pytest.mark.parametrize("name", sampling.some(list(CHANGES), 4))
 def test_changes_in_hooks_equal_stock(name: str) -> None:
     options, before, hook, at, act = CHANGES[name]
     require_equal(lambda: [At(hook, at, act, before)], options)
 
 
-@pytest.mark.parametrize("clip", [{}, {"gradient_clip_val": 0.1}], ids=["plain", "clipped"])
+@pytest.mark.parametrize("clip", sampling.some([{}, {"gradient_clip_val": 0.1}], 1), ids=str)
 def test_thawing_in_the_middle_of_a_window_keeps_the_gradients_so_far(clip: dict[str, Any]) -> None:
     thawing = ("on_train_batch_start", 2, thaw, body_frozen)
     require_equal(lambda: [At(*thawing)], OPTIONS, accumulate_grad_batches=3, **clip)

@@ -92,14 +92,17 @@ def by_torch(module: Any, optimizer: Any, *_: Any, **__: Any) -> None:
 
 @pytest.mark.parametrize(
     ("hook", "settings"),
-    [
-        (by_norm, {}),
-        (by_torch, {"accumulate_grad_batches": 2}),
-        (by_norm, {"accumulate_grad_batches": 2}),
-        (by_value, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
-        (by_both, {}),
-    ],
-    ids=["norm", "torch", "windows", "value", "both"],
+    sampling.some(
+        [
+            (by_norm, {}),
+            (by_torch, {"accumulate_grad_batches": 2}),
+            (by_norm, {"accumulate_grad_batches": 2}),
+            (by_value, {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"}),
+            (by_both, {}),
+        ],
+        3,
+    ),
+    ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_what_configure_gradient_clipping_asks_for_is_done(hook: Any, settings: dict[str, Any]) -> None:
     options: dict[str, Any] = {"dropout": 0.1, "layers": 6}
@@ -147,12 +150,15 @@ def test_a_negative_value_is_one_sentence() -> None:
 
 @pytest.mark.parametrize(
     "settings",
-    [
-        {"accumulate_grad_batches": 3},
-        {"gradient_clip_val": 0.1},
-        {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3},
-        {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 3},
-    ],
+    sampling.some(
+        [
+            {"accumulate_grad_batches": 3},
+            {"gradient_clip_val": 0.1},
+            {"gradient_clip_val": 0.1, "accumulate_grad_batches": 3},
+            {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value", "accumulate_grad_batches": 3},
+        ],
+        2,
+    ),
     ids=str,
 )
 def test_the_norm_that_is_logged_is_that_before_clipping(settings: dict[str, Any]) -> None:

@@ -16,6 +16,7 @@ from lt_offload.errors import UnsupportedError
 from lt_offload.model.blocks import find_blocks
 from lt_offload.model.optimizers import tried
 from lt_offload.plan import Plan, solve
+from tests import sampling
 from tests.parity.optimizers.own import AdamWScheduleFree, CountingItself, Lion, SideBySide, muon_with_adam
 from tests.parity.users import test_odd_parameters as odd_parameters
 from tests.parity.windows.training import Training, budgets, require_equal
@@ -23,6 +24,7 @@ from tests.support import engines, models, plans, trainers
 from tests.support.engines import Case, Factory, Result, differences, installed, offloaded, plain
 
 OWN: list[Factory] = [muon_with_adam, AdamWScheduleFree, Lion, CountingItself]
+SETTINGS: list[dict[str, Any]] = [{}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}]
 
 
 @pytest.mark.parametrize("make", OWN)
@@ -44,8 +46,7 @@ def test_options_and_counts_of_a_step_are_those_that_its_updates_use(make: Facto
         require_equal(training, solve(profile, memory=memory, accumulate=2, delayed=True), training.plainly())
 
 
-@pytest.mark.parametrize("make", OWN)
-@pytest.mark.parametrize("settings", [{}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}], ids=str)
+@pytest.mark.parametrize(("make", "settings"), sampling.grid(OWN, SETTINGS))
 def test_under_a_trainer(make: Factory, settings: dict[str, Any]) -> None:
     """The Trainer's closure runs inside the step."""
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from lt_offload.plan import solve
+from tests import sampling
 from tests.parity.windows.training import Training, budgets, require_equal
 from tests.support import models
 
@@ -19,7 +20,7 @@ def make(**options: object) -> Training:
     return Training(start=start, windows=UNEQUAL, **settings)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("planner", ["auto", "offmate", "l2l", "memferry", "greedy"])
+@pytest.mark.parametrize("planner", ["auto", *sampling.some(["offmate", "l2l", "memferry", "greedy"], 2)])
 def test_windows_equal_plain_training(planner: str) -> None:
     training = make()
     profile, expected = training.profile(), training.plainly()
@@ -29,15 +30,18 @@ def test_windows_equal_plain_training(planner: str) -> None:
 
 @pytest.mark.parametrize(
     ("options", "settings"),
-    [
-        ({"family": "llama-tied", "dropout": 0.1}, {}),
-        ({"family": "bloom", "dropout": 0.1}, {"host_update": False}),
-        ({"lora": True}, {}),
-        ({"dtype": torch.bfloat16}, {}),
-        ({"optimizer": "sgd-plain"}, {"host_update": False}),
-        ({"optimizer": "adafactor"}, {"recompute": False}),
-    ],
-    ids=["tied", "device", "lora", "bf16", "sgd", "adafactor"],
+    sampling.some(
+        [
+            ({"family": "llama-tied", "dropout": 0.1}, {}),
+            ({"family": "bloom", "dropout": 0.1}, {"host_update": False}),
+            ({"lora": True}, {}),
+            ({"dtype": torch.bfloat16}, {}),
+            ({"optimizer": "sgd-plain"}, {"host_update": False}),
+            ({"optimizer": "adafactor"}, {"recompute": False}),
+        ],
+        3,
+    ),
+    ids=str,
 )
 def test_models_and_optimizers(options: dict[str, object], settings: dict[str, object]) -> None:
     training = make(**options)
