@@ -18,8 +18,10 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.adapters import LoraArgs, add_lora, add_saved, check_lora, saved_config
 from lt_offload.finetune.data.batches.attention import check_packing
+from lt_offload.finetune.data.batches.updates import TOKENS
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.generation import continuation
+from lt_offload.finetune.loss import LossAverage, mean_over, undivided
 from lt_offload.finetune.quantize import Quantize, check_quantize, check_stored, quantized
 from lt_offload.finetune.weights.frozen import choose_trained
 from lt_offload.finetune.weights.vocabulary import check_tokens, has_grown, names_of_embeddings, resize
@@ -57,6 +59,9 @@ class FineTune(LightningModule):
         train_only: the only parameters that are trained, in the same form.
         new_tokens: tokens that the tokenizer gets beside its own; the embeddings grow by as many rows.
         tokenizer: name or folder of the tokenizer, if not the model's; set by the recipe's ``data.tokenizer``.
+        loss_average: what the loss of an update of several batches (``trainer.accumulate_grad_batches``) is a mean of:
+            ``tokens``, all those with a loss, as in one large batch, or ``batches``, their means, in which the tokens
+            of a batch with few of them count for more.
         optimizer: what updates the weights: ``adamw``, ``adam``, ``sgd`` (with momentum 0.9) or ``adafactor``.
         master_weights: for bfloat16 weights and ``adamw``: update fp32 copies of them, with fp32 states, so that small
             steps are not rounded away. They stay where updates run (16 instead of 8 bytes per weight in all), and
@@ -88,6 +93,7 @@ class FineTune(LightningModule):
         train_only: list[str] | None = None,
         new_tokens: list[str] | None = None,
         tokenizer: str | None = None,
+        loss_average: LossAverage = "tokens",
         optimizer: OptimizerName = "adamw",
         master_weights: bool = False,
         stochastic_rounding: bool = False,
@@ -136,6 +142,7 @@ class FineTune(LightningModule):
         self.train_only = tuple(train_only or ())
         self.new_tokens = tuple(new_tokens or ())
         self.tokenizer = tokenizer
+        self.loss_average: LossAverage = loss_average
         self.optimizer: OptimizerName = optimizer
         self.master_weights = master_weights
         self.stochastic_rounding = stochastic_rounding
@@ -148,6 +155,8 @@ class FineTune(LightningModule):
         self.model: nn.Module | None = None
         self._vocabulary: int | None = None
         """Tokens of the data's tokenizer, once it has been seen."""
+        self._so_far: Tensor | None = None
+        """What the batches before have added to the loss of the present update."""
 
     def setup(self, stage: str) -> None:
         """Check the data against the model, before its weights are loaded.
@@ -249,11 +258,42 @@ class FineTune(LightningModule):
                 stacklevel=2,
             )
 
+    def on_train_start(self) -> None:
+        """Begin with no update half done."""
+        self._so_far = None
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Return the mean loss per token."""
-        loss = self._loss(batch)
-        self.log("train_loss", loss.detach(), prog_bar=True, batch_size=batch["input_ids"].shape[0])
-        return loss
+        """Return the mean loss per token; what Lightning's mean over the batches of an update makes its loss of.
+
+        Raises:
+            ConfigError: if ``loss_average`` needs to know the tokens of an update, and the batch does not say.
+        """
+        count: int = 1 if self._trainer is None else self._trainer.accumulate_grad_batches
+        batch = dict(batch)
+        tokens = batch.pop(TOKENS, None)
+        if self.loss_average == "tokens" and tokens is None and count > 1:
+            raise ConfigError(
+                f"model.loss_average=tokens: the batches have no {TOKENS!r}, the number of trained tokens in all "
+                f"{count} of an update (accumulate_grad_batches), which FineTuneData adds; add it, or set "
+                "model.loss_average=batches"
+            )
+        if tokens is None:
+            loss = self._loss(batch)
+        else:
+            assert self.model is not None
+            with mean_over(self.model, tokens):
+                loss = self._loss(batch)
+        self._log_loss(loss.detach() if tokens is not None or count == 1 else loss.detach() / count)
+        return loss if tokens is None or count == 1 else undivided(loss, count)
+
+    def _log_loss(self, part: Tensor) -> None:
+        """Log the loss of an update when its last batch has added its part."""
+        loss = part if self._so_far is None else self._so_far + part
+        if self._trainer is not None and self._trainer.fit_loop._should_accumulate():
+            self._so_far = loss
+            return
+        self._so_far = None
+        self.log("train_loss", loss, prog_bar=True, batch_size=1)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Log the mean loss per token; batches count by their tokens."""

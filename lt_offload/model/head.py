@@ -15,6 +15,7 @@ tokens are taken at a time, in one of two ways:
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import update_wrapper
 from typing import Any
 
 import torch
@@ -176,6 +177,7 @@ class _LossStandIn:
 
     def __init__(self, loss: Callable[..., Any], function: Callable[..., Any]) -> None:
         self._loss, self._function = loss, function
+        update_wrapper(self, loss, updated=())  # it is called as the loss, and asked what it is as the loss
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(self._loss, *args, **kwargs)

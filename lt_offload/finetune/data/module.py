@@ -35,6 +35,7 @@ from lt_offload.finetune.data.batches.streaming import (
     check_end,
     check_streaming,
 )
+from lt_offload.finetune.data.batches.updates import TOKENS, sizes_for, trained_tokens
 from lt_offload.finetune.data.chat.templates import ChatTemplate, find_template
 from lt_offload.finetune.data.columns import FormatChoice, check_columns
 from lt_offload.finetune.data.examples import MOST_NAMED, Examples, Preparation, Stream
@@ -360,7 +361,13 @@ class FineTuneData(LightningDataModule):
             lengths=lengths,
             tokens=int(self._train.lengths.sum()),
         )
-        return ResumableLoader(self._train, batch_sampler=order, collate_fn=self._collate, num_workers=self.num_workers)
+        return ResumableLoader(
+            self._train,
+            batch_sampler=order,
+            collate_fn=self._collate,
+            num_workers=self.num_workers,
+            sizes=sizes_for(self.trainer),
+        )
 
     def _stream_loader(self) -> StreamLoader:
         assert self._streamed is not None, "setup() comes first"
@@ -376,7 +383,7 @@ class FineTuneData(LightningDataModule):
             settings={"max_length": self.max_length, "pack": self.pack},
         )
         count = batches_of(self.trainer) if self.trainer is not None else sys.maxsize
-        return StreamLoader(batches, count=count, num_workers=self.num_workers)
+        return StreamLoader(batches, count=count, num_workers=self.num_workers, sizes=sizes_for(self.trainer))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the training order.
@@ -417,6 +424,8 @@ class FineTuneData(LightningDataModule):
             # Two documents in each row: with one, there would be nothing to mask.
             first = (self.max_length + 1) // 2
             batch["position_ids"] = (torch.arange(self.max_length) % first).repeat(self.batch_size, 1)
+        if sizes_for(self.trainer) is not None:
+            batch[TOKENS] = torch.tensor(trained_tokens(batch))
         return batch
 
     @property

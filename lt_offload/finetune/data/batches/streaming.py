@@ -19,6 +19,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.batches.documents import Documents
 from lt_offload.finetune.data.batches.order import check_continues
 from lt_offload.finetune.data.batches.packing import Row, Sequences
+from lt_offload.finetune.data.batches.updates import Sizes, with_tokens
 from lt_offload.finetune.data.formats import Example
 
 Place = tuple[int, int]
@@ -138,12 +139,16 @@ class StreamLoader:
         batches: what it gives.
         count: how many batches Lightning shall take for an epoch; the next epoch goes on where it ends.
         num_workers: 1 prepares batches in a process of its own.
+        sizes: of updates, whose tokens are counted; None: they are not.
     """
 
-    def __init__(self, batches: StreamedBatches, *, count: int, num_workers: int = 0) -> None:
+    def __init__(
+        self, batches: StreamedBatches, *, count: int, num_workers: int = 0, sizes: Sizes | None = None
+    ) -> None:
         self._batches = batches
         self._count = count
         self._workers = num_workers
+        self._sizes = sizes
         self._position = batches.start
 
     def __len__(self) -> int:
@@ -159,7 +164,8 @@ class StreamLoader:
             collate_fn=_unchanged,
             generator=torch.Generator(),
         )
-        for position, batch in islice(loader, self._count):
+        given = islice(loader, self._count)
+        for position, batch in with_tokens(given, self._sizes, lambda pair: pair[1]):
             self._position = position
             yield batch
 
