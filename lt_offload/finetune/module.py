@@ -155,8 +155,8 @@ class FineTune(LightningModule):
         self.model: nn.Module | None = None
         self._vocabulary: int | None = None
         """Tokens of the data's tokenizer, once it has been seen."""
-        self._so_far: Tensor | None = None
-        """What the batches before have added to the loss of the present update."""
+        self._losses: list[Tensor] = []
+        """Of the batches of the present update so far."""
 
     def setup(self, stage: str) -> None:
         """Check the data against the model, before its weights are loaded.
@@ -258,20 +258,20 @@ class FineTune(LightningModule):
                 stacklevel=2,
             )
 
-    def on_train_start(self) -> None:
-        """Begin with no update half done."""
-        self._so_far = None
-
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
-        """Return the mean loss per token; what Lightning's mean over the batches of an update makes its loss of.
+        """Return the mean loss per token, or what becomes that of an update where Lightning takes a mean over batches.
 
         Raises:
             ConfigError: if ``loss_average`` needs to know the tokens of an update, and the batch does not say.
         """
         count: int = 1 if self._trainer is None else self._trainer.accumulate_grad_batches
+        if batch_idx % count == 0:
+            self._losses = []  # as gradients are forgotten that have led to no update
         batch = dict(batch)
         tokens = batch.pop(TOKENS, None)
-        if self.loss_average == "tokens" and tokens is None and count > 1:
+        if self.loss_average == "batches":
+            tokens = None
+        elif tokens is None and count > 1:
             raise ConfigError(
                 f"model.loss_average=tokens: the batches have no {TOKENS!r}, the number of trained tokens in all "
                 f"{count} of an update (accumulate_grad_batches), which FineTuneData adds; add it, or set "
@@ -283,17 +283,13 @@ class FineTune(LightningModule):
             assert self.model is not None
             with mean_over(self.model, tokens):
                 loss = self._loss(batch)
-        self._log_loss(loss.detach() if tokens is not None or count == 1 else loss.detach() / count)
+        self._losses.append(loss.detach())
+        if self._trainer is None or not self._trainer.fit_loop._should_accumulate():
+            whole = sum(self._losses[1:], start=self._losses[0])
+            whole = whole if tokens is not None else whole / len(self._losses)
+            self.log("train_loss", whole, prog_bar=True, batch_size=1)
+            self._losses = []
         return loss if tokens is None or count == 1 else undivided(loss, count)
-
-    def _log_loss(self, part: Tensor) -> None:
-        """Log the loss of an update when its last batch has added its part."""
-        loss = part if self._so_far is None else self._so_far + part
-        if self._trainer is not None and self._trainer.fit_loop._should_accumulate():
-            self._so_far = loss
-            return
-        self._so_far = None
-        self.log("train_loss", loss, prog_bar=True, batch_size=1)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
         """Log the mean loss per token; batches count by their tokens."""

@@ -78,7 +78,8 @@ def warn_of_short_ones(trainer: Any) -> None:
     if asked > batches:
         rank_zero_warn(
             f"accumulate_grad_batches={asked} is more than the {batches} batches of an epoch, with whose end every "
-            f"window ends: each update has the gradients of {batches} at most, divided by {asked}"
+            f"window ends: each update has the gradients of {batches} at most"
+            + ("" if knows_tokens(trainer) else f", divided by {asked}")
         )
     seen = trainer.fit_loop.epoch_loop.batch_progress.current.ready
     if 0 < seen < batches and seen % asked:
@@ -86,6 +87,11 @@ def warn_of_short_ones(trainer: Any) -> None:
             f"the checkpoint was written after {seen} batches of its epoch, where no window of "
             f"accumulate_grad_batches={asked} ends: the first update has the gradients of {asked - seen % asked}"
         )
+
+
+def knows_tokens(trainer: Any) -> bool:
+    """Return whether the module of ``trainer`` takes a mean over the tokens of a window, of whatever size."""
+    return getattr(trainer.lightning_module, "loss_average", None) == "tokens"
 
 
 LOOKING = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")

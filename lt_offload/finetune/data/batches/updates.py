@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lt_offload.finetune.data.formats import IGNORED
-from lt_offload.strategy.windows import micro_batches
+from lt_offload.strategy.windows import knows_tokens, micro_batches
 
 TOKENS = "num_items_in_batch"
 """Key in a batch, as transformers calls it: tokens that are trained in all batches of its update."""
@@ -28,8 +28,7 @@ def sizes_for(trainer: Any) -> Sizes | None:
     where Lightning ends it: after as many batches of the epoch as are a multiple of ``accumulate_grad_batches``, and
     with the last one.
     """
-    module = getattr(trainer, "lightning_module", None)
-    if getattr(module, "loss_average", None) != "tokens" or micro_batches(trainer) == 1:
+    if trainer is None or not knows_tokens(trainer) or micro_batches(trainer) == 1:
         return None
 
     def sizes() -> Iterator[int]:
