@@ -25,10 +25,7 @@ from tests.support import tiny
 from tests.support.trainers import trainer
 
 pytestmark = [
-    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
-    pytest.mark.filterwarnings("ignore:.*LeafSpec.* is deprecated:FutureWarning"),
     pytest.mark.filterwarnings("ignore:You (defined a `validation_step`|passed in a `val_dataloader`)"),
-    pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`"),
 ]
 
 Batch = dict[str, Tensor]
