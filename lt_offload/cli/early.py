@@ -8,7 +8,6 @@ import torch
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
-from lt_offload.finetune.data import sources
 from lt_offload.finetune.module import FineTune
 from lt_offload.resources import is_dir, is_file, user_path
 from lt_offload.strategy.checkpoint import files as checkpoint
@@ -27,10 +26,7 @@ def check_early(app: App, ckpt_path: str | None = None, *, resume: bool = False)
         resume: whether training goes on from it.
     """
     data = app.datamodule
-    for setting in ("path", "validation_path"):
-        path = getattr(data, setting)
-        if path not in (None, sources.PYDOC):
-            sources.local_files(path, f"data.{setting}")
+    data.check_paths()
     load.check_name(app.model.name)  # what has to be converted is not, yet
     if is_dir(user_path(data.tokenizer_name)):
         load.load_tokenizer(data.tokenizer_name)

@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+import torch
+from safetensors import safe_open
 from torch import nn
 
 from lt_offload.errors import ConfigError, first_line
@@ -139,6 +141,20 @@ def saved_config(folder: str) -> LoraConfig:
     if config is None:
         raise ConfigError(f"{what} has adapters of type {kind!r}; only those of type 'LORA' can be trained here")
     return config
+
+
+def saved_among(folder: str, modules: Sequence[str]) -> list[str]:
+    """Return those of ``modules``, by their last names, whose own weights are saved with the adapters in ``folder``."""
+    path = check_saved(folder)
+    try:
+        if (path / _WEIGHTS[0]).is_file():
+            with safe_open(path / _WEIGHTS[0], "pt") as file:
+                names = list(file.keys())
+        else:
+            names = list(torch.load(path / _WEIGHTS[1], weights_only=True, mmap=True))
+    except Exception:  # whoever loads them says what is wrong with the file
+        return []
+    return [module for module in modules if any(name.endswith(f".{module}.weight") for name in names)]
 
 
 def check_saved(folder: str) -> Path:

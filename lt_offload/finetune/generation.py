@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lt_offload.errors import ConfigError
+from lt_offload.errors import ConfigError, OverBudget
 from lt_offload.finetune import load
+from lt_offload.finetune.unused import refuse_unused
 
 
 class Sampler:
@@ -27,10 +28,13 @@ class Sampler:
             raise ConfigError(f"temperature={temperature} is not 0 or a positive number; choose 0 (greedy) to about 1")
         if not 0 < top_p <= 1:
             raise ConfigError(f"top_p={top_p} is not a share; choose a number above 0 and up to 1, such as 0.9")
-        if top_p < 1 and temperature == 0:
-            raise ConfigError(f"top_p={top_p} changes nothing with temperature=0; set a temperature, such as 0.7")
         if not 0 <= seed < 2**63:
             raise ConfigError(f"seed={seed} is out of range; choose a number from 0 to {2**63 - 1}")
+        if temperature == 0:
+            beside = "temperature=0, with which nothing is drawn"
+            refuse_unused(
+                Sampler, "", {"top_p": top_p, "seed": seed}, beside, instead="set a temperature, such as 0.7"
+            )
         self._draws = temperature > 0
         self._generator = torch.Generator().manual_seed(seed)
         self._steps: list[Any] = []
@@ -62,7 +66,9 @@ class Remembered:
         same = next((n for n, (a, b) in enumerate(zip(self.ids, ids, strict=False)) if a != b), len(self.ids))
         same = min(same, len(ids) - 1, len(self.ids))
         surplus = len(self.ids) - same
-        if self.cache is not None and surplus:
+        if self.cache is not None and _grows_only(self.cache):
+            _cut(self.cache, same)
+        elif self.cache is not None and surplus:
             try:
                 self.cache.crop(-surplus)
             except (RuntimeError, AttributeError):  # a window has slid on, or states were summed up: no way back
@@ -71,6 +77,28 @@ class Remembered:
             self.cache = None
         self.ids = list(ids[:same])
         return same
+
+    def keep(self, cache: Any, ids: Sequence[int]) -> None:
+        """Have seen ``ids`` only, although some layers of ``cache`` may have got further before an error."""
+        if ids and _grows_only(cache):
+            self.cache, self.ids = cache, list(ids)
+
+
+def _grows_only(cache: Any) -> bool:
+    """Return whether all that ``cache`` does with keys and values is to append them."""
+    from transformers.cache_utils import DynamicLayer
+
+    return all(type(layer) is DynamicLayer for layer in getattr(cache, "layers", [None]))
+
+
+def _cut(cache: Any, length: int) -> None:
+    """Let each layer have its first ``length`` tokens, and the memory of the others be free."""
+    for layer in cache.layers:
+        if layer.is_initialized:
+            for name in ("keys", "values"):
+                tensor = getattr(layer, name)
+                if tensor.shape[-2] > length:
+                    setattr(layer, name, tensor[..., :length, :].clone())
 
 
 @torch.no_grad()
@@ -83,6 +111,7 @@ def continuation(
     choose: Callable[[Tensor], int] | None = None,
     heard: Callable[[int], bool] | None = None,
     remembered: Remembered | None = None,
+    refused: Callable[[Exception], None] | None = None,
 ) -> list[int]:
     """Return the tokens that follow ``ids``, up to and without an ``end``.
 
@@ -96,6 +125,8 @@ def continuation(
         choose: the next token from its logits; None: the most likely one.
         heard: told every token at once; stops by returning False.
         remembered: what the model has seen before; afterwards it has seen ``ids`` and what it said.
+        refused: told of an error for want of device memory, instead of raising it; nothing follows then, and the model
+            has seen what it had before.
     """
     choose = choose or Sampler()
     remembered = remembered or Remembered()
@@ -106,16 +137,23 @@ def continuation(
     ends = {end} if isinstance(end, int) else set(end or ())
     last = _last_logits_only(model)
     new: list[int] = []
-    while len(new) < max_new_tokens:
-        output = model(input_ids=step, past_key_values=cache, use_cache=True, **last)
-        cache = output.past_key_values
-        token = choose(output.logits[0, -1])
-        if token in ends:
-            break
-        new.append(token)
-        step = ids.new_tensor([[token]])
-        if heard is not None and not heard(token):
-            break
+    try:
+        while len(new) < max_new_tokens:
+            output = model(input_ids=step, past_key_values=cache, use_cache=True, **last)
+            cache = output.past_key_values
+            token = choose(output.logits[0, -1])
+            if token in ends:
+                break
+            new.append(token)
+            step = ids.new_tensor([[token]])
+            if heard is not None and not heard(token):
+                break
+    except (OverBudget, torch.OutOfMemoryError) as error:
+        if refused is None:
+            raise
+        remembered.keep(cache, prompt[:known])
+        refused(error)
+        return []
     if cache is not None:
         remembered.cache, remembered.ids = cache, [*prompt, *new][: cache.get_seq_length()]
     return new

@@ -16,13 +16,14 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
-from lt_offload.finetune.adapters import LoraArgs, add_lora, add_saved, check_lora, saved_config
+from lt_offload.finetune.adapters import LoraArgs, add_lora, add_saved, check_lora, saved_among, saved_config
 from lt_offload.finetune.data.batches.attention import check_packing
 from lt_offload.finetune.data.batches.updates import TOKENS
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.generation import continuation
 from lt_offload.finetune.loss import LossAverage, mean_over, undivided
 from lt_offload.finetune.quantize import Quantize, check_quantize, check_stored, quantized
+from lt_offload.finetune.unused import refuse_unused
 from lt_offload.finetune.weights.frozen import choose_trained
 from lt_offload.finetune.weights.vocabulary import check_tokens, has_grown, names_of_embeddings, resize
 from lt_offload.model.blocks import find_blocks
@@ -70,7 +71,7 @@ class FineTune(LightningModule):
             and round them at random, so that small steps count on average (12 bytes per weight in all).
         lr: learning rate after the warm-up.
         weight_decay: of matrices; vectors (norms, biases) have none.
-        betas: decay rates of Adam's moments.
+        betas: decay rates of Adam's moments (``adamw`` and ``adam``).
         schedule: of the learning rate after the warm-up.
         warmup_steps: steps over which the learning rate rises to ``lr``.
         min_lr_ratio: where the schedule ends, as a share of ``lr``.
@@ -113,6 +114,9 @@ class FineTune(LightningModule):
             min_lr_ratio=min_lr_ratio,
             schedule=schedule,
         )
+        if optimizer not in ("adamw", "adam"):
+            beside = f"model.optimizer={optimizer}, which has no such moments"
+            refuse_unused(FineTune, "model.", {"betas": betas}, beside, instead="use adamw or adam")
         if dropout is not None and not 0 <= dropout < 1:
             raise ConfigError(f"model.dropout={dropout} is no probability below 1; set it to 0 or 0.1")
         check_adapters(lora, adapter, freeze=freeze, train_only=train_only)
@@ -225,13 +229,16 @@ class FineTune(LightningModule):
 
     def _adapt(self, model: nn.Module) -> nn.Module:
         if self.lora is not None:
-            self._tell_untrained(model, self.lora.modules_to_save)
+            self._tell_untrained(model, self.lora.modules_to_save, "set")
             model = add_lora(model, self.lora)
         if self.adapter is not None:
             saved = saved_config(self.adapter)
             if self.quantize is not None and saved.use_dora:
                 raise ConfigError(NO_PACKED_DORA)
-            self._tell_untrained(model, saved.modules_to_save)
+            held = [*(saved.modules_to_save or ()), *saved_among(self.adapter, names_of_embeddings(model))]
+            self._tell_untrained(
+                model, held, f"model.adapter={self.adapter!r} brings none; make new adapters instead, with"
+            )
             model = add_saved(model, self.adapter)
         if self.frozen or self.train_only:
             choose_trained(model, freeze=self.frozen, train_only=self.train_only)
@@ -247,14 +254,14 @@ class FineTune(LightningModule):
         """Take ``count`` for how many tokens the tokenizer has, where it cannot be asked."""
         self._vocabulary = count
 
-    def _tell_untrained(self, model: Any, saved: Sequence[str] | None) -> None:
-        """Warn of embeddings of new tokens that stay as they were drawn."""
+    def _tell_untrained(self, model: Any, held: Sequence[str] | None, advice: str) -> None:
+        """Warn of embeddings of new tokens that stay as they were drawn, as adapters do not hold them."""
         names = names_of_embeddings(model)
-        absent = [name for name in names if name not in (saved or ())]
+        absent = [name for name in names if name not in (held or ())]
         if has_grown(model) and absent:
             warnings.warn(
                 f"the tokens that the model did not have keep random embeddings: adapters leave {', '.join(absent)} "
-                f"as it is; set model.lora.modules_to_save=[{', '.join(names)}]",
+                f"as it is; {advice} model.lora.modules_to_save=[{', '.join(names)}]",
                 stacklevel=2,
             )
 

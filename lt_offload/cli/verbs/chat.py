@@ -6,7 +6,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
 from typing import TYPE_CHECKING, Any
@@ -16,8 +16,9 @@ import torch
 from lt_offload.cli.app import App
 from lt_offload.cli.early import check_early
 from lt_offload.cli.progress import clear, say, status
-from lt_offload.errors import ConfigError, OverBudget
+from lt_offload.errors import ConfigError, OverBudget, first_line
 from lt_offload.finetune.generation import Remembered, Sampler
+from lt_offload.finetune.unused import default_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -40,7 +41,8 @@ def chat(
 
     On a terminal, Ctrl-C stops an answer and Ctrl-D ends; /reset forgets what was said, /system TEXT begins again with
     another system message, /exit ends. Through a pipe, each line of the input is a message and answers are all that is
-    printed.
+    printed. A message that is too long, for the model or for the device memory, is not answered and forgotten, and the
+    conversation goes on without it; through a pipe the exit code is 2 then.
 
     Args:
         app: the settings.
@@ -53,8 +55,9 @@ def chat(
     """
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} is too small; it must be at least 1")
-    greedy = temperature == 0
-    sampler = Sampler(temperature=temperature, top_p=1.0 if greedy else top_p, seed=seed)
+    if temperature == 0 and top_p == default_of(chat, "top_p"):
+        top_p = 1.0  # nobody has asked for it
+    sampler = Sampler(temperature=temperature, top_p=top_p, seed=seed)
     check_early(app, ckpt_path)
     talk = Talk(app, sampler, system=system, max_new_tokens=max_new_tokens)
     loader: Any = talk
@@ -63,10 +66,9 @@ def chat(
         app.trainer.predict(app.model, loader, ckpt_path=ckpt_path, weights_only=True, return_predictions=False)
     except (OverBudget, torch.OutOfMemoryError) as error:
         raise ConfigError(
-            f"the conversation no longer fits into the device memory ({error}); --trainer.strategy.memory gives it "
-            "more, /reset begins a shorter one"
+            f"the model cannot be run in the device memory ({error}); --trainer.strategy.memory gives it more"
         ) from None
-    return 0
+    return 2 if talk.unanswered and not talk.terminal else 0
 
 
 class Talk:
@@ -85,7 +87,9 @@ class Talk:
         self._system = system
         self._messages: list[dict[str, str]] = []
         self._remembered = Remembered()
-        self._terminal = sys.stdin.isatty() and sys.stdout.isatty()
+        self.unanswered = 0
+        """Messages that were too long."""
+        self.terminal = sys.stdin.isatty() and sys.stdout.isatty()
         self._stopped = False
 
     def __len__(self) -> int:
@@ -95,18 +99,27 @@ class Talk:
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield what the model is to answer, one message at a time, and print its answers."""
         clear()
-        if self._terminal:
+        if self.terminal:
             say("/reset forgets, /system TEXT sets the system message, /exit ends, Ctrl-C stops")
         for text in self._messages_typed():
-            self._messages.append({"role": "user", "content": text})
-            ids = self._fitting()
+            try:
+                messages, ids = self._fitting([*self._messages, {"role": "user", "content": text}])
+            except ConfigError as error:
+                self._leave_out(str(error))
+                continue
             answer = _Answer(self._tokenizer)
             begun = time.perf_counter()
             with self._interruptible():
                 yield self._batch(ids, answer)
+            if answer.refused is not None:
+                self._leave_out(
+                    f"{len(ids)} tokens with an answer need more device memory ({answer.refused}); write less, begin "
+                    "again with /reset, or give it more with --trainer.strategy.memory"
+                )
+                continue
             said = answer.close()
-            self._messages.append({"role": "assistant", "content": said})
-            if self._terminal:
+            self._messages = [*messages, {"role": "assistant", "content": said}]
+            if self.terminal:
                 seconds = max(time.perf_counter() - begun, 1e-9)
                 say(_dim(f"({len(answer.tokens)} tokens, {len(answer.tokens) / seconds:.2g} tokens/s)"))
 
@@ -122,6 +135,7 @@ class Talk:
             "choose": self._sampler,
             "heard": heard,
             "remembered": self._remembered,
+            "refused": answer.refuse,
         }
 
     def _ends(self) -> frozenset[int]:
@@ -131,22 +145,33 @@ class Talk:
         listed = found if isinstance(found, list) else [] if found is None else [found]
         return frozenset([*self._app.datamodule.encoder.ends, *listed])
 
-    def _fitting(self) -> list[int]:
-        """Return the conversation as tokens, without its oldest turns where the model's context is too short."""
+    def _leave_out(self, why: str) -> None:
+        """Say why the last message is not answered; the conversation is as it was before."""
+        self.unanswered += 1
+        clear()
+        print(f"not answered: {why}", file=sys.stderr, flush=True)
+
+    def _fitting(self, messages: Sequence[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
+        """Return ``messages``, and their tokens, without the oldest turns where the model's context is too short.
+
+        Raises:
+            ConfigError: if it is too short for the last message alone, or the chat template refuses them.
+        """
         model: Any = self._app.model.model
         longest = getattr(model.config, "max_position_embeddings", None)
-        while True:
-            system = [] if self._system is None else [{"role": "system", "content": self._system}]
-            ids: list[int] = self._app.datamodule.encode_conversation([*system, *self._messages])
+        system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        for first in range(0, len(messages), 2):
+            left = [*messages[first:]]
+            ids: list[int] = self._app.datamodule.encode_conversation([*system, *left])
             if longest is None or len(ids) + self._max_new_tokens <= longest:
-                return ids
-            if len(self._messages) < 3:
-                raise ConfigError(
-                    f"a message of {len(ids)} tokens and an answer of max_new_tokens={self._max_new_tokens} are longer "
-                    f"than the model's context of {longest}; lower --max_new_tokens, or write less"
-                )
-            del self._messages[:2]
-            say("(the oldest turn is forgotten: the model's context is full)")
+                if first:
+                    oldest = "oldest turn is" if first == 2 else f"{first // 2} oldest turns are"
+                    say(f"(the {oldest} forgotten: the model's context is full)")
+                return left, ids
+        raise ConfigError(
+            f"a message of {len(ids)} tokens and an answer of max_new_tokens={self._max_new_tokens} are longer than "
+            f"the model's context of {longest}; lower --max_new_tokens, or write less"
+        )
 
     # -- the terminal ------------------------------------------------------------------------------------------------
 
@@ -154,7 +179,7 @@ class Talk:
         """Yield messages; obeys commands, and ends where the input does."""
         while True:
             try:
-                line = input(_bold("> ")) if self._terminal else sys.stdin.readline()
+                line = input(_bold("> ")) if self.terminal else sys.stdin.readline()
             except EOFError:
                 print()
                 return
@@ -162,7 +187,7 @@ class Talk:
                 print()
                 say("Ctrl-D or /exit ends")
                 continue
-            if not self._terminal and not line:
+            if not self.terminal and not line:
                 return
             command, _, rest = line.strip().partition(" ")
             if command == "/exit":
@@ -201,12 +226,20 @@ class _Answer:
         from transformers import TextStreamer
 
         self.tokens: list[int] = []
+        self.refused: str | None = None
+        """Why there is none."""
         self._tokenizer = tokenizer
         self._streamer: Any = TextStreamer(tokenizer, skip_special_tokens=True)
 
     def add(self, token: int) -> None:
         self.tokens.append(token)
         self._streamer.put(torch.tensor([token]))
+
+    def refuse(self, error: Exception) -> None:
+        """End the answer because of ``error``."""
+        if self.tokens:
+            self.close()
+        self.refused = first_line(error)
 
     def close(self) -> str:
         """End the line, and return what was said."""

@@ -40,6 +40,7 @@ from lt_offload.finetune.data.chat.templates import ChatTemplate, find_template
 from lt_offload.finetune.data.columns import FormatChoice, check_columns
 from lt_offload.finetune.data.examples import MOST_NAMED, Examples, Preparation, Stream
 from lt_offload.finetune.data.formats import Encoder, TrainOn
+from lt_offload.finetune.unused import refuse_unused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -72,7 +73,7 @@ class FineTuneData(LightningDataModule):
         train_on: what is learned of a conversation: ``responses`` (all answers, with the token that ends them),
             ``last`` (the last answer) or ``all``. Text is learned as a whole.
         subset: configuration of a data set on the hub.
-        split: split of a data set on the hub.
+        split: split of a data set on the hub, or of a folder with several that ``datasets`` has saved.
         validation_path: like ``path``, for validation. If not given, ``validation_share`` applies.
         validation_share: share of the rows of the data that is held out for validation, whole rows before anything is
             packed; at least one, unless it is 0. Data of a single text are split inside it.
@@ -89,16 +90,16 @@ class FineTuneData(LightningDataModule):
         group_by_length: with ``pack: false``, make batches of sequences of like lengths, which need less padding.
         batch_size: sequences per training step.
         seed: of the training order.
-        streaming: read and tokenise the data while training, for data larger than RAM. Needs ``trainer.max_steps``, and
-            ``validation_path`` or ``validation_rows``, which are the first ones then; after the last row the data begin
-            again.
+        streaming: read and tokenise the data while training, for data larger than RAM. Needs ``trainer.max_steps``,
+            which alone says when training ends, whatever ``trainer.max_epochs`` is: after the last row the data begin
+            again. And ``validation_path`` or ``validation_rows``, which are the first ones then.
         stream_buffer: rows that are read, shuffled and packed together when streaming.
         num_workers: processes that prepare batches beside the training; they change neither order nor resuming.
         sample_prompt: text (or instruction), or a list of them, that the model continues at each validation and at the
             end of the training, to be looked at.
         skip_bad_rows: leave out rows that cannot be used (a text is missing, null or a number, a conversation is
             malformed, the chat template refuses it) and say how many; if false, they are an error.
-        num_proc: processes that tokenise; null: this one, whose tokenizer has threads.
+        num_proc: processes that tokenise before training; null: this one, whose tokenizer has threads.
         cache_dir: folder that keeps tokenised data for the next start; null: lt_offload/data in the user's cache.
     """
 
@@ -161,15 +162,34 @@ class FineTuneData(LightningDataModule):
             check_streaming(
                 group_by_length=group_by_length,
                 num_workers=num_workers,
-                holds_out=validation_path is not None or validation_rows is not None,
+                holds_out=validation_path is not None or validation_rows is not None or path == sources.PYDOC,
                 validation_seed=validation_seed,
             )
-        for name, value in (("validation_rows", validation_rows), ("validation_seed", validation_seed)):
-            if value is not None and validation_path is not None:
-                raise ConfigError(
-                    f"data.{name}={value} changes nothing with data.validation_path={validation_path!r}, which holds "
-                    "all the validation rows; leave one of them out"
-                )
+            refuse_unused(
+                FineTuneData,
+                "data.",
+                {"num_proc": None if num_proc == 1 else num_proc, "cache_dir": cache_dir},
+                "data.streaming=true, which tokenises rows in one process while training and keeps nothing",
+                instead="set data.streaming=false",
+            )
+        else:
+            beside = "data.streaming=false"
+            refuse_unused(
+                FineTuneData, "data.", {"stream_buffer": stream_buffer}, beside, instead="set data.streaming=true"
+            )
+        held_out = {"validation_rows": validation_rows, "validation_seed": validation_seed}
+        if validation_path is not None:
+            beside = f"data.validation_path={validation_path!r}, which holds all the validation rows"
+            refuse_unused(FineTuneData, "data.", held_out, beside, instead="leave out the path")
+        elif path == sources.PYDOC:
+            beside = f"data.path={path}, which brings validation rows of its own"
+            refuse_unused(FineTuneData, "data.", held_out, beside, instead="choose other data")
+        elif validation_rows == 0 or (validation_rows is None and validation_share == 0):
+            none = "validation_share=0" if validation_rows is None else "validation_rows=0"
+            beside = f"data.{none}, which holds out nothing"
+            refuse_unused(
+                FineTuneData, "data.", {"validation_seed": validation_seed}, beside, instead="hold out some rows"
+            )
         self.model = model
         self.path = path
         self.format: FormatChoice = format
@@ -213,9 +233,12 @@ class FineTuneData(LightningDataModule):
         """
         if self._train is not None or self._streamed is not None:
             return
+        self.check_paths()
         if self.streaming:
             if stage == "fit" and self.trainer is not None:
                 check_end(self.trainer)
+                # To Lightning one epoch is all the steps of a run, and a run that goes on from its end has had it.
+                self.trainer.fit_loop.max_epochs = -1
             self._set_up_stream(trains=stage == "fit")
             return
         training, validation = self.examples()
@@ -238,6 +261,21 @@ class FineTuneData(LightningDataModule):
             return
         self._train = self._sequences(documents, "data.path", training.name, trained)
         self._validation = self._sequences(documents, "data.path", training.name, kept_back)
+
+    def check_paths(self) -> None:
+        """Raise ``ConfigError`` if there is nothing at a local path, or ``subset`` or ``split`` are for none of them.
+
+        Nothing is read.
+        """
+        places: set[str] = set()
+        for setting in ("path", "validation_path"):
+            path = getattr(self, setting)
+            if path not in (None, sources.PYDOC):
+                places |= sources.places_of(path, f"data.{setting}")
+        settings = {} if "hub" in places else {"subset": self.subset}
+        settings |= {} if places & {"hub", "splits"} else {"split": self.split}
+        beside = f"data.path={self.path!r}, which is not on the hub"
+        refuse_unused(FineTuneData, "data.", settings, beside, instead="name a data set of the hub")
 
     @cached_property
     def tokenizer(self) -> PreTrainedTokenizerBase:

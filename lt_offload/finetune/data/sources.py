@@ -10,7 +10,7 @@ import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.rows import Places, Row, RowFault, parse, read_rows
@@ -32,7 +32,7 @@ KINDS = {
 _TABLES = ("parquet", "arrow")
 _ENDINGS = f"{', '.join(KINDS)}, or .gz after one of text"
 _SAVED = ("state.json", "dataset_dict.json")
-"""What a folder holds that ``datasets`` has saved."""
+"""What a folder holds that ``datasets`` has saved: rows, or splits."""
 _LOOKED_AT = 1000
 """Rows whose keys are the columns of JSON data."""
 _CHUNK_ROWS = 10_000
@@ -152,13 +152,19 @@ def sources(path: str | Sequence[str], *, subset: str | None, split: str, settin
     return [_source(item, subset, split, setting) for item in _listed(path, setting)]
 
 
-def local_files(path: str | Sequence[str], setting: str) -> list[Path]:
-    """Return the files at ``path``, none if it can only be names on the hub.
+def places_of(path: str | Sequence[str], setting: str) -> set[Literal["hub", "splits", "files"]]:
+    """Return what the data at ``path`` are: on the hub, a folder with splits, or files without; nothing is read.
 
     Raises:
-        ConfigError: if it is a path and there is nothing to read.
+        ConfigError: if one of them is a path and there is nothing to read.
     """
-    return [file for item in _listed(path, setting) for file in _files(item, setting)]
+    return {_place(item, setting) for item in _listed(path, setting)}
+
+
+def _place(path: str, setting: str) -> Literal["hub", "splits", "files"]:
+    if _files(path, setting) or is_file(user_path(path) / _SAVED[0]):
+        return "files"
+    return "splits" if is_dir(user_path(path)) else "hub"
 
 
 def _listed(path: str | Sequence[str], setting: str) -> list[str]:

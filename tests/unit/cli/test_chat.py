@@ -114,12 +114,42 @@ def test_the_oldest_turns_make_room(
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(["a" * 90, "b" * 90, "c" * 90])))
     assert main(["chat", recipe, "--max_new_tokens", "8"]) == 0
     assert capsys.readouterr().err.count("the oldest turn is forgotten") == 1
-    monkeypatch.setattr("sys.stdin", io.StringIO("a" * 300))
-    assert "longer than the model's context of 256" in fails(capsys, "chat", recipe)
+
+
+@pytest.mark.parametrize(
+    ("context", "length", "why"),
+    [
+        (256, 250, "and an answer of max_new_tokens=8 are longer than the model's context of 256; lower --max_new_"),
+        (8192, 3000, "tokens with an answer need more device memory (aten"),
+    ],
+)
+def test_a_message_that_is_too_long_does_not_end_the_conversation(
+    recipe: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    context: int,
+    length: int,
+    why: str,
+) -> None:
+    talker = tiny.model(tmp_path / "talker", chat=True, max_position_embeddings=context)
+    flags = ["--model.name", str(talker), "--temperature", "0", "--max_new_tokens", "8", "--quiet"]
+    monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(["hello", "a" * length, "again"])))
+    assert main(["chat", recipe, *flags]) == 2, "whoever has written the input is told that a message was left out"
+    captured = capsys.readouterr()
+    [line] = captured.err.splitlines()
+    assert line.startswith("not answered: ")
+    assert why in line
+    first: list[dict[str, str]] = [{"role": "user", "content": "hello"}]
+    one = expected(talker, first, 8)
+    two = expected(talker, [*first, {"role": "assistant", "content": one}, {"role": "user", "content": "again"}], 8)
+    assert captured.out == f"{one}\n{two}\n"
 
 
 def test_what_chat_cannot_do(recipe: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "max_new_tokens=0 is too small" in fails(capsys, "chat", recipe, "--max_new_tokens", "0")
+    line = fails(capsys, "chat", recipe, "--temperature", "0", "--top_p", "0.5")
+    assert "top_p=0.5 changes nothing with temperature=0" in line
     assert "needs a chat template" in fails(capsys, "chat", recipe, "--model.name", str(model))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from lt_offload.errors import ConfigError
+from lt_offload.errors import ConfigError, OverBudget
 from lt_offload.finetune.generation import Remembered, Sampler, continuation
 from tests.support import models
 
@@ -50,6 +50,7 @@ def test_draws_are_those_of_the_library(temperature: float, top_p: float) -> Non
         ({"temperature": 1, "top_p": 0}, "top_p=0 is not a share"),
         ({"temperature": 1, "top_p": 1.5}, "top_p=1.5 is not a share"),
         ({"top_p": 0.9}, "top_p=0.9 changes nothing with temperature=0"),
+        ({"seed": 5}, "seed=5 changes nothing with temperature=0"),
         ({"seed": -1}, "seed=-1 is out of range"),
     ],
 )
@@ -100,6 +101,40 @@ def test_a_second_turn_runs_only_what_is_new(family: str) -> None:
     assert widths[0] == 1
     turn([9, 6, 7])
     assert widths[0] == 3
+
+
+@pytest.mark.parametrize("refuse", [True, False])
+def test_want_of_memory_leaves_what_was_seen_before(refuse: bool) -> None:
+    """Layers before the one that had no room have got further than those behind it."""
+    model = models.build("llama").eval()
+    widths: list[int] = []
+    model.register_forward_pre_hook(
+        lambda _, args, kwargs: widths.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    remembered, told = Remembered(), list[Exception]()
+    first = continuation(model, torch.tensor([[5, 6, 7]]), max_new_tokens=4, end=None, remembered=remembered)
+
+    def full(module: torch.nn.Module, args: object) -> None:
+        raise OverBudget("no room")
+
+    handle = model.model.layers[-1].mlp.register_forward_pre_hook(full)
+    ids = torch.tensor([[5, 6, 7, *first, 8, 9, 10, 11]])
+    options: dict[str, Any] = {"max_new_tokens": 4, "end": None, "remembered": remembered}
+    if not refuse:
+        with pytest.raises(OverBudget):
+            continuation(model, ids, **options)
+        assert remembered.cache is None
+        return
+    assert continuation(model, ids, **options, refused=told.append) == []
+    assert [str(error) for error in told] == ["no room"]
+    handle.remove()
+    ids = torch.tensor([[5, 6, 7, *first, 8]])
+    widths.clear()
+    new = continuation(model, ids, **options)
+    assert widths == [2, 1, 1, 1], "the last token of the first answer had not been read"
+    assert new == continuation(model, ids, max_new_tokens=4, end=None)
+    for layer in remembered.cache.layers:
+        assert layer.keys.untyped_storage().nbytes() == layer.keys.nbytes
 
 
 def test_a_cache_that_cannot_go_back_is_left_behind() -> None:

@@ -1,0 +1,40 @@
+"""Settings that were given and would change nothing are refused; defaults that do not apply are not."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from lt_offload.errors import ConfigError
+
+
+def default_of(owner: Callable[..., Any], name: str) -> Any:
+    """Return the default of the parameter ``name`` of ``owner``."""
+    return inspect.signature(owner).parameters[name].default
+
+
+def refuse_unused(
+    owner: Callable[..., Any], prefix: str, settings: Mapping[str, object], beside: str, *, instead: str
+) -> None:
+    """Raise ``ConfigError`` for the first setting that is not at its default.
+
+    Args:
+        owner: function, or class, whose parameters the settings are.
+        prefix: of their names, in recipes or on the command line: ``data.``, ``--``.
+        settings: values by name.
+        beside: with what they change nothing, and perhaps why.
+        instead: what else to do than to leave the setting at its default.
+    """
+    for name, value in settings.items():
+        default = default_of(owner, name)
+        if _plain(value) != _plain(default):
+            leave = "leave it out" if default is None else f"leave it at {_plain(default)}"
+            raise ConfigError(f"{prefix}{name}={_plain(value)} changes nothing with {beside}; {leave}, or {instead}")
+
+
+def _plain(value: Any) -> Any:
+    """Return ``value`` as a recipe writes it."""
+    if isinstance(value, bool):
+        return str(value).lower()
+    return list(value) if isinstance(value, tuple) else value
