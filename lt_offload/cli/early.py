@@ -43,6 +43,8 @@ def _check_file(module: FineTune, path: str, *, resume: bool) -> None:
         raise ConfigError(
             f"ckpt_path={path!r} has weights only, no optimizer states; give one that was written while training"
         )
+    if resume:
+        module.check_continues(content)
     if module.quantize is not None:
         return  # four bits are made of numbers, which a model on meta has not: what does not fit is said when loading
     # The model without memory for its weights: names and shapes are enough, and there within a second.

@@ -32,9 +32,7 @@ class Sampler:
             raise ConfigError(f"seed={seed} is out of range; choose a number from 0 to {2**63 - 1}")
         if temperature == 0:
             beside = "temperature=0, with which nothing is drawn"
-            refuse_unused(
-                Sampler, "", {"top_p": top_p, "seed": seed}, beside, instead="set a temperature, such as 0.7"
-            )
+            refuse_unused(Sampler, "", {"top_p": top_p, "seed": seed}, beside, instead="set a temperature, such as 0.7")
         self._draws = temperature > 0
         self._generator = torch.Generator().manual_seed(seed)
         self._steps: list[Any] = []

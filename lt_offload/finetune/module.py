@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.types import OptimizerLRScheduler
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -28,6 +30,8 @@ from lt_offload.finetune.weights.frozen import choose_trained
 from lt_offload.finetune.weights.vocabulary import check_tokens, has_grown, names_of_embeddings, resize
 from lt_offload.model.blocks import find_blocks
 from lt_offload.optim import AdamW
+
+_log = logging.getLogger(__name__)
 
 OptimizerName = Literal["adamw", "adam", "sgd", "adafactor"]
 Schedule = Literal["cosine", "linear", "constant"]
@@ -265,6 +269,15 @@ class FineTune(LightningModule):
                 stacklevel=2,
             )
 
+    def on_train_start(self) -> None:
+        """Say so if the learning rate never gets to where it should."""
+        total = self.trainer.estimated_stepping_batches
+        if self.warmup_steps >= total:
+            _log.warning(
+                "model.warmup_steps=%d are not over when training ends after %d steps: the learning rate stays below "
+                "model.lr=%g", self.warmup_steps, total, self.lr,
+            )  # fmt: skip
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss per token, or what becomes that of an update where Lightning takes a mean over batches.
 
@@ -332,6 +345,33 @@ class FineTune(LightningModule):
             )
         factor = lr_factor(self.schedule, warmup=self.warmup_steps, total=total, floor=self.min_lr_ratio)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Refuse to go on with settings of the optimizer that the checkpoint would replace without a word."""
+        if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+            self.check_continues(checkpoint)
+
+    def check_continues(self, checkpoint: Mapping[str, Any]) -> None:
+        """Raise ``ConfigError`` if the optimizer whose states are in ``checkpoint`` was set in another way."""
+        saved = next(iter(checkpoint.get("optimizer_states") or ()), None)
+        groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
+        if not groups:
+            return  # whoever loads it says so
+        first = groups[0]
+        before = {
+            "lr": first.get("initial_lr", self.lr),
+            "weight_decay": max(group.get("weight_decay", self.weight_decay) for group in groups),
+            "betas": list(first.get("betas", self.betas)),
+        }
+        if "decoupled_weight_decay" in first and self.optimizer in ("adamw", "adam"):
+            before["optimizer"] = "adamw" if first["decoupled_weight_decay"] else "adam"
+        for name, value in before.items():
+            now = list(self.betas) if name == "betas" else getattr(self, name)
+            if now != value:
+                raise ConfigError(
+                    f"model.{name}={now} changes nothing where training goes on from a checkpoint, whose run had "
+                    f"{value}; set it to that, or export the model and train that"
+                )
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         assert self.model is not None, "configure_model() comes first"

@@ -37,8 +37,8 @@ OF_FILES = ("base", "gpu", "seed_everything")
 OF_CALLS = (*OF_FILES, "config", *OF_EVERY_VERB)
 """And flags outside the groups, besides those of the verb."""
 _TOP = ("model", "data", "trainer")
-_LINKED = "data.model"
-"""Follows ``model.name``; cannot be set by itself."""
+_LINKED = {"data.model": "model.name", "data.new_tokens": "model.new_tokens", "model.tokenizer": "data.tokenizer"}
+"""Settings that follow another one and cannot be set by themselves."""
 _MOST_NAMES = 12
 
 
@@ -60,7 +60,7 @@ def group(name: str) -> Documented:
 def settings() -> dict[str, RecipeSetting]:
     """Return every setting by its key, in the order of the groups."""
     found = [setting for name in GROUPS for setting in _below(name, group(name))]
-    return {setting.key: setting for setting in found if setting.key != _LINKED}
+    return {setting.key: setting for setting in found if setting.key not in _LINKED}
 
 
 def _below(prefix: str, documented: Documented) -> Iterator[RecipeSetting]:
@@ -129,6 +129,10 @@ def _check_key(key: str, value: Any, others: Sequence[str], strategy: Any, where
     if key in others or key.partition(".")[0] in ("print_config", "config"):
         return
     known = settings()
+    if key in _LINKED:
+        if value is None:
+            return  # as a recipe may write what it does not set
+        raise ConfigError(f"{key}={value!r}{where} cannot be set by itself; set {_LINKED[key]}, which it follows")
     if key not in known and key not in GROUPS:
         if key.startswith(_opaque(strategy)):
             return
@@ -171,6 +175,13 @@ def _objects() -> list[str]:
 def _check_choice(setting: RecipeSetting, value: Any, where: str) -> None:
     """Raise ``ConfigError`` if ``value`` is none of those that ``setting`` can have."""
     parameter = setting.parameter
+    name = setting.key.rpartition(".")[2]
+    if isinstance(value, str) and "str" not in parameter.annotation and value not in parameter.choices:
+        others = [
+            key for key, other in settings().items() if key.endswith(f".{name}") and value in other.parameter.choices
+        ]
+        if others:
+            raise ConfigError(f"{setting.key}: {value!r}{where} is a value of another setting; set {others[0]}={value}")
     if not parameter.only_choices or value is None or str(value) in parameter.choices:
         return
     close = nearest(str(value), parameter.choices)

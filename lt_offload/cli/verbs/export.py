@@ -11,6 +11,7 @@ from lt_offload.finetune import load
 from lt_offload.finetune.export import ExportDtype, Format, check_target
 from lt_offload.finetune.export import export as write
 from lt_offload.finetune.module import FineTune
+from lt_offload.finetune.unused import refuse_unused
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.units import parse_bytes
 
@@ -33,17 +34,20 @@ def export(
         ckpt_path: checkpoint to export; if not given, the newest one of a run folder, else the pretrained model.
         format: hf, a folder with safetensors, tokenizer, chat template and generation settings; adapter, the adapters
             alone as peft reads them; gguf, one file for llama.cpp (llama models).
-        merge: merge adapters into the weights; otherwise the adapters alone are written.
+        merge: merge adapters into the weights; if false, the adapters alone are written.
         dtype: of what is written, e.g. bfloat16; as it was trained if not given.
-        max_shard_size: of one file of a folder.
+        max_shard_size: of one file of a whole model's folder.
     """
     target = check_target(output, format)
     parse_bytes(max_shard_size, setting="max_shard_size", least=1)  # a slip is noticed before anything slow
-    if format == "adapter" and app.model.lora is None and app.model.adapter is None:
+    if (format == "adapter" or not merge) and app.model.lora is None and app.model.adapter is None:
         raise ConfigError(
-            "--format adapter: the recipe has no adapters, neither model.lora nor model.adapter; leave the flag out to "
-            "export the model"
+            f"--{'format adapter' if merge else 'merge false'}: the recipe has no adapters, neither model.lora nor "
+            "model.adapter; leave the flag out to export the model"
         )
+    if format != "hf" or not merge:
+        what = "--merge false, with which adapters are written, as one file" if format == "hf" else f"--format {format}"
+        refuse_unused(export, "--", {"max_shard_size": max_shard_size}, what, instead="export a whole model as hf")
     check_early(app, ckpt_path)
     if ckpt_path is None:
         model = app.model.build()

@@ -9,6 +9,7 @@ from lt_offload.cli.app import App
 from lt_offload.cli.early import check_early
 from lt_offload.cli.outputs import make_folder
 from lt_offload.cli.progress import clear, status
+from lt_offload.errors import ConfigError
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.checkpoint.resume import EXIT_CODES
 
@@ -35,6 +36,11 @@ def fit(
     """
     from lt_offload.finetune.run.summary import print_summary, run_gains, write_report
 
+    if explain and not hasattr(app.trainer.strategy, "explain"):
+        raise ConfigError(
+            f"--explain: trainer.strategy={type(app.trainer.strategy).__name__} makes no plan; leave the flag out, or "
+            "use offmate"
+        )
     path = str(app.resumed) if app.resumed is not None else ckpt_path
     check_early(app, path, resume=True)
     make_folder(app.run_dir, "trainer.default_root_dir")

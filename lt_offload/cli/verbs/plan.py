@@ -62,10 +62,25 @@ def plan(
     for flag, path in (("--save", save), ("--report", report), ("--trace", trace)):
         if path is not None:
             check_output(path, flag, make=True)
+    replayed = getattr(app.trainer.strategy, "plan_path", None)
+    if replayed is not None:
+        raise ConfigError(
+            f"trainer.strategy.plan={str(replayed)!r} is replayed by training, and this verb makes plans; leave it out "
+            "(--trainer.strategy.plan null)"
+        )
     if memory is not None:
         parse_bytes(memory)  # a slip is noticed here, before all that is slow
     if sweep is not None:
-        return _sweep(app, parse_sweep(sweep), memory=memory, hardware=hardware, save=save, report=report, trace=trace)
+        return _sweep(
+            app,
+            parse_sweep(sweep),
+            memory=memory,
+            hardware=hardware,
+            save=save,
+            report=report,
+            trace=trace,
+            explain=explain,
+        )
     from lt_offload.plan import simulate
     from lt_offload.report.perfetto import save_perfetto
 
@@ -133,6 +148,7 @@ def _sweep(
     save: str | None,
     report: str | None,
     trace: str | None,
+    explain: bool,
 ) -> int:
     """Plan for a row of sizes or machines and print a table."""
     if getattr(app.trainer.strategy, "batch_size", None) == "auto":
@@ -144,6 +160,8 @@ def _sweep(
         raise ConfigError(f"{asked.axis}={given!r} cannot be combined with a sweep over {asked.axis}; leave one out")
     if trace is not None:
         raise ConfigError(f"trace={trace!r} shows one plan and a sweep makes many; leave one of them out")
+    if explain:
+        raise ConfigError("--explain shows one plan and a sweep makes many; leave one of them out")
     if save is not None and Path(save).suffix.lower() not in (".csv", ".json"):
         raise ConfigError(f"save={save!r}: a sweep is saved as a table; end the name with .csv or .json")
     seconds = max(_LEAST_SECONDS, _SWEEP_SECONDS / len(asked.sizes or asked.names))

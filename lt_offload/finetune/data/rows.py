@@ -59,7 +59,7 @@ def read_rows(file: Path, kind: str, setting: str, *, whole: bool = True) -> Ite
             if text.strip():
                 yield json.dumps({"text": text})
         else:
-            yield from _table_rows(file, where, "\t" if kind == "tsv" else ",")
+            yield from _table_rows(file, where, "\t" if kind == "tsv" else _delimiter(file))
     except UnicodeDecodeError:
         raise ConfigError(f"{where} {_bad_byte(file)}") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
@@ -200,7 +200,7 @@ def _json_rows(file: Path, where: str, whole: bool) -> Iterator[str | RowFault]:
     first = first.lstrip(_BLANK)
     by_line = file.name.lower().removesuffix(".gz").endswith(".jsonl")
     of_lines = not first.startswith(b"[") and (by_line or first.startswith(b"{"))
-    several = by_line or second or not whole  # a single line may be an object of columns
+    several = by_line or second  # a single line may be an object of columns, or of one list
     if of_lines and ((_ends(first) and several) or (by_line and not (whole and _is_one_object(file)))):
         yield from _lines(file)
         return
@@ -258,7 +258,7 @@ def _lines(file: Path) -> Iterator[str | RowFault]:
 
 
 def _items(text: str, where: str) -> Iterator[str | RowFault]:
-    """Yield the items of a list, the rows of an object of columns, or a single object."""
+    """Yield the items of a list, the rows of an object of columns or around a list, or a single object."""
     begin = _space(text, 0)
     if text[begin : begin + 1] != "[":
         whole = _PLAIN.decode(text)
@@ -288,7 +288,7 @@ def _items(text: str, where: str) -> Iterator[str | RowFault]:
 
 
 def _columns(whole: dict[str, Any], text: str, where: str) -> Iterator[str]:
-    """Yield rows of an object of columns; any other object is a row."""
+    """Yield rows of an object of columns, or of one that is nothing but a list of rows by a name; another is a row."""
     try:
         _STRICT.decode(text)
     except _RepeatedKey as error:
@@ -298,6 +298,11 @@ def _columns(whole: dict[str, Any], text: str, where: str) -> Iterator[str]:
     if not lists or any(isinstance(turn, dict) for name in turns for turn in whole[name]):
         yield text
         return
+    if len(whole) == 1:
+        [rows] = whole.values()
+        if any(isinstance(row, dict) for row in rows):
+            yield from map(json.dumps, rows)
+            return
     lengths = {name: len(column) for name, column in whole.items()}
     if len(set(lengths.values())) > 1:
         said = ", ".join(f"{name!r} {length}" for name, length in lengths.items())
@@ -322,6 +327,19 @@ def _long_fields() -> Iterator[None]:
         yield
     finally:
         csv.field_size_limit(before)
+
+
+def _delimiter(file: Path) -> str:
+    """Return what separates the columns of a CSV file: a comma, unless that makes one of its first line.
+
+    Programs in languages with a comma in their numbers write semicolons.
+    """
+    with _open_text(file) as stream, _long_fields():
+        first = stream.readline()
+        for delimiter in (",", ";", "\t"):
+            if len(next(csv.reader([first], delimiter=delimiter), [])) > 1:
+                return delimiter
+    return ","
 
 
 def _table_rows(file: Path, where: str, delimiter: str) -> Iterator[str | RowFault]:

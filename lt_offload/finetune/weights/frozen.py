@@ -25,6 +25,12 @@ def choose_trained(model: nn.Module, *, freeze: Sequence[str] = (), train_only: 
         chosen = _matching(model, train_only, "train_only")
         for parameter in model.parameters():
             parameter.requires_grad_(id(parameter) in chosen)
+        for pattern in freeze:
+            if not _matching(model, [pattern], "freeze") & chosen:
+                raise ConfigError(
+                    f"model.freeze={list(freeze)!r}: {pattern!r} changes nothing with "
+                    f"model.train_only={list(train_only)!r}, which leaves it frozen; take it out"
+                )
     frozen = _matching(model, freeze, "freeze")
     for parameter in model.parameters():
         if id(parameter) in frozen:

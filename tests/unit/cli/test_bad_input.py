@@ -57,6 +57,16 @@ def test_options_and_verbs_that_are_nearly_right(capsys: pytest.CaptureFixture[s
     [
         (["--trainer.max_step", "2"], "unknown setting 'trainer.max_step'; did you mean trainer.max_steps?"),
         (["--data.batch", "1"], "unknown setting 'data.batch'; did you mean data.batch_size?"),
+        (
+            ["--data.batch_size", "auto"],
+            "data.batch_size: 'auto' is a value of another setting; set trainer.strategy.bat",
+        ),
+        (
+            ["--model.tokenizer", "x"],
+            "model.tokenizer='x' cannot be set by itself; set data.tokenizer, which it follows",
+        ),
+        (["--data.split", "test"], "data.split=test changes nothing with data.path="),
+        (["--trainer.strategy", "auto", "--explain"], "--explain: trainer.strategy=SingleDeviceStrategy makes no plan"),
         (["--data.batch=1"], "unknown setting 'data.batch'; did you mean data.batch_size?"),
         (["--ckpt", "x"], "unknown setting 'ckpt'; did you mean ckpt_path?"),
         (["--trainer.strategy.memory", "0.8"], "memory='0.8' is not a size but 0.8 bytes; did you mean \"0.8GB\"?"),
@@ -112,6 +122,11 @@ def test_safetensors_are_no_checkpoint(recipe: str, model: Path, capsys: pytest.
         (["plan", "tiny.yaml", "--sweep", "banana="], "sweep='banana=' is not understood; write one of memory=6GB"),
         (["plan", "tiny.yaml", "--save", "text.txt/plan.json"], "--save: cannot write text.txt/plan.json: there is no"),
         (["plan", "tiny.yaml", "--memory", "12"], "memory='12' is not a size but 12 bytes; did you mean \"12GB\"?"),
+        (
+            ["plan", "tiny.yaml", "--explain", "--sweep", "memory=1GB:2GB"],
+            "--explain shows one plan and a sweep makes many",
+        ),
+        (["plan", "tiny.yaml", "--trainer.strategy.plan", "a.json"], "trainer.strategy.plan='a.json' is replayed by"),
         (["generate", "tiny.yaml", "--prompt", ""], "the prompt is empty: ''; give some text with --prompt"),
         (["generate", "tiny.yaml", "--max_new_tokens", "0"], "max_new_tokens=0 is too small"),
         (["check", "tiny.yaml", "--model.name", "empty"], "model folder 'empty' has no config.json"),
@@ -133,6 +148,14 @@ def test_other_verbs_say_it_early_too(capsys: pytest.CaptureFixture[str], args: 
         ("data: {path: a.txt, path: b.txt}", "'path' stands twice in one group"),
         ("data: {sample_prompt: [1]}", "data.sample_prompt: expected one of str, list[str], null; got [1]"),
         ("data: {pack: Wrapped}", "data.pack: expected one of bool, Literal['wrapped']; got Wrapped"),
+        (
+            "data: {new_tokens: [a]}",
+            "data.new_tokens=['a'] in child.yaml cannot be set by itself; set model.new_tokens",
+        ),
+        (
+            "data: {batch_size: auto}",
+            "'auto' in child.yaml is a value of another setting; set trainer.strategy.batch_size",
+        ),
         ("model: {lr: .nan}", "model.lr=nan is not positive"),
         ("seed_everythin: 1", "unknown setting 'seed_everythin' in child.yaml; did you mean seed_everything?"),
         ("bas: configs/base.yaml", "unknown setting 'bas' in child.yaml; did you mean base?"),
@@ -159,6 +182,9 @@ def test_a_checkpoint_of_the_run_is_taken(recipe: str, tmp_path: Path) -> None:
     early.check_early(_App(recipe), str(checkpoint), resume=True)
     with pytest.raises(ConfigError, match="does not fit this model or its adapters: it has no model.base_model"):
         early.check_early(_App(recipe, "--model.lora.r", "2"), str(checkpoint))
+    with pytest.raises(ConfigError, match=r"model\.lr=0.5 changes nothing where training goes on from a checkpoint"):
+        early.check_early(_App(recipe, "--model.lr", "0.5"), str(checkpoint), resume=True)
+    early.check_early(_App(recipe, "--model.lr", "0.5"), str(checkpoint))
     cut = checkpoint.read_bytes()
     Path("cut.ckpt").write_bytes(cut[: len(cut) // 2])
     with pytest.raises(ConfigError, match="'cut.ckpt' cannot be read"):

@@ -171,6 +171,11 @@ def test_lora_of_layers_that_do_not_exist(folder: str) -> None:
         ({"warmup_steps": -1}, "model.warmup_steps=-1 is too small; it must be at least 0"),
         ({"min_lr_ratio": 2.0}, "model.min_lr_ratio=2.0 is not a share"),
         ({"min_lr_ratio": 0.1, "schedule": "constant"}, "model.min_lr_ratio=0.1 changes nothing with"),
+        (
+            {"betas": (0.9, 0.95), "optimizer": "sgd"},
+            r"model\.betas=\[0.9, 0.95\] changes nothing with model\.optimizer=sgd.*; leave it at \[0.9, 0.999\], or",
+        ),
+        ({"betas": (0.9, 0.95), "optimizer": "adafactor"}, r"changes nothing with model\.optimizer=adafactor"),
         ({"dropout": 1.0}, "model.dropout=1.0 is no probability below 1"),
         (
             {"master_weights": True},
@@ -199,6 +204,74 @@ def test_lora_of_layers_that_do_not_exist(folder: str) -> None:
 def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         FineTune("unused", **settings)
+
+
+def test_defaults_that_do_not_apply_are_no_matter() -> None:
+    assert FineTune("unused", optimizer="sgd", betas=(0.9, 0.999)).optimizer == "sgd"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lr": 0.2}, "model.lr=0.2 changes nothing where training goes on .*, whose run had 0.1; set it to that"),
+        ({"weight_decay": 0.3}, "model.weight_decay=0.3 changes nothing where .* whose run had 0.2"),
+        ({"betas": (0.5, 0.9)}, r"model.betas=\[0.5, 0.9\] changes nothing where .* whose run had \[0.8, 0.9\]"),
+        ({"optimizer": "adam"}, "model.optimizer=adam changes nothing where .* whose run had adamw"),
+    ],
+)
+def test_a_checkpoint_would_replace_settings_of_the_optimizer(
+    checkpoint: str, folder: str, text: str, change: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        trainer(3).fit(FineTune(folder, **OPTIMIZER | change), datamodule=data(folder, text), ckpt_path=checkpoint)
+    validated = trainer(3).validate(FineTune(folder, **OPTIMIZER | change), data(folder, text), ckpt_path=checkpoint)
+    assert validated[0]["val_loss"] > 0
+
+
+def test_a_schedule_may_change_where_training_goes_on(checkpoint: str, folder: str, text: str) -> None:
+    module = FineTune(folder, **OPTIMIZER, schedule="linear", warmup_steps=1)
+    run = trainer(4)
+    run.fit(module, datamodule=data(folder, text), ckpt_path=checkpoint)
+    assert run.global_step == 4
+
+
+OPTIMIZER: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.2, "betas": (0.8, 0.9)}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Of a run of two steps."""
+    root = tmp_path_factory.mktemp("run")
+    (root / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    run = trainer(2)
+    run.fit(FineTune(folder, **OPTIMIZER), datamodule=data(folder, str(root / "text.txt")))
+    run.save_checkpoint(root / "two.ckpt")
+    return str(root / "two.ckpt")
+
+
+def test_a_warm_up_that_is_longer_than_the_run(folder: str, text: str, caplog: pytest.LogCaptureFixture) -> None:
+    for warmup, said in ((2, 1), (1, 0)):
+        caplog.clear()
+        trainer(2).fit(FineTune(folder, warmup_steps=warmup), datamodule=data(folder, text))
+        assert caplog.text.count(f"model.warmup_steps={warmup} are not over when training ends after 2 steps") == said
+
+
+def test_tokens_that_nobody_trains(folder: str, tmp_path: Path) -> None:
+    """The way out is one that there is: adapters that are there already cannot be given other modules."""
+    lora = LoraArgs(r=2, target_modules=["q_proj"])
+    with pytest.warns(
+        UserWarning, match=r"random .*: adapters leave embed_tokens as it is; set model\.lora\.modules_to_sav"
+    ):
+        made = FineTune(folder, new_tokens=["<a>"], lora=lora).build()
+    with_embeddings, without = str(tmp_path / "with"), str(tmp_path / "without")
+    made.save_pretrained(with_embeddings, save_embedding_layers=True)
+    made.save_pretrained(without, save_embedding_layers=False)
+    with pytest.warns(
+        UserWarning, match=r"random .*; model\.adapter='.*' brings none; make new adapters instead, with mod"
+    ):
+        FineTune(folder, new_tokens=["<a>"], adapter=without).build()
+    again = FineTune(folder, new_tokens=["<a>"], adapter=with_embeddings).build()
+    assert torch.equal(again.get_input_embeddings().weight, made.get_input_embeddings().weight)
 
 
 def test_sequences_longer_than_the_model(folder: str, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

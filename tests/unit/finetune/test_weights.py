@@ -46,6 +46,10 @@ def test_patterns_say_what_is_trained(folder: str) -> None:
     ("settings", "message"),
     [
         ({"freeze": ["model.layer.0"]}, r"model\.freeze=\['model\.layer\.0'\]: no parameter .* is 'model\.layers\.0'"),
+        (
+            {"train_only": ["model.layers.1"], "freeze": ["*norm*", "lm_head"]},
+            r"'lm_head' changes nothing with model\.train_only=\['model\.layers\.1'\]",
+        ),
         ({"train_only": ["*.q_prj.*"]}, r"model\.train_only=.* no parameter is called '\*\.q_prj\.\*'"),
         ({"freeze": ["(unclosed"]}, "no parameter is called"),
         ({"freeze": ["model"]}, "leaves nothing to be trained"),

@@ -13,7 +13,7 @@ from lt_offload.cli.app import App
 from lt_offload.cli.main import main
 from lt_offload.cli.static import help
 from lt_offload.cli.static.arguments import parse, usage
-from lt_offload.cli.static.settings import GROUPS, settings, values
+from lt_offload.cli.static.settings import _LINKED, GROUPS, settings, values
 from lt_offload.cli.static.source import Documented, Parameter, arguments, read_definition
 from lt_offload.cli.table import VERBS
 from lt_offload.cli.verbs.check import check
@@ -30,7 +30,7 @@ def test_settings_are_the_parsers_own() -> None:
     files = recipes.chain(recipes.find("quickstart"))
     parser = App(check, files[-1], files, []).parser
     theirs = {action.dest for action in parser._actions if action.dest.split(".")[0] in ("model", "data", "trainer")}
-    theirs = {key for key in theirs if not key.endswith((".help", "+"))} - {"model", "data", "trainer", "data.model"}
+    theirs = {key for key in theirs if not key.endswith((".help", "+"))} - {"model", "data", "trainer", *_LINKED}
     own = {key for key in settings() if not key.startswith("trainer.strategy.")}
     groups = {key for key, setting in settings().items() if setting.parameter.group is not None}
     assert {key for key in own if not any(key.startswith(f"{name}.") for name in groups)} - groups == theirs - groups

@@ -192,13 +192,76 @@ def test_pydoc_topics(tokenizer: str) -> None:
         ({"streaming": True, "validation_rows": 0, "num_workers": 2}, "data.num_workers=2: with data.streaming=true"),
         ({"streaming": True, "validation_rows": 4, "validation_seed": 0}, "data.validation_seed=0 draws from rows"),
         ({"num_proc": 0}, "data.num_proc=0 is too small"),
+        (
+            {"streaming": True, "validation_rows": 0, "num_proc": 2},
+            r"data\.num_proc=2 changes nothing with data\.streaming=true.*; leave it out, or set data\.streaming=false",
+        ),
+        (
+            {"streaming": True, "validation_rows": 0, "cache_dir": "here"},
+            r"data\.cache_dir=here changes nothing with data\.streaming=true",
+        ),
+        (
+            {"stream_buffer": 10},
+            r"data\.stream_buffer=10 changes nothing with data\.streaming=false; leave it at 1000, or set "
+            r"data\.streaming=true",
+        ),
+        (
+            {"path": "pydoc_topics", "validation_rows": 3},
+            r"data\.validation_rows=3 changes nothing with data\.path=pydoc_topics, which brings validation rows",
+        ),
+        (
+            {"validation_share": 0.0, "validation_seed": 1},
+            r"data\.validation_seed=1 changes nothing with data\.validation_share=0",
+        ),
+        (
+            {"validation_rows": 0, "validation_seed": 1},
+            r"data\.validation_seed=1 changes nothing with data\.validation_rows=0",
+        ),
         ({"stream_buffer": 0}, "data.stream_buffer=0 is too small"),
         ({"group_by_length": True, "pack": "wrapped"}, "changes nothing with data.pack=wrapped"),
     ],
 )
 def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        FineTuneData("unused", path="unused", **settings)
+        FineTuneData("unused", **{"path": "unused"} | settings)
+
+
+def test_what_does_not_apply_may_be_at_its_default() -> None:
+    streamed = {"streaming": True, "validation_rows": 0, "stream_buffer": 1000}
+    for settings in (streamed | {"num_proc": 1}, {"stream_buffer": 1000}, {"path": "pydoc_topics", "streaming": True}):
+        FineTuneData("unused", **{"path": "unused"} | settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"split": "test"},
+            r"data\.split=test changes nothing with data\.path=.*; leave it at train, or name a data set",
+        ),
+        ({"subset": "small"}, r"data\.subset=small changes nothing with data\.path=.*, which is not on the hub"),
+        ({"path": "one", "split": "test"}, r"data\.split=test changes nothing with data\.path='one'"),
+        ({"path": "both", "subset": "small"}, r"data\.subset=small changes nothing with data\.path='both'"),
+        ({"path": "pydoc_topics", "split": "test"}, r"data\.split=test changes nothing"),
+        ({"path": "both", "split": "test"}, None),
+        ({"validation_path": "some/set", "split": "test", "subset": "small"}, None),
+        ({"split": "train"}, None),
+    ],
+)
+def test_parts_of_a_data_set_are_for_those_that_have_some(
+    text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], message: str | None
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder, what in (("one", "state.json"), ("both", "dataset_dict.json")):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / what).touch()
+    data = FineTuneData("unused", **{"path": text} | settings)
+    if message is None:
+        data.check_paths()
+        return
+    for check in (data.check_paths, lambda: data.setup("fit")):
+        with pytest.raises(ConfigError, match=message):
+            check()
 
 
 @pytest.mark.parametrize(
@@ -258,13 +321,13 @@ class Recorder(LightningModule):
 
 
 def run(
-    tokenizer: str, steps: int, *, asks: bool, ckpt: Path | None = None, **settings: Any
+    tokenizer: str, steps: int, *, asks: bool, ckpt: Path | None = None, epochs: int = -1, **settings: Any
 ) -> tuple[Recorder, Trainer]:
     data = FineTuneData(tokenizer, **settings, batch_size=2, seed=5)
     module = Recorder(asks)
     quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False}
     trainer = Trainer(
-        accelerator="cpu", max_steps=steps, max_epochs=-1, enable_model_summary=False, log_every_n_steps=1, **quiet
+        accelerator="cpu", max_steps=steps, max_epochs=epochs, enable_model_summary=False, log_every_n_steps=1, **quiet
     )
     trainer.fit(module, datamodule=data, ckpt_path=ckpt, weights_only=True)
     return module, trainer
@@ -299,6 +362,17 @@ def test_lightning_resumes_in_the_middle_of_an_epoch(
     begun, trainer = run(tokenizer, stop, asks=asks, **settings)
     trainer.save_checkpoint(tmp_path / "stop.ckpt")
     resumed, _ = run(tokenizer, 12, asks=asks, ckpt=tmp_path / "stop.ckpt", **settings)
+    assert begun.seen + resumed.seen == whole.seen
+
+
+def test_a_streamed_run_goes_on_beyond_its_end(tokenizer: str, rows: str, tmp_path: Path) -> None:
+    """However many epochs there should be: to a Trainer, all steps of a run are one."""
+    settings = {"path": rows, "max_length": 50, "epochs": 1, "asks": True} | MODES["streamed"]
+    whole, _ = run(tokenizer, 12, **settings)
+    begun, trainer = run(tokenizer, 4, **settings)
+    assert trainer.current_epoch == 1
+    trainer.save_checkpoint(tmp_path / "end.ckpt")
+    resumed, _ = run(tokenizer, 12, ckpt=tmp_path / "end.ckpt", **settings)
     assert begun.seen + resumed.seen == whole.seen
 
 

@@ -239,6 +239,28 @@ def test_objects_of_columns_and_single_objects(tokenizer: str, tmp_path: Path) -
     assert texts(tokenizer, tmp_path / "chat.json") == ["<|user|>hi</s><|assistant|>hey"]
 
 
+def test_a_list_of_rows_in_an_object(tokenizer: str, tmp_path: Path) -> None:
+    rows = {"data": [{"text": "ab"}, {"text": "cd"}]}
+    for indent in (None, 1):
+        (tmp_path / "a.json").write_text(json.dumps(rows, indent=indent))
+        assert texts(tokenizer, tmp_path / "a.json") == ["ab", "cd"]
+    (tmp_path / "b.json").write_text(json.dumps({"rows": [{"text": "ab"}, 3]}))
+    with pytest.raises(ConfigError, match=r"b\.json row 2: is a number \(3\), not an object"):
+        made(tokenizer, tmp_path / "b.json")
+    (tmp_path / "c.json").write_text(json.dumps({"data": {"train": [{"text": "ab"}]}}))
+    with pytest.raises(ConfigError, match=r"c\.json' has no columns of a known format, it has 'data'"):
+        made(tokenizer, tmp_path / "c.json")
+
+
+@pytest.mark.parametrize("delimiter", [";", "\t"])
+def test_csv_with_other_delimiters(tokenizer: str, tmp_path: Path, delimiter: str) -> None:
+    lines = (("n", "text"), ("1", "a, b"), ("2", f'"c{delimiter}d"'))
+    (tmp_path / "a.csv").write_text("\n".join(map(delimiter.join, lines)))
+    assert texts(tokenizer, tmp_path / "a.csv") == ["a, b", f"c{delimiter}d"]
+    (tmp_path / "b.csv").write_text(f"text\na{delimiter}b\n")
+    assert texts(tokenizer, tmp_path / "b.csv") == [f"a{delimiter}b"]
+
+
 def test_every_value_of_a_table_is_text(tokenizer: str, tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_text('\ufefftext,n\r\n1,2\r\nNA,3\r\n"a, ""b""\nc",4\r\n')
     assert texts(tokenizer, tmp_path / "a.csv") == ["1", "NA", 'a, "b"\nc']
