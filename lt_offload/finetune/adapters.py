@@ -82,11 +82,16 @@ def add_lora(model: nn.Module, args: LoraArgs) -> nn.Module:
     """Return ``model`` with new adapters, everything else frozen; where its tensors are on meta, theirs are, too.
 
     Raises:
-        ConfigError: if peft is not installed, or no layer has one of the names.
+        ConfigError: if peft is not installed, no layer has one of the names, or no bias is there to be trained.
     """
     peft = _peft("model.lora")
     _check_names(model, args)
-    return _adapted(model, peft.LoraConfig(**args.peft()), f"model.lora.target_modules={args.target_modules!r}")
+    adapted = _adapted(model, peft.LoraConfig(**args.peft()), f"model.lora.target_modules={args.target_modules!r}")
+    trained = (name for name, parameter in adapted.named_parameters() if parameter.requires_grad)
+    if args.bias != "none" and not any(name.endswith(".bias") for name in trained):
+        where = "the model has" if args.bias == "all" else "the layers with adapters have"
+        raise ConfigError(f"model.lora.bias={args.bias} changes nothing, as {where} no biases; set it to none")
+    return adapted
 
 
 def add_saved(model: nn.Module, folder: str) -> nn.Module:

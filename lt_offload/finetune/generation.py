@@ -52,6 +52,16 @@ class Sampler:
         return int(torch.multinomial(scores.softmax(-1)[0], 1, generator=self._generator))
 
 
+def check_length(config: Any, tokens: int, max_new_tokens: int) -> None:
+    """Raise ``ConfigError`` if a prompt of so many tokens and what follows are longer than the model's context."""
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is not None and tokens + max_new_tokens > longest:
+        raise ConfigError(
+            f"a prompt of {tokens} tokens and an answer of max_new_tokens={max_new_tokens} are longer than the model's "
+            f"context of {longest}; lower --max_new_tokens, or write less"
+        )
+
+
 class Remembered:
     """Keys and values of the tokens that a model has seen, for prompts that begin with the same tokens."""
 

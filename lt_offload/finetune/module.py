@@ -370,7 +370,8 @@ class FineTune(LightningModule):
             if now != value:
                 raise ConfigError(
                     f"model.{name}={now} changes nothing where training goes on from a checkpoint, whose run had "
-                    f"{value}; set it to that, or export the model and train that"
+                    f"{value}; set it to that (the folder of the run, given as the recipe, has all its settings), or "
+                    "export the model and train that"
                 )
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:

@@ -17,7 +17,7 @@ from lt_offload.cli.app import App
 from lt_offload.cli.early import check_early
 from lt_offload.cli.progress import clear, say, status
 from lt_offload.errors import ConfigError, OverBudget, first_line
-from lt_offload.finetune.generation import Remembered, Sampler
+from lt_offload.finetune.generation import Remembered, Sampler, check_length
 from lt_offload.finetune.unused import default_of
 
 if TYPE_CHECKING:
@@ -158,20 +158,21 @@ class Talk:
             ConfigError: if it is too short for the last message alone, or the chat template refuses them.
         """
         model: Any = self._app.model.model
-        longest = getattr(model.config, "max_position_embeddings", None)
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
         for first in range(0, len(messages), 2):
             left = [*messages[first:]]
             ids: list[int] = self._app.datamodule.encode_conversation([*system, *left])
-            if longest is None or len(ids) + self._max_new_tokens <= longest:
-                if first:
-                    oldest = "oldest turn is" if first == 2 else f"{first // 2} oldest turns are"
-                    say(f"(the {oldest} forgotten: the model's context is full)")
-                return left, ids
-        raise ConfigError(
-            f"a message of {len(ids)} tokens and an answer of max_new_tokens={self._max_new_tokens} are longer than "
-            f"the model's context of {longest}; lower --max_new_tokens, or write less"
-        )
+            try:
+                check_length(model.config, len(ids), self._max_new_tokens)
+            except ConfigError:
+                if len(left) == 1:
+                    raise
+                continue
+            if first:
+                oldest = "oldest turn is" if first == 2 else f"{first // 2} oldest turns are"
+                say(f"(the {oldest} forgotten: the model's context is full)")
+            return left, ids
+        raise AssertionError("a message is the last of them")
 
     # -- the terminal ------------------------------------------------------------------------------------------------
 

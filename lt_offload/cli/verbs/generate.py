@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch.utils.data import DataLoader
 
 from lt_offload.cli.app import App
 from lt_offload.cli.early import check_early
 from lt_offload.cli.progress import clear, status
-from lt_offload.errors import ConfigError
-from lt_offload.finetune.generation import Sampler
+from lt_offload.errors import ConfigError, OverBudget, first_line
+from lt_offload.finetune import load
+from lt_offload.finetune.generation import Sampler, check_length
 from lt_offload.finetune.run.samples import prompts
 
 
@@ -47,8 +49,17 @@ def generate(
     check_early(app, ckpt_path)
     request: Any = [app.datamodule.prompt(text, max_new_tokens=max_new_tokens) | {"choose": sampler}]
     loader: DataLoader[Any] = DataLoader(request, batch_size=None)
+    count = request[0]["input_ids"].shape[1]
+    architecture = app.model.architecture if app.model.init == "random" else None
+    check_length(load.load_config(app.model.name, architecture), count, max_new_tokens)
     status("loading the model")
-    results: Any = app.trainer.predict(app.model, loader, ckpt_path=ckpt_path, weights_only=True)
+    try:
+        results: Any = app.trainer.predict(app.model, loader, ckpt_path=ckpt_path, weights_only=True)
+    except (OverBudget, torch.OutOfMemoryError) as error:
+        raise ConfigError(
+            f"a prompt of {count} tokens and max_new_tokens={max_new_tokens} more need more device memory "
+            f"({first_line(error)}); shorten them, or give it more with --trainer.strategy.memory"
+        ) from None
     clear()
     print(app.datamodule.tokenizer.decode(results[0], skip_special_tokens=True))
     return 0

@@ -162,6 +162,15 @@ def test_generate_draws(recipe: str, capsys: pytest.CaptureFixture[str]) -> None
     assert not Path("runs").exists(), "what is no training leaves no folder of a run"
 
 
+def test_a_prompt_that_is_too_long(recipe: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    line = fails(capsys, "generate", recipe, "--prompt", "a" * 250)
+    assert "and an answer of max_new_tokens=64 are longer than the model's context of 256" in line
+    long = str(tiny.model(tmp_path / "long", max_position_embeddings=8192))
+    line = fails(capsys, "generate", recipe, "--model.name", long, "--prompt", "a" * 3000)
+    assert "a prompt of 3000 tokens and max_new_tokens=64 more need more device memory (aten" in line
+    assert "with --trainer.strategy.memory" in line
+
+
 def test_a_run_folder_stands_for_its_newest_checkpoint(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     fit = [recipe, "--trainer.max_steps", "2", "--trainer.default_root_dir", "run", "--model.lr", "0.1"]
     assert main([*fit, "--quiet"]) == 0

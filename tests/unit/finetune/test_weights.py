@@ -58,6 +58,10 @@ def test_patterns_say_what_is_trained(folder: str) -> None:
         ({"lora": LoraArgs(), "adapter": "some"}, "model.adapter='some' brings its own settings"),
         ({"lora": LoraArgs(alpha=0)}, r"model\.lora\.alpha=0 is too small"),
         ({"lora": LoraArgs(dropout=1.0)}, r"model\.lora\.dropout=1\.0 is no probability below 1"),
+        (
+            {"lora": LoraArgs(bias="all")},
+            "model.lora.bias=all changes nothing, as the model has no biases; set it to none",
+        ),
         ({"lora": LoraArgs(dora=True), "quantize": "nf4"}, "model.quantize=nf4 is not offered with DoRA"),
         ({"lora": LoraArgs(target_modules=[])}, r"model\.lora\.target_modules is empty"),
         ({"lora": LoraArgs(target_modules=["q_proj", "v_prj"])}, "no layer is called 'v_prj'; did you mean v_proj"),
