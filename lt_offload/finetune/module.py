@@ -272,7 +272,7 @@ class FineTune(LightningModule):
     def on_train_start(self) -> None:
         """Say so if the learning rate never gets to where it should."""
         total = self.trainer.estimated_stepping_batches
-        if self.warmup_steps >= total:
+        if 0 < self.warmup_steps >= total:
             _log.warning(
                 "model.warmup_steps=%d are not over when training ends after %d steps: the learning rate stays below "
                 "model.lr=%g", self.warmup_steps, total, self.lr,
@@ -361,10 +361,11 @@ class FineTune(LightningModule):
         before = {
             "lr": first.get("initial_lr", self.lr),
             "weight_decay": max(group.get("weight_decay", self.weight_decay) for group in groups),
-            "betas": list(first.get("betas", self.betas)),
         }
-        if "decoupled_weight_decay" in first and self.optimizer in ("adamw", "adam"):
-            before["optimizer"] = "adamw" if first["decoupled_weight_decay"] else "adam"
+        if self.optimizer in ("adamw", "adam"):
+            before["betas"] = list(first.get("betas", self.betas))
+            if "decoupled_weight_decay" in first:
+                before["optimizer"] = "adamw" if first["decoupled_weight_decay"] else "adam"
         for name, value in before.items():
             now = list(self.betas) if name == "betas" else getattr(self, name)
             if now != value:

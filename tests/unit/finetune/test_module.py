@@ -238,15 +238,13 @@ def test_a_schedule_may_change_where_training_goes_on(checkpoint: str, folder: s
 OPTIMIZER: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.2, "betas": (0.8, 0.9)}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(folder: str, tmp_path_factory: pytest.TempPathFactory) -> str:
+@pytest.fixture
+def checkpoint(folder: str, text: str, tmp_path: Path) -> str:
     """Of a run of two steps."""
-    root = tmp_path_factory.mktemp("run")
-    (root / "text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
     run = trainer(2)
-    run.fit(FineTune(folder, **OPTIMIZER), datamodule=data(folder, str(root / "text.txt")))
-    run.save_checkpoint(root / "two.ckpt")
-    return str(root / "two.ckpt")
+    run.fit(FineTune(folder, **OPTIMIZER), datamodule=data(folder, text))
+    run.save_checkpoint(tmp_path / "two.ckpt")
+    return str(tmp_path / "two.ckpt")
 
 
 def test_a_warm_up_that_is_longer_than_the_run(folder: str, text: str, caplog: pytest.LogCaptureFixture) -> None:
