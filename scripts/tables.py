@@ -18,6 +18,7 @@ from typing import Any
 
 from lt_offload import limits
 from lt_offload.units import format_bytes, format_seconds
+from scripts.agreement import tables as agreement_tables
 from scripts.bench.contenders import tables as contender_tables
 from scripts.common import ROOT
 from scripts.docs import figures
@@ -429,6 +430,17 @@ def bench_data(results: Sequence[Result]) -> str:
     return _section("Data beside TRL", "scripts.data.bench", results, head, rows)
 
 
+def agreement(results: Sequence[Result]) -> str:
+    """How many rows have the tokens and labels that other packages give them, and why the others have not."""
+    parts = []
+    for result in results:
+        title = f"Rows with the same tokens and labels: {agreement_tables.packages(result)}"
+        command, lines = "scripts.agreement FILE... --save", agreement_tables.rows(result)
+        parts.append(_section(title, command, [result], agreement_tables.HEAD, lines))
+        parts.append(_table(agreement_tables.HEAD_OF_REASONS, agreement_tables.reasons(result)))
+    return "\n\n".join(parts)
+
+
 def quality(results: Sequence[Result]) -> str:
     """What training on whole files gives, by both strategies."""
     rows = []
@@ -469,6 +481,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "bench-packing": bench_packing,
     "quality": quality,
     "bench-data": bench_data,
+    "agreement": agreement,
     "bench-load": bench_load,
     "bench-start": bench_start,
     "bench": bench,
@@ -526,9 +539,11 @@ def insert(text: str, mark: str, block: str, name: str) -> str:
 
 def _section(title: str, command: str, results: Sequence[Result], head: list[str], rows: Rows) -> str:
     origins = {figures.origin(result): None for result in results}
+    return f"**{title}** (`python -m {command}`; {'; '.join(origins)})\n\n{_table(head, rows)}"
+
+
+def _table(head: list[str], rows: Rows) -> str:
     lines = [
-        f"**{title}** (`python -m {command}`; {'; '.join(origins)})",
-        "",
         "| " + " | ".join(head) + " |",
         "|" + "|".join([" --- ", *[" ---: "] * (len(head) - 1)]) + "|",
         *("| " + " | ".join(row) + " |" for row in rows),

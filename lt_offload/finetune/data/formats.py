@@ -187,15 +187,26 @@ class Encoder:
             if not layout.of_messages:
                 prompt, answer = (check_text(row[columns[role]], columns[role]) for role in ("prompt", "completion"))
                 return self._plain(prompt, answer)
-            return self.write_conversation(from_completion(row, layout, from_table=from_table))
-        if format == "alpaca":
-            conversation = from_alpaca(row, layout)
-            return (
-                self._alpaca(conversation, row, layout)
-                if self.template is None
-                else self.write_conversation(conversation)
-            )
-        return self.write_conversation(from_chat(row, layout, from_table=from_table))
+        conversation = self.conversation(row, layout, from_table=from_table)
+        if conversation is None:
+            return self._alpaca(from_alpaca(row, layout), row, layout)
+        return self.write_conversation(conversation)
+
+    def conversation(self, row: Row, layout: Columns, *, from_table: bool = False) -> Conversation | None:
+        """Return the messages of a row, with ``data.system``; None if no chat template writes it.
+
+        Raises:
+            RowFault: if it has none.
+        """
+        if layout.format == "chat":
+            made = from_chat(row, layout, from_table=from_table)
+        elif layout.format == "completion" and layout.of_messages:
+            made = from_completion(row, layout, from_table=from_table)
+        elif layout.format == "alpaca" and self.template is not None:
+            made = from_alpaca(row, layout)
+        else:
+            return None
+        return self._with_system(made)
 
     def write_conversation(self, conversation: Conversation) -> Written:
         """Return a conversation as the chat template writes it.
@@ -205,7 +216,7 @@ class Encoder:
         """
         assert self.template is not None, "check() comes first"
         assert self.locator is not None
-        conversation, note = self.template.fit(self._with_system(conversation))
+        conversation, note = self.template.fit(conversation)
         turns = conversation.learned(self.train_on == "last")
         text, spans = self.locator.locate(conversation, turns)
         return Written(text, [(0, len(text))] if self.train_on == "all" else spans, note=note)

@@ -48,12 +48,17 @@ class Conversation:
     tools: list[Message] | None = None
     context: int = 0
 
+    @property
+    def answers(self) -> list[int]:
+        """The messages of the assistant after the prompt."""
+        return [i for i, m in enumerate(self.messages) if m["role"] == "assistant" and i >= self.context]
+
     def learned(self, last_only: bool) -> list[int]:
         """Return the messages of the assistant that are learned: those that say something, or the last of them.
 
         An empty answer would teach the model to say nothing, and a ``weight`` of 0 says that an answer is no example.
         """
-        turns = [i for i, m in enumerate(self.messages) if m["role"] == "assistant" and i >= self.context]
+        turns = self.answers
         return [i for i in (turns[-1:] if last_only else turns) if says_something(self.messages[i])]
 
 

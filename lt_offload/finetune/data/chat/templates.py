@@ -128,7 +128,7 @@ class ChatTemplate:
             return conversation, None
         can = self.abilities
         if (conversation.tools and not can.tools) or (calls and can.calls is None) or not can.results:
-            return self._as_text(conversation), TOOLS_AS_TEXT
+            return self.as_text(conversation), TOOLS_AS_TEXT
         if calls and can.calls == "text":
             messages = [_with_text_arguments(message) for message in messages]
         return replace(conversation, messages=messages), None
@@ -161,7 +161,8 @@ class ChatTemplate:
         except RowFault:
             return ""
 
-    def _as_text(self, conversation: Conversation) -> Conversation:
+    def as_text(self, conversation: Conversation) -> Conversation:
+        """Return ``conversation`` with functions, calls and results as text in its messages."""
         messages = [dict(message) for message in conversation.messages]
         as_user = "result7" not in self._try(
             [
@@ -249,6 +250,11 @@ def _adapted(name: str, text: str, tokenizer: PreTrainedTokenizerBase) -> tuple[
         notes.append(
             f"data.template={name}: this tokenizer has no token {end}, turns end with {tokenizer.eos_token} instead"
         )
+    if name == "mistral" and "[INST]" in tokenizer.added_tokens_encoder:
+        # Since v0.3 the marks are tokens; those of Tekken, which has no spaces of SentencePiece's, stand without any.
+        text = text.replace(" [/INST]", "[/INST]")
+        if "▁" not in vocabulary:
+            text = text.replace("[INST] ", "[INST]").replace("' ' + message['content']", "message['content']")
     written = re.sub(r"\{#.*?#\}", "", text, flags=re.DOTALL)
     tokens = sorted(set(re.findall(r"<\|?\w+\|?>", written)) - vocabulary.keys() - _tags(text))
     if tokens:

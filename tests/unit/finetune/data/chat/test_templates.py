@@ -156,3 +156,32 @@ def test_templates_that_there_are_not(
     with pytest.raises(ConfigError) as caught:
         find_template(setting, tokenizer("bytes"))
     assert message in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "marks", "expected"),
+    [
+        ("metaspace", False, "<s>[INST] Be brief.\n\nhello [/INST] yes</s>[INST] no? [/INST] no</s>"),
+        ("metaspace", True, "<s>[INST] Be brief.\n\nhello[/INST] yes</s>[INST] no?[/INST] no</s>"),
+        ("bytes", True, "<s>[INST]Be brief.\n\nhello[/INST]yes</s>[INST]no?[/INST]no</s>"),
+    ],
+)
+def test_mistrals_marks_stand_as_its_versions_want_them(kind: str, marks: bool, expected: str) -> None:
+    made = tokenizer(kind, begins=True)
+    if marks:
+        made.add_special_tokens({"additional_special_tokens": ["[INST]", "[/INST]"]})
+    template, notes = find_template("mistral", made)
+    assert template is not None
+    assert notes == []
+    turns = [("system", "Be brief."), ("user", "hello"), ("assistant", "yes"), ("user", "no?"), ("assistant", "no")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    assert template.render(messages) == expected
+    assert template.render(messages[:-1], ask=True) == expected.removesuffix("no</s>").rstrip(" ")
+
+
+def test_what_functions_return_is_ipythons_for_llama3() -> None:
+    template, _ = find_template("llama3", tokenizer("bytes"))
+    assert template is not None
+    written = template.render([{"role": "user", "content": "a"}, {"role": "tool", "content": "3"}])
+    assert written.count("<|start_header_id|>ipython<|end_header_id|>\n\n3") == 1
+    assert "tool" not in written

@@ -1,0 +1,58 @@
+"""Rows for the tables of docs/benchmarks.md from the result of the comparison."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+HEAD = ["tokenizer and template", "TRL", "TRL's packed sequences", "LLaMA-Factory", "the makers' encoders", "not known"]
+HEAD_OF_REASONS = ["where they differ", "rows", "why"]
+_PACKED = "TRL, packed"
+_MAKERS = ("mistral-common", "llama-models")
+
+Rows = list[list[str]]
+
+
+def rows(result: Mapping[str, Any]) -> Rows:
+    """Return a line per tokenizer: how many rows of all files are the same, and how many differ for a known reason."""
+    found: list[dict[str, Any]] = result["figures"]["comparisons"]
+    lines = []
+    for tokenizer in dict.fromkeys(each["tokenizer"] for each in found):
+        mine = [each for each in found if each["tokenizer"] == tokenizer]
+        sides = [
+            [each for each in mine if each["against"] == "TRL"],
+            [each for each in mine if each["against"].startswith(_PACKED)],
+            [each for each in mine if each["against"] == "LLaMA-Factory"],
+            [each for each in mine if each["against"] in _MAKERS],
+        ]
+        unknown = sum(each["undocumented"] for each in mine)
+        lines.append([f"`{tokenizer}`", *map(_cell, sides), str(unknown)])
+    return lines
+
+
+def reasons(result: Mapping[str, Any]) -> Rows:
+    """Return a line per reason that any row has."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for each in result["figures"]["comparisons"]:
+        for reason, count in each["documented"].items():
+            counts["makers' encoders" if each["against"] in _MAKERS else each["against"], reason] += count
+    return [
+        [f"{side}: {reason}", f"{counts[side, reason]:,}", why]
+        for side, each in result["figures"]["documented"].items()
+        for reason, why in each.items()
+        if counts[side, reason]
+    ]
+
+
+def packages(result: Mapping[str, Any]) -> str:
+    """Return which versions were compared."""
+    return ", ".join(f"{name} {version}" for name, version in result["settings"]["packages"].items())
+
+
+def _cell(compared: Sequence[Mapping[str, Any]]) -> str:
+    if not compared:
+        return ""
+    total, same, unknown = (sum(each[key] for each in compared) for key in ("rows", "same", "undocumented"))
+    known = total - same - unknown
+    return f"{same:,} of {total:,}" + (f", {known:,} documented" if known else "")
