@@ -32,8 +32,8 @@ DOCUMENTED = {
     "teach the model to say nothing",
     FIRST: "TRL has no form for an answer without anything before it; we learn it",
     REWRITTEN: "the template writes a conversation in another way once more follows, as Mistral's since v3, which move "
-    "the system message: an earlier answer would be a row of its own for TRL, we learn it where it stands; these "
-    "answers are not compared",
+    "system message and functions: an earlier answer would be a row of its own for TRL, we learn it where it stands; "
+    "these answers are not compared",
     MERGED: "TRL learns from where the tokens of the prompt alone and those of the whole differ, which may be in white "
     "space before the answer; we learn from the first token that has a character of the answer",
 }
