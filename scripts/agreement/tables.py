@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from html import escape
 from typing import Any
 
 HEAD = ["tokenizer and template", "TRL", "TRL's packed sequences", "LLaMA-Factory", "the makers' encoders", "not known"]
@@ -38,7 +39,7 @@ def reasons(result: Mapping[str, Any]) -> Rows:
         for reason, count in each["documented"].items():
             counts["makers' encoders" if each["against"] in _MAKERS else each["against"], reason] += count
     return [
-        [f"{side}: {reason}", f"{counts[side, reason]:,}", why]
+        [escape(f"{side}: {reason}", quote=False), f"{counts[side, reason]:,}", escape(why, quote=False)]
         for side, each in result["figures"]["documented"].items()
         for reason, why in each.items()
         if counts[side, reason]
