@@ -57,8 +57,8 @@ DOCUMENTED = {
     ROLE: "LLaMA-Factory gives what functions return to the user where its template has no form for it (SmolLM2, "
     "Zephyr), the model's template to the role tool",
     TRIMMED: "the models' templates cut white space around messages, LLaMA-Factory keeps it",
-    BEGIN: "LLaMA-Factory leaves out the token that begins a text where its template does not name it (ChatML, Zephyr), "
-    "and in running text where the tokenizer has no setting add_bos_token, as those made here",
+    BEGIN: "LLaMA-Factory leaves out the token that begins a text where its template does not name it (ChatML, "
+    "Zephyr), and in running text where the tokenizer has no setting add_bos_token, as those made here",
     INST: "LLaMA-Factory writes Mistral's questions as the tokenizers of v0.3 want them, without a space before "
     "[/INST], also for v0.1, whose template has one",
     END: "LLaMA-Factory writes no space between an answer of Llama 2 and </s>, the model's template does",
