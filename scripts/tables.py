@@ -21,11 +21,11 @@ from lt_offload.units import format_bytes, format_seconds
 from scripts.agreement import tables as agreement_tables
 from scripts.bench.contenders import tables as contender_tables
 from scripts.common import ROOT
-from scripts.docs import figures
+from scripts.docs import curves, figures
 
 CURVE = "pictures/bench-curve.svg"
 """Where the drawing is, seen from docs/."""
-NO_TABLES = ("papers", "recipes")
+NO_TABLES = ("papers", "quality", "recipes")
 """Results with a place of their own."""
 
 Result = dict[str, Any]
@@ -442,7 +442,9 @@ def agreement(results: Sequence[Result]) -> str:
 
 
 def quality(results: Sequence[Result]) -> str:
-    """What training on whole files gives, by both strategies."""
+    """What training on whole files gives by both strategies: a table, and of each the learning curve and answers."""
+    if not results:
+        return ""
     rows = []
     for result in results:
         settings, figures = result["settings"], result["figures"]
@@ -461,7 +463,12 @@ def quality(results: Sequence[Result]) -> str:
         )
     losses = ["held-out loss before", "after"]
     head = ["data", "trained", "steps", *losses, "all equal to plain Lightning's", "time ratio", "device peak"]
-    return _section("SmolLM2-135M trained on whole files", "scripts.data.quality NAME=FILE", results, head, rows)
+    title = "SmolLM2-135M trained on whole files"
+    parts = [_section(title, "scripts.data.quality NAME=FILE", results, head, rows)]
+    for result in results:
+        parts.append(f"![{curves.title(result)}: losses by step]({curves.name(result)})")
+        parts.append(curves.answers(result))
+    return "\n\n".join(parts)
 
 
 TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
@@ -479,7 +486,6 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "bench-gaps": bench_gaps,
     "bench-batch": bench_batch,
     "bench-packing": bench_packing,
-    "quality": quality,
     "bench-data": bench_data,
     "agreement": agreement,
     "bench-load": bench_load,
@@ -513,6 +519,7 @@ def pages(root: Path) -> dict[Path, str]:
         "README.md": {"numbers": figures.headline(results)},
         "docs/benchmarks.md": {"numbers": render(root / "results")},
         "docs/limits.md": {"limits": limits.markdown()},
+        "docs/quality.md": {"quality": quality(results.get("quality", []))},
         "docs/will-it-fit.md": {kind: block(results.get(kind, [])) for kind, block in figures.BLOCKS.items()},
     }
     files = {}
@@ -521,6 +528,8 @@ def pages(root: Path) -> dict[Path, str]:
         for mark, block in marked.items():
             text = insert(text, mark, block, name)
         files[root / name] = text
+    for result in results.get("quality", []):
+        files[root / "docs" / curves.name(result)] = curves.draw(result)
     for result in results.get("bench", []):
         if result["settings"]["suite"] == "curve":
             files[root / "docs" / CURVE] = contender_tables.curve(result)

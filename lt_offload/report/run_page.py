@@ -65,11 +65,12 @@ def _page(run: RunFolder, gains: Sequence[Gain]) -> str:
             *plan_page.sections(plan, profile, predicted, run.trace, gains),
         ]
     last = run.parts[-1] if run.parts else None
+    steps = "1 step" if run.steps == 1 else f"{run.steps} steps"
     ended = f", {last.ended}" if last is not None and last.ended != "finished" else ""
     return page(
         title,
         [
-            plan_page.header(title, f"training report · {run.steps} steps{ended}", about or [run.name]),
+            plan_page.header(title, f"training report · {steps}{ended}", about or [run.name]),
             f'<p class="lead">{unbroken(escape(_lead(run)))}</p>',
             plan_page.figures(_figures(run)),
             _training(run),

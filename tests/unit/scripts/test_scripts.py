@@ -8,6 +8,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -233,6 +234,19 @@ ORDERS = {
         "goal": 1.4,
     },
 }
+LEARNT = {
+    "steps": 20,
+    "train_loss": [[10, 2.0], [20, 1.5]],
+    "val_loss": [[0, 2.1], [20, 1.75]],
+    "answers_before": {"a | b?": "no"},
+    "answers": {"a | b?": "yes,\nif <i>"},
+    "step_s": 1.5,
+    "device_peak_bytes": 400e6,
+}
+QUALITY = {
+    "settings": {"data": "some_rows.json", "method": "lora", "memory": "430MB"},
+    "figures": {"equal": {"weights": True, "answers": False}, "stock": LEARNT | {"step_s": 1.0}, "offmate": LEARNT},
+}
 KINDS = {
     "bench-gaps": GAPS,
     "compare": COMPARE,
@@ -298,6 +312,9 @@ def root(results: Path) -> Path:
     for name, mark in marks.items():
         (above / name).write_text(f"# Title\n\n<!-- {mark} -->\nold\n<!-- /{mark} -->\n\nmore\n")
     (above / "docs" / "will-it-fit.md").write_text("<!-- fits -->\n<!-- /fits -->\n")
+    (above / "docs" / "quality.md").write_text("<!-- quality -->\n<!-- /quality -->\n")
+    document = {"kind": "quality", "date": "2025-01-31", "machine": MACHINE, "versions": {"torch": "2.11.0"}} | QUALITY
+    (results / "quality-some-lora.json").write_text(json.dumps(document))
     return above
 
 
@@ -309,7 +326,7 @@ def test_pages_are_written_and_checked(
         return tables.main()
 
     assert run("--check") == 1
-    assert capsys.readouterr().err.count("out of date") == 4
+    assert capsys.readouterr().err.count("out of date") == 6
     page = root / "docs" / "benchmarks.md"
     assert "old" in page.read_text()
     assert run() == 0
@@ -322,6 +339,11 @@ def test_pages_are_written_and_checked(
     assert "| +1.2% | -23.0% |" in readme
     assert "Made on Some CPU, 2 cores, torch 2.11.0, 2025-01-31." in readme
     assert "| float16 weights | they need loss scaling |" in (root / "docs" / "limits.md").read_text()
+    learnt = (root / "docs" / "quality.md").read_text()
+    assert "| `some_rows.json` | lora | 20 | 2.100 | 1.750 | not in answers | 1.50 | 400 MB |" in learnt
+    assert "| a \\| b? | no | yes, if &lt;i&gt; |" in learnt
+    drawing = ElementTree.parse(root / "docs" / "pictures" / "quality-some-lora.svg")
+    assert len(drawing.findall("{*}circle")) == 4
     assert run("--check") == 0
     (root / "results" / "compare.json").unlink()
     assert run("--check") == 1
