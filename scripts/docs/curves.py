@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from lt_offload.units import format_bytes, parse_bytes
+
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 880, 340, 60, 210, 40, 44
 STOCK, OURS = "#b9c4cc", "#c8553d"
 """Colours. The line of the stock strategy is broad, that of ``offmate`` lies on it."""
@@ -23,7 +25,7 @@ def title(result: Mapping[str, Any]) -> str:
     """Return what is drawn, for people."""
     settings = result["settings"]
     trained = "LoRA" if settings["method"] == "lora" else "all weights"
-    return f"SmolLM2-135M on {settings['data']}, {trained}, in {settings['memory']}"
+    return f"SmolLM2-135M on {settings['data']}, {trained}, in {format_bytes(parse_bytes(settings['memory']))}"
 
 
 def answers(result: Mapping[str, Any]) -> str:
@@ -32,7 +34,7 @@ def answers(result: Mapping[str, Any]) -> str:
     lines = ["| prompt | before | after |", "| --- | --- | --- |"]
     for prompt, after in run["answers"].items():
         cells = (prompt, run["answers_before"].get(prompt, ""), after)
-        lines.append("| " + " | ".join(escape(" ".join(cell.split())).replace("|", "\\|") for cell in cells) + " |")
+        lines.append("| " + " | ".join(escape(" ".join(cell.split()), quote=False).replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(lines)
 
 
