@@ -33,9 +33,13 @@ def answers(result: Mapping[str, Any]) -> str:
     run = result["figures"]["offmate"]
     lines = ["| prompt | before | after |", "| --- | --- | --- |"]
     for prompt, after in run["answers"].items():
-        cells = (prompt, run["answers_before"].get(prompt, ""), after)
-        lines.append("| " + " | ".join(escape(" ".join(cell.split()), quote=False).replace("|", "\\|") for cell in cells) + " |")
+        cells = map(_cell, (prompt, run["answers_before"].get(prompt, ""), after))
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _cell(text: str) -> str:
+    return escape(" ".join(text.split()), quote=False).replace("|", "\\|")
 
 
 def draw(result: Mapping[str, Any]) -> str:
