@@ -17,16 +17,18 @@ if TYPE_CHECKING:
     from lt_offload.cli.app import App
 
 
-def check_early(app: App, ckpt_path: str | None = None, *, resume: bool = False) -> None:
+def check_early(app: App, ckpt_path: str | None = None, *, resume: bool = False, reads_data: bool = True) -> None:
     """Raise ``ConfigError`` for files and folders that are not what the settings say they are.
 
     Args:
         app: the settings.
         ckpt_path: checkpoint that will be loaded.
         resume: whether training goes on from it.
+        reads_data: whether there must be data; a run may have been carried away from those it was trained on.
     """
     data = app.datamodule
-    data.check_paths()
+    if reads_data:
+        data.check_paths()
     load.check_name(app.model.name)  # what has to be converted is not, yet
     if is_dir(user_path(data.tokenizer_name)):
         load.load_tokenizer(data.tokenizer_name)

@@ -58,7 +58,7 @@ def chat(
     if temperature == 0 and top_p == default_of(chat, "top_p"):
         top_p = 1.0  # nobody has asked for it
     sampler = Sampler(temperature=temperature, top_p=top_p, seed=seed)
-    check_early(app, ckpt_path)
+    check_early(app, ckpt_path, reads_data=False)
     talk = Talk(app, sampler, system=system, max_new_tokens=max_new_tokens)
     loader: Any = talk
     status("loading the model")

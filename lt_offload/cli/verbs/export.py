@@ -48,7 +48,7 @@ def export(
     if format != "hf" or not merge:
         what = "--merge false, with which adapters are written, as one file" if format == "hf" else f"--format {format}"
         refuse_unused(export, "--", {"max_shard_size": max_shard_size}, what, instead="export a whole model as hf")
-    check_early(app, ckpt_path)
+    check_early(app, ckpt_path, reads_data=False)
     if ckpt_path is None:
         model = app.model.build()
     elif app.model.quantize is None:

@@ -46,7 +46,7 @@ def generate(
     if max_new_tokens < 1:
         raise ConfigError(f"max_new_tokens={max_new_tokens} is too small; it must be at least 1")
     sampler = Sampler(temperature=temperature, top_p=top_p, seed=seed)
-    check_early(app, ckpt_path)
+    check_early(app, ckpt_path, reads_data=False)
     request: Any = [app.datamodule.prompt(text, max_new_tokens=max_new_tokens) | {"choose": sampler}]
     loader: DataLoader[Any] = DataLoader(request, batch_size=None)
     count = request[0]["input_ids"].shape[1]

@@ -365,10 +365,16 @@ class FineTuneData(LightningDataModule):
     @cached_property
     def asks_questions(self) -> bool:
         """Whether the data are instructions or conversations, and no texts that are continued."""
-        if self.format == "auto":
+        if self.format in ("auto", "completion"):
             if self.path == sources.PYDOC:
                 return False
-            source = sources.sources(self.path, subset=self.subset, split=self.split, setting="data.path")[0]
+            try:
+                source = self._sources("path")[0]
+            except ConfigError as error:
+                raise ConfigError(
+                    f"{error}; how a prompt is written depends on the data with data.format={self.format}: set it to "
+                    "text, alpaca or chat to do without them"
+                ) from None
             layout = self.preparation.layout(source)
             return layout.format in ("alpaca", "chat") or (layout.format == "completion" and layout.of_messages)
         return self.format in ("alpaca", "chat")

@@ -188,3 +188,27 @@ def test_a_run_folder_stands_for_its_newest_checkpoint(recipe: str, capsys: pyte
     assert main(["check", "run"]) == 0
     Path("empty").mkdir()
     assert "'empty' is a folder without config.yaml" in fails(capsys, "check", "empty")
+
+
+def test_what_is_trained_on_may_be_gone(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    generate = ["generate", recipe, "--prompt", "fox", "--max_new_tokens", "12", "--quiet"]
+    assert main(generate) == 0
+    said = capsys.readouterr().out
+    Path("text.txt").unlink()
+    line = fails(capsys, *generate)
+    assert "data.path='text.txt' does not exist" in line
+    assert "with data.format=auto: set it to text, alpaca or chat" in line
+    assert main([*generate, "--data.format", "text"]) == 0
+    assert capsys.readouterr().out == said
+    assert main(["export", recipe, "--output", "exported"]) == 0
+    assert Path("exported/model.safetensors").is_file()
+    assert "data.path='text.txt' does not exist" in fails(capsys, recipe)
+
+
+def test_a_conversation_needs_no_data(
+    recipe: str, talker: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("text.txt").unlink()
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
+    assert main(["chat", recipe, "--temperature", "0", "--max_new_tokens", "8", "--quiet"]) == 0
+    assert capsys.readouterr().out == expected(talker, [{"role": "user", "content": "hello"}], 8) + "\n"

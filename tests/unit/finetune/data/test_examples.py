@@ -189,5 +189,9 @@ def test_the_conversation_is_written_as_in_training(tokenizer: str, path: Path) 
     assert FineTuneData(tokenizer, path=str(listed), system="Be brief.").prompt("say 3")["input_ids"].tolist() == [
         prompt
     ]
+    listed.write_text(json.dumps([{"prompt": messages[:1], "completion": messages[1:]}]))
+    for format in ("auto", "completion"):
+        turns = FineTuneData(tokenizer, path=str(listed), format=format, system="Be brief.")
+        assert turns.prompt("say 3")["input_ids"].tolist() == [prompt], format
     plain = FineTuneData(tokenizer, path=str(path), format="text")
     assert plain.tokenizer.decode(plain.prompt("say 3")["input_ids"][0]) == "say 3"
