@@ -164,7 +164,8 @@ class App(LightningCLI):
             strategy.report_dir = self.run_dir
         callbacks = config.get("callbacks") or []
         wanted = _without_doubles(callbacks if isinstance(callbacks, list) else [callbacks])
-        bars = [] if quiet() else [callback for callback in wanted if isinstance(callback, ProgressBar)]
+        shown = not quiet() and config.get("enable_progress_bar") is not False
+        bars = [callback for callback in wanted if shown and isinstance(callback, ProgressBar)]
         wanted = [callback for callback in wanted if not isinstance(callback, ProgressBar)]
         if not bars:
             kwargs["enable_progress_bar"] = False

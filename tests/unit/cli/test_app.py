@@ -9,7 +9,10 @@ import pytest
 import torch
 import yaml
 
+from lt_offload.cli.app import App
 from lt_offload.cli.main import main
+from lt_offload.cli.recipes import chain
+from lt_offload.cli.verbs.check import check
 from lt_offload.cli.wording import explain
 from tests.support.commands import fails
 
@@ -237,3 +240,9 @@ def test_long_errors_of_the_parser_become_one_line() -> None:
         "unknown setting 'model.lr'; did you mean data.lr?"
     )
     assert explain("something else\n  entirely", []) == "something else entirely"
+
+
+@pytest.mark.parametrize("shown", [True, False])
+def test_progress_can_be_left_out(recipe: Path, shown: bool) -> None:
+    app = App(check, recipe, chain(recipe), ["--trainer.enable_progress_bar", str(shown).lower()])
+    assert (app.trainer.progress_bar_callback is not None) == shown
