@@ -352,16 +352,20 @@ class FineTune(LightningModule):
             self.check_continues(checkpoint)
 
     def check_continues(self, checkpoint: Mapping[str, Any]) -> None:
-        """Raise ``ConfigError`` if the optimizer whose states are in ``checkpoint`` was set in another way."""
+        """Raise ``ConfigError`` if the optimizer whose states are in ``checkpoint`` was set in another way.
+
+        Of an optimizer that a subclass configures, nothing is known here.
+        """
         saved = next(iter(checkpoint.get("optimizer_states") or ()), None)
         groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
-        if not groups:
-            return  # whoever loads it says so
+        if not groups or type(self).configure_optimizers is not FineTune.configure_optimizers:
+            return  # whoever loads it says what does not fit
         first = groups[0]
-        before = {
-            "lr": first.get("initial_lr", self.lr),
-            "weight_decay": max(group.get("weight_decay", self.weight_decay) for group in groups),
-        }
+        before = {"lr": first.get("initial_lr", self.lr)}
+        # A single group may be of vectors, if the parameters that are trained were chosen by their names.
+        matrices = any(parameter.requires_grad and parameter.ndim > 1 for parameter in self.parameters())
+        if len(groups) > 1 or matrices or not (self.frozen or self.train_only):
+            before["weight_decay"] = first.get("weight_decay", self.weight_decay)
         if self.optimizer in ("adamw", "adam"):
             before["betas"] = list(first.get("betas", self.betas))
             if "decoupled_weight_decay" in first:

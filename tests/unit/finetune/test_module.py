@@ -235,6 +235,34 @@ def test_a_schedule_may_change_where_training_goes_on(checkpoint: str, folder: s
     assert run.global_step == 4
 
 
+def test_vectors_alone_go_on_without_their_weight_decay(folder: str, text: str, tmp_path: Path) -> None:
+    """Their checkpoint says 0, whatever the setting is."""
+    settings: dict[str, Any] = {"train_only": ["*norm*"], "weight_decay": 0.2}
+    run = trainer(1)
+    run.fit(FineTune(folder, **settings), datamodule=data(folder, text))
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    state = torch.load(tmp_path / "one.ckpt")
+    FineTune(folder, **settings).check_continues(state)
+    run = trainer(2)
+    run.fit(FineTune(folder, **settings), datamodule=data(folder, text), ckpt_path=str(tmp_path / "one.ckpt"))
+    assert run.global_step == 2
+    with pytest.raises(ConfigError, match=r"model\.lr=0\.5 changes nothing"):
+        FineTune(folder, **settings, lr=0.5).check_continues(state)
+
+
+def test_an_optimizer_of_ones_own_goes_on(folder: str, text: str, tmp_path: Path) -> None:
+    class Module(FineTune):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=2 * self.lr)
+
+    run = trainer(1)
+    run.fit(Module(folder), datamodule=data(folder, text))
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    run = trainer(2)
+    run.fit(Module(folder, betas=(0.8, 0.9)), datamodule=data(folder, text), ckpt_path=str(tmp_path / "one.ckpt"))
+    assert run.global_step == 2
+
+
 OPTIMIZER: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.2, "betas": (0.8, 0.9)}
 
 
