@@ -376,7 +376,7 @@ class FineTune(LightningModule):
                 raise ConfigError(
                     f"model.{name}={now} changes nothing where training goes on from a checkpoint, whose run had "
                     f"{value}; set it to that (the folder of the run, given as the recipe, has all its settings), or "
-                    "export the model and train that"
+                    "export the model and begin a new run with it as model.name"
                 )
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
