@@ -135,6 +135,7 @@ def test_a_message_that_is_too_long_does_not_end_the_conversation(
     talker = tiny.model(tmp_path / "talker", chat=True, max_position_embeddings=context)
     flags = ["--model.name", str(talker), "--temperature", "0", "--max_new_tokens", "8", "--quiet"]
     monkeypatch.setattr("sys.stdin", io.StringIO("\n".join(["hello", "a" * length, "again"])))
+    capsys.readouterr()  # what was said while the model was made
     assert main(["chat", recipe, *flags]) == 2, "whoever has written the input is told that a message was left out"
     captured = capsys.readouterr()
     [line] = captured.err.splitlines()
