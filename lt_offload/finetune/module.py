@@ -66,7 +66,8 @@ class FineTune(LightningModule):
         tokenizer: name or folder of the tokenizer, if not the model's; set by the recipe's ``data.tokenizer``.
         loss_average: what the loss of an update of several batches (``trainer.accumulate_grad_batches``) is a mean of:
             ``tokens``, all those with a loss, as in one large batch, or ``batches``, their means, in which the tokens
-            of a batch with few of them count for more.
+            of a batch with few of them count for more; null: ``tokens``, but ``batches`` with loaders of one's own,
+            which do not say how many tokens an update has.
         optimizer: what updates the weights: ``adamw``, ``adam``, ``sgd`` (with momentum 0.9) or ``adafactor``.
         master_weights: for bfloat16 weights and ``adamw``: update fp32 copies of them, with fp32 states, so that small
             steps are not rounded away. They stay where updates run (16 instead of 8 bytes per weight in all), and
@@ -98,7 +99,7 @@ class FineTune(LightningModule):
         train_only: list[str] | None = None,
         new_tokens: list[str] | None = None,
         tokenizer: str | None = None,
-        loss_average: LossAverage = "tokens",
+        loss_average: LossAverage | None = None,
         optimizer: OptimizerName = "adamw",
         master_weights: bool = False,
         stochastic_rounding: bool = False,
@@ -150,7 +151,7 @@ class FineTune(LightningModule):
         self.train_only = tuple(train_only or ())
         self.new_tokens = tuple(new_tokens or ())
         self.tokenizer = tokenizer
-        self.loss_average: LossAverage = loss_average
+        self.loss_average: LossAverage | None = loss_average
         self.optimizer: OptimizerName = optimizer
         self.master_weights = master_weights
         self.stochastic_rounding = stochastic_rounding
@@ -282,7 +283,7 @@ class FineTune(LightningModule):
         """Return the mean loss per token, or what becomes that of an update where Lightning takes a mean over batches.
 
         Raises:
-            ConfigError: if ``loss_average`` needs to know the tokens of an update, and the batch does not say.
+            ConfigError: if ``loss_average`` is ``tokens``, and the batch does not say how many its update has.
         """
         count: int = 1 if self._trainer is None else self._trainer.accumulate_grad_batches
         if batch_idx % count == 0:
@@ -291,7 +292,7 @@ class FineTune(LightningModule):
         tokens = batch.pop(TOKENS, None)
         if self.loss_average == "batches":
             tokens = None
-        elif tokens is None and count > 1:
+        elif tokens is None and count > 1 and self.loss_average == "tokens":
             raise ConfigError(
                 f"model.loss_average=tokens: the batches have no {TOKENS!r}, the number of trained tokens in all "
                 f"{count} of an update (accumulate_grad_batches), which FineTuneData adds; add it, or set "

@@ -90,8 +90,9 @@ def warn_of_short_ones(trainer: Any) -> None:
 
 
 def knows_tokens(trainer: Any) -> bool:
-    """Return whether the module of ``trainer`` takes a mean over the tokens of a window, of whatever size."""
-    return getattr(trainer.lightning_module, "loss_average", None) == "tokens"
+    """Return whether the loss of a window is a mean over its tokens: if the module wants it and batches say them."""
+    wanted = getattr(trainer.lightning_module, "loss_average", "batches")
+    return wanted == "tokens" or (wanted is None and getattr(trainer.datamodule, "counts_tokens", False))
 
 
 LOOKING = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")

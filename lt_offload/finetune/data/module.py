@@ -103,6 +103,9 @@ class FineTuneData(LightningDataModule):
         cache_dir: folder that keeps tokenised data for the next start; null: lt_offload/data in the user's cache.
     """
 
+    counts_tokens = True
+    """Batches say how many tokens are trained in all of their update, if the module asks for it."""
+
     def __init__(
         self,
         model: str,

@@ -90,7 +90,7 @@ def quiet(**settings: Any) -> Any:
 
 
 def fit(folder: Path, *, data: dict[str, Any] | None = None, ckpt: Path | None = None, **settings: Any) -> Recording:
-    loss_average: LossAverage = settings.pop("loss_average", "tokens")
+    loss_average: LossAverage | None = settings.pop("loss_average", None)
     lightning.pytorch.seed_everything(7, verbose=False)
     defaults = {"max_length": 64, "batch_size": 2, "validation_rows": 1, "pack": False}
     source = FineTuneData(str(folder), path=str(folder / "rows.jsonl"), **defaults | (data or {}))
@@ -249,9 +249,12 @@ def test_what_was_left_of_an_update_is_not_in_the_next(folder: Path) -> None:
     check(folder, module.updates)
 
 
-def test_data_of_ones_own_have_to_say(folder: Path) -> None:
+def test_data_of_ones_own_may_say(folder: Path) -> None:
     rows = [{"input_ids": torch.arange(3, 9), "labels": torch.arange(3, 9)}] * 4
-    module = FineTune(str(folder), schedule="constant")
+    run = quiet(accumulate_grad_batches=2)
+    run.fit(FineTune(str(folder), schedule="constant"), DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
+    assert run.global_step == 1
+    module = FineTune(str(folder), schedule="constant", loss_average="tokens")
     with pytest.raises(ConfigError, match="loss_average=tokens: the batches have no 'num_items_in_batch'") as error:
         quiet(accumulate_grad_batches=2).fit(module, DataLoader(rows, batch_size=2))  # type: ignore[arg-type]
     assert "set model.loss_average=batches" in str(error.value)
