@@ -11,6 +11,7 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 
 from lt_offload import InfeasibleError, OffmateStrategy
 from lt_offload.strategy import sample
+from tests import sampling
 from tests.support.trainers import BATCHES, Forced, fit, seeded_module, state_differences
 
 BUDGETS = {"tight": 1.02, "middle": 1.6, "resident": 20.0}
@@ -42,7 +43,10 @@ def strategy(budget: str, **settings: Any) -> OffmateStrategy:
     return OffmateStrategy(memory=memory, planner=planner, async_checkpoint=budget == "middle")
 
 
-@pytest.mark.parametrize(("first", "second"), [("tight", "resident"), ("resident", "middle"), ("middle", "tight")])
+CHANGES = [("tight", "resident"), ("resident", "middle"), ("middle", "tight")]
+
+
+@pytest.mark.parametrize(("first", "second"), sampling.some(CHANGES, 2))
 def test_a_run_goes_on_in_another_budget_in_the_middle_of_an_epoch(first: str, second: str, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"accumulate_grad_batches": 2}
     whole = fit("auto", seeded_module(dropout=0.1, batch_size=1), **settings)

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from lt_offload import OffmateStrategy
 from lt_offload.finetune.adapters import LoraArgs
 from lt_offload.finetune.module import FineTune
+from tests import sampling
 from tests.support import tiny
 from tests.support.trainers import Forced, Run, Tokens, state_differences, trainer
 
@@ -54,8 +55,7 @@ def plainly(name: str, tied: bool) -> Run:
     return trained(name, tied, "auto")
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("name", SETTINGS)
+@pytest.mark.parametrize(("name", "strategy"), sampling.grid(SETTINGS, STRATEGIES, count=10))
 def test_training_is_that_of_plain_lightning(name: str, strategy: str) -> None:
     tied = name in ("embeddings", "frozen") or strategy == "all places"
     plain = plainly(name, tied)

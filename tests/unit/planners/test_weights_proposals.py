@@ -54,7 +54,7 @@ def by_place(decisions: Decisions) -> Counter[str]:
     return Counter(tensor.place for tensor in decisions.tensors)
 
 
-@pytest.mark.parametrize("model", ["plain", "tied", "half", "lora", "frozen start"])
+@pytest.mark.parametrize("model", sampling.some(["plain", "tied", "half", "lora", "frozen start"], 3))
 def test_random_models(model: str) -> None:
     planned = Counter[str]()
     for seed in range(12 if sampling.FULL else 6):

@@ -15,6 +15,7 @@ from lt_offload.report.plan_page import write_plan_report
 from lt_offload.report.run_page import write_run_report
 from lt_offload.report.sweep_page import write_sweep_report
 from lt_offload.schema.plan import BatchPoint
+from tests import sampling
 from tests.support import browser
 from tests.support.reports.run_folders import make_run
 from tests.support.samples import MB, make_plan, make_profile, make_trace
@@ -125,8 +126,7 @@ NAMES = """({
   empty: [...document.querySelectorAll("h2")].filter(e => !e.nextElementSibling).length})"""
 
 
-@pytest.mark.parametrize("width", [360, 1280])
-@pytest.mark.parametrize("write", REPORTS)
+@pytest.mark.parametrize(("write", "width"), sampling.grid(REPORTS, [360, 1280], count=8))
 def test_layout_and_names(write: Callable[[Path], Path], width: int, tmp_path: Path) -> None:
     """Nothing is wider than the window, no label covers another one, everything has a name for those who cannot see."""
     page = write(tmp_path)
