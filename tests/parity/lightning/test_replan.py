@@ -232,7 +232,7 @@ def test_whoever_holds_the_memory_of_weights_keeps_the_engine(
     weights: dict[str, Tensor] = ours.module.state_dict()
     assert all(equal(keeps.kept[name], weights[name]) for name in weights)
     plan = ours.trainer.strategy.plan
-    assert plan.predicted.iteration_s == pytest.approx(machine.trace(plan).iteration_time, rel=0.001)
+    assert plan.predicted.iteration_s == pytest.approx(machine.trace(plan).iteration_time, rel=0.01)
 
 
 def test_where_no_plan_is_faster_only_the_prediction_changes(
