@@ -24,7 +24,7 @@ from lt_offload.plan import Settings, make_plan, simulate
 from lt_offload.plan.correct import timed
 from lt_offload.plan.planners.baselines import smallest
 from lt_offload.schema.plan import Plan
-from lt_offload.schema.profile import OptionProfile, Profile
+from lt_offload.schema.profile import Contention, OptionProfile, Profile
 from lt_offload.schema.trace import Trace
 from lt_offload.strategy import offmate, replan, sample
 from tests import sampling
@@ -34,6 +34,8 @@ from tests.support.trainers import Run, differences, fit, seeded_module
 EPOCHS = 4
 FAST_COPIES = {"h2d": 0.5, "d2h": 0.5, "host": 0.5, "device": 20.0}
 SLOW_COPIES = {"h2d": 20.0, "d2h": 20.0, "host": 20.0, "device": 0.5}
+SHARED = Contention(compute=0.1, h2d=0.5, d2h=0.5, host=0.9)
+"""The same in every run: one that is measured says how busy the machine was."""
 AGAIN = {"recompute": 1.0, "reload": 1.0, "mixed": 0.4}
 TIGHT, MIDDLE = 1.5, 2.5
 """Parts of the least memory that the model can be trained with."""
@@ -53,6 +55,7 @@ def paced(profile: Profile, *, h2d: float, d2h: float, host: float, device: floa
         ),
         hardware=replace(profile.hardware, h2d_bytes_per_s=total / h2d, d2h_bytes_per_s=total / d2h),
         optimizer=replace(profile.optimizer, host_bytes_per_s=total / host, device_bytes_per_s=total / device),
+        contention=SHARED,
     )
 
 
@@ -232,7 +235,7 @@ def test_whoever_holds_the_memory_of_weights_keeps_the_engine(
     weights: dict[str, Tensor] = ours.module.state_dict()
     assert all(equal(keeps.kept[name], weights[name]) for name in weights)
     plan = ours.trainer.strategy.plan
-    assert plan.predicted.iteration_s == pytest.approx(machine.trace(plan).iteration_time, rel=0.01)
+    assert plan.predicted.iteration_s == pytest.approx(machine.trace(plan).iteration_time, rel=0.001)
 
 
 def test_where_no_plan_is_faster_only_the_prediction_changes(
