@@ -121,7 +121,7 @@ def _verdict(how: str, mine: float, other: Profile, settings: Settings, *, thoro
     if not thorough:
         return (
             f"{how} would take at least {format_seconds(least)} per update, if it fits: at best {mine / least:.2f} "
-            "times as fast as this plan; lt-finetune plan looks for the plan"
+            "times as fast as this plan; it was not planned"
         )
     found = _seconds(other, settings)
     if found is None:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
-from lt_offload.plan.assembly.window import with_sums
+from lt_offload.plan.assembly.window import without_gradients
 from lt_offload.plan.infeasible import explain_infeasible, smallest_ram
 from lt_offload.plan.planners.baselines import (
     Smallest,
@@ -117,7 +117,7 @@ def make_plan(profile: Profile, settings: Settings, *, exact: bool = False) -> P
     if profile.deferred_forwards:
         return plan_forwards(profile, settings, partial(make_plan, exact=exact))
     if has_windows(settings):
-        return plan_windows(profile, settings, partial(make_plan, exact=exact))
+        return plan_windows(profile, settings, partial(make_plan, exact=exact), least_s(profile, settings))
     began = time.monotonic()
     first = without_chunks(profile)
     try:
@@ -140,16 +140,15 @@ def make_plan(profile: Profile, settings: Settings, *, exact: bool = False) -> P
 def least_s(profile: Profile, settings: Settings) -> float:
     """Return the seconds that no plan for ``profile`` can beat; infinity if none fits. Costs one linear program.
 
-    Passes that only add gradients up, and the one that also updates, are no faster together than as many times their
-    mean.
+    Of a window it is that of its passes without their gradients: some of what these take is done once, and it is the
+    plan's to choose what.
     """
-    window = settings.accumulate * profile.forwards
+    passes = settings.accumulate * profile.forwards
     if profile.forwards > 1 or has_windows(settings):
-        profile = with_sums(replace(profile, forwards=1, deferred_forwards=0), window)
-        settings = for_one(settings)
+        profile, settings = without_gradients(profile), for_one(settings)
     request = _request(profile, settings)
     selection = _Selection(request, offmate_config(profile, settings, window=_window(profile)), settings.planner)
-    return window * selection.bound if selection.may_fit() else math.inf
+    return passes * selection.bound if selection.may_fit() else math.inf
 
 
 def without_chunks(profile: Profile) -> Profile:

@@ -32,7 +32,9 @@ def has_windows(settings: Settings) -> bool:
     return settings.accumulate > 1 or settings.delayed
 
 
-def plan_windows(profile: Profile, settings: Settings, plan_one: Callable[[Profile, Settings], Plan]) -> Plan:
+def plan_windows(
+    profile: Profile, settings: Settings, plan_one: Callable[[Profile, Settings], Plan], least_s: float
+) -> Plan:
     """Return the plan for windows of ``settings.accumulate`` micro-batches.
 
     What is fastest for the mean pass of a window need not be for its passes one after the other. A second plan is
@@ -43,20 +45,26 @@ def plan_windows(profile: Profile, settings: Settings, plan_one: Callable[[Profi
         profile: what model and machine cost.
         settings: budgets and switches.
         plan_one: plans for one micro-batch per update; its errors are passed on.
+        least_s: no plan for windows takes less.
     """
     window, half = settings.accumulate, replace(for_one(settings), time_limit=settings.time_limit / 2)
-    first = plan_one(with_sums(profile, window), half)
-    mean = for_windows(first, profile, settings)
-    if mean.predicted.iteration_s <= (1 + _GOOD_GAP) * window * first.predicted.lower_bound_s:
-        return mean
+    mean = for_windows(plan_one(with_sums(profile, window), half), profile, settings)
+    if mean.predicted.iteration_s <= (1 + _GOOD_GAP) * least_s:
+        return _bounded(mean, least_s)
     other = (
         _settling(with_sums(profile, window), window) if settings.delayed else with_sums(profile, window, mean=False)
     )
     try:
         second = for_windows(plan_one(other, half), profile, settings)
     except (ConfigError, InfeasibleError, UnsupportedError):  # there is a plan: no other was found in time
-        return mean
-    return min(mean, second, key=lambda plan: plan.predicted.iteration_s)
+        return _bounded(mean, least_s)
+    return _bounded(min(mean, second, key=lambda plan: plan.predicted.iteration_s), least_s)
+
+
+def _bounded(plan: Plan, least_s: float) -> Plan:
+    found = plan.predicted
+    bound = min(max(found.lower_bound_s, least_s), found.iteration_s)
+    return replace(plan, predicted=replace(found, lower_bound_s=bound))
 
 
 def _settling(profile: Profile, window: int) -> Profile:

@@ -77,9 +77,11 @@ def fit(
             file=sys.stderr,
         )
     report = app.summary.end(trainer)
-    print_summary(app.summary, trainer, report)
-    if gains := run_gains(app.summary, trainer):
-        write_report(app.run_dir, gains)
+    try:
+        if gains := run_gains(app.summary, trainer):
+            write_report(app.run_dir, gains)
+    finally:  # the last thing to be read, also if that was cut short
+        print_summary(app.summary, trainer, report)
     return 0
 
 

@@ -43,6 +43,12 @@ def with_sums(profile: Profile, window: int, *, mean: bool = True) -> Profile:
     )
 
 
+def without_gradients(profile: Profile) -> Profile:
+    """Return ``profile`` with every tensor frozen: what each pass of a window does at the least."""
+    frozen = tuple(replace(tensor, trainable=False, state_bytes=0) for tensor in profile.tensors)
+    return replace(profile, tensors=frozen, forwards=1, deferred_forwards=0)
+
+
 def _with_sum(tensor: TensorProfile) -> TensorProfile:
     """Return ``tensor`` with states that take as much of the arena as its states and a sum side by side."""
     return replace(tensor, state_bytes=state_room(tensor.state_bytes) + aligned(tensor.bytes) - STATE_PADDING)

@@ -11,6 +11,7 @@ import pytest
 from lt_offload.cli.main import main
 from lt_offload.cli.verbs import doctor
 from lt_offload.finetune.module import FineTune
+from lt_offload.finetune.run import summary
 from lt_offload.schema.explain import brief
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import HardwareProfile, Profile
@@ -42,10 +43,15 @@ def recipe(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_run_shows_measured_beside_planned(
-    recipe: str, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+    recipe: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
+    monkeypatch.setattr(summary, "run_gains", lambda *_: print("planning with more") or ())
     assert main([recipe, "--trainer.default_root_dir", "run"]) == 0
     captured = capsys.readouterr()
+    assert captured.out.splitlines()[-1].startswith("  try it"), "the last thing to be read"
     for name in ("held-out loss", "speed", "step time", "device memory", "RAM", "sample", "report", "try it"):
         assert f"  {name}  " in captured.out
     assert "2 MB allowed" in captured.out

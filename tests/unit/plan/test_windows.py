@@ -14,6 +14,7 @@ from lt_offload.plan import Plan, check, choose_batch, simulate, solve, windows
 from lt_offload.plan.batch.profiles import scaled
 from lt_offload.plan.planners.baselines import no_offload_s
 from lt_offload.plan.settings import Settings
+from lt_offload.plan.solve import least_s
 from lt_offload.report.plan_page import write_plan_report
 from lt_offload.schema.explain import brief
 from lt_offload.schema.profile import Contention, Profile
@@ -54,6 +55,9 @@ def test_plans_keep_their_budgets_and_say_what_the_simulator_says(seed: int, mod
         trace = simulate(plan, profile)
         promise = plan.predicted
         assert promise.iteration_s == trace.iteration_time
+        least = least_s(profile, Settings(memory=memory, **mode))
+        assert 0 < least <= promise.lower_bound_s * (1 + 1e-9), "a bound, and at least this one"
+        assert promise.lower_bound_s <= promise.iteration_s
         assert promise.device_peak_bytes == trace.device_peak <= plan.budget_bytes
         assert promise.host_peak_bytes == trace.host_peak <= plan.host_budget_bytes
         assert 0 < promise.lower_bound_s <= promise.iteration_s
