@@ -36,6 +36,10 @@ _log = logging.getLogger(__name__)
 OptimizerName = Literal["adamw", "adam", "sgd", "adafactor"]
 Schedule = Literal["cosine", "linear", "constant"]
 
+_WITH_BETAS = ("adamw", "adam")
+_OPTIMIZER = "optimizer_settings"
+"""Key in a checkpoint."""
+
 NO_PACKED_DORA = (
     "model.quantize=nf4 is not offered with DoRA, which reads the norms of the weights under the adapters in every "
     "forward, for which they would be unpacked twice; set model.lora.dora=false, or leave model.quantize unset"
@@ -119,7 +123,7 @@ class FineTune(LightningModule):
             min_lr_ratio=min_lr_ratio,
             schedule=schedule,
         )
-        if optimizer not in ("adamw", "adam"):
+        if optimizer not in _WITH_BETAS:
             beside = f"model.optimizer={optimizer}, which has no such moments"
             refuse_unused(FineTune, "model.", {"betas": betas}, beside, instead="use adamw or adam")
         if dropout is not None and not 0 <= dropout < 1:
@@ -347,6 +351,10 @@ class FineTune(LightningModule):
         factor = lr_factor(self.schedule, warmup=self.warmup_steps, total=total, floor=self.min_lr_ratio)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
 
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Write down how the optimizer was set; schedules and callbacks may have changed it since."""
+        checkpoint[_OPTIMIZER] = self._optimizer_settings
+
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse to go on with settings of the optimizer that the checkpoint would replace without a word."""
         if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
@@ -357,28 +365,21 @@ class FineTune(LightningModule):
 
         Of an optimizer that a subclass configures, nothing is known here.
         """
-        saved = next(iter(checkpoint.get("optimizer_states") or ()), None)
-        groups = saved.get("param_groups") if isinstance(saved, Mapping) else None
-        if not groups or type(self).configure_optimizers is not FineTune.configure_optimizers:
-            return  # whoever loads it says what does not fit
-        first = groups[0]
-        before = {"lr": first.get("initial_lr", self.lr)}
-        # A single group may be of vectors, if the parameters that are trained were chosen by their names.
-        matrices = any(parameter.requires_grad and parameter.ndim > 1 for parameter in self.parameters())
-        if len(groups) > 1 or matrices or not (self.frozen or self.train_only):
-            before["weight_decay"] = first.get("weight_decay", self.weight_decay)
-        if self.optimizer in ("adamw", "adam"):
-            before["betas"] = list(first.get("betas", self.betas))
-            if "decoupled_weight_decay" in first:
-                before["optimizer"] = "adamw" if first["decoupled_weight_decay"] else "adam"
-        for name, value in before.items():
-            now = list(self.betas) if name == "betas" else getattr(self, name)
-            if now != value:
+        if type(self).configure_optimizers is not FineTune.configure_optimizers:
+            return
+        settings = self._optimizer_settings
+        for name, value in checkpoint.get(_OPTIMIZER, {}).items():
+            if settings.get(name) != value:
                 raise ConfigError(
-                    f"model.{name}={now} changes nothing where training goes on from a checkpoint, whose run had "
-                    f"{value}; set it to that (the folder of the run, given as the recipe, has all its settings), or "
-                    "export the model and begin a new run with it as model.name"
+                    f"model.{name}={settings.get(name)} changes nothing where training goes on from a checkpoint, "
+                    f"whose run had {value}; set it to that (the folder of the run, given as the recipe, has all its "
+                    "settings), or export the model and begin a new run with it as model.name"
                 )
+
+    @property
+    def _optimizer_settings(self) -> dict[str, Any]:
+        settings = {"optimizer": self.optimizer, "lr": self.lr, "weight_decay": self.weight_decay}
+        return settings | ({"betas": [*self.betas]} if self.optimizer in _WITH_BETAS else {})
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         assert self.model is not None, "configure_model() comes first"

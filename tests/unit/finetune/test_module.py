@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch import Callback
 
 from lt_offload import AdamW, limits
 from lt_offload.errors import ConfigError
@@ -235,19 +236,28 @@ def test_a_schedule_may_change_where_training_goes_on(checkpoint: str, folder: s
     assert run.global_step == 4
 
 
-def test_vectors_alone_go_on_without_their_weight_decay(folder: str, text: str, tmp_path: Path) -> None:
-    """Their checkpoint says 0, whatever the setting is."""
-    settings: dict[str, Any] = {"train_only": ["*norm*"], "weight_decay": 0.2}
-    run = trainer(1)
+class Cycling(Callback):
+    """Changes what schedules of one's own change."""
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        for group in trainer.optimizers[0].param_groups:
+            group["betas"], group["weight_decay"] = (0.85, 0.95), group["weight_decay"] / 2
+
+
+@pytest.mark.parametrize("settings", [{}, {"train_only": ["*norm*"]}], ids=["all", "vectors alone"])
+def test_what_callbacks_make_of_the_settings_is_gone_on_with(
+    settings: dict[str, Any], folder: str, text: str, tmp_path: Path
+) -> None:
+    settings = OPTIMIZER | settings
+    run = trainer(1, Cycling())
     run.fit(FineTune(folder, **settings), datamodule=data(folder, text))
     run.save_checkpoint(tmp_path / "one.ckpt")
-    state = torch.load(tmp_path / "one.ckpt")
-    FineTune(folder, **settings).check_continues(state)
-    run = trainer(2)
+    run = trainer(2, Cycling())
     run.fit(FineTune(folder, **settings), datamodule=data(folder, text), ckpt_path=str(tmp_path / "one.ckpt"))
     assert run.global_step == 2
+    assert {group["betas"] for group in run.optimizers[0].param_groups} == {(0.85, 0.95)}
     with pytest.raises(ConfigError, match=r"model\.lr=0\.5 changes nothing"):
-        FineTune(folder, **settings, lr=0.5).check_continues(state)
+        FineTune(folder, **settings | {"lr": 0.5}).check_continues(torch.load(tmp_path / "one.ckpt"))
 
 
 def test_an_optimizer_of_ones_own_goes_on(folder: str, text: str, tmp_path: Path) -> None:
