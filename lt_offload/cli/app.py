@@ -26,8 +26,11 @@ from lt_offload.cli.wording import explain, misconfigured
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
+from lt_offload.finetune.processes import is_first
 from lt_offload.finetune.run.summary import RunSummary
 from lt_offload.strategy.checkpoint import files as checkpoint
+from lt_offload.strategy.namespaces import STRATEGY_NAME
+from lt_offload.strategy.one_process import OneProcess
 
 _STAMP = "%Y%m%d-%H%M%S"
 
@@ -154,9 +157,12 @@ class App(LightningCLI):
                     f"--resume and --ckpt_path {self.options['ckpt_path']} both name a checkpoint; give one"
                 )
             self.run_dir, self.resumed = last_run(self.recipe, Path(root) if root else None)
-            _keep_metrics(self.run_dir)
+            if is_first():
+                _keep_metrics(self.run_dir)
         kwargs["default_root_dir"] = str(self.run_dir)
         trains = self.verb.__name__ == "fit"  # else it is no run, and leaves no folder behind
+        if self.verb.__name__ in ("generate", "chat"):
+            kwargs |= _one_device(config)
         kwargs["logger"] = trains and loggers(config.get("logger"), self.run_dir, self.options.get("wandb"))
         self.summary = RunSummary(self.run_dir)
         strategy = config.get("strategy")
@@ -190,6 +196,14 @@ def last_run(recipe: Path, root: Path | None) -> tuple[Path, Path]:
             return folder, newest
     where = f"{root / 'checkpoints'}" if root else f"{Path('runs').resolve()}/{recipes.run_name(recipe)}-*/checkpoints"
     raise ConfigError(f"--resume: there is no complete checkpoint in {where}; start without --resume")
+
+
+def _one_device(config: Namespace) -> dict[str, Any]:
+    """Return the settings with which one process answers, where several have trained; offmate takes one in any case."""
+    devices, strategy = config.get("devices"), config.get("strategy")
+    if isinstance(strategy, OneProcess) or strategy == STRATEGY_NAME:
+        return {}
+    return {"devices": devices[:1] if isinstance(devices, list) else 1, "num_nodes": 1}
 
 
 def _keep_metrics(folder: Path) -> None:

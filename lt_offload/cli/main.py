@@ -17,6 +17,7 @@ from lt_offload.cli.static.arguments import parse
 from lt_offload.cli.static.completion import ASK, OPTIONS, answers
 from lt_offload.cli.table import VERBS, Verb
 from lt_offload.errors import ConfigError, OffloadError, named
+from lt_offload.finetune import processes
 from lt_offload.suggest import did_you_mean
 
 
@@ -29,13 +30,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args[:1] == [ASK]:
         print(*answers(args[1:]), sep="\n")
         return 0
-    debug, quiet = "--debug" in args, "--quiet" in args
+    debug, quiet = "--debug" in args, "--quiet" in args or not processes.is_first()
     args = [arg for arg in args if arg not in ("--debug", "--quiet")]
     try:
         with keeping_quiet(quiet):
             return _dispatch(args)
     except KeyboardInterrupt:
-        print("\ninterrupted", file=sys.stderr)
+        if processes.is_first():
+            print("\ninterrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:  # the reader of our output has left, e.g. head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -101,6 +103,9 @@ def _with_recipe(verb: Verb, args: list[str]) -> int:
 
 
 def _fail(message: str, *, debug: bool, code: int) -> int:
+    if not processes.is_first():
+        processes.let_the_first_speak()
+        message = f"process {processes.rank()}: {message}"
     clear()
     if debug:
         traceback.print_exc()

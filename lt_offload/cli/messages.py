@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TextIO
 
 from lt_offload.cli.progress import clear, quiet, status
+from lt_offload.finetune.processes import is_first
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
 _TOLD = (
@@ -44,7 +45,7 @@ class Messages(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write one message."""
-        if not _for_users(record) or (quiet() and record.levelno < logging.WARNING):
+        if not is_first() or not _for_users(record) or (quiet() and record.levelno < logging.WARNING):
             return
         message = record.getMessage().removeprefix(_PREFIX)
         if record.levelno >= logging.WARNING:
@@ -99,6 +100,8 @@ def _show(
     line: str | None = None,
 ) -> None:
     """Write a warning in one line, without the place in a library's source that it comes from."""
+    if not is_first():
+        return
     clear()
     print(_wrapped(f"warning: {' '.join(str(message).split())}"), file=file or sys.stderr, flush=True)
 

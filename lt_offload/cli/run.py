@@ -11,6 +11,7 @@ from lt_offload.cli import messages, recipes
 from lt_offload.cli.app import App
 from lt_offload.cli.static.flags import with_values
 from lt_offload.cli.table import Verb
+from lt_offload.finetune import processes
 
 
 def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool = False) -> int:
@@ -28,4 +29,12 @@ def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool 
     app = App(function, files[-1], [*files, *(recipes.for_gpu(files) if on_gpu else [])], with_values(args))
     if of_run:
         app.use_newest_checkpoint()
-    return function(app, **app.options)
+    code = 1
+    try:
+        code = function(app, **app.options)
+    finally:
+        if code != 0:
+            processes.end_others(app.trainer)
+    if code != 0 and not processes.is_first():
+        processes.let_the_first_speak()
+    return code

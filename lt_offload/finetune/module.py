@@ -24,6 +24,7 @@ from lt_offload.finetune.data.batches.updates import TOKENS
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.generation import continuation
 from lt_offload.finetune.loss import LossAverage, mean_over, undivided
+from lt_offload.finetune.processes import is_first, mean, several, total
 from lt_offload.finetune.quantize import Quantize, check_quantize, check_stored, quantized
 from lt_offload.finetune.unused import refuse_unused
 from lt_offload.finetune.weights.frozen import choose_trained
@@ -32,6 +33,7 @@ from lt_offload.model.blocks import find_blocks
 from lt_offload.optim import AdamW
 
 _log = logging.getLogger(__name__)
+_log.addFilter(is_first)
 
 OptimizerName = Literal["adamw", "adam", "sgd", "adafactor"]
 Schedule = Literal["cosine", "linear", "constant"]
@@ -68,10 +70,10 @@ class FineTune(LightningModule):
         train_only: the only parameters that are trained, in the same form.
         new_tokens: tokens that the tokenizer gets beside its own; the embeddings grow by as many rows.
         tokenizer: name or folder of the tokenizer, if not the model's; set by the recipe's ``data.tokenizer``.
-        loss_average: what the loss of an update of several batches (``trainer.accumulate_grad_batches``) is a mean of:
-            ``tokens``, all those with a loss, as in one large batch, or ``batches``, their means, in which the tokens
-            of a batch with few of them count for more; null: ``tokens``, but ``batches`` with loaders of one's own,
-            which do not say how many tokens an update has.
+        loss_average: what the loss of an update of several batches (``trainer.accumulate_grad_batches``, and those of
+            all processes) is a mean of: ``tokens``, all those with a loss, as in one large batch, or ``batches``, their
+            means, in which the tokens of a batch with few of them count for more; null: ``tokens``, but ``batches``
+            with loaders of one's own, which do not say how many tokens an update has.
         optimizer: what updates the weights: ``adamw``, ``adam``, ``sgd`` (with momentum 0.9) or ``adafactor``.
         master_weights: for bfloat16 weights and ``adamw``: update fp32 copies of them, with fp32 states, so that small
             steps are not rounded away. They stay where updates run (16 instead of 8 bytes per weight in all), and
@@ -170,6 +172,8 @@ class FineTune(LightningModule):
         """Tokens of the data's tokenizer, once it has been seen."""
         self._losses: list[Tensor] = []
         """Of the batches of the present update so far."""
+        self._tokens: Tensor | None = None
+        """What their losses are divided by."""
 
     def setup(self, stage: str) -> None:
         """Check the data against the model, before its weights are loaded.
@@ -267,7 +271,7 @@ class FineTune(LightningModule):
         """Warn of embeddings of new tokens that stay as they were drawn, as adapters do not hold them."""
         names = names_of_embeddings(model)
         absent = [name for name in names if name not in (held or ())]
-        if has_grown(model) and absent:
+        if has_grown(model) and absent and is_first():
             warnings.warn(
                 f"the tokens that the model did not have keep random embeddings: adapters leave {', '.join(absent)} "
                 f"as it is; {advice} model.lora.modules_to_save=[{', '.join(names)}]",
@@ -296,7 +300,7 @@ class FineTune(LightningModule):
         tokens = batch.pop(TOKENS, None)
         if self.loss_average == "batches":
             tokens = None
-        elif tokens is None and count > 1 and self.loss_average == "tokens":
+        elif tokens is None and (count > 1 or several(self._trainer)) and self.loss_average == "tokens":
             raise ConfigError(
                 f"model.loss_average=tokens: the batches have no {TOKENS!r}, the number of trained tokens in all "
                 f"{count} of an update (accumulate_grad_batches), which FineTuneData adds; add it, or set "
@@ -306,20 +310,29 @@ class FineTune(LightningModule):
             loss = self._loss(batch)
         else:
             assert self.model is not None
-            with mean_over(self.model, tokens):
+            if not self._losses:
+                # Strategies take the mean of the processes' gradients: what each divides by is a mean, too.
+                self._tokens = mean(self.trainer, tokens) if several(self._trainer) else tokens
+            assert self._tokens is not None
+            with mean_over(self.model, self._tokens):
                 loss = self._loss(batch)
         self._losses.append(loss.detach())
         if self._trainer is None or not self._trainer.fit_loop._should_accumulate():
             whole = sum(self._losses[1:], start=self._losses[0])
             whole = whole if tokens is not None else whole / len(self._losses)
-            self.log("train_loss", whole, prog_bar=True, batch_size=1)
+            self.log("train_loss", whole, prog_bar=True, batch_size=1, sync_dist=True)
             self._losses = []
         return loss if tokens is None or count == 1 else undivided(loss, count)
 
     def validation_step(self, batch: dict[str, Tensor], batch_idx: int) -> None:
-        """Log the mean loss per token; batches count by their tokens."""
+        """Log the mean loss per token; batches count by their tokens, those of all processes."""
         tokens = int((batch["labels"][:, 1:] != IGNORED).sum())
-        self.log("val_loss", self._loss(batch), prog_bar=True, on_epoch=True, on_step=False, batch_size=tokens)
+        loss = self._loss(batch)
+        if several(self._trainer):
+            lost = loss * tokens if tokens else torch.zeros_like(loss)
+            whole, count = total(self.trainer, torch.stack([lost, torch.full_like(lost, tokens)]).double())
+            loss, tokens = whole / count, int(count)
+        self.log("val_loss", loss, prog_bar=True, on_epoch=True, on_step=False, batch_size=tokens, sync_dist=True)
 
     def predict_step(self, batch: dict[str, Any], batch_idx: int = 0) -> list[int]:
         """Return the tokens that follow ``input_ids``; the rest of ``batch`` are arguments of ``continuation``."""

@@ -42,7 +42,8 @@ def _precision(run: Setup) -> str | None:
     "several devices or nodes, accelerators other than cuda and cpu",
     "trainer",
     why="one process plans for one device, a CUDA device or the emulated one",
-    instead="use devices=1, num_nodes=1 and accelerator='cuda' or 'cpu'",
+    instead="use devices=1, num_nodes=1 and accelerator='cuda' or 'cpu'; several devices train the same recipe or "
+    "module with strategy='ddp', or 'fsdp' where the model is larger than each of them",
     training_only=False,
 )
 def _devices(run: Setup) -> str | None:

@@ -10,6 +10,7 @@ from lt_offload.cli.early import check_early
 from lt_offload.cli.outputs import make_folder
 from lt_offload.cli.progress import clear, status
 from lt_offload.errors import ConfigError
+from lt_offload.finetune import processes
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.checkpoint.resume import EXIT_CODES
 
@@ -43,32 +44,39 @@ def fit(
         )
     path = str(app.resumed) if app.resumed is not None else ckpt_path
     check_early(app, path, resume=True)
-    make_folder(app.run_dir, "trainer.default_root_dir")
     trainer = app.trainer
+    first = processes.is_first()
+    if first:
+        make_folder(app.run_dir, "trainer.default_root_dir")
     if hasattr(trainer.strategy, "explain"):
         trainer.strategy.explain = explain
     status("reading data, loading the model")
     config = app.run_dir / "config.yaml"
-    before = config.read_bytes() if path is not None and config.is_file() else None
+    before = config.read_bytes() if first and path is not None and config.is_file() else None
     try:
         trainer.fit(app.model, datamodule=app.datamodule, ckpt_path=path, weights_only=True)
     except SystemExit as left:
+        processes.end_others(trainer)
         _put_back(app, before)
         app.summary.end(trainer, left)
         if not trainer.interrupted:
             raise
-        newest = checkpoint.newest(app.run_dir / "checkpoints")
-        hint = f"{newest} is complete, continue with --resume" if newest else "there is no checkpoint yet"
-        print(f"interrupted after step {trainer.global_step}; {hint}", file=sys.stderr)
+        if first:
+            newest = checkpoint.newest(app.run_dir / "checkpoints")
+            hint = f"{newest} is complete, continue with --resume" if newest else "there is no checkpoint yet"
+            print(f"interrupted after step {trainer.global_step}; {hint}", file=sys.stderr)
         terminated = EXIT_CODES[signal.SIGTERM]
         return terminated if left.code == terminated else EXIT_CODES[signal.SIGINT]
     except BaseException as error:
+        processes.end_others(trainer)
         clear()
         _put_back(app, before)
         if report := app.summary.end(trainer, error):
             print(f"how far the run came: {report}", file=sys.stderr)
         raise
     clear()
+    if not first:
+        return 0
     if app.summary.first_step is None:
         print(
             f"warning: there was nothing left to train at step {trainer.global_step}, in epoch "

@@ -8,6 +8,7 @@ from lt_offload.cli.app import App
 from lt_offload.cli.early import check_early
 from lt_offload.cli.progress import clear, status
 from lt_offload.errors import ConfigError
+from lt_offload.finetune.processes import is_first
 
 
 def validate(app: App, *, ckpt_path: str | None = None) -> int:
@@ -25,5 +26,6 @@ def validate(app: App, *, ckpt_path: str | None = None) -> int:
     clear()
     if "val_loss" not in found:
         raise ConfigError("there is nothing to validate on; set data.validation_path, or data.validation_share above 0")
-    print(f"val_loss {found['val_loss']:.6f}  (perplexity {math.exp(min(found['val_loss'], 700.0)):.4g})")
+    if is_first():
+        print(f"val_loss {found['val_loss']:.6f}  (perplexity {math.exp(min(found['val_loss'], 700.0)):.4g})")
     return 0

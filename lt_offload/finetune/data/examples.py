@@ -24,6 +24,7 @@ from lt_offload.finetune.data.columns import Columns, FormatChoice, find_columns
 from lt_offload.finetune.data.formats import Encoder, Example
 from lt_offload.finetune.data.rows import Places, RowFault
 from lt_offload.finetune.data.sources import Source, first_row, rows_of
+from lt_offload.finetune.processes import is_first
 from lt_offload.replacing import replacing
 from lt_offload.resources import user_cache, user_path
 
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 _log = logging.getLogger(__name__)
+_log.addFilter(is_first)
 MOST_NAMED = 3
 """Rows that a message names."""
 _BATCH_ROWS = 512

@@ -15,14 +15,13 @@ from lightning.pytorch import LightningDataModule
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.types import EVAL_DATALOADERS, TRAIN_DATALOADERS
 from torch import Tensor
-from torch.utils.data import DataLoader
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.data import sources
 from lt_offload.finetune.data.batches.collate import Fill, Pad
 from lt_offload.finetune.data.batches.documents import Documents
-from lt_offload.finetune.data.batches.loaders import ResumableLoader
+from lt_offload.finetune.data.batches.loaders import ResumableLoader, held_out_loader
 from lt_offload.finetune.data.batches.order import ResumableBatches
 from lt_offload.finetune.data.batches.packing import Integers, Losses, Sequences, one_by_one, packed, pieces_of, wrapped
 from lt_offload.finetune.data.batches.split import held_out
@@ -40,12 +39,14 @@ from lt_offload.finetune.data.chat.templates import ChatTemplate, find_template
 from lt_offload.finetune.data.columns import FormatChoice, check_columns
 from lt_offload.finetune.data.examples import MOST_NAMED, Examples, Preparation, Stream
 from lt_offload.finetune.data.formats import Encoder, TrainOn
+from lt_offload.finetune.processes import is_first, several, share_of
 from lt_offload.finetune.unused import refuse_unused
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _log = logging.getLogger(__name__)
+_log.addFilter(is_first)
 
 Batch = dict[str, Tensor]
 Pack = bool | Literal["wrapped"]
@@ -225,8 +226,15 @@ class FineTuneData(LightningDataModule):
         self._streamed: Reader | None = None
         self._begin: Place = (0, 0)
         self._said = False
+        self._read: tuple[Examples, Examples | None] | None = None
         self._loader: ResumableLoader | StreamLoader | None = None
         self._resume_at: dict[str, Any] | None = None
+
+    def prepare_data(self) -> None:
+        """Let the first of several processes of a machine write the cache that the others read."""
+        if several(self.trainer) and not self.streaming and self._train is None:
+            self.check_paths()
+            self._read = self.examples()
 
     def setup(self, stage: str) -> None:
         """Read and tokenise everything, once.
@@ -244,7 +252,7 @@ class FineTuneData(LightningDataModule):
                 self.trainer.fit_loop.max_epochs = -1
             self._set_up_stream(trains=stage == "fit")
             return
-        training, validation = self.examples()
+        (training, validation), self._read = self._read or self.examples(), None
         documents = Documents.from_dataset(training.dataset)
         if validation is not None:
             self._train = self._sequences(documents, "data.path", training.name)
@@ -392,13 +400,16 @@ class FineTuneData(LightningDataModule):
 
     def _row_loader(self) -> ResumableLoader:
         assert self._train is not None, "setup() comes first"
-        if len(self._train) < self.batch_size:
+        share = share_of(self.trainer)
+        if len(self._train) < self.batch_size * share.of:
             few = len(self._validation or ())
-            share = "data.validation_share" if self.validation_rows is None else "data.validation_rows"
-            keep = f", or {share}, which holds out {few} sequences" if few and not len(self._train) else ""
+            setting = "data.validation_share" if self.validation_rows is None else "data.validation_rows"
+            keep = f", or {setting}, which holds out {few} sequences" if few and not len(self._train) else ""
             raise ConfigError(
                 f"data.path={self.path!r} gives {len(self._train)} training sequences of up to {self.max_length} "
-                f"tokens, fewer than data.batch_size={self.batch_size}; lower data.batch_size or data.max_length{keep}"
+                f"tokens, fewer than data.batch_size={self.batch_size}"
+                f"{f' for each of {share.of} processes' if share.of > 1 else ''}; lower data.batch_size or "
+                f"data.max_length{keep}"
             )
         lengths = self._train.lengths if self.group_by_length else None
         order = ResumableBatches(
@@ -407,6 +418,7 @@ class FineTuneData(LightningDataModule):
             seed=self.seed,
             lengths=lengths,
             tokens=int(self._train.lengths.sum()),
+            share=share,
         )
         return ResumableLoader(
             self._train,
@@ -428,6 +440,7 @@ class FineTuneData(LightningDataModule):
             seed=self.seed,
             name=f"data.path={self.path}",
             settings={"max_length": self.max_length, "pack": self.pack},
+            share=share_of(self.trainer),
         )
         count = batches_of(self.trainer) if self.trainer is not None else sys.maxsize
         return StreamLoader(batches, count=count, num_workers=self.num_workers, sizes=sizes_for(self.trainer))
@@ -448,12 +461,12 @@ class FineTuneData(LightningDataModule):
         """Return the held-out batches, none if nothing is held out."""
         if not self._validation:
             return []
-        return DataLoader(
+        return held_out_loader(
             self._validation,
             batch_size=self.batch_size,
             collate_fn=self._collate,
             num_workers=self.num_workers,
-            generator=torch.Generator(),  # as for training
+            share=share_of(self.trainer),
         )
 
     def worst_case_batch(self) -> Batch:

@@ -52,13 +52,14 @@ def flops_per_token(model: nn.Module) -> float | None:
     return total
 
 
-def peak_of(device: torch.device, precision: str, dtype: torch.dtype) -> Peak | None:
-    """Return the rated peak of ``device``; None where it is not known, as for a CPU.
+def peak_of(device: torch.device, precision: str, dtype: torch.dtype, count: int = 1) -> Peak | None:
+    """Return the rated peak of ``count`` devices like ``device``; None where it is not known, as for a CPU.
 
     Args:
         device: where blocks run.
         precision: the Trainer's, e.g. ``bf16-mixed``.
         dtype: of the weights.
+        count: of devices that train together.
     """
     computes: Any = torch.bfloat16 if "bf16" in precision else torch.float16 if "16" in precision else dtype
     if device.type != "cuda":
@@ -69,4 +70,5 @@ def peak_of(device: torch.device, precision: str, dtype: torch.dtype) -> Peak | 
     if flops is None:
         return None
     name = torch.cuda.get_device_name(device)
-    return Peak(flops_per_s=float(flops), source=f"{name}, rated peak of dense {str(computes).removeprefix('torch.')}")
+    source = f"{name}, rated peak of dense {str(computes).removeprefix('torch.')}"
+    return Peak(flops_per_s=float(flops) * count, source=source if count == 1 else f"{count} x {source}")

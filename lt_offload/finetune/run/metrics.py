@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
 from lt_offload.finetune.data.formats import IGNORED
+from lt_offload.finetune.processes import total
 from lt_offload.finetune.run.clock import RunClock
 from lt_offload.finetune.run.flops import Peak, flops_per_token, peak_of
 from lt_offload.strategy.metrics import Metrics, logs_after, tokens_in
@@ -22,7 +23,8 @@ class RunMetrics(Metrics, Callback):
     ``tokens_per_s`` (real tokens: padding is none), ``trained_tokens_per_s`` (those with a loss), ``samples_per_s``,
     ``wall_step_s`` (from the start of a step to the start of the next); ``lr``; ``mfu`` where the device's rated peak
     is known. With the offmate strategy those of its engine, too: ``step_s``, ``step_vs_plan``, ``device_peak_gb``,
-    ``host_peak_gb``, ``grad_norm``; with another one on a GPU ``device_peak_gb`` as torch counts it.
+    ``host_peak_gb``, ``grad_norm``; with another one on a GPU ``device_peak_gb`` as torch counts it. Tokens and samples
+    are those of all processes, and so is the rated peak; times and memory are those of the first process.
 
     Tokens are counted where the batch is, and read when the loss is, so that a step waits for nothing more.
     """
@@ -45,7 +47,7 @@ class RunMetrics(Metrics, Callback):
         """Learn what a token costs and what the device can do."""
         self.flops_per_token = flops_per_token(pl_module)
         dtype = next((p.dtype for p in pl_module.parameters() if p.is_floating_point()), torch.float32)
-        self.peak = peak_of(trainer.strategy.root_device, str(trainer.precision), dtype)
+        self.peak = peak_of(trainer.strategy.root_device, str(trainer.precision), dtype, trainer.world_size)
 
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count what follows as validation."""
@@ -82,7 +84,7 @@ class RunMetrics(Metrics, Callback):
                 self.peaks[name] = max(self.peaks.get(name, 0), getattr(stats, name))
         if not logs_after(trainer, trainer.global_step):
             return
-        self._log_rates()
+        self._log_rates(trainer)
         self._log("lr", self._lr, dtype=torch.float64)  # as it is in the optimizer, not rounded
         if stats is not None:
             self._log_engine(engine)
@@ -93,7 +95,7 @@ class RunMetrics(Metrics, Callback):
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the tokens since the last record."""
-        self._take_counts()
+        self._take_counts(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Hand the figures of a step that is done to the loggers, where a callback leaves before the Trainer does so.
@@ -101,11 +103,11 @@ class RunMetrics(Metrics, Callback):
         A run that is interrupted has saved that step already, and will not take it again.
         """
         done: Any = trainer.fit_loop.epoch_loop.batch_progress.current
-        if trainer.training and done.processed > done.completed:
+        if trainer.training and len(self.clock.steps) and done.processed > done.completed:
             trainer._logger_connector.update_train_step_metrics()
 
-    def _log_rates(self) -> None:
-        tokens, trained, samples = self._take_counts()
+    def _log_rates(self, trainer: Trainer) -> None:
+        tokens, trained, samples = self._take_counts(trainer)
         steps, seconds = len(self.clock.steps), self.clock.training
         done, spent = steps - self._seen[0], seconds - self._seen[1]
         self._seen = [steps, seconds]
@@ -120,11 +122,11 @@ class RunMetrics(Metrics, Callback):
             self._log("samples_per_s", samples / spent)
         self._log("wall_step_s", spent / done)
 
-    def _take_counts(self) -> tuple[int, int, int]:
-        """Return the counts since the last call."""
+    def _take_counts(self, trainer: Trainer) -> tuple[int, int, int]:
+        """Return the counts of all processes since the last call."""
         if self._counts is None:
             return 0, 0, 0
-        tokens, trained, samples = self._counts.tolist()
+        tokens, trained, samples = (int(count) for count in total(trainer, self._counts).tolist())
         self._counts = None
         self.tokens, self.trained, self.samples = self.tokens + tokens, self.trained + trained, self.samples + samples
         return tokens, trained, samples

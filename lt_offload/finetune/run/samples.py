@@ -25,7 +25,7 @@ class Samples(Callback):
     """Lets the model continue ``sample_prompt``, a text or a list of them, at each validation and at the end.
 
     The most likely token is taken each time. Nothing about training changes: random states and the modes of modules are
-    put back.
+    put back. All processes take part, and the first one writes.
 
     Args:
         clock: told how long it takes.
@@ -46,7 +46,9 @@ class Samples(Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Forget samples of steps that a resumed run takes again."""
-        if self.folder is not None and trainer.global_step and (self.folder / SAMPLES).exists():
+        if self.folder is None or not trainer.is_global_zero:
+            return
+        if trainer.global_step and (self.folder / SAMPLES).exists():
             without_later(self.folder / SAMPLES, trainer.global_step)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -82,7 +84,7 @@ class Samples(Callback):
             for prompt, text in zip(wanted, texts, strict=True)
         ]
         self.written = [sample for sample in self.written if sample.step != trainer.global_step] + made
-        if self.folder is not None:
+        if self.folder is not None and trainer.is_global_zero:
             with (self.folder / SAMPLES).open("a", encoding="utf-8") as file:
                 file.writelines(json.dumps(sample.values(), ensure_ascii=False) + "\n" for sample in made)
 

@@ -18,6 +18,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 
 from lt_offload.errors import named
+from lt_offload.finetune.processes import several
 from lt_offload.finetune.run.clock import RunClock
 from lt_offload.finetune.run.environment import write_environment
 from lt_offload.finetune.run.metrics import RunMetrics
@@ -65,7 +66,7 @@ class RunSummary(Callback):
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Note where and in what surroundings training begins."""
         self.first_step = trainer.global_step
-        if self.folder is not None:
+        if self.folder is not None and trainer.is_global_zero:
             write_environment(self.folder)
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -80,13 +81,14 @@ class RunSummary(Callback):
     def end(self, trainer: Trainer, error: BaseException | None = None) -> Path | None:
         """Write how this part of the run ended, and the report; return its path.
 
-        Nothing is written about a run that has not begun to train. After an error this raises none of its own.
+        Nothing is written about a run that has not begun to train, and only the first of several processes writes.
+        After an error this raises none of its own.
 
         Args:
             trainer: of the run.
             error: what ended it early.
         """
-        if self.folder is None or self.first_step is None:
+        if self.folder is None or self.first_step is None or not trainer.is_global_zero:
             return None
         if error is None:
             write_part(self.folder, self.part(trainer))
@@ -128,6 +130,8 @@ class RunSummary(Callback):
         plan: Plan | None = getattr(trainer.strategy, "plan", None)
         seconds, peaks = self.clock.seconds, self.metrics.peaks
         facts = {"steps": f"{trainer.global_step}, {format_seconds(seconds['steps'] + seconds['between'])} of training"}
+        if several(trainer):
+            facts["processes"] = f"{trainer.world_size}; tokens are those of all, times and memory those of the first"
         if self.losses:
             facts["held-out loss"] = " -> ".join(f"{loss:.4f}" for _, loss in _ends(self.losses))
         if self.metrics.tokens and self.clock.training > 0:

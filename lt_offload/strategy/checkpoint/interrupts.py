@@ -8,6 +8,8 @@ import threading
 from types import FrameType
 from typing import Any
 
+from lightning_utilities.core.rank_zero import rank_zero_only
+
 
 class Interrupts:
     """Takes note of the first SIGINT or SIGTERM between ``install`` and ``remove``, for somebody to ask about it.
@@ -50,7 +52,8 @@ class Interrupts:
             what = "again" if number == signal.SIGINT else "Ctrl-C"
             # not print: this may run in the middle of another write to the same stream
             text = f"\n{self.received.name}: a checkpoint follows when this iteration has ended; {what} stops at once\n"
-            os.write(2, text.encode())
+            if getattr(rank_zero_only, "rank", 0) == 0:  # else another process says it
+                os.write(2, text.encode())
             return
         self.remove()
         if number == signal.SIGINT:

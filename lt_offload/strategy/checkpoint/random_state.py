@@ -6,7 +6,7 @@ Everything is tensors, numbers, strings, lists and dicts, so that ``torch.load(w
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -16,8 +16,11 @@ Generator = torch.Generator | np.random.Generator | np.random.RandomState | rand
 _KINDS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
 
-def capture() -> dict[str, Any]:
-    """Return the state of the global generators: Python's, NumPy's, torch's on the host and on every CUDA device."""
+def capture(device: torch.device | None = None) -> dict[str, Any]:
+    """Return the state of the global generators: Python's, NumPy's, torch's on the host and on every CUDA device.
+
+    With ``device``, the one of this process among several, no other CUDA device is touched.
+    """
     states: dict[str, Any] = {
         "python": _plain(random.getstate()),
         "numpy": _plain(np.random.get_state(legacy=False)),
@@ -25,18 +28,24 @@ def capture() -> dict[str, Any]:
         "cuda": [],
     }
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        states["cuda"] = torch.cuda.get_rng_state_all()
+        states["cuda"] = torch.cuda.get_rng_state_all() if device is None else [_of_cuda(device)]
     return states
 
 
-def restore(states: Mapping[str, Any]) -> None:
+def _of_cuda(device: torch.device) -> torch.Tensor | None:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def restore(states: Mapping[str, Any], device: torch.device | None = None) -> None:
     """Set the global generators to what :func:`capture` returned; CUDA devices as far as there are as many."""
     random.setstate(_python_state(states["python"]))
     np.random.set_state(_original(states["numpy"]))
     torch.set_rng_state(states["torch"])
     if torch.cuda.is_available():
-        for device, state in zip(range(torch.cuda.device_count()), states["cuda"], strict=False):
-            torch.cuda.set_rng_state(state, device)
+        devices: Iterable[Any] = range(torch.cuda.device_count()) if device is None else [device]
+        for one, state in zip(devices, states["cuda"], strict=False):
+            if state is not None:
+                torch.cuda.set_rng_state(state, one)
 
 
 def generators(owners: Mapping[str, object]) -> dict[str, Generator]:

@@ -10,6 +10,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
 from lt_offload.strategy.checkpoint import files as files
@@ -46,6 +47,7 @@ class ExactResume(_Base):
             ``interrupted.ckpt`` beside the checkpoints of the first ModelCheckpoint, and leave as Lightning does: with
             ``KeyboardInterrupt`` handled (exit code 1; ``lt-finetune``: 130), or with ``SIGTERMException`` (exit code
             143). A second one does not wait. Does nothing where checkpointing is off (``enable_checkpointing=False``).
+            Of several processes all leave after the same iteration, whichever the signal has come to.
     """
 
     namespace = "lightning.pytorch"
@@ -55,6 +57,7 @@ class ExactResume(_Base):
         self.random_states = random_states
         self.on_interrupt = on_interrupt
         self._interrupts = Interrupts()
+        self._listens = False
         self._loaded: dict[str, Any] | None = None
         self._before_validation: dict[str, Any] | None = None
         """The random states after the training batch on which the present validation follows."""
@@ -63,7 +66,7 @@ class ExactResume(_Base):
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """See whether checkpoints can be written, and remove what a killed run has left of one."""
-        if stage == "fit" and not trainer.fast_dev_run:
+        if stage == "fit" and not trainer.fast_dev_run and trainer.is_global_zero:
             for folder in _folders(trainer):
                 files.prepare(folder)
 
@@ -78,11 +81,12 @@ class ExactResume(_Base):
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             self._resume(trainer, pl_module, loaded)
-        if self.on_interrupt and trainer.checkpoint_callbacks and not trainer.fast_dev_run:
+        self._listens = bool(self.on_interrupt and trainer.checkpoint_callbacks and not trainer.fast_dev_run)
+        if self._listens:
             self._interrupts.install()
 
     def _resume(self, trainer: Any, pl_module: Any, loaded: dict[str, Any]) -> None:
-        states = loaded["random"] if self.random_states else None
+        states = _of_this_process(trainer, loaded["random"]) if self.random_states else None
         midway = progress.is_midway(trainer)
         if states is not None:
             _warn_of_workers(_loaders(trainer), trainer.current_epoch)
@@ -130,19 +134,33 @@ class ExactResume(_Base):
             validating = moment == "validation running"
             states = self._before_validation if validating else _states(trainer, pl_module)
         loaders = _take_out_loaders(trainer, checkpoint["loops"]["fit_loop"])
-        checkpoint[KEY] = {"moment": moment, "random": states, "loaders": loaders}
+        checkpoint[KEY] = {"moment": moment, "random": _of_all_processes(trainer, states), "loaders": loaders}
 
     def _leave_if_asked(self, trainer: Any) -> None:
         """Leave if a signal has come, and no gradients of earlier batches wait for an update: they are not saved."""
-        if self._interrupts.received is not None and not trainer.fit_loop._should_accumulate():
-            self._leave(trainer, self._interrupts.received)
+        if trainer.fit_loop._should_accumulate():
+            return
+        if (received := self._received(trainer)) is not None:
+            self._leave(trainer, received)
+
+    def _received(self, trainer: Any) -> signal.Signals | None:
+        """Return the signal that has come to this process, or to another of the run; all of them ask together."""
+        received = self._interrupts.received
+        if not self._listens or trainer.world_size == 1:
+            return received
+        number = torch.tensor(0 if received is None else received.value, device=trainer.strategy.root_device)
+        number = trainer.strategy.reduce(number, reduce_op="max")
+        return signal.Signals(int(number)) if number else None
 
     def _leave(self, trainer: Any, number: signal.Signals) -> NoReturn:
-        path = _folders(trainer)[0] / FILE
+        path = trainer.strategy.broadcast(_folders(trainer)[0] / FILE)
         trainer.save_checkpoint(path)
         getattr(trainer.strategy, "finish_saves", _nothing)()
         rank_zero_info(f"{number.name}: step {trainer.global_step} is saved in {path}")
-        self._interrupts.pass_on()
+        if trainer.world_size == 1:
+            self._interrupts.pass_on()
+        else:  # Lightning's handler would send the signal to processes that know of it and may have left
+            self._interrupts.remove()
         if number == signal.SIGINT:
             raise KeyboardInterrupt
         raise import_module(f"{self.namespace}.utilities.exceptions").SIGTERMException(EXIT_CODES[number])
@@ -169,11 +187,41 @@ def resume_class(namespace: str) -> type[Any]:
 
 
 def _states(trainer: Any, pl_module: Any) -> dict[str, Any]:
-    return {"global": random_state.capture(), "own": random_state.capture_from(_held(trainer, pl_module))}
+    return {
+        "global": random_state.capture(_device(trainer)),
+        "own": random_state.capture_from(_held(trainer, pl_module)),
+    }
+
+
+def _device(trainer: Any) -> torch.device | None:
+    """Return the device that this one of several processes has."""
+    device: torch.device | None = trainer.strategy.root_device if trainer.world_size > 1 else None
+    return device
+
+
+def _of_all_processes(trainer: Any, states: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return what the checkpoint, which only one of several processes writes, holds of the states of each."""
+    if trainer.world_size == 1 or states is None:
+        return states
+    every: list[Any] = [None] * trainer.world_size
+    torch.distributed.all_gather_object(every, states)
+    return {"processes": every}
+
+
+def _of_this_process(trainer: Any, saved: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return what a checkpoint holds for this process."""
+    every = [saved] if saved is None or "processes" not in saved else saved["processes"]
+    if len(every) != trainer.world_size and len(every) > 1:
+        rank_zero_warn(
+            f"the checkpoint holds the random states of {len(every)} processes, this run has {trainer.world_size}: "
+            "they begin anew"
+        )
+        return None
+    return every[trainer.global_rank % len(every)]  # type: ignore[no-any-return]
 
 
 def _set_states(trainer: Any, pl_module: Any, states: dict[str, Any]) -> None:
-    random_state.restore(states["global"])
+    random_state.restore(states["global"], _device(trainer))
     for name in random_state.restore_to(_held(trainer, pl_module), states["own"]):
         rank_zero_warn(f"the generator {name} is only in the checkpoint or only in this run; it stays as it is")
 

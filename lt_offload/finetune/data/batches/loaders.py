@@ -1,23 +1,31 @@
-"""The loader that training reads: it follows an order and keeps the position in it."""
+"""The loaders of rows: that of training follows an order and keeps the position in it; held-out ones just come."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from lt_offload.finetune.data.batches.order import ResumableBatches
-from lt_offload.finetune.data.batches.packing import Row
+from lt_offload.finetune.data.batches.packing import Row, Sequences
 from lt_offload.finetune.data.batches.updates import Sizes, with_tokens
+from lt_offload.finetune.data.formats import IGNORED
+from lt_offload.finetune.processes import Share
+from lt_offload.units import round_up
+
+Batch = dict[str, Tensor]
+Collate = Callable[[Sequence[Row]], Batch]
 
 
-class ResumableLoader(DataLoader[Row]):
+class ResumableLoader:
     """A loader whose position in the epoch Lightning saves and restores with its checkpoints.
 
     What counts are the batches that training was given: workers may be ahead of it, and so are the other batches of an
-    update of which the tokens are counted.
+    update of which the tokens are counted. It is no DataLoader, into which Lightning would put an order of its own
+    where there are several processes.
     """
 
     def __init__(
@@ -30,26 +38,71 @@ class ResumableLoader(DataLoader[Row]):
         sizes: Sizes | None = None,
     ) -> None:
         # A generator of its own: making an iterator draws from it, and would change the dropout masks that follow.
-        super().__init__(
+        self.generator = torch.Generator()
+        self.batch_sampler = batch_sampler
+        self._batches: DataLoader[Row] = DataLoader(
             rows,
             batch_sampler=batch_sampler,
             collate_fn=collate_fn,
             num_workers=num_workers,
-            generator=torch.Generator(),
+            generator=self.generator,
         )
-        self._order = batch_sampler
         self._sizes = sizes
 
-    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+    def __len__(self) -> int:
+        return len(self.batch_sampler)
+
+    def __iter__(self) -> Iterator[Any]:
         # A generator, so that workers, too, begin after Lightning has set the epoch.
-        for batch in with_tokens(super().__iter__(), self._sizes, lambda batch: batch):
-            self._order.position += 1
+        for batch in with_tokens(iter(self._batches), self._sizes, lambda batch: batch):
+            self.batch_sampler.position += 1
             yield batch
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the training order."""
-        return self._order.state_dict()
+        return self.batch_sampler.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue at the position in the training order."""
-        self._order.load_state_dict(state)
+        self.batch_sampler.load_state_dict(state)
+
+
+class EvenBatches(Dataset[Batch]):
+    """The batches of ``rows`` one after the other, a multiple of ``processes``: those that are missing have no loss.
+
+    Processes that evaluate together must all take as many batches, and none may count twice.
+    """
+
+    def __init__(self, rows: Sequences, batch_size: int, collate: Collate, processes: int) -> None:
+        self._rows, self._batch_size, self._collate = rows, batch_size, collate
+        self._count = -(-len(rows) // batch_size)
+        self._processes = processes
+
+    def __len__(self) -> int:
+        return round_up(self._count, self._processes)
+
+    def __getitem__(self, number: int) -> Batch:
+        begin = min(number, self._count - 1) * self._batch_size
+        batch = self._collate([self._rows[row] for row in range(begin, min(begin + self._batch_size, len(self._rows)))])
+        if number >= self._count:
+            batch["labels"] = torch.full_like(batch["labels"], IGNORED)
+        return batch
+
+
+def held_out_loader(
+    rows: Sequences, *, batch_size: int, collate_fn: Collate, num_workers: int, share: Share
+) -> DataLoader[Any]:
+    """Return the loader of held-out ``rows``, in their order; each of several processes has its ``share`` of it."""
+    generator = torch.Generator()  # as for training
+    if share.of == 1:
+        return DataLoader(
+            rows, batch_size=batch_size, collate_fn=collate_fn, num_workers=num_workers, generator=generator
+        )
+    batches = EvenBatches(rows, batch_size, collate_fn, share.of)
+    return DataLoader(
+        batches,
+        batch_size=None,
+        sampler=DistributedSampler(batches, share.of, share.first, shuffle=False),
+        num_workers=num_workers,
+        generator=generator,
+    )

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch.utils.data import Sampler
 
 from lt_offload.errors import ConfigError
+from lt_offload.finetune.processes import Share
 
 _BATCHES_TO_SORT = 50
 """So many batches' rows are sorted by length together: like finds like, and chance still says who meets whom."""
@@ -19,7 +20,8 @@ class ResumableBatches(Sampler[list[int]]):
     """Indices of full batches, in another order in each epoch.
 
     Lightning calls ``set_epoch`` before each epoch. The last batch is dropped if it is not full: every iteration has
-    the planned size. Which rows that concerns is up to chance, in each epoch anew.
+    the planned size. Which rows that concerns is up to chance, in each epoch anew. Of several processes each takes
+    every so-many-th batch of the same order, and all of them as many.
 
     Args:
         count: rows.
@@ -27,29 +29,43 @@ class ResumableBatches(Sampler[list[int]]):
         seed: of the order.
         lengths: of the rows, if batches shall have rows of like lengths.
         tokens: of all rows, by which other data are noticed.
+        share: the batches of this process.
     """
 
     def __init__(
-        self, count: int, batch_size: int, *, seed: int, lengths: NDArray[Any] | None = None, tokens: int = 0
+        self,
+        count: int,
+        batch_size: int,
+        *,
+        seed: int,
+        lengths: NDArray[Any] | None = None,
+        tokens: int = 0,
+        share: Share = Share(),  # noqa: B008  # it never changes
     ) -> None:
         self.count = count
         self.batch_size = batch_size
         self.seed = seed
         self.grouped = lengths is not None
         self.tokens = tokens
+        self.share = share
         self.epoch = 0
         self.position = 0
-        """Batches that training has been given in this epoch; the loader counts them."""
+        """Batches that training in this process has been given in this epoch; the loader counts them."""
         self._lengths = None if lengths is None else torch.as_tensor(lengths)
         self._resume = False
 
     def __len__(self) -> int:
+        return self._full // self.share.of
+
+    @property
+    def _full(self) -> int:
+        """Batches of all processes, with those that are left over where each takes as many."""
         return self.count // self.batch_size
 
     def __iter__(self) -> Iterator[list[int]]:
         # A generator: the epoch is read when the first batch is asked for, which is after Lightning has set it.
         self.begin()
-        yield from self.batches()[self.position :]
+        yield from self.batches()[self.share.first :: self.share.of][self.position : len(self)]
 
     def begin(self) -> None:
         """Begin an epoch: at the position that was loaded, if it was and the epoch had not come to its end."""
@@ -58,14 +74,14 @@ class ResumableBatches(Sampler[list[int]]):
         self._resume = False
 
     def batches(self) -> list[list[int]]:
-        """Return all batches of the epoch."""
+        """Return all batches of the epoch, those of other processes, too."""
         generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        order = torch.randperm(self.count, generator=generator)[: len(self) * self.batch_size]
+        order = torch.randperm(self.count, generator=generator)[: self._full * self.batch_size]
         if self._lengths is not None:
             together = self.batch_size * _BATCHES_TO_SORT
             parts = [order[begin : begin + together] for begin in range(0, len(order), together)]
             order = torch.cat([part[self._lengths[part].argsort(stable=True)] for part in parts])
-            order = order.view(-1, self.batch_size)[torch.randperm(len(self), generator=generator)]
+            order = order.view(-1, self.batch_size)[torch.randperm(self._full, generator=generator)]
         found: list[list[int]] = order.view(-1, self.batch_size).tolist()
         return found
 
@@ -75,17 +91,27 @@ class ResumableBatches(Sampler[list[int]]):
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far this epoch has come, and what the order depends on."""
-        return {"position": self.position, **{key: getattr(self, key) for key in _DEPENDS_ON}}
+        known = {key: getattr(self, key) for key in _DEPENDS_ON}
+        return {"position": self.position, **known, "processes": self.share.of}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken.
 
         Raises:
-            ConfigError: if the data, the batch size or the seed differ, so that another order would follow.
+            ConfigError: if the data, the batch size or the seed differ, so that another order would follow, or there
+                are more or fewer processes, so that other batches would make an update.
         """
         if "position" not in state:
             raise ConfigError("the checkpoint is of a run with data.streaming=true; continue it with that setting")
         check_continues(state, {key: getattr(self, key) for key in _DEPENDS_ON})
+        before = state.get("processes", 1)
+        if before != self.share.of:
+            raise ConfigError(
+                f"the checkpoint is of a run with {before} process{'es' if before > 1 else ''}, now there "
+                f"{'are' if self.share.of > 1 else 'is'} {self.share.of}: its epochs have other numbers of batches and "
+                f"updates; continue with trainer.devices and trainer.num_nodes that make {before}, or export the model "
+                "and begin a new run with it as model.name"
+            )
         self.position = state["position"]
         self._resume = True
 

@@ -21,6 +21,7 @@ from lt_offload.finetune.data.batches.order import check_continues
 from lt_offload.finetune.data.batches.packing import Row, Sequences
 from lt_offload.finetune.data.batches.updates import Sizes, with_tokens
 from lt_offload.finetune.data.formats import Example
+from lt_offload.finetune.processes import Share
 
 Place = tuple[int, int]
 """Number of a source, and how many of its rows have been read."""
@@ -56,6 +57,9 @@ class Reader:
 class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
     """Batches without end, each with the position after it: when the data are over, they begin again.
 
+    Several processes all read everything and take their batches of it. The position is that after the last one of
+    them, where a run goes on with whatever number of processes.
+
     Args:
         source: of examples.
         begin: where training data begin; what is before is held out.
@@ -66,6 +70,7 @@ class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
         seed: of the order within windows, which is another one in each pass over the data.
         name: of the data, for errors.
         settings: what else decides about what comes, by name.
+        share: the batches of this process.
     """
 
     def __init__(
@@ -80,11 +85,13 @@ class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
         seed: int,
         name: str,
         settings: Mapping[str, Any],
+        share: Share = Share(),  # noqa: B008  # it never changes
     ) -> None:
         self._source = source
         self._sequences = sequences
         self._collate = collate
         self._name = name
+        self._share = share
         self._buffer, self._batch_size, self._seed = buffer, batch_size, seed % 2**64
         self.depends_on: dict[str, Any] = {
             "seed": seed, "batch_size": batch_size, "stream_buffer": buffer, "begin": list(begin), **settings
@@ -95,9 +102,10 @@ class StreamedBatches(IterableDataset[tuple[Position, Batch]]):
 
     def __iter__(self) -> Iterator[tuple[Position, Batch]]:
         rows = self._rows(self.start)
+        begin = self._share.first * self._batch_size
         while True:
-            some = list(islice(rows, self._batch_size))
-            yield some[-1][0], self._collate([row for _, row in some])
+            some = list(islice(rows, self._share.of * self._batch_size))
+            yield some[-1][0], self._collate([row for _, row in some[begin : begin + self._batch_size]])
 
     def _rows(self, position: Position) -> Iterator[tuple[Position, Row]]:
         """Yield sequences without end, each with the position after it."""

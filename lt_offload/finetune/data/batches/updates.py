@@ -10,10 +10,11 @@ import torch
 from torch import Tensor
 
 from lt_offload.finetune.data.formats import IGNORED
+from lt_offload.finetune.processes import several
 from lt_offload.strategy.windows import knows_tokens, micro_batches
 
 TOKENS = "num_items_in_batch"
-"""Key in a batch, as transformers calls it: tokens that are trained in all batches of its update."""
+"""Key in a batch, as transformers calls it: tokens that are trained in all batches of its update, in this process."""
 
 Batch = dict[str, Tensor]
 Sizes = Callable[[], Iterator[int]]
@@ -24,11 +25,11 @@ Item = TypeVar("Item")
 def sizes_for(trainer: Any) -> Sizes | None:
     """Return the sizes of updates of ``trainer``, None if it does not ask for the tokens of an update.
 
-    It does if an update may have several batches, and the module wants their tokens to count alike. An update ends
-    where Lightning ends it: after as many batches of the epoch as are a multiple of ``accumulate_grad_batches``, and
-    with the last one.
+    It does if an update may have several batches, one after the other or in several processes, and the module wants
+    their tokens to count alike. An update ends where Lightning ends it: after as many batches of the epoch as are a
+    multiple of ``accumulate_grad_batches``, and with the last one.
     """
-    if trainer is None or not knows_tokens(trainer) or micro_batches(trainer) == 1:
+    if trainer is None or not knows_tokens(trainer) or (micro_batches(trainer) == 1 and not several(trainer)):
         return None
 
     def sizes() -> Iterator[int]:
