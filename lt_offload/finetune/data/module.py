@@ -419,6 +419,7 @@ class FineTuneData(LightningDataModule):
             lengths=lengths,
             tokens=int(self._train.lengths.sum()),
             share=share,
+            reshuffled=self.trainer is None or not self.trainer.overfit_batches,  # which are the same in all epochs
         )
         return ResumableLoader(
             self._train,

@@ -30,6 +30,7 @@ class ResumableBatches(Sampler[list[int]]):
         lengths: of the rows, if batches shall have rows of like lengths.
         tokens: of all rows, by which other data are noticed.
         share: the batches of this process.
+        reshuffled: whether epochs have orders of their own; if false, all have that of the first.
     """
 
     def __init__(
@@ -41,6 +42,7 @@ class ResumableBatches(Sampler[list[int]]):
         lengths: NDArray[Any] | None = None,
         tokens: int = 0,
         share: Share = Share(),  # noqa: B008  # it never changes
+        reshuffled: bool = True,
     ) -> None:
         self.count = count
         self.batch_size = batch_size
@@ -48,11 +50,17 @@ class ResumableBatches(Sampler[list[int]]):
         self.grouped = lengths is not None
         self.tokens = tokens
         self.share = share
+        self.reshuffled = reshuffled
         self.epoch = 0
         self.position = 0
         """Batches that training in this process has been given in this epoch; the loader counts them."""
         self._lengths = None if lengths is None else torch.as_tensor(lengths)
         self._resume = False
+
+    @property
+    def sampler(self) -> ResumableBatches:
+        """Itself: Lightning tells the epoch to the sampler of a batch sampler."""
+        return self
 
     def __len__(self) -> int:
         return self._full // self.share.of
@@ -75,7 +83,7 @@ class ResumableBatches(Sampler[list[int]]):
 
     def batches(self) -> list[list[int]]:
         """Return all batches of the epoch, those of other processes, too."""
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
+        generator = torch.Generator().manual_seed(self.seed + (self.epoch if self.reshuffled else 0))
         order = torch.randperm(self.count, generator=generator)[: self._full * self.batch_size]
         if self._lengths is not None:
             together = self.batch_size * _BATCHES_TO_SORT

@@ -33,7 +33,7 @@ def plan() -> Plan:
 
 def planned(plan: Plan | None) -> Any:
     strategy = SimpleNamespace(plan=plan, profile=PROFILE, trace=None, settings=Settings(recompute=False))
-    return SimpleNamespace(strategy=strategy, global_step=7)
+    return SimpleNamespace(strategy=strategy, global_step=7, is_global_zero=True)
 
 
 def after(seconds: float) -> RunSummary:
