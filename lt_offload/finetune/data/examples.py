@@ -197,9 +197,11 @@ class Preparation:
             with replacing(folder) as new:
                 new.mkdir()
                 self._make(table, layout, source, new)
-                shutil.rmtree(folder, ignore_errors=True)  # broken, or another process was faster
+                if Made.load(folder) is None:
+                    shutil.rmtree(folder, ignore_errors=True)
         except OSError as error:
-            raise _unusable(root, error) from error
+            if Made.load(folder) is None:  # else another process was faster
+                raise _unusable(root, error) from error
         made = Made.load(folder)
         assert made is not None, "what has just been written can be read"
         return made

@@ -19,7 +19,8 @@ _BATCHES_TO_SORT = 50
 class ResumableBatches(Sampler[list[int]]):
     """Indices of full batches, in another order in each epoch.
 
-    Lightning calls ``set_epoch`` before each epoch. The last batch is dropped if it is not full: every iteration has
+    Lightning calls ``set_epoch`` before each epoch. Where a run goes on, epochs are counted from the one that it was in:
+    Lightning takes that for over if the run ended there by ``max_steps``. The last batch is dropped if it is not full: every iteration has
     the planned size. Which rows that concerns is up to chance, in each epoch anew. Of several processes each takes
     every so-many-th batch of the same order, and all of them as many.
 
@@ -56,6 +57,8 @@ class ResumableBatches(Sampler[list[int]]):
         """Batches that training in this process has been given in this epoch; the loader counts them."""
         self._lengths = None if lengths is None else torch.as_tensor(lengths)
         self._resume = False
+        self._counts = False
+        """Whether epochs are counted here, as a run goes on."""
 
     @property
     def sampler(self) -> ResumableBatches:
@@ -79,6 +82,7 @@ class ResumableBatches(Sampler[list[int]]):
         """Begin an epoch: at the position that was loaded, if it was and the epoch had not come to its end."""
         if not self._resume or self.position >= len(self):
             self.position = 0
+            self.epoch += self._counts
         self._resume = False
 
     def batches(self) -> list[list[int]]:
@@ -94,13 +98,14 @@ class ResumableBatches(Sampler[list[int]]):
         return found
 
     def set_epoch(self, epoch: int) -> None:
-        """Choose the order of the next epoch."""
-        self.epoch = epoch
+        """Choose the order of the next epoch, unless the run goes on from a checkpoint, which says it."""
+        if not self._counts:
+            self.epoch = epoch
 
     def state_dict(self) -> dict[str, Any]:
         """Return how far this epoch has come, and what the order depends on."""
         known = {key: getattr(self, key) for key in _DEPENDS_ON}
-        return {"position": self.position, **known, "processes": self.share.of}
+        return {"position": self.position, "epoch": self.epoch, **known, "processes": self.share.of}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue where ``state`` was taken.
@@ -121,7 +126,8 @@ class ResumableBatches(Sampler[list[int]]):
                 "and begin a new run with it as model.name"
             )
         self.position = state["position"]
-        self._resume = True
+        self.epoch = state.get("epoch", self.epoch)
+        self._resume = self._counts = True
 
 
 _DEPENDS_ON = ("count", "batch_size", "seed", "grouped", "tokens")
