@@ -39,6 +39,8 @@ OptimizerName = Literal["adamw", "adam", "sgd", "adafactor"]
 Schedule = Literal["cosine", "linear", "constant"]
 
 _WITH_BETAS = ("adamw", "adam")
+_OF_FSDP = "_fsdp_wrapped_module."
+"""What FSDP, whose pieces of parameters are all vectors, puts into their names."""
 _OPTIMIZER = "optimizer_settings"
 """Key in a checkpoint."""
 
@@ -168,6 +170,8 @@ class FineTune(LightningModule):
         self.warmup_steps = warmup_steps
         self.min_lr_ratio = min_lr_ratio
         self.model: nn.Module | None = None
+        self._matrices: frozenset[str] = frozenset()
+        """Names of the parameters that are matrices where a strategy has not cut them into pieces."""
         self._vocabulary: int | None = None
         """Tokens of the data's tokenizer, once it has been seen."""
         self._losses: list[Tensor] = []
@@ -205,6 +209,7 @@ class FineTune(LightningModule):
         """Load the model; once, although Lightning calls this for each of its verbs."""
         if self.model is None:
             self.model = self.build()
+            self._matrices = frozenset(name for name, p in self.named_parameters() if p.ndim > 1)
 
     def build(self, *, init: load.Init | None = None) -> nn.Module:
         """Return the model as it is trained, in training mode; ``init`` instead of the setting."""
@@ -341,11 +346,14 @@ class FineTune(LightningModule):
 
     def configure_optimizers(self) -> OptimizerLRScheduler:
         """Return the optimizer over trainable tensors, matrices with weight decay, and its schedule per step."""
-        trainable = [p for p in self.parameters() if p.requires_grad]
-        groups = [
-            {"params": [p for p in trainable if p.ndim > 1], "weight_decay": self.weight_decay},
-            {"params": [p for p in trainable if p.ndim <= 1], "weight_decay": 0.0},
+        groups: list[dict[str, Any]] = [
+            {"params": [], "weight_decay": self.weight_decay},
+            {"params": [], "weight_decay": 0.0},
         ]
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                matrix = parameter.ndim > 1 or name.replace(_OF_FSDP, "") in self._matrices
+                groups[0 if matrix else 1]["params"].append(parameter)
         groups = [group for group in groups if group["params"]]
         optimizer = make_optimizer(
             self.optimizer,

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader
 
 from lt_offload import limits
 from lt_offload.errors import ConfigError, InfeasibleError
@@ -215,9 +214,9 @@ def _shortest(loader: Any) -> int:
     return max(1, min(counts, default=LARGEST))
 
 
-def _loaders(loader: Any) -> list[DataLoader[Any]]:
-    """Return the data loaders in a collection of them, or the one that ``loader`` is."""
-    if isinstance(loader, DataLoader):
+def _loaders(loader: Any) -> list[Any]:
+    """Return the loaders of a data set in a collection of them, or the one that ``loader`` is."""
+    if hasattr(loader, "dataset"):
         return [loader]
     members = getattr(loader, "flattened", None)  # of Lightning's CombinedLoader
     if members is None and isinstance(loader, Mapping):

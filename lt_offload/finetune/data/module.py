@@ -405,11 +405,10 @@ class FineTuneData(LightningDataModule):
             few = len(self._validation or ())
             setting = "data.validation_share" if self.validation_rows is None else "data.validation_rows"
             keep = f", or {setting}, which holds out {few} sequences" if few and not len(self._train) else ""
+            keep += f", or have fewer than {share.of} processes, each of which takes a batch" if share.of > 1 else ""
             raise ConfigError(
                 f"data.path={self.path!r} gives {len(self._train)} training sequences of up to {self.max_length} "
-                f"tokens, fewer than data.batch_size={self.batch_size}"
-                f"{f' for each of {share.of} processes' if share.of > 1 else ''}; lower data.batch_size or "
-                f"data.max_length{keep}"
+                f"tokens, fewer than data.batch_size={self.batch_size}; lower data.batch_size or data.max_length{keep}"
             )
         lengths = self._train.lengths if self.group_by_length else None
         order = ResumableBatches(
@@ -419,7 +418,7 @@ class FineTuneData(LightningDataModule):
             lengths=lengths,
             tokens=int(self._train.lengths.sum()),
             share=share,
-            reshuffled=self.trainer is None or not self.trainer.overfit_batches,  # which are the same in all epochs
+            reshuffled=not getattr(self.trainer, "overfit_batches", 0),  # which are the same in all epochs
         )
         return ResumableLoader(
             self._train,

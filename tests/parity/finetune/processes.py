@@ -26,7 +26,11 @@ CASES: dict[str, dict[str, Any]] = {
     "padded": {"data": PADDED, "max_steps": 8},
     "padded, stopped": {"data": PADDED, "max_steps": 2, "save": "padded.ckpt"},
     "padded, resumed": {"data": PADDED, "max_steps": 8, "ckpt": "padded.ckpt"},
-    "batches": {"data": {"num_workers": 1, "max_length": 60}, "loss_average": "batches", "use_distributed_sampler": False},
+    "batches": {
+        "data": {"num_workers": 1, "max_length": 60},
+        "loss_average": "batches",
+        "use_distributed_sampler": False,
+    },
     "accumulated": {"data": {"pack": "wrapped", "max_length": 44}, "accumulate_grad_batches": 2},
     "streamed": {"data": STREAMED, "use_distributed_sampler": False},
     "streamed, stopped": {"data": STREAMED, "max_steps": 1, "save": "streamed.ckpt"},

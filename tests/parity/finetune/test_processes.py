@@ -1,4 +1,4 @@
-"""Training in two processes under torch.distributed: the batches and the numbers of one process that accumulates two."""
+"""Training in two processes under torch.distributed: the batches and numbers of one process that accumulates two."""
 
 from __future__ import annotations
 

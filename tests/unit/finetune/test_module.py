@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -318,3 +319,18 @@ def test_sequences_longer_than_the_model(folder: str, text: str, monkeypatch: py
 
 def _never(*args: object, **kwargs: object) -> None:
     raise AssertionError("weights are loaded before the settings are checked")
+
+
+def test_pieces_of_matrices_decay_as_matrices(folder: str) -> None:
+    """As FSDP cuts them: each is a vector then, in a module that is wrapped."""
+    module = FineTune(folder, weight_decay=0.1, schedule="constant")
+    module.configure_model()
+    model: Any = module.model
+    whole, layer = len(list(module.parameters())), model.model.layers[0]
+    layer.mlp.up_proj.weight = torch.nn.Parameter(layer.mlp.up_proj.weight.detach().flatten())
+    model.model.layers[0] = torch.nn.ModuleDict({"_fsdp_wrapped_module": layer})
+    module.trainer = SimpleNamespace(estimated_stepping_batches=1)  # type: ignore[assignment]
+    groups = module.configure_optimizers()["optimizer"].param_groups  # type: ignore[call-overload, index]
+    assert any(parameter is layer.mlp.up_proj.weight for parameter in groups[0]["params"])
+    assert [group["weight_decay"] for group in groups] == [0.1, 0.0]
+    assert sum(len(group["params"]) for group in groups) == whole

@@ -39,6 +39,7 @@ class ResumableLoader:
     ) -> None:
         # A generator of its own: making an iterator draws from it, and would change the dropout masks that follow.
         self.generator = torch.Generator()
+        self.dataset = rows
         self.batch_sampler = batch_sampler
         self._batches: DataLoader[Row] = DataLoader(
             rows,

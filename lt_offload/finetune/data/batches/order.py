@@ -19,10 +19,10 @@ _BATCHES_TO_SORT = 50
 class ResumableBatches(Sampler[list[int]]):
     """Indices of full batches, in another order in each epoch.
 
-    Lightning calls ``set_epoch`` before each epoch. Where a run goes on, epochs are counted from the one that it was in:
-    Lightning takes that for over if the run ended there by ``max_steps``. The last batch is dropped if it is not full: every iteration has
-    the planned size. Which rows that concerns is up to chance, in each epoch anew. Of several processes each takes
-    every so-many-th batch of the same order, and all of them as many.
+    Lightning calls ``set_epoch`` before each epoch. Where a run goes on, epochs are counted from its own: Lightning
+    takes that for over if the run ended there by ``max_steps``. The last batch is dropped if it is not full: every
+    iteration has the planned size. Which rows that concerns is up to chance, in each epoch anew. Of several processes
+    each takes every so-many-th batch of the same order, and all of them as many.
 
     Args:
         count: rows.
