@@ -237,7 +237,7 @@ def set_dropout(config: PreTrainedConfig, value: float) -> None:
     """
     present = [name for name in _DROPOUTS if hasattr(config, name)]
     if not present:
-        raise ConfigError(f"model.dropout={value}: a {config.model_type} model has no dropout; leave it unset")
+        raise ConfigError(f"model.dropout={value}: a {config.model_type} model has no dropout; set it to null")
     for name in present:
         setattr(config, name, value)
 

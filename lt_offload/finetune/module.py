@@ -6,6 +6,7 @@ import logging
 import math
 import warnings
 from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
 from typing import Any, Literal
 
 import torch
@@ -26,7 +27,7 @@ from lt_offload.finetune.generation import continuation
 from lt_offload.finetune.loss import LossAverage, mean_over, undivided
 from lt_offload.finetune.processes import is_first, mean, several, total
 from lt_offload.finetune.quantize import Quantize, check_quantize, check_stored, quantized
-from lt_offload.finetune.unused import refuse_unused
+from lt_offload.finetune.unused import as_written, refuse_unused
 from lt_offload.finetune.weights.frozen import choose_trained
 from lt_offload.finetune.weights.vocabulary import check_tokens, has_grown, names_of_embeddings, resize
 from lt_offload.model.blocks import find_blocks
@@ -46,7 +47,7 @@ _OPTIMIZER = "optimizer_settings"
 
 NO_PACKED_DORA = (
     "model.quantize=nf4 is not offered with DoRA, which reads the norms of the weights under the adapters in every "
-    "forward, for which they would be unpacked twice; set model.lora.dora=false, or leave model.quantize unset"
+    "forward, for which they would be unpacked twice; set model.lora.dora=false, or model.quantize=null"
 )
 
 
@@ -75,7 +76,8 @@ class FineTune(LightningModule):
         loss_average: what the loss of an update of several batches (``trainer.accumulate_grad_batches``, and those of
             all processes) is a mean of: ``tokens``, all those with a loss, as in one large batch, or ``batches``, their
             means, in which the tokens of a batch with few of them count for more; null: ``tokens``, but ``batches``
-            with loaders of one's own, which do not say how many tokens an update has.
+            with loaders of one's own, which do not say how many tokens an update has, and with a ``training_step`` that
+            does not call this one.
         optimizer: what updates the weights: ``adamw``, ``adam``, ``sgd`` (with momentum 0.9) or ``adafactor``.
         master_weights: for bfloat16 weights and ``adamw``: update fp32 copies of them, with fp32 states, so that small
             steps are not rounded away. They stay where updates run (16 instead of 8 bytes per weight in all), and
@@ -178,6 +180,10 @@ class FineTune(LightningModule):
         """Of the batches of the present update so far."""
         self._tokens: Tensor | None = None
         """What their losses are divided by."""
+        self._untold: Tensor | None = None
+        """Tokens of the present update, while a step of a subclass runs that is not told."""
+        self._optimizer_settings: dict[str, Any] | None = None
+        """With which the optimizer was made; None: it was not, or a subclass has made another."""
 
     def setup(self, stage: str) -> None:
         """Check the data against the model, before its weights are loaded.
@@ -292,6 +298,12 @@ class FineTune(LightningModule):
                 "model.lr=%g", self.warmup_steps, total, self.lr,
             )  # fmt: skip
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        owner = next(base for base in cls.__mro__ if "training_step" in vars(base))
+        if owner is cls or not issubclass(owner, FineTune):  # of a mixin
+            cls.training_step = _untold(cls.training_step)  # type: ignore[method-assign]
+
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         """Return the mean loss per token, or what becomes that of an update where Lightning takes a mean over batches.
 
@@ -302,7 +314,7 @@ class FineTune(LightningModule):
         if batch_idx % count == 0:
             self._losses = []  # as gradients are forgotten that have led to no update
         batch = dict(batch)
-        tokens = batch.pop(TOKENS, None)
+        tokens, self._untold = batch.pop(TOKENS, self._untold), None
         if self.loss_average == "batches":
             tokens = None
         elif tokens is None and (count > 1 or several(self._trainer)) and self.loss_average == "tokens":
@@ -355,6 +367,7 @@ class FineTune(LightningModule):
                 matrix = parameter.ndim > 1 or name.replace(_OF_FSDP, "") in self._matrices
                 groups[0 if matrix else 1]["params"].append(parameter)
         groups = [group for group in groups if group["params"]]
+        self._optimizer_settings = self._settings_of_optimizer()
         optimizer = make_optimizer(
             self.optimizer,
             groups,
@@ -374,7 +387,8 @@ class FineTune(LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Write down how the optimizer was set; schedules and callbacks may have changed it since."""
-        checkpoint[_OPTIMIZER] = self._optimizer_settings
+        if self._optimizer_settings is not None:
+            checkpoint[_OPTIMIZER] = self._optimizer_settings
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Refuse to go on with settings of the optimizer that the checkpoint would replace without a word."""
@@ -384,28 +398,59 @@ class FineTune(LightningModule):
     def check_continues(self, checkpoint: Mapping[str, Any]) -> None:
         """Raise ``ConfigError`` if the optimizer whose states are in ``checkpoint`` was set in another way.
 
-        Of an optimizer that a subclass configures, nothing is known here.
+        Of an optimizer that a subclass configures, nothing is known here; of one in a checkpoint that does not say it,
+        what its schedule began with.
         """
         if type(self).configure_optimizers is not FineTune.configure_optimizers:
             return
-        settings = self._optimizer_settings
-        for name, value in checkpoint.get(_OPTIMIZER, {}).items():
+        settings = self._settings_of_optimizer()
+        for name, value in (checkpoint.get(_OPTIMIZER) or _first_lr(checkpoint)).items():
             if settings.get(name) != value:
                 raise ConfigError(
-                    f"model.{name}={settings.get(name)} changes nothing where training goes on from a checkpoint, "
-                    f"whose run had {value}; set it to that (the folder of the run, given as the recipe, has all its "
-                    "settings), or export the model and begin a new run with it as model.name"
+                    f"model.{name}={as_written(settings.get(name))} cannot take effect where training goes on from a "
+                    f"checkpoint, whose run had {as_written(value)}; set it to that (the folder of the run, given as "
+                    "the recipe, has all its settings), or export the model and begin a new run with it as model.name"
                 )
 
-    @property
-    def _optimizer_settings(self) -> dict[str, Any]:
-        settings = {"optimizer": self.optimizer, "lr": self.lr, "weight_decay": self.weight_decay}
+    def _settings_of_optimizer(self) -> dict[str, Any]:
+        names = ["optimizer", "lr", "weight_decay", "master_weights", "stochastic_rounding"]
+        settings = {name: getattr(self, name) for name in names}
         return settings | ({"betas": [*self.betas]} if self.optimizer in _WITH_BETAS else {})
 
     def _loss(self, batch: dict[str, Tensor]) -> Tensor:
         assert self.model is not None, "configure_model() comes first"
         loss: Tensor = self.model(**batch, use_cache=False).loss
         return loss
+
+
+def _untold(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``step``, a ``training_step`` of a subclass, without the tokens of an update in its batches.
+
+    FineTune's own, if it calls that, gets them all the same. A model would divide by their number, and Lightning again
+    by that of the batches.
+    """
+
+    @wraps(step)
+    def untold(self: FineTune, batch: Any, *args: Any, **kwargs: Any) -> Any:
+        if getattr(getattr(self._trainer, "datamodule", None), "counts_tokens", False) and TOKENS in batch:
+            self._untold = batch[TOKENS]
+            batch = {key: value for key, value in batch.items() if key != TOKENS}
+        output = step(self, batch, *args, **kwargs)
+        unused, self._untold = self._untold, None
+        if unused is not None and self.loss_average == "tokens":
+            raise ConfigError(
+                f"model.loss_average=tokens: {type(self).__name__}.training_step does not call that of FineTune, which "
+                "takes the mean over all tokens of an update; call it, or set model.loss_average=batches"
+            )
+        return output
+
+    return untold
+
+
+def _first_lr(checkpoint: Mapping[str, Any]) -> dict[str, Any]:
+    states = checkpoint.get("optimizer_states") or [{}]
+    groups = states[0].get("param_groups") if isinstance(states[0], Mapping) else None
+    return {"lr": groups[0]["initial_lr"]} if groups and "initial_lr" in groups[0] else {}
 
 
 def check_data(config: Any, *, max_length: int) -> None:
@@ -452,14 +497,14 @@ def check_adapters(
         check_lora(lora)
     if lora is not None and adapter is not None:
         raise ConfigError(
-            f"model.adapter={adapter!r} brings its own settings; leave out model.lora (--model.lora null), or make new "
+            f"model.adapter={adapter!r} brings its own settings; set model.lora=null, or make new "
             "adapters without model.adapter"
         )
     for setting, patterns in (("freeze", freeze), ("train_only", train_only)):
         if patterns and (lora is not None or adapter is not None):
             raise ConfigError(
                 f"model.{setting}={list(patterns)!r} has no use with adapters, beside which everything is frozen; "
-                "choose with model.lora.target_modules, or leave the adapters out"
+                "choose with model.lora.target_modules, or set model.lora and model.adapter to null"
             )
 
 

@@ -34,11 +34,11 @@ def check_quantize(quantize: Quantize | None, *, lora: object, compiled: bool = 
     if quantize is None:
         return
     if quantize != "nf4":
-        raise ConfigError(f"model.quantize={quantize!r} is not known; use nf4, or leave it unset")
+        raise ConfigError(f"model.quantize={quantize!r} is not known; use nf4, or set it to null")
     if lora is None:
         raise ConfigError(
             "model.quantize=nf4 needs model.lora or model.adapter, as weights of four bits are never trained: set "
-            "model.lora.r=8, or leave model.quantize unset"
+            "model.lora.r=8, or model.quantize=null"
         )
     if compiled:
         raise ConfigError(

@@ -28,13 +28,15 @@ def refuse_unused(
     """
     for name, value in settings.items():
         default = default_of(owner, name)
-        if _plain(value) != _plain(default):
-            leave = "leave it out" if default is None else f"leave it at {_plain(default)}"
-            raise ConfigError(f"{prefix}{name}={_plain(value)} changes nothing with {beside}; {leave}, or {instead}")
+        if as_written(value) != as_written(default):
+            raise ConfigError(
+                f"{prefix}{name}={as_written(value)} changes nothing with {beside}; "
+                f"set it to {as_written(default)}, or {instead}"
+            )
 
 
-def _plain(value: Any) -> Any:
+def as_written(value: Any) -> Any:
     """Return ``value`` as a recipe writes it."""
-    if isinstance(value, bool):
-        return str(value).lower()
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
     return list(value) if isinstance(value, tuple) else value

@@ -141,13 +141,13 @@ def check_layers(model: nn.Module) -> list[tuple[str, nn.Linear]]:
         kind = type(model.get_submodule(name.rpartition(".")[0])).__name__ if largest is not None else "nothing"
         raise ConfigError(
             f"quantize='nf4': most weights of {type(model).__name__} are no nn.Linear (the largest, {name}, is in a "
-            f"{kind}); leave it unset, or use a model whose layers are"
+            f"{kind}); set it to null, or use a model whose layers are"
         )
     for name, layer in layers:
         if layer.in_features % BLOCK:
             raise ConfigError(
                 f"quantize='nf4': {name} has rows of {layer.in_features} numbers, which is no multiple of the "
-                f"{BLOCK} that share a scale; leave it unset"
+                f"{BLOCK} that share a scale; set it to null"
             )
     return layers
 

@@ -65,8 +65,8 @@ def plan(
     replayed = getattr(app.trainer.strategy, "plan_path", None)
     if replayed is not None:
         raise ConfigError(
-            f"trainer.strategy.plan={str(replayed)!r} is replayed by training, and this verb makes plans; leave it out "
-            "(--trainer.strategy.plan null)"
+            f"trainer.strategy.plan={str(replayed)!r} is replayed by training, and this verb makes plans; set it to "
+            "null"
         )
     if memory is not None:
         parse_bytes(memory)  # a slip is noticed here, before all that is slow

@@ -121,7 +121,7 @@ class Encoder:
         strings = layout.format == "completion" and not layout.of_messages
         if layout.format == "text" or strings:
             what = "plain text" if layout.format == "text" else "a prompt and a completion that are texts"
-            hint = "; leave it unset"
+            hint = "; set it to null"
             if strings:
                 pair = f"{{instruction: {layout.columns['prompt']}, output: {layout.columns['completion']}}}"
                 hint += f", or make conversations of them: --data.columns '{pair}'"
@@ -129,7 +129,7 @@ class Encoder:
                 if given:
                     raise ConfigError(f"data.{name} has no place in data.format={layout.format}: it is {what}{hint}")
         if layout.format == "text" and self.train_on == "last":
-            raise ConfigError("data.train_on=last: data.format=text has no answers; leave it unset")
+            raise ConfigError("data.train_on=last: data.format=text has no answers; set it to responses")
         chat = layout.format == "chat" or (layout.format == "completion" and not strings)
         if chat and self.template is None:
             raise ConfigError(

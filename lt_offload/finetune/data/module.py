@@ -184,7 +184,8 @@ class FineTuneData(LightningDataModule):
         held_out = {"validation_rows": validation_rows, "validation_seed": validation_seed}
         if validation_path is not None:
             beside = f"data.validation_path={validation_path!r}, which holds all the validation rows"
-            refuse_unused(FineTuneData, "data.", held_out, beside, instead="leave out the path")
+            held_out |= {"validation_rows": validation_rows or None}  # 0 is true: no others are
+            refuse_unused(FineTuneData, "data.", held_out, beside, instead="set data.validation_path to null")
         elif path == sources.PYDOC:
             beside = f"data.path={path}, which brings validation rows of its own"
             refuse_unused(FineTuneData, "data.", held_out, beside, instead="choose other data")
@@ -510,9 +511,7 @@ class FineTuneData(LightningDataModule):
         path = getattr(self, name)
         if path == sources.PYDOC:
             if self.format not in ("auto", "text") or self.columns not in ({}, {"text": "text"}):
-                raise ConfigError(
-                    f"data.{name}={sources.PYDOC} is text: set data.format=text and leave data.columns unset"
-                )
+                raise ConfigError(f"data.{name}={sources.PYDOC} is text: set data.format=text and data.columns=null")
             return [sources.pydoc()[0 if name == "path" else 1]]
         if path is None:
             return [sources.pydoc()[1]] if self.path == sources.PYDOC else []

@@ -182,7 +182,7 @@ def test_a_checkpoint_of_the_run_is_taken(recipe: str, tmp_path: Path) -> None:
     early.check_early(_App(recipe), str(checkpoint), resume=True)
     with pytest.raises(ConfigError, match="does not fit this model or its adapters: it has no model.base_model"):
         early.check_early(_App(recipe, "--model.lora.r", "2"), str(checkpoint))
-    with pytest.raises(ConfigError, match=r"model\.lr=0.5 changes nothing where training goes on from a checkpoint"):
+    with pytest.raises(ConfigError, match=r"model\.lr=0.5 cannot take effect where training goes on from a checkpoint"):
         early.check_early(_App(recipe, "--model.lr", "0.5"), str(checkpoint), resume=True)
     early.check_early(_App(recipe, "--model.lr", "0.5"), str(checkpoint))
     cut = checkpoint.read_bytes()

@@ -78,7 +78,7 @@ def test_a_checkpoint_is_exported_as_it_was_trained(recipe: str, capsys: pytest.
     assert "has no adapters" in fails(capsys, *export, "other", "--format", "adapter")
     assert "--merge false: the recipe has no adapters" in fails(capsys, *export, "other", "--merge", "false")
     line = fails(capsys, *export, "other", "--format", "gguf", "--max_shard_size", "1GB")
-    assert "--max_shard_size=1GB changes nothing with --format gguf; leave it at 5GB" in line
+    assert "--max_shard_size=1GB changes nothing with --format gguf; set it to 5GB" in line
     assert "'./nowhere' is not a folder" in fails(
         capsys, "export", recipe, "--output", "x", "--model.adapter", "./nowhere"
     )

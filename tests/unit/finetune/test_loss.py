@@ -56,7 +56,8 @@ class Recording(FineTune):
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
         self.updates = [Update()]
-        self.keys: set[str] = set()
+        self.counted = False
+        """Whether batches said how many tokens their update has."""
         self.positions: list[tuple[int, int]] = []
 
     @property
@@ -65,7 +66,8 @@ class Recording(FineTune):
         return [len(update.batches) for update in self.updates if update.grads]
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        self.keys |= batch.keys()
+        assert batch.keys() <= {"input_ids", "labels", "attention_mask", "position_ids"}
+        self.counted |= self._untold is not None
         names = ("input_ids", "labels", "attention_mask", "position_ids")
         self.updates[-1].batches.append({name: batch[name] for name in names if name in batch})
         order = self.trainer.datamodule.state_dict().get("order", {})  # type: ignore[attr-defined]
@@ -180,7 +182,7 @@ def test_one_batch_is_its_own_mean(folder: Path) -> None:
     assert one.parts == [1] * 7
     check(folder, one.updates)
     counted = fit(folder, callbacks=[GradientAccumulationScheduler({0: 1, 1: 2})])
-    assert ("num_items_in_batch" in one.keys, "num_items_in_batch" in counted.keys) == (False, True)
+    assert (one.counted, counted.counted) == (False, True)
     for other in (fit(folder, loss_average="batches"), counted):
         for left, right in zip(one.updates[:-1], other.updates[:-1], strict=True):
             assert all(grad.equal(right.grads[name]) for name, grad in left.grads.items())
@@ -191,7 +193,7 @@ def test_one_batch_is_its_own_mean(folder: Path) -> None:
 
 def test_the_mean_of_means_is_lightnings(folder: Path) -> None:
     module = fit(folder, loss_average="batches", accumulate_grad_batches=3)
-    assert "num_items_in_batch" not in module.keys
+    assert not module.counted
     assert module.parts == [3, 3, 1]
     model = AutoModelForCausalLM.from_pretrained(folder)
     for update in module.updates[:-1]:
@@ -282,6 +284,36 @@ def test_modules_of_ones_own_get_batches_as_they_are(folder: Path) -> None:
     source = FineTuneData(str(folder), path=str(folder / "rows.jsonl"), max_length=64, pack=False, batch_size=2)
     quiet(accumulate_grad_batches=2).fit(module, datamodule=source)
     assert module.keys == {"input_ids", "labels", "attention_mask"}
+
+
+class WholeBatch:
+    """Gives the model the whole batch: were it told of the tokens, it would divide by them, and Lightning again."""
+
+    updates: list[Update]
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        self.updates[-1].batches.append(dict(batch))
+        loss: Tensor = self.model(**batch, use_cache=False).loss  # type: ignore[attr-defined]
+        self.log("train_loss", loss)  # type: ignore[attr-defined]
+        return loss
+
+
+class OwnStep(WholeBatch, Recording):  # type: ignore[misc]
+    """Has its step from elsewhere."""
+
+
+def test_steps_of_ones_own_get_lightnings_mean(folder: Path) -> None:
+    source = FineTuneData(str(folder), path=str(folder / "rows.jsonl"), max_length=64, pack=False, batch_size=2)
+    module = OwnStep(str(folder), schedule="constant")
+    quiet(accumulate_grad_batches=3, max_steps=1).fit(module, datamodule=source)
+    update = module.updates[0]
+    assert len(update.batches) == 3
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    for batch in update.batches:
+        (model(**batch, use_cache=False).loss / 3).backward()
+    assert all(p.grad.equal(update.grads[name]) for name, p in model.named_parameters())
+    with pytest.raises(ConfigError, match=r"OwnStep\.training_step does not call that of FineTune.*=batches"):
+        quiet(accumulate_grad_batches=3).fit(OwnStep(str(folder), loss_average="tokens"), datamodule=source)
 
 
 def test_a_model_that_computes_its_loss_itself_is_refused() -> None:

@@ -175,7 +175,7 @@ def test_lora_of_layers_that_do_not_exist(folder: str) -> None:
         ({"min_lr_ratio": 0.1, "schedule": "constant"}, "model.min_lr_ratio=0.1 changes nothing with"),
         (
             {"betas": (0.9, 0.95), "optimizer": "sgd"},
-            r"model\.betas=\[0.9, 0.95\] changes nothing with model\.optimizer=sgd.*; leave it at \[0.9, 0.999\], or",
+            r"model\.betas=\[0.9, 0.95\] changes nothing with model\.optimizer=sgd.*; set it to \[0.9, 0.999\], or",
         ),
         ({"betas": (0.9, 0.95), "optimizer": "adafactor"}, r"changes nothing with model\.optimizer=adafactor"),
         ({"dropout": 1.0}, "model.dropout=1.0 is no probability below 1"),
@@ -215,10 +215,10 @@ def test_defaults_that_do_not_apply_are_no_matter() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"lr": 0.2}, "model.lr=0.2 changes nothing where training goes on .*, whose run had 0.1; set it to that"),
-        ({"weight_decay": 0.3}, "model.weight_decay=0.3 changes nothing where .* whose run had 0.2"),
-        ({"betas": (0.5, 0.9)}, r"model.betas=\[0.5, 0.9\] changes nothing where .* whose run had \[0.8, 0.9\]"),
-        ({"optimizer": "adam"}, "model.optimizer=adam changes nothing where .* whose run had adamw"),
+        ({"lr": 0.2}, "model.lr=0.2 cannot take effect where training goes on .*, whose run had 0.1; set it to that"),
+        ({"weight_decay": 0.3}, "model.weight_decay=0.3 cannot take effect where .* whose run had 0.2"),
+        ({"betas": (0.5, 0.9)}, r"model.betas=\[0.5, 0.9\] cannot take effect where .* whose run had \[0.8, 0.9\]"),
+        ({"optimizer": "adam"}, "model.optimizer=adam cannot take effect where .* whose run had adamw"),
     ],
 )
 def test_a_checkpoint_would_replace_settings_of_the_optimizer(
@@ -228,6 +228,43 @@ def test_a_checkpoint_would_replace_settings_of_the_optimizer(
         trainer(3).fit(FineTune(folder, **OPTIMIZER | change), datamodule=data(folder, text), ckpt_path=checkpoint)
     validated = trainer(3).validate(FineTune(folder, **OPTIMIZER | change), data(folder, text), ckpt_path=checkpoint)
     assert validated[0]["val_loss"] > 0
+
+
+def test_other_updates_of_bfloat16_are_no_other_states(folder: str, text: str, tmp_path: Path) -> None:
+    """AdamW of PyTorch takes the states of ours, and leaves the fp32 copies in them as they are."""
+    settings: dict[str, Any] = {"dtype": "bfloat16", **OPTIMIZER}
+    run = trainer(1)
+    run.fit(FineTune(folder, **settings, master_weights=True), datamodule=data(folder, text))
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    for change in ({}, {"stochastic_rounding": True}):
+        module = FineTune(folder, **settings, **change)
+        with pytest.raises(ConfigError, match=r"model\.master_weights=false cannot take effect .* whose run had true"):
+            trainer(2, strategy="auto").fit(
+                module, datamodule=data(folder, text), ckpt_path=tmp_path / "one.ckpt", weights_only=True
+            )
+
+
+def test_a_checkpoint_that_does_not_say_how_its_optimizer_was_set(checkpoint: str, folder: str) -> None:
+    content = torch.load(checkpoint, weights_only=True)
+    assert content.pop("optimizer_settings")["lr"] == 0.1
+    FineTune(folder, lr=0.1).check_continues(content)
+    with pytest.raises(ConfigError, match=r"model\.lr=0\.2 cannot take effect .* whose run had 0\.1"):
+        FineTune(folder, lr=0.2).check_continues(content)
+    FineTune(folder).check_continues({"optimizer_states": []})
+
+
+class Finding(Callback):
+    """Finds a learning rate when training begins, as Lightning's LearningRateFinder does."""
+
+    def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.lr = 0.3
+
+
+def test_a_learning_rate_that_is_found_is_no_other_setting(folder: str, text: str, tmp_path: Path) -> None:
+    run = trainer(1, Finding())
+    run.fit(FineTune(folder, **OPTIMIZER), datamodule=data(folder, text))
+    run.save_checkpoint(tmp_path / "one.ckpt")
+    FineTune(folder, **OPTIMIZER).check_continues(torch.load(tmp_path / "one.ckpt", weights_only=True))
 
 
 def test_a_schedule_may_change_where_training_goes_on(checkpoint: str, folder: str, text: str) -> None:
@@ -257,7 +294,7 @@ def test_what_callbacks_make_of_the_settings_is_gone_on_with(
     run.fit(FineTune(folder, **settings), datamodule=data(folder, text), ckpt_path=str(tmp_path / "one.ckpt"))
     assert run.global_step == 2
     assert {group["betas"] for group in run.optimizers[0].param_groups} == {(0.85, 0.95)}
-    with pytest.raises(ConfigError, match=r"model\.lr=0\.5 changes nothing"):
+    with pytest.raises(ConfigError, match=r"model\.lr=0\.5 cannot take effect"):
         FineTune(folder, **settings | {"lr": 0.5}).check_continues(torch.load(tmp_path / "one.ckpt"))
 
 
@@ -272,6 +309,7 @@ def test_an_optimizer_of_ones_own_goes_on(folder: str, text: str, tmp_path: Path
     run = trainer(2)
     run.fit(Module(folder, betas=(0.8, 0.9)), datamodule=data(folder, text), ckpt_path=str(tmp_path / "one.ckpt"))
     assert run.global_step == 2
+    assert "optimizer_settings" not in torch.load(tmp_path / "one.ckpt")
 
 
 OPTIMIZER: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.2, "betas": (0.8, 0.9)}

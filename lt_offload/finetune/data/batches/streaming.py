@@ -208,7 +208,7 @@ def check_streaming(*, group_by_length: bool, num_workers: int, holds_out: bool,
     if validation_seed is not None:
         raise ConfigError(
             f"data.validation_seed={validation_seed} draws from rows that data.streaming=true has not read; the first "
-            "ones are held out, so leave it unset"
+            "ones are held out, so set it to null"
         )
     if not holds_out:
         raise ConfigError(

@@ -194,7 +194,7 @@ def test_pydoc_topics(tokenizer: str) -> None:
         ({"num_proc": 0}, "data.num_proc=0 is too small"),
         (
             {"streaming": True, "validation_rows": 0, "num_proc": 2},
-            r"data\.num_proc=2 changes nothing with data\.streaming=true.*; leave it out, or set data\.streaming=false",
+            r"data\.num_proc=2 changes nothing with data\.streaming=true.*; set it to null, or set data\.stream",
         ),
         (
             {"streaming": True, "validation_rows": 0, "cache_dir": "here"},
@@ -202,7 +202,7 @@ def test_pydoc_topics(tokenizer: str) -> None:
         ),
         (
             {"stream_buffer": 10},
-            r"data\.stream_buffer=10 changes nothing with data\.streaming=false; leave it at 1000, or set "
+            r"data\.stream_buffer=10 changes nothing with data\.streaming=false; set it to 1000, or set "
             r"data\.streaming=true",
         ),
         (
@@ -228,7 +228,9 @@ def test_settings_that_cannot_be(settings: dict[str, Any], message: str) -> None
 
 def test_what_does_not_apply_may_be_at_its_default() -> None:
     streamed = {"streaming": True, "validation_rows": 0, "stream_buffer": 1000}
-    for settings in (streamed | {"num_proc": 1}, {"stream_buffer": 1000}, {"path": "pydoc_topics", "streaming": True}):
+    no_others = {"validation_path": "held", "validation_rows": 0}
+    pydoc = {"path": "pydoc_topics", "streaming": True}
+    for settings in (streamed | {"num_proc": 1}, {"stream_buffer": 1000}, pydoc, no_others, no_others | streamed):
         FineTuneData("unused", **{"path": "unused"} | settings)
 
 
@@ -237,7 +239,7 @@ def test_what_does_not_apply_may_be_at_its_default() -> None:
     [
         (
             {"split": "test"},
-            r"data\.split=test changes nothing with data\.path=.*; leave it at train, or name a data set",
+            r"data\.split=test changes nothing with data\.path=.*; set it to train, or name a data set",
         ),
         ({"subset": "small"}, r"data\.subset=small changes nothing with data\.path=.*, which is not on the hub"),
         ({"path": "one", "split": "test"}, r"data\.split=test changes nothing with data\.path='one'"),
