@@ -43,6 +43,8 @@ _OTHERS: dict[PlannerName, Callable[[Request], list[Proposal]]] = {
 """Planners that answer a request on their own."""
 _SLOW = ("memferry", "pofo")
 _GOOD_GAP = 0.01
+_ROUNDING = 1e-6
+"""Of a program's solution."""
 _LEAST_S = 1.0
 """For a second attempt, at least."""
 _MANY_BLOCKS = 50
@@ -224,6 +226,8 @@ class _Selection:
         self.request, self.config, self.planner = request, config, planner
         self.profile = request.profile
         self.bound = 0.0
+        self._any_time = False
+        """Whether the bound is one for copies at any time."""
         self.candidates = Candidates(request)
 
     def run(self) -> Plan:
@@ -247,7 +251,7 @@ class _Selection:
 
     def may_fit(self) -> bool:
         """Bound the time of every plan; returns False if there is none."""
-        return self._ram_suffices() and (self._bound() or self._smallest_fits())
+        return self._ram_suffices() and (self._bound(any_time=True) or self._smallest_fits())
 
     @property
     def _left(self) -> float:
@@ -345,8 +349,11 @@ class _Selection:
 
     # -- choice ------------------------------------------------------------------------------------------------------
 
-    def _bound(self) -> bool:
+    def _bound(self, *, any_time: bool = False) -> bool:
         """Bound the time of every plan: all memory in one pool, copies that overlap with everything.
+
+        Copies near the uses of their tensors are enough for a bound in models of like layers. Copies at ``any_time``
+        make the program several times as large, except where nothing is trained.
 
         Returns False if even that has no solution; the bound is then that of the computations alone.
         """
@@ -354,8 +361,16 @@ class _Selection:
             min(o.forward_s + block.has_backward * o.backward_s for o in options)
             for block, options in zip(self.profile.blocks, self.request.allowed, strict=True)
         )
+        self._any_time = any_time or not any(tensor.trainable for tensor in self.profile.tensors)
         optimistic = replace(
-            self.config, pools="shared", phi=0.0, lag=0, lookahead=0, optimistic=True, time_limit=self._left
+            self.config,
+            pools="shared",
+            phi=0.0,
+            lag=0,
+            lookahead=0,
+            optimistic=True,
+            window=2 * len(self.profile.blocks) if self._any_time else self.config.window,
+            time_limit=self._left,
         )
         try:
             self.bound = lower_bound(self.profile, optimistic)
@@ -366,10 +381,13 @@ class _Selection:
         return True
 
     def _good_enough(self) -> bool:
+        if self.candidates.fastest_s < self.bound * (1 - _ROUNDING) and not self._any_time:
+            self._bound(any_time=True)
         return self.candidates.fastest_s <= self.bound * (1 + _GOOD_GAP)
 
     def _best(self) -> Plan:
         best, *_ = self.candidates.ranked()
+        self._good_enough()  # whoever was the last may have been faster than the bound
         prediction = Prediction(
             iteration_s=best.seconds,
             lower_bound_s=min(self.bound, best.seconds),

@@ -57,15 +57,16 @@ def fit(
         trainer.fit(app.model, datamodule=app.datamodule, ckpt_path=path, weights_only=True)
     except SystemExit as left:
         processes.end_others(trainer)
+        clear()
         _put_back(app, before)
         app.summary.end(trainer, left)
-        if not trainer.interrupted:
-            raise
+        terminated = EXIT_CODES[signal.SIGTERM]
+        if left.code != terminated and not isinstance(left.__context__, KeyboardInterrupt):
+            raise  # of a callback, say
         if first:
             newest = checkpoint.newest(app.run_dir / "checkpoints")
             hint = f"{newest} is complete, continue with --resume" if newest else "there is no checkpoint yet"
             print(f"interrupted after step {trainer.global_step}; {hint}", file=sys.stderr)
-        terminated = EXIT_CODES[signal.SIGTERM]
         return terminated if left.code == terminated else EXIT_CODES[signal.SIGINT]
     except BaseException as error:
         processes.end_others(trainer)
@@ -84,11 +85,12 @@ def fit(
             f"trainer.max_epochs={trainer.max_epochs}; raise what is reached",
             file=sys.stderr,
         )
-    report = app.summary.end(trainer)
+    report = None
     try:
+        report = app.summary.end(trainer)
         if gains := run_gains(app.summary, trainer):
             write_report(app.run_dir, gains)
-    finally:  # the last thing to be read, also if that was cut short
+    finally:  # the last thing to be read, also if that failed or was cut short
         print_summary(app.summary, trainer, report)
     return 0
 

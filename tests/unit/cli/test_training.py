@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import signal
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from lt_offload.cli import progress
 from lt_offload.cli.main import main
 from lt_offload.cli.verbs import doctor
+from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.run import summary
 from lt_offload.schema.explain import brief
@@ -141,6 +145,47 @@ def test_a_run_that_fails_leaves_a_report(
     assert "how far the run came: run/report.html" in capsys.readouterr().err
     page = plain(Path("run/report.html").read_text())
     assert "The run failed after step 2: RuntimeError: the cat is on the keyboard." in page
+
+
+QUICK = ["--trainer.default_root_dir", "run", "--trainer.strategy", "auto", "--trainer.limit_val_batches", "0"]
+
+
+def test_a_run_whose_report_cannot_be_written_is_told_all_the_same(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(summary, "write_report", full)
+    assert main([recipe, *QUICK]) == 1
+    captured = capsys.readouterr()
+    assert captured.out.splitlines()[-1].startswith("  try it")
+    assert "error: OSError: the disk is full" in captured.err
+
+
+def test_a_callback_that_leaves_is_no_interrupt(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(FineTune, "on_train_batch_end", lambda *_: sys.exit(3))
+    with pytest.raises(SystemExit, match="3"):
+        main([recipe, *QUICK])
+    assert "interrupted" not in capsys.readouterr().err
+
+
+def test_an_interrupt_does_not_stand_behind_what_went_on(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FineTuneData, "prepare_data", interrupted)
+    monkeypatch.setattr(progress, "draws", lambda: True)
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        assert main([recipe, *QUICK]) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)  # Lightning ignores it from then on
+    assert "loading the model ...\r\033[2Kinterrupted after step 0" in capsys.readouterr().err
 
 
 def test_a_run_with_windows_and_clipping(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,9 +17,9 @@ from lt_offload.plan.settings import Settings
 from lt_offload.plan.solve import least_s
 from lt_offload.report.plan_page import write_plan_report
 from lt_offload.schema.explain import brief
-from lt_offload.schema.profile import Contention, Profile
+from lt_offload.schema.profile import BlockProfile, Contention, Profile
 from tests import sampling
-from tests.support.profiles.fixtures import llama7b_b4
+from tests.support.profiles.fixtures import ADAM_3060, GB, RTX_3060, llama7b_b4, option, tensor
 from tests.support.profiles.program_rules import random_profile
 from tests.support.profiles.small import small_profile
 
@@ -62,6 +62,35 @@ def test_plans_keep_their_budgets_and_say_what_the_simulator_says(seed: int, mod
         assert promise.host_peak_bytes == trace.host_peak <= plan.host_budget_bytes
         assert 0 < promise.lower_bound_s <= promise.iteration_s
         assert (plan.window, plan.delayed) == (mode.get("accumulate", 1), mode.get("delayed", False))
+
+
+def two_giants() -> Profile:
+    """Two blocks whose weights take turns on the device, far apart: there is time for all copies, far from the uses."""
+    layers, times = 14, {"forward_s": 0.03, "backward_s": 0.06}
+    tensors = [tensor(f"{block}", (1_000, 1_024), block, states=2) for block in range(layers)]
+    tensors += [tensor(f"giant {block}", (146_000, 4_096), block, trainable=False) for block in (7, layers)]
+    options = (option("keep", times["forward_s"], times["backward_s"], 0.001, 0, 0.01, 0.01),)
+    block = BlockProfile(
+        name="", kind="layer", input_bytes=1_000, output_bytes=1_000, launch_s=0.0, options=options, has_backward=True
+    )
+    return Profile(
+        model="two giants",
+        dtype="float32",
+        batch_size=1,
+        sequence_length=1,
+        tensors=tuple(tensors),
+        blocks=tuple(replace(block, name=str(number)) for number in range(layers + 1)),
+        optimizer=replace(ADAM_3060, scratch_ratio=0.0),
+        hardware=replace(RTX_3060, h2d_bytes_per_s=12 * GB, d2h_bytes_per_s=12 * GB, context_bytes=GB // 10),
+        shared_bytes=0,
+    )
+
+
+@pytest.mark.parametrize("mode", [{}, {"accumulate": 2}])
+def test_copies_far_from_the_uses_do_not_beat_the_bound(mode: dict[str, Any]) -> None:
+    plan = solve(two_giants(), memory="2.65GB", **mode)
+    assert least_s(two_giants(), Settings(memory="2.65GB", **mode)) <= plan.predicted.iteration_s
+    assert 0 < plan.predicted.gap < 0.05
 
 
 def test_a_window_costs_about_as_many_iterations_at_most_and_more_than_its_computations() -> None:
