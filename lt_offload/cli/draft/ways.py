@@ -12,8 +12,9 @@ import yaml
 from lt_offload.cli import recipes
 from lt_offload.cli.app import App
 from lt_offload.cli.draft.model import NamedModel
+from lt_offload.cli.planning.estimate import estimate
 from lt_offload.cli.progress import keeping_quiet, status
-from lt_offload.cli.verbs.plan import estimate, plan
+from lt_offload.cli.verbs.plan import plan
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan import Settings, make_plan
 from lt_offload.plan.batch.profiles import scaled

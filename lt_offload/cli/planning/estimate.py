@@ -1,0 +1,122 @@
+"""What the planner is asked about the app's settings: a profile without weights, switches and budgets."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from lt_offload.cli.progress import say, status
+from lt_offload.errors import ConfigError
+from lt_offload.finetune.module import check_data
+from lt_offload.plan.settings import Settings
+from lt_offload.plan.what_if import Solver
+from lt_offload.strategy.windows import asked
+from lt_offload.units import format_bytes, parse_bytes
+
+if TYPE_CHECKING:
+    from lt_offload.cli.app import App
+    from lt_offload.profiling.optimizer import OptimizerFactory
+    from lt_offload.schema.profile import HardwareProfile, Profile
+
+
+def estimate(
+    app: App,
+    hardware: str | HardwareProfile | None,
+    batch_size: int | None = None,
+    micro_batches: int | None = None,
+) -> Profile:
+    """Return the profile of the app's model on ``hardware``, without weights.
+
+    Args:
+        app: the settings.
+        hardware: None: this machine.
+        batch_size: None: the settings'.
+        micro_batches: parts of a batch; None: the strategy's.
+    """
+    parts = micro_batches or parts_of(app)
+    assert parts != "auto"
+    from lt_offload.finetune import load
+    from lt_offload.optim import AdamW
+    from lt_offload.profiling.from_config import profile_config
+    from lt_offload.profiling.hardware import measure_machine
+
+    module, data = app.model, app.datamodule
+    if hardware is not None:
+        say(f"estimating for {hardware if isinstance(hardware, str) else hardware.name}")
+    config = load.load_config(module.name, module.architecture)
+    check_data(config, max_length=data.max_length)
+    module.check_packing(config, data)
+    if module.dropout is not None:
+        load.set_dropout(config, module.dropout)
+    if module.attention is not None:
+        config._attn_implementation = module.attention
+    try:
+        module.count_tokens()
+    except ConfigError:  # a plan needs nothing from the hub
+        module.assume_tokens(config.vocab_size + len(module.new_tokens))
+        say(f"the tokenizer is not here: planning for {module.count_tokens()} tokens")
+    optimizer: str | OptimizerFactory = module.optimizer
+    if module.master_weights or module.stochastic_rounding:
+        optimizer = partial(AdamW, stochastic_rounding=module.stochastic_rounding)
+    if module.compile_blocks:
+        say("estimating the blocks as they are without model.compile_blocks; training measures what is compiled")
+    profile = profile_config(
+        config,
+        batch_size=batch_size or getattr(app.trainer.strategy, "batch_size", None) or data.batch_size,
+        sequence_length=data.max_length,
+        dtype=module.model_dtype,
+        autocast="bfloat16" if app.trainer.precision == "bf16-mixed" else None,
+        hardware=hardware or measure_machine(on_progress=status),
+        optimizer=optimizer,
+        quantize=module.quantize,
+        prepare=module.prepare,
+        padding=not data.pack,
+        packing=data.pack is True,
+        blocks=getattr(app.trainer.strategy, "blocks", None),
+        micro_batches=parts,
+        on_progress=status,
+    )
+    return replace(profile, model=model_name(app))
+
+
+def model_name(app: App) -> str:
+    """Return what people call the model: the name of its configuration, or of the folder that holds it."""
+    path = Path(app.model.architecture or app.model.name)
+    return path.resolve().parent.name if path.name == "config.json" else path.name.removesuffix(".json")
+
+
+def parts_of(app: App) -> int | Literal["auto"]:
+    """Return in how many micro-batches the strategy takes a batch."""
+    found: int | Literal["auto"] = getattr(app.trainer.strategy, "micro_batches", 1)
+    return found
+
+
+def settings_of(app: App) -> Settings:
+    """Return what the strategy plans with; the defaults if it is another than offmate. Windows are the Trainer's."""
+    settings = getattr(app.trainer.strategy, "settings", None)
+    return asked(settings if isinstance(settings, Settings) else Settings(), app.trainer)
+
+
+def device_budget(settings: Settings, memory: str | None, machine: HardwareProfile) -> int:
+    """Return the device budget: ``memory`` if that was asked for, else the recipe's as far as the device has it."""
+    has = machine.device_bytes
+    budget = settings.device_budget(machine) if memory is None else parse_bytes(memory)
+    if budget > has and memory is None:
+        say(f"{machine.name} has {format_bytes(has)}, not {format_bytes(budget)} as in the recipe")
+        budget = has
+    more = f", although it has {format_bytes(has)}" if budget > has else ""  # a question about another card
+    say(f"planning for {format_bytes(budget)} on {machine.name}{more}")
+    return budget
+
+
+def solver(app: App, seconds: float) -> Solver:
+    """Return what plans with the strategy's settings, each plan in ``seconds`` at most."""
+    from lt_offload.plan import make_plan
+
+    settings = settings_of(app)
+    settings = replace(settings, time_limit=min(settings.time_limit, seconds))
+    return lambda profile, memory, host_memory: make_plan(
+        profile, replace(settings, memory=memory, host_memory=host_memory)
+    )

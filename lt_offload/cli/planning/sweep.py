@@ -1,0 +1,101 @@
+"""Plans for a row of sizes or machines, and their table: ``lt-finetune plan --sweep``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from lt_offload.cli.planning.estimate import device_budget, estimate, model_name, parts_of, settings_of, solver
+from lt_offload.cli.progress import clear, status
+from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.plan.sweep import Question, SweepRange, run_sweep
+from lt_offload.plan.what_if import Solver
+from lt_offload.profiling.hardware import load_hardware
+from lt_offload.units import parse_bytes
+
+if TYPE_CHECKING:
+    from lt_offload.cli.app import App
+    from lt_offload.schema.plan import Plan
+    from lt_offload.schema.profile import HardwareProfile, Profile
+
+_SECONDS = 90.0
+"""What the plans of a sweep may take together ..."""
+_LEAST_SECONDS = 4.0
+"""... unless each of them has less than this."""
+
+
+def plan_sweep(
+    app: App,
+    asked: SweepRange,
+    *,
+    memory: str | None,
+    hardware: str | None,
+    save: str | None,
+    report: str | None,
+    trace: str | None,
+    explain: bool,
+) -> int:
+    """Plan for a row of sizes or machines and print a table."""
+    if getattr(app.trainer.strategy, "batch_size", None) == "auto":
+        raise ConfigError("trainer.strategy.batch_size='auto' cannot be combined with a sweep; give a number")
+    if parts_of(app) == "auto":
+        raise ConfigError("trainer.strategy.micro_batches='auto' cannot be combined with a sweep; give a number")
+    given = {"memory": memory, "hardware": hardware, "host_memory": None}[asked.axis]
+    if given is not None:
+        raise ConfigError(f"{asked.axis}={given!r} cannot be combined with a sweep over {asked.axis}; leave one out")
+    if trace is not None:
+        raise ConfigError(f"trace={trace!r} shows one plan and a sweep makes many; leave one of them out")
+    if explain:
+        raise ConfigError("--explain shows one plan and a sweep makes many; leave one of them out")
+    if save is not None and Path(save).suffix.lower() not in (".csv", ".json"):
+        raise ConfigError(f"save={save!r}: a sweep is saved as a table; end the name with .csv or .json")
+    seconds = max(_LEAST_SECONDS, _SECONDS / len(asked.sizes or asked.names))
+    questions = list(_questions(app, asked, memory, hardware, solver(app, seconds)))
+    swept = run_sweep(
+        asked.axis,
+        questions,
+        model=model_name(app),
+        dtype=app.model.model_dtype,
+        sequence_length=app.datamodule.max_length,
+        say=status,
+    )
+    clear()
+    print(swept.explain())
+    if save is not None:
+        print(f"table: {swept.save(save)}")
+    if report is not None:
+        from lt_offload.report.sweep_page import write_sweep_report
+
+        print(f"report: {write_sweep_report(report, swept)}")
+    return 0
+
+
+def _questions(
+    app: App, asked: SweepRange, memory: str | None, hardware: str | None, solve: Solver
+) -> Iterator[Question]:
+    """Yield the points of a sweep; the model is profiled once per machine."""
+
+    def question(machine: HardwareProfile, budget: int, ram: int, profile: Profile | None) -> Question:
+        def plan_it() -> Plan:
+            if profile is None:
+                raise InfeasibleError(f"there are no figures for {app.model.model_dtype}")
+            return solve(profile, budget, ram)
+
+        return Question(hardware=machine.name, memory_bytes=budget, host_memory_bytes=ram, solve=plan_it)
+
+    settings = settings_of(app)
+    for machine in [load_hardware(name) for name in asked.names]:
+        rated = app.model.model_dtype in machine.flops_per_s  # its description has figures for this dtype
+        budget = machine.device_bytes if memory is None else min(parse_bytes(memory), machine.device_bytes)
+        yield question(machine, budget, settings.host_budget(machine), estimate(app, machine) if rated else None)
+    if asked.axis == "hardware":
+        return
+    profile = estimate(app, hardware)
+    machine = profile.hardware
+    if asked.axis == "memory":
+        budgets = [(size, settings.host_budget(machine)) for size in asked.sizes]
+    else:
+        memory_bytes = device_budget(settings, memory, machine)
+        budgets = [(memory_bytes, size) for size in asked.sizes]
+    yield from (question(machine, budget, ram, profile) for budget, ram in budgets)
