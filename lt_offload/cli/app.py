@@ -67,6 +67,7 @@ class App(LightningCLI):
     def __init__(self, verb: Callable[..., int], recipe: Path, files: Sequence[Path], args: Sequence[str]) -> None:
         self.verb = verb
         self.recipe = recipe
+        self._names_data = any(arg.startswith("--data.path") for arg in args)
         self.options: dict[str, Any] = {}
         self.summary = RunSummary()
         self.resumed: Path | None = None
@@ -157,6 +158,8 @@ class App(LightningCLI):
                     f"--resume and --ckpt_path {self.options['ckpt_path']} both name a checkpoint; give one"
                 )
             self.run_dir, self.resumed = last_run(self.recipe, Path(root) if root else None)
+            if not self._names_data:
+                _check_same_data(self.run_dir, self.recipe, self.config["data"]["path"])
             if is_first():
                 _keep_metrics(self.run_dir)
         kwargs["default_root_dir"] = str(self.run_dir)
@@ -196,6 +199,17 @@ def last_run(recipe: Path, root: Path | None) -> tuple[Path, Path]:
             return folder, newest
     where = f"{root / 'checkpoints'}" if root else f"{Path('runs').resolve()}/{recipes.run_name(recipe)}-*/checkpoints"
     raise ConfigError(f"--resume: there is no complete checkpoint in {where}; start without --resume")
+
+
+def _check_same_data(run: Path, recipe: Path, path: object) -> None:
+    """Raise ``ConfigError`` if ``run`` had other data than ``path``, where nobody has named them by a flag now."""
+    saved = run / "config.yaml"
+    before = recipes.read(saved).get("data", {}).get("path", path) if saved.exists() else path
+    if before != path:
+        raise ConfigError(
+            f"--resume: data.path={str(path)!r} of {recipe} is not that of the run in {run}, {str(before)!r}; "
+            f"'lt-finetune {run} --resume' has all settings of the run, or name the data with --data.path"
+        )
 
 
 def _one_device(config: Namespace) -> dict[str, Any]:

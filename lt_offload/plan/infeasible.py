@@ -92,8 +92,8 @@ def _smaller_precision(profile: Profile, allowed: Allowed, host_budget: int) -> 
             f"host_memory={as_setting(needed)} is the least"
         )
         if needed <= host_budget:
-            break
-    return found
+            return found
+    return found if len(trained) < len(profile.tensors) else f"{found}; adapters (LoRA) need far less"
 
 
 def _as(tensor: TensorProfile, dtype: str, weight: int, state: int) -> TensorProfile:

@@ -13,8 +13,8 @@ from lt_offload.schema.plan import PlannerName
 from lt_offload.schema.profile import HardwareProfile
 from lt_offload.units import parse_bytes
 
-PLANNERS: tuple[PlannerName, ...] = ("auto", "offmate", "greedy", "l2l", "memferry", "pofo", "resident")
-"""The planners of this release."""
+PLANNERS: tuple[PlannerName, ...] = get_args(PlannerName)
+"""All planners."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -22,7 +22,7 @@ class Settings:
     """Budgets and switches of planning.
 
     Raises:
-        UnsupportedError: if ``planner`` is not one of this release.
+        UnsupportedError: if there is no such ``planner``.
         ConfigError: if another value cannot be used.
     """
 
@@ -49,8 +49,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.planner not in PLANNERS:
-            known = "does not exist" if self.planner not in get_args(PlannerName) else "is not in this release"
-            raise UnsupportedError(f"planner={self.planner!r} {known}; choose one of {', '.join(PLANNERS)}")
+            raise UnsupportedError(f"planner={self.planner!r} does not exist; choose one of {', '.join(PLANNERS)}")
         for name in ("memory", "host_memory"):
             if (size := getattr(self, name)) is not None:
                 parse_bytes(size, setting=name, least=1)

@@ -77,7 +77,7 @@ def solve(
             ``l2l``: all weights travel, one layer at a time (Pudipeddi et al., 2020);
             ``memferry``: weights are copied, or read in host memory by the device (MemFerry, 2024);
             ``pofo``: weights stay, activations are offloaded or computed again (POFO, NeurIPS 2021);
-            ``resident``: nothing travels.
+            ``stream``: all weights and states travel, as in runtimes that do not plan; ``resident``: nothing travels.
         host_update: whether the host may update parameters.
         activation_offload: whether activations may be copied to the host.
         recompute: whether activations may be computed again.
@@ -90,7 +90,7 @@ def solve(
 
     Raises:
         InfeasibleError: if no plan fits; says what would.
-        UnsupportedError: if ``planner`` is not one of this release, or does not apply to this model and budget.
+        UnsupportedError: if there is no such ``planner``, or it does not apply to this model and budget.
         ConfigError: if a size cannot be read, switches leave a block without options, or ``time_limit`` is too short.
     """
     settings = Settings(
@@ -236,12 +236,12 @@ class _Selection:
             raise explain_infeasible(self.request, self.planner)
         if self.planner in ("auto", "resident"):
             self._add_resident()
-        if self.planner == "auto":
+        if self.planner in ("auto", "stream"):
             self._add_streaming()
         if not self._bound() and not self.candidates.fitting and not self._smallest_fits():
             raise explain_infeasible(self.request, self.planner)
         self._improve()
-        if not self.candidates.fitting and self.planner == "auto":
+        if not self.candidates.fitting and self.planner in ("auto", "stream"):
             self._add_smallest()
         if not self.candidates.fitting and self.candidates.out_of_time is not None:
             raise self.candidates.out_of_time
@@ -312,8 +312,8 @@ class _Selection:
         for host_update in (True, False) if self.config.host_update else (False,):
             options = option_sets(self.profile, self.request.allowed)[0]
             decisions = streaming_decisions(self.profile, options, host_update=host_update)
-            name = f"stream all, update on the {'host' if host_update else 'device'}"
-            self.candidates.add(Proposal(name=name, decisions=decisions), careful=False)
+            name = f"stream, update on the {'host' if host_update else 'device'}"
+            self.candidates.add(Proposal(name=name, decisions=decisions), careful=self.planner == "stream")
 
     def _smallest(self) -> Smallest | None:
         config, request = self.config, self.request
@@ -331,7 +331,8 @@ class _Selection:
     def _add_smallest(self) -> None:
         found = self._smallest()
         if found is not None:
-            self.candidates.add(Proposal(name="least memory", decisions=found.decisions))
+            name = "stream, least memory" if self.planner == "stream" else "least memory"
+            self.candidates.add(Proposal(name=name, decisions=found.decisions))
 
     def _add_programs(self) -> None:
         limited = replace(self.config, time_limit=self._left)

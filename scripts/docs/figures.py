@@ -51,9 +51,11 @@ def _memory(results: Results) -> list[list[str]]:
 
 def _time(results: Results) -> list[list[str]]:
     ratios = [case["ratio"] for case in _cases(results, "bench-emulated") if case["name"] != "plain"]
+    ratios += [case["step_s"] / case["plain_step_s"] for case in _cases(results, "bench-clipping")]
     ratios += [result["figures"]["time_ratio"] for result in results.get("compare", [])]
-    what = "time of a step over plain Lightning's, emulated device"
-    return [_range(what, ratios, "{:.2f}", "and `python -m scripts.bench.emulated`")] if ratios else []
+    what = "time of an update over plain Lightning's, emulated device"
+    command = "and `python -m scripts.bench.emulated`, with `--clipping`"
+    return [_range(what, ratios, "{:.2f}", command)] if ratios else []
 
 
 def _predicted(results: Results) -> list[list[str]]:
@@ -64,21 +66,25 @@ def _predicted(results: Results) -> list[list[str]]:
 
 
 def _simulated(results: Results) -> list[list[str]]:
-    ratios = [case["iteration_s"] / case["no_offload_s"] for case in _cases(results, "bench-gaps")]
+    cases = [*_cases(results, "bench-gaps"), *_cases(results, "fits")]
+    ratios = [case["iteration_s"] / case["no_offload_s"] for case in cases if case["iteration_s"] is not None]
     what = "**simulated** iteration on desktop cards of 6 to 24 GB, over that with enough memory"
-    return [_range(what, ratios, "{:.2f}", "`python -m scripts.bench.planner --gaps`")] if ratios else []
+    command = "`python -m scripts.bench.planner --gaps`, `python -m scripts.docs.fits`"
+    return [_range(what, ratios, "{:.2f}", command)] if ratios else []
 
 
 def _bound(results: Results) -> list[list[str]]:
     gaps = [case["gap"] for case in _cases(results, "bench-gaps")]
-    return [_range("**simulated** iteration above the lower bound", gaps, "{:.1%}", "the same")] if gaps else []
+    return (
+        [_range("**simulated** iteration above the lower bound", gaps, "{:.1%}", "the first of them")] if gaps else []
+    )
 
 
 def _range(what: str, values: Sequence[float], form: str, command: str) -> list[str]:
     return [what, form.format(min(values)), form.format(max(values)), command]
 
 
-_RANGES = ("bench-emulated", "bench-predictions", "bench-gaps")
+_RANGES = ("bench-emulated", "bench-clipping", "bench-predictions", "bench-gaps", "fits")
 
 
 def fits(results: Sequence[Result]) -> str:

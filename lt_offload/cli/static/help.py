@@ -19,9 +19,9 @@ from lt_offload.suggest import did_you_mean
 
 EXIT_CODES = {
     0: "done",
-    1: "a defect, or a disk that is full; --debug shows where",
-    2: "something in the command, the recipe or the files that you can mend",
-    130: "Ctrl-C: the iteration was ended and a checkpoint written",
+    1: "a defect, or an error that nobody has foreseen; --debug shows where",
+    2: "something in the command, the recipe, the files or the disk that you can mend",
+    130: "Ctrl-C; training ends its iteration and writes a checkpoint first",
     141: "nobody reads the output any more (lt-finetune ls | head)",
     143: "SIGTERM: as after Ctrl-C; a second one does not wait",
 }
@@ -39,7 +39,7 @@ def program() -> str:
     """Return the help of ``lt-finetune``."""
     lines = [
         "usage: lt-finetune RECIPE [--key value ...]   fine-tune",
-        "       lt-finetune RECIPE --resume            go on where its last run ended",
+        "       lt-finetune RUN --resume               go on where the run in this folder ended",
         "       lt-finetune VERB ...",
         "",
         "verbs:",
@@ -47,7 +47,7 @@ def program() -> str:
         "",
         *_wrapped(
             "RECIPE is a YAML file, the name of a shipped one (lt-finetune ls), or the folder of a run: then it stands "
-            "for the settings of that run, and for its newest checkpoint. Every setting is a flag:"
+            "for the settings of that run and, unless it trains, for its newest checkpoint. Every setting is a flag:"
         ),
         "  lt-finetune quickstart --trainer.strategy.memory 600MB --model.lora.r 8",
         "",

@@ -41,8 +41,8 @@ def chat(
 
     On a terminal, Ctrl-C stops an answer and Ctrl-D ends; /reset forgets what was said, /system TEXT begins again with
     another system message, /exit ends. Through a pipe, each line of the input is a message and answers are all that is
-    printed. A message that is too long, for the model or for the device memory, is not answered and forgotten, and the
-    conversation goes on without it; through a pipe the exit code is 2 then.
+    printed. A message that is too long, for the model or for the device memory, stays unanswered and is left out of the
+    conversation, which goes on; through a pipe the exit code is 2 then.
 
     Args:
         app: the settings.

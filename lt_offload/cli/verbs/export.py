@@ -30,7 +30,7 @@ def export(
 
     Args:
         app: the settings.
-        output: the folder; must not exist or be empty. For gguf also the name of a file.
+        output: the folder, new or empty. For gguf it may be the name of a new file.
         ckpt_path: checkpoint to export; if not given, the newest one of a run folder, else the pretrained model.
         format: hf, a folder with safetensors, tokenizer, chat template and generation settings; adapter, the adapters
             alone as peft reads them; gguf, one file for llama.cpp (llama models).

@@ -65,7 +65,8 @@ def fit(
             raise  # of a callback, say
         if first:
             newest = checkpoint.newest(app.run_dir / "checkpoints")
-            hint = f"{newest} is complete, continue with --resume" if newest else "there is no checkpoint yet"
+            way = f"{newest} is complete, continue with lt-finetune {app.run_dir} --resume"
+            hint = way if newest else "there is no checkpoint yet"
             print(f"interrupted after step {trainer.global_step}; {hint}", file=sys.stderr)
         return terminated if left.code == terminated else EXIT_CODES[signal.SIGINT]
     except BaseException as error:

@@ -28,7 +28,7 @@ from tests import sampling
 from tests.support import models
 from tests.support.engines import make_optimizer
 
-PLANNERS: tuple[PlannerName, ...] = ("offmate", "greedy", "l2l", "memferry", "pofo", "resident")
+PLANNERS: tuple[PlannerName, ...] = ("offmate", "stream", "greedy", "l2l", "memferry", "pofo", "resident")
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = 3
 

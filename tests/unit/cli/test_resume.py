@@ -68,8 +68,8 @@ def interrupted(
         assert main([recipe]) == code
     error = capsys.readouterr().err
     assert "interrupted after step 4" in error
-    assert "continue with --resume" in error
     [folder] = Path("runs").iterdir()
+    assert f"continue with lt-finetune {folder} --resume" in error
     assert "was interrupted after step 4" in plain((folder / "report.html").read_text())
     assert torch.load(folder / "checkpoints" / "interrupted.ckpt")["global_step"] == 4
     return folder
@@ -131,6 +131,21 @@ def test_resuming_what_is_at_its_end_says_so(recipe: str, capsys: pytest.Capture
     assert "nothing left to train" not in capsys.readouterr().err
     assert main([*flags, "--resume"]) == 0
     assert "nothing left to train at step 2, in epoch 0, with trainer.max_steps=2" in capsys.readouterr().err
+
+
+def test_a_recipe_with_other_data_than_its_last_run_is_not_resumed(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("mine.txt").write_text("a cat sat on a mat and looked at a rat. " * 40)
+    assert main([recipe, "--data.path", "mine.txt", "--trainer.max_steps", "2"]) == 0
+    [folder] = Path("runs").iterdir()
+    capsys.readouterr()
+    line = fails(capsys, recipe, "--resume")
+    assert f"is not that of the run in {folder}, 'mine.txt'; 'lt-finetune {folder} --resume' has all" in line
+    assert main([str(folder), "--resume", "--trainer.max_steps", "3"]) == 0
+    assert main([recipe, "--resume", "--data.path", "mine.txt", "--trainer.max_steps", "4"]) == 0
+    assert list(Path("runs").iterdir()) == [folder]
+    assert torch.load(folder / "checkpoints" / "step4.ckpt")["global_step"] == 4
 
 
 def complete(path: Path) -> None:

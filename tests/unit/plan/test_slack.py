@@ -37,7 +37,7 @@ def test_slack_is_what_was_measured_or_a_part_of_all() -> None:
     assert budget_for(100_000, profile(slack_bytes=500)) == int(1.02 * (100_000 + always))
 
 
-@pytest.mark.parametrize("planner", ["auto", "offmate", "greedy", "l2l", "pofo", "resident"])
+@pytest.mark.parametrize("planner", ["auto", "offmate", "stream", "greedy", "l2l", "pofo", "resident"])
 def test_every_planner_leaves_it(planner: str) -> None:
     found = profile()
     resident = solve(found, planner="resident")

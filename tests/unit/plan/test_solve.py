@@ -118,8 +118,9 @@ def test_too_little_ram_names_the_precision_that_needs_less(share: float, precis
     budget = int(share * int(least[1]))
     with pytest.raises(InfeasibleError, match=precision) as caught:
         solve(LLAMA, memory="10GB", host_memory=f"{budget}MB")
-    other = re.search(r"host_memory=(\d+)MB is the least$", str(caught.value))
+    other = re.search(r"host_memory=(\d+)MB is the least(; adapters \(LoRA\) need far less)?$", str(caught.value))
     assert other is not None
+    assert (other[2] is None) == (share > 0.5)
     assert (int(other[1]) <= budget) == (share > 0.5)
 
 
@@ -219,12 +220,24 @@ def test_the_program_alone_may_fail_where_auto_does_not() -> None:
     assert solve(LLAMA, memory="8GB", planner="offmate").planner == "offmate"
 
 
+def test_everything_is_streamed_where_that_is_asked_for() -> None:
+    """Also in a budget in which nothing has to travel; the smallest budget that is named for it works."""
+    for memory in ("8GB", "24GB"):
+        plan = solve(LLAMA, memory=memory, planner="stream")
+        assert (plan.planner, check(plan, LLAMA)) == ("stream", [])
+        copied = {op.payload for op in plan.ops if op.lane == "h2d"}
+        assert "weight" in copied
+        assert plan.predicted.iteration_s >= solve(LLAMA, memory=memory).predicted.iteration_s
+    with pytest.raises(InfeasibleError) as caught:
+        solve(LLAMA, memory="100MB", planner="stream")
+    assert caught.value.needed_bytes is not None
+    assert solve(LLAMA, memory=caught.value.needed_bytes, planner="stream").planner == "stream"
+
+
 def test_unknown_planners_are_refused() -> None:
     with pytest.raises(
-        UnsupportedError, match="planner='stream' is not in this release; choose one of auto, offmate, greedy, l2l"
+        UnsupportedError, match="planner='best' does not exist; choose one of auto, offmate, stream, greedy, l2l"
     ):
-        solve(LLAMA, planner="stream")
-    with pytest.raises(UnsupportedError, match="planner='best' does not exist"):
         solve(LLAMA, planner="best")  # type: ignore[arg-type]
 
 

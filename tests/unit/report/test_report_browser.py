@@ -70,7 +70,7 @@ def sweep_report(folder: Path) -> Path:
             no_offload_s=2.0,
             device_peak_bytes=size * GB,
             host_peak_bytes=60 * GB,
-            planner="stream all, update on the device",
+            planner="stream, update on the device",
         )
         for size in range(4, 26)
     ]
