@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -21,7 +22,7 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lt_offload.cli import recipes
 from lt_offload.cli.compose import compose
 from lt_offload.cli.loggers import loggers
-from lt_offload.cli.progress import quiet
+from lt_offload.cli.progress import quiet, say
 from lt_offload.cli.wording import explain, misconfigured
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.module import FineTuneData
@@ -144,6 +145,15 @@ class App(LightningCLI):
                 "recipe for the pretrained model"
             )
         self.options["ckpt_path"] = str(newest)
+
+    def say_if_pretrained(self) -> None:
+        """Say so where a verb takes the pretrained weights, although the recipe has been trained."""
+        if "resume" in self.options or self.options.get("ckpt_path", "") is not None:
+            return
+        with suppress(ConfigError):
+            folder, _ = last_run(self.recipe, None)
+            verb = f"lt-finetune {self.verb.__name__} {folder}"
+            say(f"taking the pretrained weights; '{verb}' takes those of the last run")
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Return the trainer, with a run folder that holds everything the run leaves behind."""

@@ -29,6 +29,8 @@ def run(verb: Verb, files: Sequence[Path], args: Sequence[str], *, of_run: bool 
     app = App(function, files[-1], [*files, *(recipes.for_gpu(files) if on_gpu else [])], with_values(args))
     if of_run:
         app.use_newest_checkpoint()
+    else:
+        app.say_if_pretrained()
     code = 1
     try:
         code = function(app, **app.options)

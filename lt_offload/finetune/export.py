@@ -6,7 +6,7 @@ Exporting needs one copy of the weights at most, and none that a checkpoint's fi
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,6 +42,7 @@ def export(
     format: Format = "hf",
     dtype: ExportDtype | None = None,
     max_shard_size: str = "5GB",
+    ends: Sequence[int] = (),
 ) -> Path:
     """Write ``model``, of which adapters become a part, and ``tokenizer``, and return where they are.
 
@@ -55,6 +56,8 @@ def export(
             them; ``gguf`` for one file as llama.cpp reads it, in a folder with this name or under this name.
         dtype: of the weights that are written; None: as they are.
         max_shard_size: of one file of a folder.
+        ends: tokens that end an answer, as it was trained; the generation settings of a whole model's folder name them,
+            so that other programs stop there, too.
 
     Raises:
         ConfigError: if there is something already, nothing to write, or it cannot be written in this format.
@@ -81,7 +84,7 @@ def export(
         return target
     if format == "gguf":
         check_writable(base_of(whole), tokenizer)
-    with _plain(whole):
+    with _plain(whole), _stopping_at(ends, whole):
         if any(True for _ in packed_layers(whole)):
             whole = dequantized(whole)
         if adapted:
@@ -144,6 +147,22 @@ def _plain(model: Any) -> Iterator[None]:
         yield
     finally:
         model.config.use_cache = before
+
+
+@contextmanager
+def _stopping_at(ends: Sequence[int], model: Any) -> Iterator[None]:
+    """Let the generation settings say that answers end at ``ends``, too."""
+    settings = getattr(model, "generation_config", None)
+    before = getattr(settings, "eos_token_id", None)
+    known = [] if before is None else [before] if isinstance(before, int) else list(before)
+    if settings is None or set(ends) <= set(known):
+        yield
+        return
+    settings.eos_token_id = list(dict.fromkeys([*known, *ends]))
+    try:
+        yield
+    finally:
+        settings.eos_token_id = before
 
 
 def _embeddings_changed(model: Any) -> bool:

@@ -88,7 +88,8 @@ class FineTune(LightningModule):
         weight_decay: of matrices; vectors (norms, biases) have none.
         betas: decay rates of Adam's moments (``adamw`` and ``adam``).
         schedule: of the learning rate after the warm-up.
-        warmup_steps: steps over which the learning rate rises to ``lr``.
+        warmup_steps: steps over which the learning rate rises to ``lr``; below 1: the share of all steps, as in the HF
+            Trainer.
         min_lr_ratio: where the schedule ends, as a share of ``lr``.
     """
 
@@ -117,7 +118,7 @@ class FineTune(LightningModule):
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
         schedule: Schedule = "cosine",
-        warmup_steps: int = 0,
+        warmup_steps: float = 0,
         min_lr_ratio: float = 0.0,
     ) -> None:
         super().__init__()
@@ -294,7 +295,7 @@ class FineTune(LightningModule):
         total = self.trainer.estimated_stepping_batches
         if 0 < self.warmup_steps >= total:
             _log.warning(
-                "model.warmup_steps=%d are not over when training ends after %d steps: the learning rate stays below "
+                "model.warmup_steps=%g are not over when training ends after %d steps: the learning rate stays below "
                 "model.lr=%g", self.warmup_steps, total, self.lr,
             )  # fmt: skip
 
@@ -382,7 +383,13 @@ class FineTune(LightningModule):
                 f"model.schedule={self.schedule!r} needs an end; set trainer.max_steps or trainer.max_epochs, "
                 "or model.schedule=constant"
             )
-        factor = lr_factor(self.schedule, warmup=self.warmup_steps, total=total, floor=self.min_lr_ratio)
+        if math.isinf(total) and 0 < self.warmup_steps < 1:
+            raise ConfigError(
+                f"model.warmup_steps={self.warmup_steps} is a share of all steps, and there is no last one; set "
+                "trainer.max_steps or trainer.max_epochs, or a number of steps such as model.warmup_steps=100"
+            )
+        warmup = math.ceil(self.warmup_steps * total) if self.warmup_steps < 1 else int(self.warmup_steps)
+        factor = lr_factor(self.schedule, warmup=warmup, total=total, floor=self.min_lr_ratio)
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
@@ -467,7 +474,7 @@ def check_optimization(
     lr: float,
     weight_decay: float,
     betas: tuple[float, float],
-    warmup_steps: int,
+    warmup_steps: float,
     min_lr_ratio: float,
     schedule: Schedule,
 ) -> None:
@@ -478,8 +485,12 @@ def check_optimization(
         raise ConfigError(f"model.weight_decay={weight_decay} is not 0 or a positive number; choose 0 to 0.1")
     if not all(0 <= beta < 1 for beta in betas):
         raise ConfigError(f"model.betas={list(betas)} are no two shares below 1; choose numbers such as [0.9, 0.999]")
-    if warmup_steps < 0:
-        raise ConfigError(f"model.warmup_steps={warmup_steps} is too small; it must be at least 0")
+    if not 0 <= warmup_steps < math.inf:
+        raise ConfigError(f"model.warmup_steps={warmup_steps} is no number of steps; it must be at least 0")
+    if warmup_steps > 1 and warmup_steps != int(warmup_steps):
+        raise ConfigError(
+            f"model.warmup_steps={warmup_steps} is no whole number of steps; a share of all steps is below 1"
+        )
     if not 0 <= min_lr_ratio <= 1:
         raise ConfigError(f"model.min_lr_ratio={min_lr_ratio} is not a share; choose a number from 0 to 1")
     if min_lr_ratio and schedule == "constant":

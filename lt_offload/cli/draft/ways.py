@@ -217,7 +217,7 @@ class Drafts:
             f"  name: {_quoted(source.name)}",
             f"  architecture: {_quoted(architecture)}  # what is planned without a download",
             *(f"  {key}: {str(value).lower()}  # {about}" for key, value, about in way.method.settings),
-            "  warmup_steps: 100  # over which the learning rate rises",
+            "  warmup_steps: 0.03  # over which the learning rate rises, as a share of all steps",
             "data:",
             *([f"  path: {_quoted(self.data)}"] if self.data is not None else []),
             f"  batch_size: {BATCH // accumulate}  # sequences{'' if accumulate > 1 else ' per update'}",

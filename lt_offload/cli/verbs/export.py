@@ -67,6 +67,7 @@ def export(
             format=format,
             dtype=dtype,
             max_shard_size=max_shard_size,
+            ends=app.datamodule.encoder.ends,
         )
     )
     return 0

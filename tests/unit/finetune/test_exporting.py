@@ -53,6 +53,28 @@ def run(recipe: str, folder: str, *flags: str) -> tuple[str, dict[str, torch.Ten
     return str(checkpoint), {name.removeprefix("model."): tensor for name, tensor in state.items()}
 
 
+def test_other_programs_stop_where_trained_answers_end(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from transformers import AutoModelForCausalLM
+
+    Path("rows.jsonl").write_text(
+        '{"messages": [{"role": "user", "content": "Who?"}, {"role": "assistant", "content": "A dog."}]}\n' * 20
+    )
+    tokens = ["--model.new_tokens=[<|im_start|>,<|im_end|>]", "--data.template=chatml"]
+    flags = [*tokens, "--data.path=rows.jsonl", "--data.format=chat", "--data.pack=false"]
+    assert main([recipe, *flags]) == 0
+    [folder] = Path("runs").iterdir()
+    assert main(["export", str(folder), "--output", "out"]) == 0
+    end = load.load_tokenizer("./out").convert_tokens_to_ids("<|im_end|>")
+    model = AutoModelForCausalLM.from_pretrained("out")
+    assert model.generation_config.eos_token_id == [load.load_tokenizer("./model").eos_token_id, end]
+    capsys.readouterr()
+    assert main(["export", recipe, *flags, "--output", "pretrained"]) == 0
+    said = f"taking the pretrained weights; 'lt-finetune export {folder}' takes those of the last run"
+    assert said in capsys.readouterr().err
+    assert main(["export", str(folder), "--output", "again"]) == 0
+    assert "pretrained" not in capsys.readouterr().err
+
+
 def test_a_checkpoint_is_exported_as_it_was_trained(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     from transformers import AutoModelForCausalLM
 

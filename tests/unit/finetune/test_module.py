@@ -170,7 +170,8 @@ def test_lora_of_layers_that_do_not_exist(folder: str) -> None:
         ({"lora": LoraArgs(r=0)}, "model.lora.r=0 is too small"),
         ({"weight_decay": -0.1}, "model.weight_decay=-0.1 is not 0 or a positive number"),
         ({"betas": (0.9, 1.0)}, r"model.betas=\[0.9, 1.0\] are no two shares below 1"),
-        ({"warmup_steps": -1}, "model.warmup_steps=-1 is too small; it must be at least 0"),
+        ({"warmup_steps": -1}, "model.warmup_steps=-1 is no number of steps; it must be at least 0"),
+        ({"warmup_steps": 1.5}, "model.warmup_steps=1.5 is no whole number of steps"),
         ({"min_lr_ratio": 2.0}, "model.min_lr_ratio=2.0 is not a share"),
         ({"min_lr_ratio": 0.1, "schedule": "constant"}, "model.min_lr_ratio=0.1 changes nothing with"),
         (
@@ -329,6 +330,26 @@ def test_a_warm_up_that_is_longer_than_the_run(folder: str, text: str, caplog: p
         caplog.clear()
         trainer(2).fit(FineTune(folder, warmup_steps=warmup), datamodule=data(folder, text))
         assert caplog.text.count(f"model.warmup_steps={warmup} are not over when training ends after 2 steps") == said
+
+
+@pytest.mark.parametrize(("steps", "share", "number"), [(4, 0.5, 2), (5, 0.3, 2), (4, 0.01, 1)])
+def test_a_warm_up_over_a_share_of_all_steps(folder: str, text: str, steps: int, share: float, number: int) -> None:
+    """Rounded up, as in the HF Trainer."""
+    from transformers import TrainingArguments
+
+    rates = []
+    for warmup in (share, number):
+        run = trainer(steps)
+        run.fit(FineTune(folder, warmup_steps=warmup, schedule="linear"), datamodule=data(folder, text))
+        schedule: Any = run.lr_scheduler_configs[0].scheduler
+        rates.append([schedule.lr_lambdas[0](step) for step in range(steps + 1)])
+    assert rates[0] == rates[1]
+    assert TrainingArguments(warmup_steps=share, use_cpu=True).get_warmup_steps(steps) == number
+
+
+def test_a_share_of_steps_without_an_end(folder: str, text: str) -> None:
+    with pytest.raises(ConfigError, match=r"model.warmup_steps=0.1 is a share of all steps, and there is no last one"):
+        trainer(-1).fit(FineTune(folder, warmup_steps=0.1, schedule="constant"), datamodule=data(folder, text))
 
 
 def test_tokens_that_nobody_trains(folder: str, tmp_path: Path) -> None:
