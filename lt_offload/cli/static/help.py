@@ -19,9 +19,9 @@ from lt_offload.suggest import did_you_mean
 
 EXIT_CODES = {
     0: "done",
-    1: "a defect, or an error that nobody has foreseen; --debug shows where",
-    2: "something in the command, the recipe, the files or the disk that you can mend",
-    130: "Ctrl-C; training ends its iteration and writes a checkpoint first",
+    1: "a defect, or an unforeseen error; --debug shows where",
+    2: "something in command, recipe, files or disk that you can mend",
+    130: "Ctrl-C; training ends its iteration and writes a checkpoint",
     141: "nobody reads the output any more (lt-finetune ls | head)",
     143: "SIGTERM: as after Ctrl-C; a second one does not wait",
 }
@@ -39,7 +39,7 @@ def program() -> str:
     """Return the help of ``lt-finetune``."""
     lines = [
         "usage: lt-finetune RECIPE [--key value ...]   fine-tune",
-        "       lt-finetune RUN --resume               go on where the run in this folder ended",
+        "       lt-finetune RUN --resume               go on where this run ended",
         "       lt-finetune VERB ...",
         "",
         "verbs:",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+from pathlib import Path
 
 from lt_offload.cli.app import App
 from lt_offload.cli.early import check_early
@@ -47,6 +48,8 @@ def fit(
     trainer = app.trainer
     first = processes.is_first()
     if first:
+        if app.resumed is None:
+            _check_unused(app.run_dir)
         make_folder(app.run_dir, "trainer.default_root_dir")
     if hasattr(trainer.strategy, "explain"):
         trainer.strategy.explain = explain
@@ -94,6 +97,15 @@ def fit(
     finally:  # the last thing to be read, also if that failed or was cut short
         print_summary(app.summary, trainer, report)
     return 0
+
+
+def _check_unused(folder: Path) -> None:
+    """Raise ``ConfigError`` if ``folder`` has a run that got as far as a step: its files would be overwritten."""
+    if (folder / "metrics.csv").exists() or any(folder.glob("checkpoints/*")):
+        raise ConfigError(
+            f"trainer.default_root_dir={str(folder)!r} has a run already, which would be overwritten; go on with it by "
+            f"'lt-finetune {folder} --resume', choose another folder, or remove it"
+        )
 
 
 def _put_back(app: App, config: bytes | None) -> None:

@@ -125,6 +125,19 @@ def test_settings_that_a_run_cannot_be_continued_with_are_not_kept(
     assert Path("run/config.yaml").read_text() == before
 
 
+def test_a_run_is_not_overwritten_by_another_one(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = [recipe, "--trainer.default_root_dir", "run", "--trainer.max_steps", "2"]
+    fails(capsys, *flags, "--data.path", "none.txt")  # before its first step: nothing of it is worth keeping
+    assert main(flags) == 0
+    before = {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()}
+    capsys.readouterr()
+    assert "'run' has a run already, which would be overwritten; go on with it by" in fails(capsys, *flags)
+    newest = str(Path("run/checkpoints/step2.ckpt"))
+    assert "has a run already" in fails(capsys, *flags, "--ckpt_path", newest)
+    assert {path: path.read_bytes() for path in Path("run").rglob("*") if path.is_file()} == before
+    assert main([*flags, "--resume", "--trainer.max_steps", "3"]) == 0
+
+
 def test_resuming_what_is_at_its_end_says_so(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = [recipe, "--trainer.default_root_dir", "run", "--trainer.max_steps", "2"]
     assert main(flags) == 0
