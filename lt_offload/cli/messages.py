@@ -83,7 +83,15 @@ def install() -> None:
         logging.getLogger(name).addHandler(Messages())
     # Importing it asks a hub for kernels of another package, which nobody here has asked for.
     logging.getLogger("bitsandbytes.backends.cpu.ops").setLevel(logging.ERROR)
+    logging.getLogger("huggingface_hub.utils._http").addFilter(_waiting)
     _without_bars()
+
+
+def _waiting(record: logging.LogRecord) -> bool:
+    """Let one line stand for all requests that are made again; the error at their end is ours."""
+    if record.levelno == logging.WARNING:
+        status("waiting for the hub, which does not answer")
+    return record.levelno > logging.WARNING
 
 
 def _for_users(record: logging.LogRecord) -> bool:

@@ -213,3 +213,13 @@ def test_what_goes_on_is_drawn_anew_on_a_terminal(monkeypatch: pytest.MonkeyPatc
 def test_warnings_of_libraries_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     messages._show(UserWarning("two\n  lines"), UserWarning, "/site-packages/library.py", 3)
     assert capsys.readouterr().err == "warning: two lines\n"
+
+
+def test_a_hub_that_does_not_answer_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    messages.install()
+    hub = logging.getLogger("huggingface_hub.utils._http")
+    for number in range(3):
+        hub.warning("'[Errno -2] Name or service not known' thrown while requesting HEAD https://hub/%d", number)
+        hub.warning("Retrying in %ds [Retry %d/5].", 2**number, number)
+    captured = capsys.readouterr()
+    assert captured.err == "waiting for the hub, which does not answer ...\n"
