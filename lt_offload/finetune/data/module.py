@@ -59,9 +59,10 @@ class FineTuneData(LightningDataModule):
 
     Args:
         model: name of the model, whose tokenizer is used; set by the recipe's ``model.name``.
-        path: file, folder of files of one kind or glob (json, jsonl, csv, tsv, txt, md, each possibly with ``.gz``,
-            parquet, arrow), name of a data set on the hub, ``pydoc_topics``, which is Python's language reference and
-            which every Python has, or a list of these other than the last. A text file (txt, md) is one row.
+        path: file, folder with files of one kind (in itself or one level below) or glob (json, jsonl, csv, tsv, txt,
+            md, each possibly with ``.gz``, parquet, arrow), name of a data set on the hub, ``pydoc_topics``, which is
+            Python's language reference and which every Python has, or a list of these other than the last. A text file
+            (txt, md) is one row.
         format: ``text`` (a column text, all of it learned), ``alpaca`` (instruction, input, output), ``chat`` (messages
             of OpenAI or conversations of ShareGPT, tools, system), ``completion`` (prompt, completion); ``auto``: what
             the columns are.
@@ -74,7 +75,8 @@ class FineTuneData(LightningDataModule):
         train_on: what is learned of a conversation: ``responses`` (all answers, with the token that ends them),
             ``last`` (the last answer) or ``all``. Text is learned as a whole.
         subset: configuration of a data set on the hub.
-        split: split of a data set on the hub, or of a folder with several that ``datasets`` has saved.
+        split: split of a data set on the hub, or of a folder with several: one that ``datasets`` has saved, or one with
+            a split in the names of its files (train, validation, test; valid, val, dev, eval).
         validation_path: like ``path``, for validation. If not given, ``validation_share`` applies.
         validation_share: share of the rows of the data that is held out for validation, whole rows before anything is
             packed; at least one, unless it is 0. Data of a single text are split inside it.
@@ -283,7 +285,7 @@ class FineTuneData(LightningDataModule):
         for setting in ("path", "validation_path"):
             path = getattr(self, setting)
             if path not in (None, sources.PYDOC):
-                places |= sources.places_of(path, f"data.{setting}")
+                places |= sources.places_of(path, split=self.split, setting=f"data.{setting}")
         settings = {} if "hub" in places else {"subset": self.subset}
         settings |= {} if places & {"hub", "splits"} else {"split": self.split}
         beside = f"data.path={self.path!r}, which is not on the hub"
@@ -563,6 +565,9 @@ class FineTuneData(LightningDataModule):
     def _set_up_stream(self, *, trains: bool) -> None:
         """Read what is held out, and note where the rest begins; nothing to train on is an error if it ``trains``."""
         training, validation = self.streams()
+        for places in (stream.source.places for stream in training + validation):
+            if places.note:
+                rank_zero_info(f"{places.setting}={places.path!r} ({places.note})")
         self._streamed = Reader(training)
         if validation:
             kept_back = Documents.from_examples(example for _, example in Reader(validation).read())

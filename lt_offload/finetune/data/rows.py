@@ -123,10 +123,11 @@ class Places:
         path: the setting's value.
         setting: its name.
         files: the files, none for a data set on the hub.
+        note: what they are of a folder that has more, in a few words.
     """
 
-    def __init__(self, path: str, setting: str, files: Sequence[Path]) -> None:
-        self.path, self.setting, self.files = path, setting, files
+    def __init__(self, path: str, setting: str, files: Sequence[Path], note: str = "") -> None:
+        self.path, self.setting, self.files, self.note = path, setting, files, note
         self.counts: list[int] = []
         """Rows of each file, of the first ones if not all are read yet."""
 

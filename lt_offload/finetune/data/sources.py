@@ -5,7 +5,6 @@ Everything a user can get wrong about a path is found here, before a model is lo
 
 from __future__ import annotations
 
-import glob
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from lt_offload.errors import ConfigError, first_line
+from lt_offload.finetune.data.files import SAVED, TABLES, find_files, kind_of_file
 from lt_offload.finetune.data.rows import Places, Row, RowFault, parse, read_rows
-from lt_offload.resources import is_dir, is_file, may_be_local, user_path
+from lt_offload.resources import is_dir, is_file, user_path
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -24,15 +24,6 @@ PYDOC = "pydoc_topics"
 PYDOC_HELD_OUT = 8
 """Every so many topics, in alphabetical order, one is held out for validation."""
 
-KINDS = {
-    ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "tsv", ".txt": "text", ".md": "text",
-    ".parquet": "parquet", ".arrow": "arrow",
-}  # fmt: skip
-"""Kinds of files by their endings; those of text may be followed by ``.gz``."""
-_TABLES = ("parquet", "arrow")
-_ENDINGS = f"{', '.join(KINDS)}, or .gz after one of text"
-_SAVED = ("state.json", "dataset_dict.json")
-"""What a folder holds that ``datasets`` has saved: rows, or splits."""
 _LOOKED_AT = 1000
 """Rows whose keys are the columns of JSON data."""
 _CHUNK_ROWS = 10_000
@@ -143,7 +134,7 @@ def sources(path: str | Sequence[str], *, subset: str | None, split: str, settin
     Args:
         path: file, folder of files of one kind, glob, or the name of a data set on the hub; or a list of these.
         subset: name of a configuration of a hub data set.
-        split: split of a hub data set.
+        split: split of a hub data set, or of a folder that has several.
         setting: name of the setting that ``path`` comes from, for errors.
 
     Raises:
@@ -152,18 +143,19 @@ def sources(path: str | Sequence[str], *, subset: str | None, split: str, settin
     return [_source(item, subset, split, setting) for item in _listed(path, setting)]
 
 
-def places_of(path: str | Sequence[str], setting: str) -> set[Literal["hub", "splits", "files"]]:
+def places_of(path: str | Sequence[str], *, split: str, setting: str) -> set[Literal["hub", "splits", "files"]]:
     """Return what the data at ``path`` are: on the hub, a folder with splits, or files without; nothing is read.
 
     Raises:
-        ConfigError: if one of them is a path and there is nothing to read.
+        ConfigError: if one of them is a path and there is nothing to read, or no such split.
     """
-    return {_place(item, setting) for item in _listed(path, setting)}
+    return {_place(item, split, setting) for item in _listed(path, setting)}
 
 
-def _place(path: str, setting: str) -> Literal["hub", "splits", "files"]:
-    if _files(path, setting) or is_file(user_path(path) / _SAVED[0]):
-        return "files"
+def _place(path: str, split: str, setting: str) -> Literal["hub", "splits", "files"]:
+    found = find_files(path, split=split, setting=setting)
+    if found.files or is_file(user_path(path) / SAVED[0]):
+        return "splits" if found.of_split else "files"
     return "splits" if is_dir(user_path(path)) else "hub"
 
 
@@ -182,65 +174,20 @@ def _listed(path: str | Sequence[str], setting: str) -> list[str]:
 
 def _source(path: str, subset: str | None, split: str, setting: str) -> Source:
     local = user_path(path)
-    if is_dir(local) and any(is_file(local / name) for name in _SAVED):
+    if is_dir(local) and any(is_file(local / name) for name in SAVED):
         places = Places(path, setting, [])
         return Source(places=places, kind="saved", open=lambda streaming: _open_saved(places, local, split, streaming))
-    files = _files(path, setting)
-    places = Places(path, setting, files)
-    if not files:
+    found = find_files(path, split=split, setting=setting)
+    places = Places(path, setting, found.files, found.note)
+    if not found.files:
         return Source(
             places=places, kind="hub", open=lambda streaming: _open_hub(places, subset, split, streaming=streaming)
         )
-    kind = _kind(files[0])
+    kind = kind_of_file(found.files[0])
     assert kind is not None
-    if kind in _TABLES:
+    if kind in TABLES:
         return Source(places=places, kind=kind, open=lambda streaming: _open_tables(places, kind, streaming))
     return Source(places=places, kind=kind)
-
-
-def _kind(file: Path) -> str | None:
-    """Return the kind of a file by its ending, None if it has no known one."""
-    packed = file.suffix.lower() == ".gz"
-    kind = KINDS.get((file.with_suffix("") if packed else file).suffix.lower())
-    return None if packed and kind in _TABLES else kind
-
-
-def _files(path: str, setting: str) -> list[Path]:
-    local = user_path(path)
-    if is_dir(local):
-        if any(is_file(local / name) for name in _SAVED):
-            return []
-        try:
-            found = list(local.iterdir())
-        except OSError as error:
-            raise ConfigError(f"{setting}={path!r} cannot be read: {error.strerror or error}") from None
-        for file in found:
-            if file.is_symlink() and not file.exists() and _kind(file) is not None:
-                raise ConfigError(f"{setting}={path!r}: the link {file.name!r} in it leads nowhere; mend or remove it")
-        return _of_one_kind([file for file in found if is_file(file)], f"{setting}={path!r} is a folder with")
-    if is_file(local):
-        if _kind(local) is None:
-            raise ConfigError(f"{setting}={path!r} is of an unknown kind; it should end with one of {_ENDINGS}")
-        return [local]
-    if glob.has_magic(path):
-        found = [Path(name) for name in glob.glob(str(local), recursive=True)]
-        if not found and is_dir(local.parent):  # a folder with brackets in its name
-            found = [Path(name) for name in glob.glob(str(Path(glob.escape(str(local.parent))) / local.name))]
-        if not found:
-            raise ConfigError(f"{setting}={path!r} matches no file (looked in {Path.cwd()})")
-        return _of_one_kind([file for file in found if is_file(file)], f"{setting}={path!r} matches")
-    if _kind(local) is not None or may_be_local(path):
-        raise ConfigError(f"{setting}={path!r} does not exist (looked in {Path.cwd()})")
-    return []
-
-
-def _of_one_kind(found: Iterable[Path], where: str) -> list[Path]:
-    files = sorted(file for file in found if _kind(file) is not None and not file.name.startswith("."))
-    kinds = sorted({str(_kind(file)) for file in files})
-    if len(kinds) != 1:
-        have = f"files of several kinds ({', '.join(kinds)})" if kinds else "no data files"
-        raise ConfigError(f"{where} {have}; it should be one of {_ENDINGS}")
-    return files
 
 
 def _parsed(row: str | RowFault) -> Row | RowFault:

@@ -411,3 +411,23 @@ def test_streams_that_are_shorter_than_what_is_held_out(
     data = FineTuneData(tokenizer, path=rows, streaming=True, validation_rows=held_out)
     with pytest.raises(ConfigError, match=message):
         data.setup(stage)
+
+
+@pytest.mark.parametrize("streaming", [False, True])
+def test_a_cloned_data_set_is_trained_on_its_split(
+    tokenizer: str, rows: str, streaming: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = Path(rows).parent / "cloned"
+    (folder / "data").mkdir(parents=True)
+    (folder / "README.md").write_text("# About")
+    Path(rows).rename(folder / "data" / "train-00000-of-00001.jsonl")
+    (folder / "data" / "test.jsonl").write_text('{"text": "TEST"}')
+    caplog.set_level(logging.INFO)
+    some: Any = {"validation_rows": 1, "pack": False, "max_length": 100, "streaming": streaming}
+    data = made(tokenizer, path=str(folder), **some)
+    training = data.streams()[0][0] if streaming else data.examples()[0]
+    texts = [data.tokenizer.decode(example.ids) for example in training]
+    assert [text.split(" ")[0] for text in texts] == [str(number) for number in range(20)]
+    assert f"data.path={str(folder)!r} (in data; split train; left out: README.md, data/test.jsonl)" in caplog.text
+    with pytest.raises(ConfigError, match=r"data.split='dev': .* has the splits 'test' .test.jsonl., 'train'"):
+        made(tokenizer, path=str(folder), split="dev", **some)

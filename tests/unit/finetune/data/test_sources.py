@@ -17,6 +17,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune.data import sources
 
 HUB: Any = {"subset": None, "split": "train", "setting": "data.path"}
+SPLIT: Any = {"split": "train", "setting": "data.path"}
 ROWS = [{"text": "one", "n": 1}, {"text": "two", "n": 2}]
 
 
@@ -97,7 +98,7 @@ def test_folders_globs_and_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert load(tmp_path / "**" / "*.jsonl") == ["a.jsonl", "b.jsonl", "sub/c.jsonl"]
     assert load(tmp_path / "sub") == ["sub/c.jsonl"]
     assert load([str(tmp_path / "d.csv"), str(tmp_path / "sub")]) == ["d", "sub/c.jsonl"]
-    assert sources.places_of([str(tmp_path / "d.csv"), "some/set"], "data.path") == {"files", "hub"}
+    assert sources.places_of([str(tmp_path / "d.csv"), "some/set"], **SPLIT) == {"files", "hub"}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load("sub/*.jsonl") == load("~/sub") == ["sub/c.jsonl"]
@@ -118,8 +119,8 @@ def test_folders_that_datasets_has_saved(tmp_path: Path) -> None:
     one.save_to_disk(tmp_path / "one")
     datasets.DatasetDict({"train": one, "test": one.select([1])}).save_to_disk(tmp_path / "both")
     assert load(tmp_path / "one") == streamed(tmp_path / "one") == load(tmp_path / "both") == ["one", "two"]
-    assert sources.places_of(str(tmp_path / "both"), "data.path") == {"splits"}
-    assert sources.places_of(str(tmp_path / "one"), "data.path") == {"files"}
+    assert sources.places_of(str(tmp_path / "both"), **SPLIT) == {"splits"}
+    assert sources.places_of(str(tmp_path / "one"), **SPLIT) == {"files"}
     [source] = sources.sources(str(tmp_path / "both"), **HUB | {"split": "test"})
     assert source.table()["text"][:] == ["two"]
     [source] = sources.sources(str(tmp_path / "both"), **HUB | {"split": "dev"})
@@ -234,4 +235,4 @@ def test_odd_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_the_language_reference_stands_alone() -> None:
     with pytest.raises(ConfigError, match="pydoc_topics cannot be one of several"):
-        sources.places_of([sources.PYDOC, "a.json"], "data.path")
+        sources.places_of([sources.PYDOC, "a.json"], **SPLIT)
