@@ -17,10 +17,15 @@ _ROLES = {
     "developer": "developer",
     "user": "user",
     "human": "user",
+    "prompter": "user",
     "assistant": "assistant",
     "gpt": "assistant",
     "chatgpt": "assistant",
     "model": "assistant",
+    "bot": "assistant",
+    "chatbot": "assistant",
+    "ai": "assistant",
+    "bing": "assistant",
     "function_call": "function_call",
     "tool_call": "function_call",
     "tool": "tool",
@@ -28,8 +33,10 @@ _ROLES = {
     "observation": "tool",
     "tool_response": "tool",
     "function_response": "tool",
+    "ipython": "tool",
 }
-_KNOWN_ROLES = "system, developer, user (human), assistant (gpt), function_call, tool (observation)"
+"""Roles by the words that data have for them, in lower case."""
+_KNOWN_ROLES = "system, developer, user (human), assistant (gpt, bot), function_call, tool (observation)"
 _PAIR = ("instruction", "output")
 _KEPT = ("name", "reasoning_content", "thinking", "reasoning", "weight")
 
@@ -168,7 +175,7 @@ def _message(item: Any, keys: Mapping[str, str], from_table: bool) -> Message:
     if role_key not in item:
         raise RowFault(f"has no {role_key!r}, it has {', '.join(map(repr, item)) or 'nothing'}")
     name = check_text(item[role_key], role_key)
-    role = _ROLES.get(name)
+    role = _ROLES.get(name.lower())
     if role is None:
         raise RowFault(f"unknown role {name!r}; known are {_KNOWN_ROLES}")
     of_role = f"(role {name!r}) {content_key}"

@@ -111,6 +111,19 @@ def test_a_row_that_cannot_be_used(tokenizer: str, tmp_path: Path, good: object,
     assert len(made(tokenizer, path, skip_bad_rows=True)) == 2
 
 
+def test_roles_have_many_words_in_any_case(tokenizer: str, tmp_path: Path) -> None:
+    def rows(user: str, assistant: str) -> dict[str, object]:
+        return chat(HI | {"role": user}, HEY | {"role": assistant})
+
+    words = [("User", "Bot"), ("HUMAN", "Chatbot"), ("prompter", "AI"), ("user", "bing"), ("Human", "GPT")]
+    examples = made(tokenizer, lines(tmp_path / "a.jsonl", rows("user", "assistant"), *(rows(*pair) for pair in words)))
+    assert len(examples) == 6
+    assert all(each == examples[0] for each in examples)
+    calls = [{"role": "assistant", "tool_calls": [CALL]}, {"role": "ipython", "content": "1"}]
+    path = lines(tmp_path / "b.jsonl", chat(HI, *calls, HEY), chat(HI, calls[0], calls[1] | {"role": "tool"}, HEY))
+    assert made(tokenizer, path)[0] == made(tokenizer, path)[1]
+
+
 @pytest.mark.parametrize(
     ("line", "what"),
     [
