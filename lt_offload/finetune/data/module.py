@@ -547,13 +547,9 @@ class FineTuneData(LightningDataModule):
         return rows
 
     def _say(self, losses: Losses, setting: str, of: str) -> bool:
-        if losses.cut or losses.left_out:
-            _log.warning(
-                "%s: data.max_length=%d cuts %d and %d tokens to learn with them, and leaves out %d without "
-                "anything to learn, of %s",
-                setting, self.max_length, losses.cut, losses.tokens, losses.left_out, of,
-            )  # fmt: skip
-        return bool(losses.cut or losses.left_out)
+        if said := losses.said(self.max_length):
+            _log.warning("%s: %s; of %s", setting, "; ".join(said), of)
+        return bool(said)
 
     def _made(self, documents: Documents, selected: Integers) -> tuple[Sequences, Losses]:
         if self.pack == "wrapped":

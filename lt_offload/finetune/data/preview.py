@@ -210,14 +210,13 @@ def _losses(data: FineTuneData, found: DataPreview, learned: Any, before_cut: An
     split = len(parts) - len(np.unique(parts.document)) if len(parts) else 0
     if split:
         yield f"{split:,} times a text goes on in another sequence: it is longer than data.max_length={limit}"
-    if losses.cut:
-        yield f"data.max_length={limit} cuts {losses.cut:,} rows and {losses.tokens:,} tokens to learn with them"
+    yield from losses.said(limit)
     if losses.left_out:
         kept = np.zeros(len(documents), bool)
         kept[parts.document] = True
         names = [found.names[int(number)] for number in np.flatnonzero(~kept)[:MOST_NAMED]]
         more = ", ..." if losses.left_out > MOST_NAMED else ""
-        yield f"{losses.left_out:,} rows have nothing to learn and are left out: {', '.join(names)}{more}"
+        yield f"{losses.left_out:,} rows are left out: {', '.join(names)}{more}"
     if not len(rows):
         return
     if len(rows) < data.batch_size:

@@ -49,8 +49,26 @@ class Losses:
     """Documents whose end is missing."""
     tokens: int = 0
     """Tokens to learn that are missing with it."""
-    left_out: int = 0
-    """Documents without any token to learn, or with none before the cut."""
+    empty: int = 0
+    """Documents without any token to learn."""
+    behind: int = 0
+    """Documents whose tokens to learn are all behind the cut."""
+
+    @property
+    def left_out(self) -> int:
+        """Documents of which nothing is learned."""
+        return self.empty + self.behind
+
+    def said(self, length: int) -> list[str]:
+        """Return what is lost with sequences of ``length`` tokens, in a few words each."""
+        parts = []
+        if self.cut:
+            parts.append(f"data.max_length={length} cuts {self.cut:,} rows, and loses {self.tokens:,} tokens to learn")
+        if self.behind:
+            parts.append(f"{self.behind:,} rows have their whole answer behind data.max_length={length}: raise it")
+        if self.empty:
+            parts.append(f"{self.empty:,} rows have no answer or text to learn")
+        return parts
 
 
 def pieces_of(documents: Documents, selected: Integers, length: int) -> tuple[Pieces, Losses]:
@@ -73,7 +91,8 @@ def pieces_of(documents: Documents, selected: Integers, length: int) -> tuple[Pi
     losses = Losses(
         cut=int((cut & kept).sum()),
         tokens=int((learned - before_cut)[cut].sum()),
-        left_out=int((~kept).sum()),
+        empty=int((learned == 0).sum()),
+        behind=int((~kept & (learned > 0)).sum()),
     )
     return Pieces(document=selected[owner], start=start, stop=np.minimum(start + length, lengths[owner])), losses
 

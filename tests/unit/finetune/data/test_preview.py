@@ -42,12 +42,19 @@ def test_plain_text(tokenizer: str, path: str) -> None:
     assert "1 rows cannot be used and are left out" in text
     longer = [each for each in data.examples()[0] if len(each.ids) > 60]
     lost = sum(label != IGNORED for each in longer for label in each.labels[60:])
-    assert f"data.max_length=60 cuts {len(longer)} rows and {lost} tokens to learn with them" in text
-    assert "1 rows have nothing to learn and are left out: rows.jsonl row 1" in text
+    assert f"data.max_length=60 cuts {len(longer)} rows, and loses {lost} tokens to learn" in text
+    assert "1 rows have no answer or text to learn\n1 rows are left out: rows.jsonl row 1\n" in text
+    assert "behind" not in text
     assert "19 sequences of up to 60 tokens in 4 batches of 4, " in text
     assert "<- longer: cut or split" in text
     assert max(map(len, text.splitlines())) <= 80
     assert shown(data, 0).startswith("───")
+
+
+def test_answers_behind_the_longest_length_are_told_from_rows_without_one(tokenizer: str, path: str) -> None:
+    text = shown(FineTuneData(tokenizer, path=path, pack=False, max_length=12, skip_bad_rows=True), 0)
+    assert "19 rows have their whole answer behind data.max_length=12: raise it\n" in text
+    assert "1 rows have no answer or text to learn\n20 rows are left out: rows.jsonl row 1, rows.jsonl row" in text
 
 
 def test_colour(tokenizer: str, path: str) -> None:

@@ -84,7 +84,7 @@ def test_long_examples_of_responses_are_cut_and_counted() -> None:
     pieces, losses = pieces_of(documents, everything(documents), 5)
     assert pieces.document.tolist() == [0, 1, 2]
     assert pieces.stop.tolist() == [3, 5, 5]
-    assert (losses.cut, losses.tokens, losses.left_out) == (2, 4 + 7 + 2, 2)
+    assert (losses.cut, losses.tokens, losses.behind, losses.empty) == (2, 4 + 7 + 2, 1, 1)
 
 
 def test_only_selected_documents_are_taken() -> None:
