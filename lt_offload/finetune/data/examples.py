@@ -20,6 +20,7 @@ import numpy as np
 
 from lt_offload import __version__
 from lt_offload.errors import ConfigError
+from lt_offload.finetune.data.chat.conversations import other_keys
 from lt_offload.finetune.data.columns import Columns, FormatChoice, find_columns
 from lt_offload.finetune.data.formats import Encoder, Example
 from lt_offload.finetune.data.rows import Places, RowFault
@@ -162,13 +163,24 @@ class Preparation:
         places.counts[:] = made.counts
         self.say(self.described(places, made.layout, len(good)))
         if bad:
-            report_bad(bad, len(made.table), places, skip=self.skip_bad_rows)
+            hint = None
+            if len(bad) == len(made.table):
+                first = _first_rows(source.table())[0] if source.is_table else next(source.rows(whole=True))
+                hint = self.hint(first, made.layout, source)
+            report_bad(bad, len(made.table), places, skip=self.skip_bad_rows, hint=hint)
         for note in made.notes:
             _log.warning("%s=%r: %s", places.setting, places.path, note)
         table = made.dataset.select_columns(["ids", "labels"])
         if bad:
             table = table.select(good)
         return table, Origin(places=places, layout=made.layout, rows=good, bad=len(bad))
+
+    def hint(self, row: Any, layout: Columns, source: Source) -> str | None:
+        """Return the flag with which ``row``, which cannot be used, and those like it can be; None if there is none."""
+        keys = None if isinstance(row, RowFault) else other_keys(row, layout, from_table=source.is_table)
+        if keys is None:
+            return None
+        return f"--data.columns '{{{', '.join(f'{role}: {name}' for role, name in {**self.columns, **keys}.items())}}}'"
 
     def described(self, places: Places, layout: Columns, count: int | None) -> str:
         """Return what the ``count`` rows of a source are taken for, in one line."""
@@ -285,7 +297,8 @@ class Stream:
                 if isinstance(each, RowFault):
                     self.bad += 1
                     if not preparation.skip_bad_rows:
-                        report_bad([(number, str(each))], None, source.places, skip=False)
+                        hint = preparation.hint(rows[number - count], layout, source) if number == 0 else None
+                        report_bad([(number, str(each))], None, source.places, skip=False, hint=hint)
                     if len(bad) <= MOST_NAMED:
                         bad.append((number, f"{each}"))
                     continue
@@ -302,7 +315,13 @@ class Stream:
 
 
 def report_bad(
-    bad: Sequence[tuple[int, str]], count: int | None, places: Places, *, skip: bool, number: int | None = None
+    bad: Sequence[tuple[int, str]],
+    count: int | None,
+    places: Places,
+    *,
+    skip: bool,
+    number: int | None = None,
+    hint: str | None = None,
 ) -> None:
     """Say which rows cannot be used.
 
@@ -312,6 +331,7 @@ def report_bad(
         places: names of rows.
         skip: whether they are left out.
         number: how many are bad, if not all are listed.
+        hint: flag with which rows like these can be used.
 
     Raises:
         ConfigError: unless they are left out, or if none is left.
@@ -321,6 +341,8 @@ def report_bad(
     more = "; ..." if number > MOST_NAMED else ""
     rows = f"{number:,} of {count:,} rows" if count is not None else "a row"
     problem = f"{places.setting}={places.path!r}: {rows} cannot be used ({named}{more})"
+    if hint is not None:
+        raise ConfigError(f"{problem}; say which key of a message is which: {hint}")
     if not skip:
         raise ConfigError(f"{problem}; mend or remove them, or set data.skip_bad_rows=true to train without them")
     if number == count:

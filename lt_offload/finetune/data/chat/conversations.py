@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lt_offload.finetune.data.columns import Columns
@@ -163,6 +164,35 @@ def parse_messages(
         _link(message, calls)
         messages.append(message)
     return messages
+
+
+def other_keys(row: Row, layout: Columns, *, from_table: bool = False) -> dict[str, str] | None:
+    """Return the ``role`` and ``content`` of ``data.columns`` with which a row can be used that cannot be without.
+
+    None if there are none, or they are named already.
+
+    Args:
+        row: see ``layout``.
+        layout: where its parts are.
+        from_table: whether a missing key is null.
+    """
+    column = layout.columns.get("messages")
+    value = row.get(column) if column is not None else None
+    if layout.keys or not isinstance(value, list | tuple) or not all(isinstance(item, Mapping) for item in value):
+        return None
+    texts: dict[str, int] = {}
+    for item in value:
+        for key, text in item.items():
+            texts[key] = texts.get(key, 0) + (sum(map(str.isalpha, text)) if isinstance(text, str) else 0)
+    # What is said has more letters than times, names and numbers of messages.
+    for content, role in itertools.permutations(sorted(texts, key=lambda key: -texts[key]), 2):
+        keys = {"role": role, "content": content}
+        try:
+            from_chat(row, replace(layout, keys=keys), from_table=from_table)
+        except RowFault:
+            continue
+        return keys
+    return None
 
 
 def _message(item: Any, keys: Mapping[str, str], from_table: bool) -> Message:
