@@ -90,7 +90,7 @@ def find_columns(
     Raises:
         ConfigError: if columns are missing, speak for no format, or are those of preference pairs.
     """
-    where = f"{places.setting}={places.path!r}"
+    where = places.said
     keys = {role: mapping[role] for role in _OF_MESSAGES if role in mapping}
     given = {role: column for role, column in mapping.items() if role not in keys}
     absent = [column for column in given.values() if column not in names]

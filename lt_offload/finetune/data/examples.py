@@ -186,8 +186,7 @@ class Preparation:
         """Return what the ``count`` rows of a source are taken for, in one line."""
         template, format = self.encoder.template, layout.format
         rows = f"{count:,} rows" if count is not None else "rows"
-        of = f" ({places.note})" if places.note else ""
-        said = f"{places.setting}={places.path!r}{of}: {rows} as {layout.said}"
+        said = f"{places.said}: {rows} as {layout.said}"
         if format == "text":
             return f"{said}; every token is learned"
         plain = template is None or (format == "completion" and not layout.of_messages)

@@ -563,7 +563,7 @@ class FineTuneData(LightningDataModule):
         training, validation = self.streams()
         for places in (stream.source.places for stream in training + validation):
             if places.note:
-                rank_zero_info(f"{places.setting}={places.path!r} ({places.note})")
+                rank_zero_info(places.said)
         self._streamed = Reader(training)
         if validation:
             kept_back = Documents.from_examples(example for _, example in Reader(validation).read())

@@ -131,6 +131,11 @@ class Places:
         self.counts: list[int] = []
         """Rows of each file, of the first ones if not all are read yet."""
 
+    @property
+    def said(self) -> str:
+        """The setting, and what of a folder is taken."""
+        return f"{self.setting}={self.path!r}{f' ({self.note})' if self.note else ''}"
+
     def name(self, number: int) -> str:
         """Return the file and the row in it, counted from 1, of row ``number``, counted from 0."""
         left = number

@@ -84,3 +84,9 @@ def test_maps_that_cannot_be(mapping: dict[str, str], message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         check_columns(mapping)
     assert message in str(caught.value)
+
+
+def test_what_of_a_folder_was_taken_is_said() -> None:
+    places = Places("some", "data.path", [], "in more; left out: README.md")
+    with pytest.raises(ConfigError, match=r"data.path='some' \(in more; left out: README.md\) has no columns of"):
+        find_columns("auto", {}, ["a"], {"a": 1}, places)
