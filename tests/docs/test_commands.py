@@ -66,6 +66,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     for name in ("my.json", "my.jsonl"):
         Path(name).write_text("[]")
     main(["cp", "llama2-7b-12gb", "mine.yaml"])
+    run = Path("runs") / "llama2-7b-12gb-20260101-120000"
+    (run / "checkpoints").mkdir(parents=True)
+    (run / "config.yaml").write_text(Path("mine.yaml").read_text())
     return tmp_path
 
 
