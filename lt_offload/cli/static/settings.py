@@ -192,6 +192,8 @@ def _check_choice(setting: RecipeSetting, value: Any, where: str) -> None:
 def unknown(key: str, known: Sequence[str], where: str = "") -> str:
     """Return the error about a setting that is none of ``known``, with those that may have been meant."""
     prefix, _, last = key.rpartition(".")
+    if prefix in known and not any(name.startswith(f"{prefix}.") for name in known):
+        return f"unknown setting {key!r}{where}; {prefix} is given as one value: --{prefix} VALUE"
     close = [name for name in known if name.rpartition(".")[2] == last]
     if not close and len(last) > 2:  # an abbreviation
         close = [n for n in known if n.rpartition(".")[2].startswith(last) and n.startswith(prefix)]

@@ -56,6 +56,10 @@ def test_options_and_verbs_that_are_nearly_right(capsys: pytest.CaptureFixture[s
     ("args", "message"),
     [
         (["--trainer.max_step", "2"], "unknown setting 'trainer.max_step'; did you mean trainer.max_steps?"),
+        (
+            ["--data.columns.messages", "x"],
+            "unknown setting 'data.columns.messages'; data.columns is given as one value",
+        ),
         (["--data.batch", "1"], "unknown setting 'data.batch'; did you mean data.batch_size?"),
         (
             ["--data.batch_size", "auto"],
