@@ -9,6 +9,7 @@ import torch
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.module import FineTune
+from lt_offload.finetune.weights.left_out import take_up
 from lt_offload.resources import is_dir, is_file, user_path
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.strategy.checkpoint.foreign import check_checkpoint, check_weights
@@ -53,4 +54,4 @@ def _check_file(module: FineTune, path: str, *, resume: bool) -> None:
     with torch.device("meta"):
         skeleton = module.build(init="random")
     names = {f"model.{name}": tensor for name, tensor in skeleton.state_dict().items()}
-    check_weights(content["state_dict"], names)
+    check_weights(take_up(content, skeleton, name=module.name), names)

@@ -29,6 +29,7 @@ from lt_offload.finetune.processes import is_first, mean, several, total
 from lt_offload.finetune.quantize import Quantize, check_quantize, check_stored, quantized
 from lt_offload.finetune.unused import as_written, refuse_unused
 from lt_offload.finetune.weights.frozen import choose_trained
+from lt_offload.finetune.weights.left_out import Description, frozen_base, leave_out, take_up
 from lt_offload.finetune.weights.vocabulary import check_tokens, has_grown, names_of_embeddings, resize
 from lt_offload.model.blocks import find_blocks
 from lt_offload.optim import AdamW
@@ -175,6 +176,8 @@ class FineTune(LightningModule):
         self.model: nn.Module | None = None
         self._matrices: frozenset[str] = frozenset()
         """Names of the parameters that are matrices where a strategy has not cut them into pieces."""
+        self._base: dict[str, Description] = {}
+        """What checkpoints leave out: it is loaded from ``name`` and never trained."""
         self._vocabulary: int | None = None
         """Tokens of the data's tokenizer, once it has been seen."""
         self._losses: list[Tensor] = []
@@ -217,6 +220,8 @@ class FineTune(LightningModule):
         if self.model is None:
             self.model = self.build()
             self._matrices = frozenset(name for name, p in self.named_parameters() if p.ndim > 1)
+            if self.init == "pretrained" and (self.lora is not None or self.adapter is not None):
+                self._base = frozen_base(self.model)
 
     def build(self, *, init: load.Init | None = None) -> nn.Module:
         """Return the model as it is trained, in training mode; ``init`` instead of the setting."""
@@ -393,14 +398,26 @@ class FineTune(LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": LambdaLR(optimizer, factor), "interval": "step"}}
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Write down how the optimizer was set; schedules and callbacks may have changed it since."""
+        """Write down how the optimizer was set, and leave out the frozen model under adapters.
+
+        Schedules and callbacks may have changed the settings since.
+        """
         if self._optimizer_settings is not None:
             checkpoint[_OPTIMIZER] = self._optimizer_settings
+        # Strategies that cut the weights into pieces read their files themselves and want all of them.
+        if self._base and self._trainer is not None and not self.trainer.strategy.restore_checkpoint_after_setup:
+            assert self.model is not None
+            leave_out(checkpoint, self.model, self._base, name=self.name, optimizers=self.trainer.optimizers)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Refuse to go on with settings of the optimizer that the checkpoint would replace without a word."""
+        """Take what the checkpoint leaves out from the model, and refuse settings of the optimizer that are others.
+
+        The checkpoint would replace those without a word.
+        """
         if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
             self.check_continues(checkpoint)
+        if self.model is not None:
+            checkpoint["state_dict"] = take_up(checkpoint, self.model, name=self.name)
 
     def check_continues(self, checkpoint: Mapping[str, Any]) -> None:
         """Raise ``ConfigError`` if the optimizer whose states are in ``checkpoint`` was set in another way.

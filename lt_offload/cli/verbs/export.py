@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from lt_offload.cli.app import App
@@ -12,6 +14,7 @@ from lt_offload.finetune.export import ExportDtype, Format, check_target
 from lt_offload.finetune.export import export as write
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.unused import refuse_unused
+from lt_offload.finetune.weights.left_out import KEY
 from lt_offload.strategy.checkpoint import files as checkpoint
 from lt_offload.units import parse_bytes
 
@@ -49,13 +52,15 @@ def export(
         what = "--merge false, with which adapters are written, as one file" if format == "hf" else f"--format {format}"
         refuse_unused(export, "--", {"max_shard_size": max_shard_size}, what, instead="export a whole model as hf")
     check_early(app, ckpt_path, reads_data=False)
-    if ckpt_path is None:
+    content = None if ckpt_path is None else checkpoint.load(ckpt_path, weights_only=True)
+    if content is None:
         model = app.model.build()
-    elif app.model.quantize is None:
-        model = _of_checkpoint(app.model, ckpt_path)
+    elif app.model.quantize is None and KEY not in content:
+        model = _of_checkpoint(app.model, content)
     else:  # layers of four bits take their scales out of the state themselves
         app.model.configure_model()
-        app.model.load_state_dict(checkpoint.load(ckpt_path, weights_only=True)["state_dict"])
+        app.model.on_load_checkpoint(content)
+        app.model.load_state_dict(content["state_dict"])
         assert app.model.model is not None
         model = app.model.model
     print(
@@ -73,14 +78,11 @@ def export(
     return 0
 
 
-def _of_checkpoint(module: FineTune, path: str) -> torch.nn.Module:
-    """Return the model whose weights are pages of the checkpoint ``path``; those that it began with are not needed."""
+def _of_checkpoint(module: FineTune, content: dict[str, Any]) -> torch.nn.Module:
+    """Return the model whose weights are those of a whole checkpoint; those that it began with are not needed."""
     with torch.device("meta"):
         model = module.build(init="random")
-    state = {
-        name.removeprefix("model."): tensor
-        for name, tensor in checkpoint.load(path, weights_only=True)["state_dict"].items()
-    }
+    state = {name.removeprefix("model."): tensor for name, tensor in content["state_dict"].items()}
     model.load_state_dict(state, assign=True)
     base = load.base_of(model)
     base.tie_weights()

@@ -55,6 +55,9 @@ def test_a_merged_folder_has_what_four_bits_stand_for(recipe: str) -> None:
 def test_a_run_of_four_bits_is_read_again(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     flags = (*FLAGS, "--trainer.default_root_dir", "run", "--trainer.max_steps")
     assert main([recipe, *flags, "1"]) == 0
+    state = torch.load(next(Path("run/checkpoints").glob("step1*.ckpt")), weights_only=True)["state_dict"]
+    assert state
+    assert [name for name in state if ".lora_" not in name] == []
     assert main(["validate", "run"]) == 0
     assert "val_loss" in capsys.readouterr().out
     assert main(["generate", "run", "--prompt", "the", "--max_new_tokens", "2"]) == 0

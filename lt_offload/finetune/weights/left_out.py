@@ -1,0 +1,139 @@
+"""Checkpoints of adapters without the frozen model under them, which the recipe loads anyway.
+
+What is left out is written down: names, dtypes, shapes and a digest of a few numbers of each tensor. Who reads the
+checkpoint takes these tensors from the model that is loaded, which must be the same one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, MutableMapping
+from copy import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lt_offload.errors import ConfigError
+from lt_offload.finetune.weights.vocabulary import has_grown
+
+KEY = "frozen_base"
+"""In a checkpoint."""
+_PREFIX = "model."
+"""Of the names in a checkpoint: where the module has its model."""
+_SAMPLES = 64
+
+Description = tuple[str, tuple[int, ...], str | None]
+"""Dtype, shape and digest; None: numbers of four bits, which are not compared."""
+
+
+def describe(tensor: Tensor) -> Description:
+    """Return what tells ``tensor`` from another of the same name."""
+    return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), _digest(tensor)
+
+
+def _digest(tensor: Tensor) -> str | None:
+    if not tensor.is_floating_point():
+        return None
+    flat = tensor.detach().reshape(-1)
+    # An odd step, as a power of two would see one column of most matrices only.
+    few = flat[:: flat.numel() // _SAMPLES | 1].cpu().contiguous()
+    return hashlib.sha256(few.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def frozen_base(model: Any) -> dict[str, Description]:
+    """Return what is frozen under the adapters of ``model``, which was just built, by names as in a checkpoint.
+
+    Embeddings that have grown are none of it: the new rows are drawn at random.
+    """
+    base = model.get_base_model()
+    drawn: set[int] = set()
+    if has_grown(base):
+        ends = [base.get_input_embeddings(), base.get_output_embeddings()]
+        drawn = {id(parameter) for end in ends if end is not None for parameter in end.parameters()}
+    return {
+        _PREFIX + name: describe(parameter)
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if not (parameter.requires_grad or parameter.is_meta or id(parameter) in drawn)
+    }
+
+
+def leave_out(
+    checkpoint: dict[str, Any],
+    model: nn.Module,
+    base: Mapping[str, Description],
+    *,
+    name: str,
+    optimizers: Iterable[Optimizer],
+) -> None:
+    """Take those tensors of ``base`` out of ``checkpoint`` that are what they were, and write down which.
+
+    Args:
+        checkpoint: with a state dictionary of its own.
+        model: with the adapters.
+        base: see :func:`frozen_base`.
+        name: of the model.
+        optimizers: what they train, or have trained, stays in the checkpoint.
+    """
+    state = checkpoint["state_dict"]
+    trained = {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}
+    frozen = {
+        _PREFIX + name
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+        if not parameter.requires_grad and id(parameter) not in trained
+    }
+    out = {key: mine for key, mine in base.items() if key in frozen and key in state and describe(state[key]) == mine}
+    if not out:
+        return
+    for key in [key for key in state if _belongs(key, out)]:
+        del state[key]
+    checkpoint[KEY] = {"model": name, "tensors": out}
+
+
+def take_up(checkpoint: Mapping[str, Any], model: nn.Module, *, name: str) -> MutableMapping[str, Tensor]:
+    """Return the state dictionary of ``checkpoint`` with what was left out, as it is in ``model``; no copies are made.
+
+    Raises:
+        ConfigError: if ``model``, which is called ``name``, has something else there. On meta only shapes are looked
+            at.
+    """
+    state: MutableMapping[str, Tensor] = checkpoint["state_dict"]
+    if KEY not in checkpoint:
+        return state
+    theirs, tensors = checkpoint[KEY]["model"], checkpoint[KEY]["tensors"]
+    mine = {_PREFIX + key: tensor for key, tensor in model.state_dict().items()}
+    has = f"the checkpoint holds adapters without the model under them, model.name={theirs!r}"
+    for key, (_, shape, _) in tensors.items():
+        if key not in mine:
+            raise ConfigError(
+                f"{has}; model.name={name!r} has no {key} with the present settings of model; use the config.yaml of "
+                "its run folder as the recipe"
+            )
+        here = tuple(mine[key].shape)
+        if here != tuple(shape):
+            raise _another(has, f"{key} has shape {tuple(shape)} there and {here} in model.name={name!r}", theirs)
+    for key, (dtype, _, digest) in tensors.items():
+        if mine[key].is_meta:  # some models have tensors in float32 whatever is asked for, which meta knows not
+            continue
+        my_dtype, _, my_digest = describe(mine[key])
+        if my_dtype != dtype:
+            raise ConfigError(
+                f"{has}; {key} is {dtype} there and {my_dtype} here; set model.dtype and model.quantize as in that run"
+            )
+        if digest != my_digest:
+            raise _another(has, f"{key} has other numbers there than in model.name={name!r}", theirs)
+    missing = {key: tensor for key, tensor in mine.items() if key not in state and _belongs(key, tensors)}
+    whole = copy(state)  # with its attributes, which torch reads
+    whole.update(missing)
+    return whole
+
+
+def _another(has: str, what: str, theirs: str) -> ConfigError:
+    return ConfigError(f"{has}; {what}; set model.name to the model that they were trained on ({theirs!r})")
+
+
+def _belongs(key: str, tensors: Mapping[str, Any]) -> bool:
+    """Return whether ``key`` is one of ``tensors``, or of what belongs to one: the scales of four bits."""
+    parts = key.split(".")
+    return any(".".join(parts[:n]) in tensors for n in range(1, len(parts) + 1))
