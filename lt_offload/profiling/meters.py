@@ -27,6 +27,8 @@ _aten = torch.ops.aten
 _attention: Callable[..., int] = sdpa_flop_count
 _attention_backward: Callable[..., int] = sdpa_backward_flop_count
 _GATHERS = frozenset({_aten.embedding.default})
+_grouped_mm = _aten._grouped_mm.default
+"""The products of all experts of a mixture."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +107,7 @@ class Roofline(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Run the operation (on fake tensors: only its shapes) and count it."""
-        out = func(*args, **(kwargs or {}))
+        out = _result(func, args, kwargs or {})
         read = list(tensors_in((args, kwargs or {})))
         written = _written(func, read, out)
         if written:
@@ -147,8 +149,27 @@ class Roofline(TorchDispatchMode):
             return _attention_backward(*(tensor.shape for tensor in args[:4]))
         if func._schema.name == "bitsandbytes::gemm_4bit":
             return 2.0 * float(out.numel() * args[0].shape[-1])
+        if func is _grouped_mm:  # a group has some of the rows, columns or terms, and all groups have each of them once
+            left, right = args[:2]
+            if right.dim() == 2 and left.dim() == 3:
+                return 2.0 * float(left.shape[1] * right.numel())
+            return 2.0 * float(left.numel() * right.shape[-1])
         count = flop_registry.get(func._overloadpacket)
         return float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
+
+
+def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return what ``func`` gives for fake tensors.
+
+    Torch multiplies groups in every floating dtype; its rule for fake tensors knows one of them.
+    """
+    if func is not _grouped_mm or args[0].dtype == args[1].dtype == torch.bfloat16:
+        return func(*args, **kwargs)
+    left, right = args[:2]
+    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
+    groups = [offsets.shape[0]] if left.dim() == right.dim() == 2 else []
+    parts = [left.shape[0]] if left.dim() == right.dim() == 3 else groups
+    return left.new_empty([*parts, left.shape[-2], right.shape[-1]], dtype=kwargs.get("out_dtype") or left.dtype)
 
 
 def _written(func: Any, read: list[Tensor], out: Any) -> list[Tensor]:

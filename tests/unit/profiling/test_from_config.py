@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import lt_offload
 from lt_offload.errors import ConfigError
@@ -112,6 +112,26 @@ def test_without_padding_at_most_a_mask_is_counted_that_is_not_there(family: str
         for a, b in zip(ours.options, theirs.options, strict=True):
             assert b.saved_bytes <= a.saved_bytes <= b.saved_bytes + mask_and_heads
             assert b.offload_bytes <= a.offload_bytes <= b.offload_bytes + mask_and_heads
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize(("dtype", "autocast"), [("float32", None), ("float32", "bfloat16"), ("bfloat16", None)])
+def test_bytes_of_mixtures_of_experts_equal_those_with_weights(family: str, dtype: str, autocast: str | None) -> None:
+    """Their experts are multiplied together, in any dtype."""
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16, "vocab_size": models.VOCAB}
+    heads = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    config = AutoConfig.for_model(family, **sizes, **heads, **experts, use_cache=False, pad_token_id=0)
+    model = AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).train()
+    assert model.config._experts_implementation == "grouped_mm"
+
+    def run(batch: Any) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast is not None, cache_enabled=False):
+            return model(**batch).loss
+
+    options = {"optimizer": torch.optim.AdamW, "device": "cpu", "hardware": load_hardware("rtx-3060")}
+    expected = profile(model, models.batch(model), **options, run=run)
+    assert_same_bytes(fake(config, dtype=dtype, autocast=autocast), expected)
 
 
 def test_bytes_in_bfloat16_with_dropout() -> None:

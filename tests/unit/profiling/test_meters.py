@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -61,6 +62,38 @@ def test_products_are_bound_by_the_rate_of_their_dtype() -> None:
         half @ half
         assert meter.lap().seconds == pytest.approx(2 * n**3 / MACHINE.flops_per_s["bfloat16"])
     assert meter.enough([])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("left", "right", "terms"),
+    [
+        ((2048, 512), (4, 512, 256), 2048 * 512 * 256),  # rows of a group
+        ((512, 2048), (2048, 256), 512 * 2048 * 256),  # terms
+        ((4, 512, 256), (256, 2048), 512 * 256 * 2048),  # columns
+        ((4, 512, 256), (4, 256, 64), 4 * 512 * 256 * 64),
+    ],
+    ids=["rows", "terms", "columns", "batches"],
+)
+def test_groups_have_the_shapes_of_real_ones_and_count_each_term_once(
+    left: tuple[int, ...], right: tuple[int, ...], terms: int, dtype: torch.dtype
+) -> None:
+    grouped = torch.nn.functional.grouped_mm
+    ends = None if len(left) == len(right) == 3 else [16, 16, 40, 2048]
+
+    def product() -> torch.Tensor:
+        offsets = None if ends is None else torch.tensor(ends, dtype=torch.int32)
+        return grouped(torch.ones(left, dtype=dtype), torch.ones(right, dtype=dtype), offs=offsets)
+
+    expected = product()
+    with FakeTensorMode(), Roofline(replace(MACHINE, flops_per_s={"float32": 1.0, "bfloat16": 1.0})) as meter:
+        a, b = torch.empty(left, dtype=dtype), torch.empty(right, dtype=dtype)
+        offsets = None if ends is None else torch.empty(4, dtype=torch.int32)
+        meter.lap()
+        found = grouped(a, b, offs=offsets)
+        seconds = meter.lap().seconds
+    assert (found.shape, found.stride(), found.dtype) == (expected.shape, expected.stride(), expected.dtype)
+    assert seconds == pytest.approx(2 * terms)
 
 
 def test_attention_counts_both_products_and_its_backward() -> None:
