@@ -15,7 +15,7 @@ from lt_offload.cli.draft.model import NamedModel
 from lt_offload.cli.planning.estimate import estimate
 from lt_offload.cli.progress import keeping_quiet, status
 from lt_offload.cli.verbs.plan import plan
-from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
+from lt_offload.errors import InfeasibleError, OffloadError, UnsupportedError, named
 from lt_offload.plan import Settings, make_plan
 from lt_offload.plan.batch.profiles import scaled
 from lt_offload.plan.orders import in_parts
@@ -112,6 +112,8 @@ class WayToTrain:
     why: str = ""
     needed_bytes: int | None = None
     """The smallest device memory that would do, where that is what is too small."""
+    error: Exception | None = None
+    """Why there is no plan, where that is not for want of memory."""
 
     @property
     def tokens_per_s(self) -> float:
@@ -138,6 +140,7 @@ class Drafts:
 
         Raises:
             InfeasibleError: if none fits.
+            Exception: what the first one has failed with, if none is possible, however much memory there is.
         """
         wanted = [way for way in METHODS if method in ("auto", way.name)]
         positions = getattr(self.source.config, "max_position_embeddings", None) or _LENGTHS[0]
@@ -149,16 +152,19 @@ class Drafts:
                 ways.append(self.way(candidate, length))
             if any(way.plan is not None for way in ways):
                 return ways
+            errors = [way.error for way in ways if way.error is not None]
+            if len(errors) == len(ways):
+                raise errors[0]
         needed = [way.needed_bytes for way in ways if way.needed_bytes is not None]
         raise InfeasibleError(self._too_small(ways), needed_bytes=min(needed, default=None))
 
     def way(self, method: Method, length: int) -> WayToTrain:
         """Return how fast ``method`` is, in the best of a few numbers of parts or batches: at a glance."""
-        way, short = WayToTrain(method, length), None
+        way, short, failed = WayToTrain(method, length), None, None
         try:
             whole = self._profile(way)
-        except ConfigError as error:
-            return replace(way, why=str(error))
+        except Exception as error:  # whatever it is, the other methods may do
+            return _without_plan(way, error)
         for divided in _DIVIDED:
             if way.plan is not None and (way.good or divided.accumulate > 1):
                 break
@@ -168,11 +174,29 @@ class Drafts:
             except InfeasibleError as error:
                 short = error if short is None else min(short, error, key=_needs)
                 continue
+            except Exception as error:
+                failed = failed or error
+                continue
             if way.plan is None or found.predicted.iteration_s < way.plan.predicted.iteration_s:
                 way = replace(way, plan=found, divided=divided)
-        if way.plan is None and short is not None:
-            return replace(way, why=reason(short), needed_bytes=short.needed_bytes)
-        return way
+        missing = short or failed
+        return _without_plan(way, missing) if way.plan is None and missing is not None else way
+
+    def choose(self, ways: Sequence[WayToTrain]) -> tuple[list[WayToTrain], WayToTrain]:
+        """Return ``ways`` and the best of them, with the plan of the very recipe that will be written.
+
+        Raises:
+            Exception: what the best one has failed with, if all that looked well at a glance do not work.
+        """
+        left, errors = [*ways], list[Exception]()
+        while any(way.plan is not None for way in left):
+            wanted = best(left)
+            try:
+                return left, self.final(wanted)
+            except Exception as error:
+                left[left.index(wanted)] = _without_plan(wanted, error)
+                errors.append(error)
+        raise errors[0]
 
     def final(self, way: WayToTrain) -> WayToTrain:
         """Return ``way`` with the plan of the very recipe that will be written.
@@ -245,6 +269,13 @@ class Drafts:
         machine = self.machine
         settings = Settings(memory=machine.memory, host_memory=machine.host_memory, time_limit=seconds)
         return make_plan(profile, replace(settings, accumulate=accumulate))
+
+
+def _without_plan(way: WayToTrain, error: Exception) -> WayToTrain:
+    """Return ``way`` as one that ``error`` has ended."""
+    if isinstance(error, InfeasibleError):
+        return replace(way, plan=None, why=reason(error), needed_bytes=error.needed_bytes)
+    return replace(way, plan=None, why=str(error) if isinstance(error, OffloadError) else named(error), error=error)
 
 
 def _needs(error: InfeasibleError) -> tuple[int, int]:

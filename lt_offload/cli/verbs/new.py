@@ -13,7 +13,7 @@ import torch
 from lt_offload.cli import messages
 from lt_offload.cli.draft.header import SimulatedStep, header
 from lt_offload.cli.draft.model import NamedModel, named
-from lt_offload.cli.draft.ways import BATCH, Drafts, Machine, WayToTrain, best
+from lt_offload.cli.draft.ways import BATCH, Drafts, Machine, WayToTrain
 from lt_offload.cli.outputs import check_output
 from lt_offload.cli.progress import clear, say, status
 from lt_offload.errors import ConfigError
@@ -57,8 +57,7 @@ def new(
     messages.install()
     with tempfile.TemporaryDirectory() as folder:
         drafts = Drafts(source, machine, data, Path(folder))
-        ways = drafts.ways(method)
-        chosen = drafts.final(best(ways))
+        ways, chosen = drafts.choose(drafts.ways(method))
     clear()
     target = user_path(output) if output else Path(_file_name(source, chosen, machine))
     _check_free(target)

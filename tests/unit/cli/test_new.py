@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import pytest
 
 from lt_offload.cli.draft.header import SimulatedStep, hardware_of, header, lines_of, title_of, with_header
 from lt_offload.cli.draft.model import named
-from lt_offload.cli.draft.ways import METHODS, WayToTrain, best
+from lt_offload.cli.draft.ways import METHODS, Drafts, Method, WayToTrain, best
 from lt_offload.cli.main import main
 from lt_offload.schema.plan import Plan
 from tests.support.commands import fails
@@ -89,6 +90,49 @@ def test_the_most_exact_way_is_taken_that_is_not_much_slower() -> None:
     assert best([way(0, 2.0), way(1, 1.5), way(3, 1.0)]).method == METHODS[0]
     assert best([way(0, 2.1), way(1, 1.5), way(3, 1.0)]).method == METHODS[1]
     assert best([way(0, None), way(1, None), way(3, 1.0)]).method == METHODS[3]
+
+
+def breaks(monkeypatch: pytest.MonkeyPatch, broken: Sequence[Method], at: str) -> None:
+    """Let methods end in an error that nobody has foreseen, in ``at`` of their drafts."""
+    works = getattr(Drafts, at)
+
+    def sometimes(drafts: Drafts, way: WayToTrain) -> Any:
+        if way.method in broken:
+            raise RuntimeError(f"not {METHODS.index(way.method)}\nand more")
+        return works(drafts, way)
+
+    monkeypatch.setattr(Drafts, at, sometimes)
+
+
+BF16 = ("--memory", "900MB", *CARD, "--method", "bf16", "--output", "mine.yaml")
+
+
+@pytest.mark.parametrize("at", ["_profile", "final"])
+def test_a_method_that_fails_leaves_the_others(
+    at: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    breaks(monkeypatch, METHODS[1:2], at)
+    assert main(["new", described(_name_or_path="a/b"), *BF16]) == 0
+    out = capsys.readouterr().out
+    assert f"{METHODS[1].title}       RuntimeError: not 1\n{METHODS[2].title}  " in out
+    assert f"Chosen: {METHODS[2].title}, the only one that fits" in out
+    assert "stochastic_rounding: true" in Path("mine.yaml").read_text()
+
+
+@pytest.mark.parametrize("at", ["_profile", "final"])
+def test_the_first_error_is_told_if_every_method_fails(
+    at: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    breaks(monkeypatch, METHODS, at)
+    assert main(["new", described(_name_or_path="a/b"), *BF16]) == 1
+    assert "error: RuntimeError: not 1 (--debug shows where)" in capsys.readouterr().err
+    assert not Path("mine.yaml").exists()
+
+
+def test_a_method_that_is_impossible_is_not_called_too_large(capsys: pytest.CaptureFixture[str]) -> None:
+    name = described(model_type="mixtral", architectures=None, _name_or_path="a/b")
+    error = fails(capsys, "new", name, "--memory", "900MB", *CARD, "--method", "qlora")
+    assert "error: quantize='nf4': most weights of MixtralForCausalLM are no nn.Linear" in error
 
 
 @pytest.mark.parametrize(
