@@ -1,7 +1,8 @@
 """Makes one list of arguments from recipe files and flags.
 
 The parser lets every file replace what the ones before it say. Two settings add to each other instead: one's own
-callbacks join the recipe's, and adapters bring the learning rate that adapters need.
+callbacks join the recipe's, and adapters bring the learning rate that adapters need. An architecture is looked for
+beside the file that names it, as bases are, then in the working folder.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from lt_offload.cli.recipes import read
-from lt_offload.resources import is_file, shipped_root
+from lt_offload.resources import is_file, shipped_files, shipped_root
 
 _CALLBACKS = "--trainer.callbacks"
 _PIECES = {"lora": "lora.yaml", "adapter": "adapter.yaml"}
@@ -31,10 +32,19 @@ def compose(files: Sequence[Path], args: Sequence[str]) -> list[str]:
         chain = _with_piece(chain, args, setting, piece)
     merged = _callbacks(chain)
     return [
-        *(part for file in chain for part in ("--config", str(file))),
+        *(part for file in chain for part in ("--config", str(file), *_architecture(file))),
         *([] if merged is None else [f"{_CALLBACKS}={json.dumps(merged)}"]),
         *_appending(args),
     ]
+
+
+def _architecture(file: Path) -> list[str]:
+    """Return the flag for the architecture that ``file`` names, if it is a path from the folder of ``file``."""
+    name = _group(file, "model").get("architecture")
+    if not isinstance(name, str) or name in shipped_files("configs/models", ".json"):
+        return []
+    beside = file.parent / name
+    return [f"--model.architecture={beside}"] if is_file(beside) or is_file(beside / "config.json") else []
 
 
 def _with_piece(files: Sequence[Path], args: Sequence[str], setting: str, name: str) -> list[Path]:

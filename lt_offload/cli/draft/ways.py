@@ -215,10 +215,9 @@ class Drafts:
                     raise
         raise AssertionError("the last one is returned, or raises")
 
-    def text(self, way: WayToTrain, target: Path | None = None) -> str:
-        """Return the recipe without its header; ``target``: where it will be, beside the architecture."""
-        source, folder = self.source, self.folder if target is None else target.parent
-        architecture = source.architecture if source.shipped else str(folder / source.architecture)
+    def text(self, way: WayToTrain) -> str:
+        """Return the recipe without its header, for the folder that the architecture is in."""
+        source = self.source
         name = "text" if self.data is not None and Path(self.data).suffix in _PLAIN_TEXT else "alpaca"
         pieces = ["configs/base.yaml", *way.method.pieces, f"configs/data/{name}.yaml"]
         machine, accumulate = self.machine, way.divided.accumulate
@@ -239,7 +238,7 @@ class Drafts:
         lines += [
             "model:",
             f"  name: {_quoted(source.name)}",
-            f"  architecture: {_quoted(architecture)}  # what is planned without a download",
+            f"  architecture: {_quoted(source.architecture)}  # what is planned without a download",
             *(f"  {key}: {str(value).lower()}  # {about}" for key, value, about in way.method.settings),
             "  warmup_steps: 0.03  # over which the learning rate rises, as a share of all steps",
             "data:",

@@ -61,7 +61,7 @@ def new(
     clear()
     target = user_path(output) if output else Path(_file_name(source, chosen, machine))
     _check_free(target)
-    _write(target, source, chosen, machine, text=drafts.text(chosen, target), has_data=data is not None)
+    _write(target, source, chosen, machine, text=drafts.text(chosen), has_data=data is not None)
     for line in _explanation(source, machine, ways, chosen):
         print(line)
     print(f"{target}  (run it: lt-finetune {target})")

@@ -92,6 +92,23 @@ def test_the_most_exact_way_is_taken_that_is_not_much_slower() -> None:
     assert best([way(0, None), way(1, None), way(3, 1.0)]).method == METHODS[3]
 
 
+def test_a_recipe_goes_from_folder_to_folder_with_its_architecture(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("sub").mkdir()
+    name = described(_name_or_path="a/b")
+    args = ("--memory", "900MB", *CARD, "--method", "full", "--output", "sub/mine.yaml", "--data", "rows.json")
+    assert main(["new", name, *args]) == 0, capsys.readouterr().err
+    assert "  architecture: b.json  #" in Path("sub/mine.yaml").read_text()
+    Path("rows.json").write_text("[]")
+    assert main(["check", "sub/mine.yaml"]) == 0, capsys.readouterr().err
+    Path("sub").rename("moved")
+    monkeypatch.chdir("moved")
+    Path("rows.json").write_text("[]")
+    assert main(["check", "mine.yaml"]) == 0, capsys.readouterr().err
+    assert main(["check", "mine.yaml", "--model.architecture", "gone.json"]) == 2, "a flag is from the working folder"
+
+
 def breaks(monkeypatch: pytest.MonkeyPatch, broken: Sequence[Method], at: str) -> None:
     """Let methods end in an error that nobody has foreseen, in ``at`` of their drafts."""
     works = getattr(Drafts, at)

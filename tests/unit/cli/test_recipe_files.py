@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from lt_offload.cli import recipes
+from lt_offload.cli.compose import compose
 from lt_offload.errors import ConfigError
 from lt_offload.resources import shipped_root
 
@@ -79,3 +80,24 @@ def test_a_file_for_gpus_overrides_the_recipe_there(tmp_path: Path) -> None:
     assert recipes.for_gpu(recipes.chain(recipes.find("quickstart"))) != []
     with pytest.raises(ConfigError, match="gpu: 'gone.yaml' in"):
         recipes.for_gpu([write(tmp_path / "other.yaml", "gpu: gone.yaml")])
+
+
+def test_an_architecture_is_found_beside_the_file_that_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    base = write(Path("bases/base.yaml"), "model: {architecture: own.json}")
+    child = write(Path("child.yaml"), "base: bases/base.yaml\nmodel: {architecture: folder}")
+    files = recipes.chain(child)
+    plain = ["--config", "bases/base.yaml", "--config", "child.yaml"]
+    assert compose(files, []) == plain
+    write(Path("own.json"), "{}")
+    assert compose(files, []) == plain, "the parser takes it from the working folder"
+    write(Path("bases/own.json"), "{}")
+    write(Path("folder/config.json"), "{}")
+    flags = ["--model.architecture=bases/own.json", "--model.architecture=folder"]
+    assert compose(files, ["--model.lr=1"]) == [*plain[:2], flags[0], *plain[2:], flags[1], "--model.lr=1"]
+    write(base, "model: {architecture: llama3-8b}")
+    write(Path("bases/llama3-8b"), "{}")
+    write(child, "base: bases/base.yaml\nmodel: {architecture: null}")
+    assert compose(files, []) == plain, "names of shipped ones are no paths"
