@@ -170,6 +170,11 @@ def load_model_config(config: str | Path | PreTrainedConfig) -> PreTrainedConfig
         )
     try:
         loaded: PreTrainedConfig = AutoConfig.for_model(**json.loads(path.read_text(encoding="utf-8")))
+    except UnicodeDecodeError:
+        raise ConfigError(
+            f"config {str(path)!r} is no text; give a JSON file with a model's configuration, a folder with a "
+            f"config.json or one of {', '.join(shipped)}"
+        ) from None
     except (ValueError, TypeError) as error:
         raise ConfigError(f"config {str(path)!r} is not a Hugging Face model configuration: {error}") from None
     return loaded

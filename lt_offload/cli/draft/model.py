@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
-from lt_offload.finetune.weights.gguf import SMOLLM2
+from lt_offload.finetune.weights.gguf import SMOLLM2, is_gguf
 from lt_offload.resources import is_dir, is_file, shipped_files, user_path
 from lt_offload.suggest import did_you_mean
 
@@ -38,11 +38,20 @@ class NamedModel:
         path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def has_architecture_of(self, path: Path) -> bool:
-        """Return whether the configuration in ``path`` is this one."""
+        """Return whether the configuration in ``path`` is this one, whatever the model is called in it."""
         with tempfile.TemporaryDirectory() as folder:
             mine = Path(folder) / "config.json"
             self.save_architecture(mine)
-            return load.load_config(self.name, str(path)).to_dict() == load.load_config("", str(mine)).to_dict()
+            try:
+                return _shape(path) == _shape(mine)
+            except ConfigError:  # no configuration at all
+                return False
+
+
+def _shape(path: Path) -> dict[str, Any]:
+    """Return what the configuration in ``path`` says of the model, without its name."""
+    values = load.load_config("", str(path)).to_diff_dict()
+    return {key: value for key, value in values.items() if key != "_name_or_path"}
 
 
 def named(model: str) -> NamedModel:
@@ -59,6 +68,8 @@ def named(model: str) -> NamedModel:
 def _found(model: str) -> NamedModel:
     shipped = shipped_files("configs/models", ".json")
     known = {str(json.loads(path.read_text(encoding="utf-8"))["_name_or_path"]): name for name, path in shipped.items()}
+    if is_file(user_path(model)) and is_gguf(user_path(model)):
+        return NamedModel(model, f"{user_path(model).stem.lower()}.json", load.load_config(model), shipped=False)
     if is_file(user_path(model)):
         config = load.load_config(model, str(user_path(model)))
         path = user_path(model)

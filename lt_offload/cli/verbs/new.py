@@ -40,7 +40,8 @@ def new(
     the fastest one.
 
     Args:
-        model: name on the hub, model folder, JSON file with a configuration, or a shipped architecture (llama3-8b).
+        model: name on the hub, model folder, JSON file with a configuration, GGUF file, or a shipped architecture
+            (llama3-8b).
         memory: device memory that the training may take, e.g. 12GB; default: all of the hardware's.
         host_memory: RAM that the training may take; default: all of the hardware's.
         hardware: what to plan for, as 'lt-finetune plan' takes it; default: the GPU of this machine, else a shipped
@@ -54,6 +55,7 @@ def new(
         _check_free(user_path(output))
     machine = _machine(memory, host_memory, hardware)
     source = named(model)
+    _check_architecture(source, user_path(output or "").parent)
     messages.install()
     with tempfile.TemporaryDirectory() as folder:
         drafts = Drafts(source, machine, data, Path(folder))
@@ -118,15 +120,19 @@ def _check_free(target: Path) -> None:
     check_output(target, "--output")
 
 
+def _check_architecture(source: NamedModel, folder: Path) -> None:
+    """Raise ``ConfigError`` if the architecture of another model is where this one's would be."""
+    there = folder / source.architecture
+    if not source.shipped and is_file(there) and not source.has_architecture_of(there):
+        raise ConfigError(f"new: {there} exists already and is of another model; choose another folder")
+
+
 def _write(target: Path, source: NamedModel, way: WayToTrain, machine: Machine, *, text: str, has_data: bool) -> None:
     """Write the recipe, and the architecture beside it where that does not come with the package."""
     assert way.plan is not None
     if not source.shipped:
         architecture = target.parent / source.architecture
-        if is_file(architecture):
-            if not source.has_architecture_of(architecture):
-                raise ConfigError(f"new: {architecture} exists already and is of another model; choose another folder")
-        else:
+        if not is_file(architecture):
             source.save_architecture(architecture)
             print(f"{architecture}  (what is planned without a download)")
     title = f"{source.name}, {way.method.title}"

@@ -17,6 +17,7 @@ from lt_offload.cli.main import main
 from lt_offload.schema.plan import Plan
 from tests.support.commands import fails
 from tests.support.samples import make_plan, make_profile
+from tests.unit.finetune.test_load import write_gguf
 
 CARD = ("--hardware", "rtx-3060")
 PLAN = make_plan(make_profile(layers=4, tensors_per_layer=2))
@@ -190,13 +191,51 @@ def test_too_little_memory_names_the_least_that_works(capsys: pytest.CaptureFixt
     assert "all weights in fp32 needs memory=5" in error
 
 
-def test_what_is_there_is_not_replaced_by_another_architecture(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("b.json").write_text(json.dumps(LLAMA | {"hidden_size": 64}))
+def test_what_is_there_is_not_replaced_by_another_architecture(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Drafts, "ways", None)  # nothing is planned before
     name = described(_name_or_path="a/b")
-    error = fails(capsys, "new", name, "--memory", "900MB", *CARD, "--method", "full")
-    assert "b.json exists already and is of another model" in error
-    assert json.loads(Path("b.json").read_text())["hidden_size"] == 64
+    for content in (json.dumps(LLAMA | {"hidden_size": 64}), "[1]"):
+        Path("b.json").write_text(content)
+        error = fails(capsys, "new", name, "--memory", "900MB", *CARD, "--method", "full")
+        assert "b.json exists already and is of another model" in error
+        assert Path("b.json").read_text() == content
     assert not Path("b-full-900mb.yaml").exists()
+
+
+def test_the_very_file_that_is_given_is_the_architecture(capsys: pytest.CaptureFixture[str]) -> None:
+    Path(described(_name_or_path="a/Small")).rename("small.json")
+    given = Path("small.json").read_text()
+    args = ("new", "small.json", "--memory", "900MB", *CARD, "--method", "full")
+    assert main(args) == 0, capsys.readouterr().err
+    assert Path("small.json").read_text() == given
+    Path("small-full-900mb.yaml").rename("before.yaml")
+    Path("small.json").write_text(json.dumps(LLAMA | {"_name_or_path": "other/name"}))
+    assert named("small.json").has_architecture_of(Path("small.json"))
+    assert not named("small.json").has_architecture_of(Path("before.yaml"))
+
+
+def test_a_gguf_file_is_a_model_like_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    write_gguf(Path("Mine.gguf"), layers=2)
+    args = ("--memory", "900MB", *CARD, "--method", "full", "--data", "rows.json")
+    assert main(["new", "Mine.gguf", *args]) == 0, capsys.readouterr().err
+    assert "  name: Mine.gguf\n  architecture: mine.json  #" in Path("mine-full-900mb.yaml").read_text()
+    Path("rows.json").write_text("[]")
+    assert main(["check", "mine-full-900mb.yaml"]) == 0, capsys.readouterr().err
+    written = json.loads(Path("mine.json").read_text())
+    assert (written["hidden_size"], "quantization_config" in written) == (64, False)
+
+
+def test_a_file_of_weights_is_no_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("model.safetensors").write_bytes(b"\x80\x00")
+    error = fails(capsys, "new", "model.safetensors", *CARD)
+    assert "'model.safetensors' is no text; give a JSON file with a model's configuration, a folder with" in error
+    Path("false.gguf").write_bytes(b"\x80\x00")
+    assert "'false.gguf' is no GGUF file, whatever its name says" in fails(capsys, "new", "false.gguf", *CARD)
 
 
 def test_names_on_the_hub_that_are_known_need_no_hub() -> None:

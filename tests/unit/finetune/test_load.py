@@ -280,8 +280,8 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Pat
     return make
 
 
-def write_gguf(path: Path) -> None:
-    """Write a Llama of one layer with an embedded tokenizer, as GGUF stores them."""
+def write_gguf(path: Path, layers: int = 1) -> None:
+    """Write a Llama with an embedded tokenizer, as GGUF stores them."""
     gguf = pytest.importorskip("gguf")
     import numpy as np
     from tokenizers import pre_tokenizers
@@ -289,7 +289,7 @@ def write_gguf(path: Path) -> None:
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_context_length(64)
     writer.add_embedding_length(64)
-    writer.add_block_count(1)
+    writer.add_block_count(layers)
     writer.add_feed_forward_length(64)
     writer.add_head_count(2)
     writer.add_head_count_kv(1)
@@ -306,7 +306,8 @@ def write_gguf(path: Path) -> None:
     writer.add_pad_token_id(0)
     rng = np.random.default_rng(0)
     shapes = {"token_embd": (len(tokens), 64), "output_norm": (64,)} | {
-        f"blk.0.{name}": shape
+        f"blk.{layer}.{name}": shape
+        for layer in range(layers)
         for name, shape in {
             "attn_q": (64, 64),
             "attn_k": (32, 64),
