@@ -166,10 +166,10 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if func is not _grouped_mm or args[0].dtype == args[1].dtype == torch.bfloat16:
         return func(*args, **kwargs)
     left, right = args[:2]
-    offsets = args[2] if len(args) > 2 else kwargs.get("offs")
-    groups = [offsets.shape[0]] if left.dim() == right.dim() == 2 else []
-    parts = [left.shape[0]] if left.dim() == right.dim() == 3 else groups
-    return left.new_empty([*parts, left.shape[-2], right.shape[-1]], dtype=kwargs.get("out_dtype") or left.dtype)
+    parts = left.shape[:-2] if right.dim() == 3 else ()  # groups of rows or columns lie side by side
+    if left.dim() == right.dim() == 2:  # each group of terms has a product
+        parts = (args[2] if len(args) > 2 else kwargs["offs"]).shape
+    return left.new_empty((*parts, left.shape[-2], right.shape[-1]), dtype=kwargs.get("out_dtype") or left.dtype)
 
 
 def _written(func: Any, read: list[Tensor], out: Any) -> list[Tensor]:
