@@ -235,15 +235,17 @@ def steps_of(trainer: Trainer) -> int | None:
 
 def fitted(parts: Sequence[str], width: int) -> str:
     """Return as many of ``parts``, the first ones first, as fit into ``width`` columns; with a bar if it is wide."""
-    line = parts[0]
-    for part in parts[1:]:
-        if len(line) + len(_SEPARATOR) + len(part) < width:  # one column is left for the cursor
+    room = width - 1  # one column is left for the cursor
+    closer = " ".join(parts)
+    line = closer if len(closer) <= room < len(_SEPARATOR.join(parts)) else parts[0]
+    for part in parts[1:] if line == parts[0] else ():
+        if len(line) + len(_SEPARATOR) + len(part) <= room:
             line += _SEPARATOR + part
     step, _, total = parts[0].removeprefix("step ").partition("/")
     if width >= _WIDE and total and len(line) + _BAR + len(_SEPARATOR) < width:
         full = min(_BAR, _BAR * int(step) // max(1, int(total)))
         line = f"{'━' * full}{'╌' * (_BAR - full)}{_SEPARATOR}{line}"
-    return line[: max(1, width - 1)]
+    return line[: max(1, room)]
 
 
 def duration(seconds: float) -> str:

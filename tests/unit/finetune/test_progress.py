@@ -116,8 +116,12 @@ PARTS = ["step 12/60", "loss 2.6132", "eta 12m30s", "83 tok/s", "device 426/430 
 
 
 def test_what_matters_least_goes_first() -> None:
-    assert fitted(PARTS, 80) == "step 12/60  loss 2.6132  eta 12m30s  83 tok/s  device 426/430 MB"
-    assert fitted(PARTS, 81).endswith("RAM 1.96/22.7 GB") is False
+    assert fitted(PARTS, 77) == "step 12/60  loss 2.6132  eta 12m30s  83 tok/s  device 426/430 MB"
+    closer = "step 12/60 loss 2.6132 eta 12m30s 83 tok/s device 426/430 MB RAM 1.96/22.7 GB"
+    assert {fitted(PARTS, width) for width in (78, 80, 82)} == {closer}
+    on_gpu = ["step 1234/5000", "loss 1.2345", "eta 2h05m", "12.3k tok/s", "GPU 11.9/12 GB", "RAM 110/118 GB"]
+    assert fitted(on_gpu, 80).endswith("GPU 11.9/12 GB RAM 110/118 GB")
+    assert fitted(PARTS, 83) == "  ".join(PARTS)
     assert fitted(PARTS, 90).endswith("RAM 1.96/22.7 GB")
     assert fitted(PARTS, 30) == "step 12/60  loss 2.6132"
     assert fitted(PARTS, 8) == "step 12"
