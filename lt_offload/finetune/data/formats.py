@@ -232,7 +232,7 @@ class Encoder:
         if self.template is None:
             raise ConfigError(
                 "a conversation needs a chat template, and this tokenizer has none; choose one, for example "
-                "--data.template chatml; a model that was trained on instructions without one knows --data.template alpaca"
+                "--data.template chatml; a model trained on instructions without one knows --data.template alpaca"
             )
         try:
             parsed = parse_messages(messages, "messages")
