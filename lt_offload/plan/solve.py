@@ -25,6 +25,7 @@ from lt_offload.plan.planners.memferry.propose import propose_memferry
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.plan.planners.offmate.search import search_budgets
+from lt_offload.plan.planners.offmate.solution import groups
 from lt_offload.plan.planners.pofo.propose import propose_pofo
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
 from lt_offload.plan.planners.weights.propose import propose_greedy, propose_l2l
@@ -251,7 +252,7 @@ class _Selection:
 
     def may_fit(self) -> bool:
         """Bound the time of every plan; returns False if there is none."""
-        return self._ram_suffices() and (self._bound() or self._smallest_fits())
+        return self._ram_suffices() and (self._bound(any_time=True) or self._smallest_fits())
 
     @property
     def _left(self) -> float:
@@ -353,10 +354,10 @@ class _Selection:
     def _bound(self, *, any_time: bool = False) -> bool:
         """Bound the time of every plan: all memory in one pool, copies that overlap with everything.
 
-        Copies may run at any time, except in models of many blocks that are trained: with copies near the uses of their
-        tensors only, the program is several times as small. Its result is the same where blocks are alike, and too high
-        where some tensors are much larger than others (2 % for Gemma-2-2B); once a plan shows that, and with
-        ``any_time``, all copies are let in.
+        Copies near the uses of their tensors are enough where each of them is done within the steps that are near: the
+        result is that of copies at any time then, and the program is several times as small. It is too high where some
+        tensors are much larger than others (2 % for Gemma-2-2B): there, with ``any_time``, and as soon as a plan is
+        faster, copies may run at any time.
 
         Returns False if even that has no solution; the bound is then that of the computations alone.
         """
@@ -364,8 +365,8 @@ class _Selection:
             min(o.forward_s + block.has_backward * o.backward_s for o in options)
             for block, options in zip(self.profile.blocks, self.request.allowed, strict=True)
         )
-        few = len(self.profile.blocks) <= _MANY_BLOCKS
-        self._any_time = any_time or few or not any(tensor.trainable for tensor in self.profile.tensors)
+        frozen = not any(tensor.trainable for tensor in self.profile.tensors)
+        self._any_time = any_time or frozen or not self._copies_are_short()
         optimistic = replace(
             self.config,
             pools="shared",
@@ -383,6 +384,13 @@ class _Selection:
         except ConfigError:
             self.candidates.cut_short("the lower bound, which is that of the computations alone")
         return True
+
+    def _copies_are_short(self) -> bool:
+        """Return whether the copies of each group take half of the computations that are near its uses, at most."""
+        hardware, near_s = self.profile.hardware, self.config.window * self.bound / (2 * len(self.profile.blocks))
+        link = min(hardware.h2d_bytes_per_s, hardware.d2h_bytes_per_s)
+        many = len(self.profile.blocks) > _MANY_BLOCKS  # to count all copies takes longer than to plan
+        return many or all(group.bytes + group.state_bytes <= link * near_s / 2 for group in groups(self.profile))
 
     def _good_enough(self) -> bool:
         if self.candidates.fastest_s < self.bound * (1 - _ROUNDING) and not self._any_time:
