@@ -354,10 +354,10 @@ class _Selection:
     def _bound(self, *, any_time: bool = False) -> bool:
         """Bound the time of every plan: all memory in one pool, copies that overlap with everything.
 
-        Copies near the uses of their tensors are enough where each of them is done within the steps that are near: the
-        result is that of copies at any time then, and the program is several times as small. It is too high where some
-        tensors are much larger than others (2 % for Gemma-2-2B): there, with ``any_time``, and as soon as a plan is
-        faster, copies may run at any time.
+        Copies near the uses of their tensors are enough where each of them is done within the steps that are near: no
+        random profile was found whose bound is another then, and the program is several times as small. It is too high
+        where some tensors are much larger than others (2 % for Gemma-2-2B), or steps are empty (4 %): there, with
+        ``any_time``, and as soon as a plan is faster, copies may run at any time.
 
         Returns False if even that has no solution; the bound is then that of the computations alone.
         """
@@ -386,11 +386,16 @@ class _Selection:
         return True
 
     def _copies_are_short(self) -> bool:
-        """Return whether the copies of each group take half of the computations that are near its uses, at most."""
+        """Return whether the copies of each group take half of the computations that are near its uses, at most.
+
+        Blocks without a backward leave steps without computations.
+        """
         hardware, near_s = self.profile.hardware, self.config.window * self.bound / (2 * len(self.profile.blocks))
         link = min(hardware.h2d_bytes_per_s, hardware.d2h_bytes_per_s)
-        many = len(self.profile.blocks) > _MANY_BLOCKS  # to count all copies takes longer than to plan
-        return many or all(group.bytes + group.state_bytes <= link * near_s / 2 for group in groups(self.profile))
+        if len(self.profile.blocks) > _MANY_BLOCKS:
+            return True  # to count all copies takes longer than to plan
+        filled = all(block.has_backward for block in self.profile.blocks)
+        return filled and all(group.bytes + group.state_bytes <= link * near_s / 2 for group in groups(self.profile))
 
     def _good_enough(self) -> bool:
         if self.candidates.fastest_s < self.bound * (1 - _ROUNDING) and not self._any_time:

@@ -13,8 +13,9 @@ from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan import Plan, check, choose_batch, simulate, solve, windows
 from lt_offload.plan.batch.profiles import scaled
 from lt_offload.plan.planners.baselines import no_offload_s
+from lt_offload.plan.planners.offmate.program import lower_bound
 from lt_offload.plan.settings import Settings
-from lt_offload.plan.solve import least_s
+from lt_offload.plan.solve import least_s, make_plan, offmate_config
 from lt_offload.report.plan_page import write_plan_report
 from lt_offload.schema.explain import brief
 from lt_offload.schema.profile import BlockProfile, Contention, Profile
@@ -84,6 +85,24 @@ def two_giants() -> Profile:
         hardware=replace(RTX_3060, h2d_bytes_per_s=12 * GB, d2h_bytes_per_s=12 * GB, context_bytes=GB // 10),
         shared_bytes=0,
     )
+
+
+@pytest.mark.parametrize("seed", [319, 269])
+def test_the_bound_of_a_model_that_is_frozen_at_first_is_one_for_copies_at_any_time(seed: int) -> None:
+    """Its first blocks have no backward: steps near their uses may be empty, and copies are done elsewhere."""
+    profile = random_profile(np.random.default_rng(seed), "frozen start")
+    assert not all(block.has_backward for block in profile.blocks)
+    with pytest.raises(InfeasibleError) as caught:
+        solve(profile, memory=1)
+    assert caught.value.needed_bytes is not None
+    settings = Settings(memory=int(1.02 * caught.value.needed_bytes))
+    bounds = []
+    for window in (6, 2 * len(profile.blocks)):
+        config = offmate_config(profile, settings, window=window)
+        loose = replace(config, pools="shared", phi=0.0, lag=0, lookahead=0, optimistic=True)
+        bounds.append(lower_bound(profile, loose))
+    assert bounds[0] > 1.01 * bounds[1]
+    assert make_plan(profile, settings).predicted.lower_bound_s <= bounds[1] * (1 + 1e-6)
 
 
 @pytest.mark.parametrize("mode", [{}, {"accumulate": 2}])
