@@ -210,6 +210,8 @@ def check_memory(memory: int | None, device: torch.device) -> None:
     if memory is None:
         return
     if device.type == "cuda":
+        import torch
+
         has, where = torch.cuda.get_device_properties(device).total_memory, "the GPU"
     else:
         has, where = total_host_bytes(), "RAM, where the emulated device is,"

@@ -470,8 +470,12 @@ _DISPATCH = _Stack(
 _FUNCTIONS = _Stack(torch._C._len_torch_function_stack, torch.overrides._pop_mode, torch.overrides._push_mode)
 
 
-class _Suspended:
-    """A context without the modes of a guard; does nothing in threads that do not have them."""
+class _Suspended(threading.local):
+    """A context without the modes of a guard; does nothing in threads that do not have them.
+
+    Its state is each thread's own. A GPU's backward runs in a thread of autograd, which gets a copy of the stacks of
+    the thread that called ``backward``: there the modes are lifted from the copy.
+    """
 
     def __init__(self, guard: Guard) -> None:
         self._guard = guard
@@ -479,20 +483,15 @@ class _Suspended:
         self._above: tuple[int | None, int | None] = (None, None)
 
     def __enter__(self) -> None:
-        guard = self._guard
-        if threading.get_ident() != guard._thread:
-            return
         self._depth += 1
         if self._depth == 1:
+            guard = self._guard
             self._above = _DISPATCH.lift(guard._operations), _FUNCTIONS.lift(guard._calls)
 
     def __exit__(self, *error: object) -> None:
-        guard = self._guard
-        if threading.get_ident() != guard._thread:
-            return
         self._depth -= 1
         if self._depth == 0:
-            operations, calls = self._above
+            guard, (operations, calls) = self._guard, self._above
             if calls is not None:
                 _FUNCTIONS.insert(guard._calls, calls)
             if operations is not None:
