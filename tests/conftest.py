@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 
 import pytest
 
-from tests import sampling
+from tests import fake_cuda, sampling
 
-DEVICES = ("cuda", "cpu", "model")
+DEVICES = ("cuda", "fake", "cpu", "model")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -18,12 +19,31 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption(
         "--device",
         choices=DEVICES,
-        help="run all of tests/gpu: on a GPU, on the emulated device, or on the model of CUDA that unit tests use; "
-        "without it a few of its tests run on the emulated device",
+        help="run all of tests/gpu: on a GPU, on a fake one, on the emulated device, or on the model of CUDA that unit "
+        "tests use; without it a few of its tests run on the emulated device",
     )
+    group.addoption(
+        "--order",
+        default="lazy",
+        metavar="ORDER",
+        help="when the fake GPU works: lazy (as late as possible), random or random:SEED, eager (at once)",
+    )
+    _enable_fake(parser)
     group.addoption("--figures", metavar="FILE", help="JSON file for what tests/gpu measures")
     group.addoption("--full", action="store_true", help="all rows of the grids of which a run takes a sample otherwise")
     group.addoption("--sample-seed", type=int, metavar="N", default=sampling.SEED, help="draws the samples")
+
+
+def _enable_fake(parser: pytest.Parser) -> None:
+    """Do it before the next conftest is read, which imports torch; processes that start later have it already."""
+    asked = parser.parse_known_args(sys.argv[1:])
+    if asked.device != "fake":
+        return
+    order, _, seed = asked.order.partition(":")
+    try:
+        fake_cuda.enable(order, seed=int(seed or 0))
+    except fake_cuda.BuildError as error:
+        pytest.exit(f"--device fake: {error}", returncode=1)
 
 
 def pytest_report_header(config: pytest.Config) -> str:
@@ -32,7 +52,8 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     sampling.FULL, sampling.SEED = config.getoption("full"), config.getoption("sample_seed")
-    if config.getoption("device") != "cuda":
+    device = config.getoption("device")
+    if device not in ("cuda", "fake"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
         return
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # or matrix products are not deterministic

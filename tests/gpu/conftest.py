@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 
-from lt_offload.profiling import measure
-from lt_offload.profiling.hardware import measure_hardware
-from lt_offload.schema.profile import HardwareProfile
+from lt_offload.execute.device.cuda_runtime import CudaRuntime
+from tests.gpu.machine import known_machine
 from tests.gpu.target import Target
 
 HERE = Path(__file__).parent
+FAKE = HERE.parent / "fake_cuda"
 
 SEEN: dict[str, Any] = {"tests": {}, "running": "", "figures": {}}
 """What the file of --figures says: written after every test, so that it is there whatever happens to the process."""
@@ -43,17 +42,19 @@ def _write() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what is not for this device; without --device all but a few."""
+    """Leave out what is not for this device; without --device all but a few. The fake one is a GPU."""
     device = config.getoption("device")
     SEEN["file"] = config.getoption("figures")
 
     def wanted(item: pytest.Item) -> bool:
+        if FAKE in item.path.parents:
+            return device == "fake"
         if HERE not in item.path.parents:
             return True
         only = item.get_closest_marker("only")
         if device is None:
             return item.get_closest_marker("quick") is not None
-        return only is None or device in only.args
+        return only is None or device in only.args or (device == "fake" and "cuda" in only.args)
 
     left_out = [item for item in items if not wanted(item)]
     if left_out:
@@ -85,12 +86,35 @@ def found(request: pytest.FixtureRequest) -> Callable[..., None]:
     return keep
 
 
-@functools.cache
-def hardware(device: str) -> HardwareProfile:
-    return measure_hardware(device)
-
-
-@pytest.fixture
-def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True)
+def one_machine(request: pytest.FixtureRequest) -> Iterator[None]:
     """Measure the machine once: that is most of a tiny model's profile."""
-    monkeypatch.setattr(measure, "measure_hardware", lambda device, **_: hardware(str(device)))
+    with known_machine(request.getfixturevalue("target")):
+        yield
+
+
+@pytest.fixture(autouse=True)
+def strict_device(target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """On the fake device: what the engine copies is asynchronous, and no kernel fails after its launch."""
+    if target.kind != "fake":
+        yield
+        return
+    from tests.fake_cuda import runtime
+
+    stream, lanes = CudaRuntime.stream, []
+
+    def watched(cuda: CudaRuntime) -> Any:
+        lanes.append(stream(cuda))
+        runtime.forbid_pageable(lanes[-1])
+        return lanes[-1]
+
+    monkeypatch.setattr(CudaRuntime, "stream", watched)
+    failed = runtime.counters().get(FAILED, 0)
+    yield
+    for lane in lanes:
+        runtime.forbid_pageable(lane, False)
+    torch.cuda.synchronize()
+    assert runtime.counters().get(FAILED, 0) == failed, "a kernel failed behind the host's back; see what was printed"
+
+
+FAILED = "kernels that failed late"

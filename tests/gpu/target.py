@@ -1,4 +1,7 @@
-"""Where a test runs: on a GPU, on the emulated device, or on a model of CUDA. Knows how to open it and what it used."""
+"""Where a test runs: on a GPU, on the fake one, on the emulated device, or on a model of CUDA's calls.
+
+Knows how to open it and what it used.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ from lt_offload.execute.device.cuda import CudaDevice
 from lt_offload.execute.device.emulated import EmulatedDevice
 from tests.support.gpu_model import Gpu
 
-Kind = Literal["cuda", "cpu", "model"]
+Kind = Literal["cuda", "fake", "cpu", "model"]
 
 ROOM = 4 << 30
 """A budget that is not what the test is about."""
@@ -35,33 +38,38 @@ class Target:
     kind: Kind
 
     @property
+    def cuda(self) -> bool:
+        """Whether torch has CUDA devices: streams, an allocator, a driver that may be asked."""
+        return self.kind in ("cuda", "fake")
+
+    @property
     def real(self) -> bool:
-        """Whether there is hardware: times, the driver's figures and races mean something."""
+        """Whether there is hardware: times mean something, and sizes may be a GPU's."""
         return self.kind == "cuda"
 
     @property
     def accelerator(self) -> str:
-        return "cuda" if self.real else "cpu"
+        return "cuda" if self.cuda else "cpu"
 
     @property
     def torch_device(self) -> torch.device:
-        return torch.device("cuda", 0) if self.real else torch.device("cpu")
+        return torch.device("cuda", 0) if self.cuda else torch.device("cpu")
 
     def open(self, budget: int = ROOM, **emulated: Any) -> Device:
         """Return the device; ``emulated`` are options of the emulated one."""
-        if self.kind == "cuda":
+        if self.cuda:
             return CudaDevice(budget)
         if self.kind == "model":
             return CudaDevice(budget, runtime=LargeGpu(free=budget))  # type: ignore[arg-type]
         return EmulatedDevice(budget, **{"mode": "thread", "check": True} | emulated)
 
     def synchronize(self) -> None:
-        if self.real:
+        if self.cuda:
             torch.cuda.synchronize()
 
     def pause(self, seconds: float) -> None:
-        """Make the current stream, or the calling thread, take ``seconds`` longer."""
-        if self.real:
+        """Make the current stream, or the calling thread, take ``seconds`` longer; on the fake all is late anyway."""
+        if self.cuda:
             torch.cuda._sleep(int(seconds * CLOCK))
         else:
             time.sleep(seconds)

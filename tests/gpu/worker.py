@@ -27,6 +27,7 @@ from lt_offload.execute.device.cuda import CudaDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.trace import Span
+from tests.gpu.machine import known_machine
 from tests.gpu.target import ROOM, Kind, Target, memory_now, used_by_driver
 from tests.support import models
 from tests.support.engines import Case, planned, trained_on
@@ -36,6 +37,10 @@ WARM_UP = 3
 
 SIZES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
     "tiny": ({"layers": 6}, {"batch_size": 4, "sequence_length": 32}),
+    "small": (
+        {"layers": 8, "vocab_size": 8192, "hidden_size": 256, "intermediate_size": 704, "max_position_embeddings": 64},
+        {"batch_size": 4, "sequence_length": 32},
+    ),
     "large": (
         {
             "layers": 10,
@@ -49,7 +54,8 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         {"batch_size": 4, "sequence_length": 512},
     ),
 }
-"""A model, and the shape of its batches. The large one has 160 million parameters; blocks of 50 MB travel within the
+"""A model, and the shape of its batches. The small one is some of the pieces in which torch's allocator takes memory of a
+device, the tiny one less than one. The large one has 160 million parameters; blocks of 50 MB travel within the
 time that a data centre GPU computes with them."""
 
 
@@ -81,12 +87,13 @@ def profile(kind: Kind, size: str, file: str) -> dict[str, Any]:
     target = Target(kind=kind)
     model, optimizer, batch = make(size)
     start = time.perf_counter()
-    measured = lt_offload.profile(
-        model, batch, optimizer=optimizer, device=target.torch_device, run=lambda batch: model(**batch).loss
-    )
+    with known_machine(target):
+        measured = lt_offload.profile(
+            model, batch, optimizer=optimizer, device=target.torch_device, run=lambda batch: model(**batch).loss
+        )
     measured.save(file)
     seconds = time.perf_counter() - start
-    return {"profile_s": seconds, "driver": used_by_driver() if target.real else None}
+    return {"profile_s": seconds, "driver": used_by_driver() if target.cuda else None}
 
 
 def train(kind: Kind, size: str, plan: str, steps: int, before: int) -> dict[str, Any]:
@@ -102,7 +109,7 @@ def train(kind: Kind, size: str, plan: str, steps: int, before: int) -> dict[str
     target, carried = Target(kind=kind), Plan.load(plan)
     model, optimizer, batch = make(size)
     batch = {name: tensor.to(target.torch_device) for name, tensor in batch.items()}
-    stages = {"before": memory_now()} if target.real else {}
+    stages = {"before": memory_now()} if target.cuda else {}
     device = target.open(carried.budget_bytes, check=False)
     engine = Engine(model, optimizer, carried, device)
     peaks, peak, source = [], 0, "allocator and context"
@@ -125,11 +132,11 @@ def train(kind: Kind, size: str, plan: str, steps: int, before: int) -> dict[str
             events.append(engine.recorder.allocator)
             if step == 0:
                 stages |= _seen(target, device, "first iteration")
-            if target.real and step < WARM_UP:
+            if target.cuda and step < WARM_UP:
                 peak, source = max((peak, source), _driver(before))
         target.synchronize()
         seconds = (time.perf_counter() - start) / steps
-        if target.real:
+        if target.cuda:
             peak, source = max((peak, source), _driver(before))
         trace, host_bytes = engine.trace(), engine.host_bytes
         stages |= _seen(target, device, "last iteration")
@@ -140,7 +147,7 @@ def train(kind: Kind, size: str, plan: str, steps: int, before: int) -> dict[str
         "loss": loss.item(),
         "iteration_s": seconds,
         "recorded_s": trace.iteration_time,
-        "peak": peak if target.real else max(peaks),
+        "peak": peak if target.cuda else max(peaks),
         "peak_source": source,
         "engine_peak": max(peaks),
         "stages": stages,
@@ -154,7 +161,7 @@ def train(kind: Kind, size: str, plan: str, steps: int, before: int) -> dict[str
 
 
 def _seen(target: Target, device: Device, stage: str) -> dict[str, Any]:
-    return {stage: memory_now(cast(CudaDevice, device)) if target.real else {"engine": device.memory()}}
+    return {stage: memory_now(cast(CudaDevice, device)) if target.cuda else {"engine": device.memory()}}
 
 
 def _driver(before: int) -> tuple[int, str]:
@@ -192,10 +199,11 @@ def sanitized(kind: Kind, fault: str | None, **case: Any) -> dict[str, Any]:
 
     race = None
     with ExitStack() as stack:
-        torch.use_deterministic_algorithms(kind == "cuda")
-        handler = stack.enter_context(sanitizer.watching("cuda" if kind == "cuda" else "cpu"))
+        cuda = Target(kind=kind).cuda
+        torch.use_deterministic_algorithms(cuda)
+        handler = stack.enter_context(sanitizer.watching("cuda" if cuda else "cpu"))
         gpu = None
-        if kind == "cuda":
+        if cuda:
             torch._C._activate_gpu_trace()
         else:
             gpu = sanitizer.WatchedGpu(handler)
