@@ -273,9 +273,15 @@ class Residency:
         self.settled = False
 
     def close(self) -> None:
-        """Let go of the arena, and of snapshots that have not been read."""
+        """Let go of everything on the device, and of snapshots that have not been read; the host copies are complete.
+
+        Nothing of it is left to Python's collector of cycles: until that comes, the next run would not find the memory.
+        """
         self.snapshots.end()
+        self._releases.clear()
         for group in self.all:
+            if group.buffer is not None:
+                group.detach()
             for member in group.members:
                 member.forget_views()
         for move in self._moves.values():

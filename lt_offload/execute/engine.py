@@ -36,6 +36,7 @@ from lt_offload.execute.edges.controls import Controls
 from lt_offload.execute.edges.guard import Guard, held_by_others
 from lt_offload.execute.edges.logits import LossInBlock
 from lt_offload.execute.edges.own_optimizer import EmptyStep, SavedStates
+from lt_offload.execute.edges.place import Place
 from lt_offload.execute.edges.shown import ShownGradients
 from lt_offload.execute.edges.window import Window
 from lt_offload.execute.gradients import Gradients
@@ -51,6 +52,7 @@ from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import tensors_of
 from lt_offload.model.compiled import called, intercept
+from lt_offload.model.location import located
 from lt_offload.schema.plan import Plan
 from lt_offload.units import format_bytes
 
@@ -96,6 +98,8 @@ class Engine(Controls):
         ops = plan.ops if plan is not None else ()
         self._computing = {op.step: op.id for op in ops if op.kind in ("forward", "backward") and op.save is None}
         """By step: its forward or backward."""
+        self._elsewhere = ExitStack()
+        """While the model runs on another device than its parameters are on."""
         self._anchor = torch.zeros((), requires_grad=True)
         self._frames = Frames(device, self.pool, self.structure, plan)
         check_hooks(self.structure, self._frames.repeated, parted=self._frames.parted)
@@ -108,6 +112,7 @@ class Engine(Controls):
         self._presence: dict[int, BoundWeights] = {}
         """By computation."""
         self._guard: Guard
+        self._place: Place
         self._fixed: Fixed
         self._consumed: StandIns
         self._shown: ShownGradients
@@ -178,6 +183,8 @@ class Engine(Controls):
         self._shown = ShownGradients(self.weights, self._guard, self.residency)
         self._own = [OwnParameters(block.name, block.module) for block in self.structure.blocks]
         self._watch_optimizer()
+        self._place = Place(device)
+        self._elsewhere.enter_context(located(self.model, device.torch_device))
         self._guard.install()
         self.installed = True
 
@@ -200,6 +207,7 @@ class Engine(Controls):
         self._consumed.drop()
         for undo in self._undo:
             undo()
+        self._elsewhere.close()
         if self.gradients is not None:
             self.gradients.remove()
         try:
@@ -211,6 +219,10 @@ class Engine(Controls):
                 weight.param.data = weight.host
             self.residency.close()
             self.streaming.close()
+            if self.updates is not None:
+                self.updates.close()
+            if self._grad_norm is not None:
+                self._grad_norm = self._grad_norm.cpu()  # ``stats`` may be asked for it later
             move_rest(self.model, self.structure, torch.device("cpu"))
 
     close = remove
@@ -265,6 +277,7 @@ class Engine(Controls):
         self.gradients.square_sums = [] if grad_norm else None
         self._rest_squares = None
         self._within = True
+        self._place.begin()
         self._window.begin(last=last)
         with self._guard.suspended:
             self._forget_deferred()  # of a step that returned no loss
@@ -308,6 +321,7 @@ class Engine(Controls):
     @contextmanager
     def inference(self) -> Iterator[None]:
         """Enclose forwards without gradients, so that their memory is held against the budget."""
+        self._place.begin()
         with self.device.accounting():
             yield
 
@@ -369,6 +383,7 @@ class Engine(Controls):
         def wrapper(*args: Any, **kwargs: Any) -> Any:
             if torch._C._functorch.peek_interpreter_stack() is not None:
                 raise limits.TRANSFORMED.error(f"block {self.structure.blocks[index].name} was called in a transform")
+            args, kwargs = self._place.enter(self.structure.blocks[index], args, kwargs)
             with self._guard.suspended:
                 if torch.is_grad_enabled():
                     return self._train_forward(index, forward, args, kwargs)

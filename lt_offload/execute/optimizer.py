@@ -377,6 +377,10 @@ class Updates:
         """Return the attributes that a step of tensors of its own may find: counters of steps, above all."""
         return {name: value for name, value in vars(self.optimizer).items() if name not in _OWN}
 
+    def close(self) -> None:
+        """Let go of what stood for the optimizer, and of the device copies that it has updated."""
+        self._subs.clear()
+
     def _sub(self, key: tuple[int, ...]) -> Optimizer:
         sub = self._subs.get(key)
         if sub is None:

@@ -106,9 +106,10 @@ class Weight:
         self.view = None
 
     def forget_views(self) -> None:
-        """Let go of the arena."""
-        self.view = None
+        """Let go of the arena, and of what the device sees of host memory."""
+        self.view = self.zero_copy = None
         self._views.clear()
+        self.shadows.clear()
 
     def expose(self, device: Device) -> None:
         """Let computations read the host copy directly; raises ``UnsupportedError`` where they cannot."""

@@ -180,6 +180,12 @@ OTHER_THREAD = while_running(
     why="what its lines read of weights in flight is not seen",
     instead="enter lt_offload.offloaded, or call Trainer.fit, in the thread that trains",
 )
+OTHER_STREAM = while_running(
+    "the model on a CUDA stream of one's own (`with torch.cuda.stream(...)`) inside a step or inside offloaded",
+    why="memory is planned for one stream, and torch's allocator has a pool for each",
+    instead="leave it out, as copies and updates have streams of their own; or enter it around Trainer.fit, around "
+    "the whole of offloaded",
+)
 CHANGED_PARAMETERS = while_running(
     "shape or dtype of weights changed during training, torch.utils.swap_tensors",
     why="the plan is made for tensors of these sizes",

@@ -26,6 +26,7 @@ from lt_offload.model.blocks import Block, Structure
 from lt_offload.model.calls import BlockOutput, Call
 from lt_offload.model.compiled import Forward, intercept, is_compiled, uncompiled
 from lt_offload.model.effects import ambient, within
+from lt_offload.model.location import brought
 from lt_offload.model.options import is_activation
 from lt_offload.model.parts import Cutter, cutters, in_parts
 from lt_offload.profiling.logits import LogitsWatch
@@ -135,6 +136,7 @@ class _CallRecorder:
         self.stage, self.meter = stage, meter
         self.seams = Seams(structure, aside)
         self.watch = LogitsWatch(structure)
+        self._device = device
         self.by_signature: dict[object, Call] = {}
         self.anchor = torch.zeros((), requires_grad=True)
         self._aside = aside
@@ -148,6 +150,8 @@ class _CallRecorder:
         original = uncompiled(block.module)  # what a block returns looks the same, and nothing is compiled too early
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            if self._device.type != "cpu":
+                args, kwargs = brought(block, args, kwargs, self._device)
             if not torch.is_grad_enabled():
                 self._followed = bool(self._forwards)
                 with self._aside(), self.stage(block.module), within(ambient()):

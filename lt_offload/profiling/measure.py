@@ -31,6 +31,7 @@ from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import plainly
 from lt_offload.model.compiled import forget_compiled, is_compiled
 from lt_offload.model.head import HeadLoss
+from lt_offload.model.location import located
 from lt_offload.model.parts import check_micro_batches
 from lt_offload.model.quantized import packed_layers, tensors_of
 from lt_offload.model.snapshot import untouched
@@ -166,7 +167,7 @@ def check_use(
     with ExitStack() as stack:
         batch = stack.enter_context(_trial(model, sample_batch, device, optimizer=optimizer, run=run))
         check_samples(batch, micro_batches)
-        for context in (plainly(model), _gradients_kept(model), _staged(staying, device)):
+        for context in (plainly(model), located(model, device), _gradients_kept(model), _staged(staying, device)):
             stack.enter_context(context)
         stage = partial(_stage, device)
         run, meter = run or call_with_batch(model), Stopwatch(device)
@@ -239,7 +240,7 @@ def measure_blocks(
 ) -> Measured:
     """Run the model once and every kind of block alone; ``meter`` decides whether times are measured or estimated."""
     staying = [*(parameter for _, parameter in structure.rest), *model.buffers()]
-    with plainly(model), _gradients_kept(model), _staged(staying, device):
+    with plainly(model), located(model, device), _gradients_kept(model), _staged(staying, device):
         say("running the model once")
         with Readers(structure) as readers:
             stage = partial(_stage, device)

@@ -153,6 +153,10 @@ class Device(ABC):
     def wait(self, *events: Event, reads: Sequence[Cell] = (), writes: Sequence[Cell] = ()) -> None:
         """Order what the compute lane is given from now on after ``events``, and declare what it will access."""
 
+    def stream(self) -> object:
+        """Return what the calling thread launches computations to at the moment; None where there is one such thing."""
+        return None
+
     @abstractmethod
     def synchronize(self, *events: Event) -> None:
         """Block the calling thread until ``events`` are done."""

@@ -8,6 +8,7 @@ host, for its issue. That happens only behind updates on the host: everything el
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import time
@@ -136,6 +137,8 @@ class CudaDevice(Device):
         self._copy_streams = {lane: self._new_stream(cuda.stream()) for lane in ("h2d", "d2h")}
         self._compute_streams: dict[int, StreamState] = {}
         """By the identity of CUDA's stream object, which the state keeps alive."""
+        self._compute: StreamState | None = None
+        """The one of these that the compute lane was on last."""
         self._runner = TaskRunner(cuda, self._copy_streams)
         node = cuda.memory_node()
         threads = host_threads or _spare_threads(len(node.cores))
@@ -159,6 +162,9 @@ class CudaDevice(Device):
         assert self._arena.used == 0, "the arena is in use"
         del self._arena  # the old slab must be gone before there is room for the new one
         self._context.follow(self._host.locked_bytes)  # page tables of what was registered since the beginning
+        # What a former run has left (a notebook's cell that failed) may be in reference cycles: nobody uses it, but it
+        # would be missing here, or in the middle of the first iteration.
+        gc.collect()
         try:
             if nbytes + self._context.nbytes > self.budget:
                 raise OverBudget(
@@ -247,8 +253,7 @@ class CudaDevice(Device):
     def _mark(self) -> CudaTask:
         # An event records the stream as it is now. What is launched later is not waited for, so that whoever takes a
         # mark too early reads what is about to be written.
-        mark = CudaTask("compute", _nothing, label="compute")
-        mark.finish(None)
+        mark = _ended("compute")
         self._compute_stream().complete(mark)
         return mark
 
@@ -257,6 +262,14 @@ class CudaDevice(Device):
         stream = self._compute_streams.get(id(current))
         if stream is None:
             stream = self._compute_streams[id(current)] = self._new_stream(current)
+        if stream is not self._compute:
+            # The lane is one sequence, on whatever stream it goes on: optimizer.step() in a loop, or whoever looks at
+            # weights, may be on another one than the forward.
+            last, self._compute = self._compute, stream
+            if last is not None:
+                end = _ended("compute")
+                last.complete(end)
+                stream.follow(end)
         return stream
 
     @override
@@ -267,11 +280,14 @@ class CudaDevice(Device):
         self._lanes.check(tasks)
         # Both waits are needed. On the host until a task has been issued: a stream that waits for an event which has
         # not been recorded does not wait at all. On the stream for the work itself.
-        if tasks or releases:
-            compute = self._compute_stream()
-            for task in (*tasks, *releases):
-                compute.follow(task)
-                self._runner.let_go(task)
+        compute = self._compute_stream()
+        for task in (*tasks, *releases):
+            compute.follow(task)
+            self._runner.let_go(task)
+
+    @override
+    def stream(self) -> object:
+        return self._cuda.current_stream()
 
     @override
     def synchronize(self, *events: Event) -> None:
@@ -286,7 +302,7 @@ class CudaDevice(Device):
     @override
     def drain(self) -> None:
         self._finish_copies()
-        self._cuda.current_stream().synchronize()  # kernels may be reading host memory
+        self._compute_stream().cuda_stream.synchronize()  # kernels may be reading host memory
         self._lanes.check()
 
     def _finish_copies(self) -> None:
@@ -443,8 +459,9 @@ class CudaDevice(Device):
             return
         self._closed = True
         self._finish_copies()
-        self._cuda.current_stream().synchronize()  # kernels may still read the arena and registered memory
+        self._compute_stream().cuda_stream.synchronize()  # kernels may still read the arena and registered memory
         self._stop()  # a finalizer runs once
+        del self._arena  # or the driver would not get the slab back
         self._arena = self._new_arena(0)
         self._cuda.cap(None)
         self._lanes.check()
@@ -453,6 +470,13 @@ class CudaDevice(Device):
 def _spare_threads(cores: int) -> int:
     """Return how many threads are left for updates; ``cores``: those near the device, 0 if that says nothing."""
     return max(1, min(torch.get_num_threads(), (cores or len(os.sched_getaffinity(0))) - 2))
+
+
+def _ended(lane: str) -> CudaTask:
+    """Return a task without work, behind which an event can be recorded."""
+    task = CudaTask(lane, _nothing, label=lane)
+    task.finish(None)
+    return task
 
 
 def _nothing() -> None:

@@ -131,7 +131,8 @@ def _nothing() -> None:
 
 def plain_torch() -> AbstractContextManager[Any]:
     """Run without autograd, inference mode, dispatch modes and autocast, whatever the calling thread is inside."""
-    if torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack() or torch.is_autocast_enabled("cpu"):
+    casts = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
+    if torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack() or casts:
         return _plain()
     # Nearly always; every context that is entered costs microseconds.
     return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
@@ -139,8 +140,8 @@ def plain_torch() -> AbstractContextManager[Any]:
 
 @contextmanager
 def _plain() -> Iterator[None]:
-    off = torch.autocast("cpu", enabled=False)
-    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes(), off:
+    host, gpu = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
+    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes(), host, gpu:
         yield
 
 

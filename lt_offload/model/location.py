@@ -1,0 +1,125 @@
+"""Where a model is while its blocks run on a GPU: what it says about that, and what is brought there.
+
+Between blocks weights are host tensors. A model that takes the device of its first parameter for its own, as those of
+transformers do, would say that it is on the host: ``generate`` would put token ids there, and what a step makes with
+``torch.arange(n, device=self.model.device)`` would meet activations of the GPU.
+
+``device`` is a property of a class, which no attribute of an object can cover. Giving the object a class of its own
+would show wherever somebody asks for ``type(model)``, pickles or copies it. So the property itself is replaced, by one
+that answers for the modules that run on a GPU, and as before for all others, copies of these among them. It is put back
+when the last of them is given back.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor, nn
+
+from lt_offload.model.blocks import Block
+
+Class = type[Any]
+
+_homes: WeakKeyDictionary[nn.Module, torch.device] = WeakKeyDictionary()
+"""Of the modules that run elsewhere than their parameters are, where."""
+_replaced: dict[Class, tuple[_Home, int]] = {}
+"""By class whose ``device`` is replaced: by what, and how often that was asked for."""
+_changing = threading.RLock()
+
+
+class _Home(property):
+    """A class's ``device``: of modules that run elsewhere it is where they run, unless they do not say the host."""
+
+    def __init__(self, original: property) -> None:
+        self.original = original
+
+        def answer(module: nn.Module) -> Any:
+            found = original.__get__(module, type(module))
+            if isinstance(found, torch.device) and found.type == "cpu":
+                return _homes.get(module, found)
+            return found
+
+        super().__init__(answer, original.fset, original.fdel, original.__doc__)
+
+
+@contextmanager
+def located(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Within the context ``device`` of ``model``, and of each of its modules that has this property, is ``device``."""
+    modules = list(model.modules()) if device.type != "cpu" else []
+    owners = {type(module): _owner(type(module)) for module in modules}
+    modules = [module for module in modules if owners[type(module)] is not None]
+    classes = [owner for owner in dict.fromkeys(owners.values()) if owner is not None]
+    with _changing:
+        before = {module: _homes[module] for module in modules if module in _homes}
+        for module in modules:
+            _homes[module] = device
+        for owner in classes:
+            _replace(owner)
+    try:
+        yield
+    finally:
+        with _changing:
+            for module in modules:
+                _homes.pop(module, None)
+            _homes.update(before)
+            for owner in classes:
+                _put_back(owner)
+
+
+def _owner(cls: Class) -> Class | None:
+    """Return the class from which ``cls`` has its property ``device``; None if it has no such property."""
+    owner = next((base for base in cls.__mro__ if "device" in vars(base)), None)
+    return owner if owner is not None and isinstance(vars(owner)["device"], property) else None
+
+
+def _replace(owner: Class) -> None:
+    home, count = _replaced.get(owner, (None, 0))
+    if home is None:
+        home = owner.device = _Home(vars(owner)["device"])
+    _replaced[owner] = home, count + 1
+
+
+def _put_back(owner: Class) -> None:
+    home, count = _replaced.pop(owner)
+    if count > 1:
+        _replaced[owner] = home, count - 1
+    elif vars(owner).get("device") is home:  # otherwise somebody has replaced it in turn, and calls it
+        owner.device = home.original
+
+
+def brought(
+    block: Block, args: tuple[Any, ...], kwargs: dict[str, Any], device: torch.device
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return the arguments of a call of ``block`` with their tensors on ``device``, where it runs.
+
+    In plain PyTorch they would have to be there. Here code that asks a weight where it is puts them on the host.
+
+    Single numbers and lists of integers stay where they are, unless they are token ids: they may be meant for the host
+    (the lengths of a packed sequence), where they work in plain PyTorch, too.
+    """
+    every = block.kind == "embedding"
+    return _brought(args, device, every), _brought(kwargs, device, every)
+
+
+def _brought(value: Any, device: torch.device, every: bool) -> Any:
+    """Return ``value`` with its tensors on ``device``; itself if there are none elsewhere."""
+    if isinstance(value, Tensor):
+        moves = value.device.type == "cpu" and (every or value.ndim > 1 or (value.ndim == 1 and not _counts(value)))
+        return value.to(device) if moves else value
+    if type(value) is dict:
+        found = {key: _brought(item, device, every) for key, item in value.items()}
+        return found if any(found[key] is not item for key, item in value.items()) else value
+    if type(value) in (tuple, list):
+        items = [_brought(item, device, every) for item in value]
+        return type(value)(items) if any(new is not old for new, old in zip(items, value, strict=True)) else value
+    return value
+
+
+def _counts(tensor: Tensor) -> bool:
+    """Return whether these are integers."""
+    return not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool)

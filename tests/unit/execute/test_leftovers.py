@@ -1,0 +1,86 @@
+"""An engine that is closed holds no device memory, although it refers to itself: garbage need not be collected."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.execute.engine import Engine
+from lt_offload.model.blocks import find_blocks
+from tests.support import engines, models, plans
+
+
+@pytest.fixture(autouse=True)
+def no_collector() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+def slab_of(device: EmulatedDevice) -> weakref.ref[torch.UntypedStorage]:
+    return weakref.ref(device._arena.slab.untyped_storage())
+
+
+def fail(engine: Engine) -> None:
+    with engine.iteration():
+        raise KeyError(engine.model(**models.batch(engine.model)).loss)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw-fused", "adafactor", "sgd"])
+@pytest.mark.parametrize("mode", ["lazy", "thread"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_arena_is_gone_with_the_device(optimizer: str, mode: str, fails: bool) -> None:
+    case = engines.Case(options=("keep", "recompute", "offload", "mixed"), places=("device", "paged", "host"))
+    model = engines.build(case)
+    optimizer_ = engines.make_optimizer(model, optimizer)
+    plan = plans.streamed(find_blocks(model), optimizer_, options=case.options, places=case.places)
+    device = EmulatedDevice(engines.BUDGET, mode)  # type: ignore[arg-type]
+    engine = Engine(model, optimizer_, plan, device)
+    engine.install()
+    slab = slab_of(device)
+    for _ in range(3):
+        with engine.iteration(grad_norm=True):
+            model(**models.batch(model)).loss.backward()
+            optimizer_.step()
+        optimizer_.zero_grad()
+    if fails:
+        with pytest.raises(KeyError):
+            fail(engine)
+    assert slab() is not None
+    engine.close()
+    device.close()
+    assert slab() is None
+    assert engine.stats.iterations == 3
+
+
+def test_of_forwards_without_gradients_as_well() -> None:
+    model = models.build("llama")
+    device = EmulatedDevice(engines.BUDGET)
+    engine = Engine(model, None, None, device)
+    engine.install()
+    slab = slab_of(device)
+    with engine.inference(), torch.no_grad():
+        model(**models.batch(model))
+    engine.close()
+    device.close()
+    assert slab() is None
+
+
+def test_another_engine_finds_the_arena_of_the_same_device_free() -> None:
+    model = models.build("llama")
+    device = EmulatedDevice(engines.BUDGET, check=True)
+    outputs = []
+    for _ in range(2):
+        engine = Engine(model, None, None, device)
+        engine.install()
+        with engine.inference(), torch.no_grad():
+            outputs.append(model(**models.batch(model)).logits)
+        engine.close()
+    device.close()
+    assert torch.equal(*outputs)
