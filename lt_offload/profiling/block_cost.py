@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -21,6 +22,8 @@ from lt_offload.model.options import for_replay, is_costly, travels
 from lt_offload.model.parts import Cut, Rows
 from lt_offload.profiling.meters import Lap, Meter, Watch, fastest, scatter
 from lt_offload.schema.profile import OptionName, OptionProfile
+
+_log = logging.getLogger(__name__)
 
 Option = Literal["keep", "recompute", "mixed"]
 """What is run; ``offload`` computes what ``keep`` computes."""
@@ -76,8 +79,11 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
         profiles.append(_offload(keep, input_bytes))
     # No operation of compiled code can be left out, and none runs without its graph.
     if call.has_backward and keep.live and not call.graphed and not once:
-        measured.append(_measure(call, "mixed", meter, timed=True))
-        profiles.append(_mixed(measured[-1], input_bytes))
+        try:
+            measured.append(_measure(call, "mixed", meter, timed=True))
+            profiles.append(_mixed(measured[-1], input_bytes))
+        except _OtherOperations as error:  # the block trains without this option
+            _log.info("%s has no option mixed: %s", type(call.module).__name__, error)
     return BlockCost(
         input_bytes=input_bytes,
         output_bytes=keep.output_bytes,
@@ -281,7 +287,8 @@ class _Trial:
         self._roots: dict[int, GradientEdge] = {}
         """By output: what one needs stays until the backward, whether or not the loss uses it."""
         self._outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
-        self._cache: list[Any] = []
+        self._cache: list[tuple[Any, Any]] = []
+        """Costly operations and their results."""
         self._noted: list[tuple[weakref.ref[Tensor], int, int, bool]] = []
         """What was saved: whether it still is, and of its storage the key, the bytes, and whether it may travel."""
 
@@ -320,8 +327,11 @@ class _Trial:
         roots, self._roots = self._roots, {}
         if self.option != "keep":
             self._inputs = self._enter()
-            with torch.enable_grad(), _Replay(self._cache) if self._cache else nullcontext():
+            replay = _Replay(self._cache) if self.option == "mixed" else nullcontext()
+            with torch.enable_grad(), replay:
                 roots = _edges(_numbers(self.call.run(self._inputs)))
+            if self._cache:
+                raise _OtherOperations(f"its second run did not call {self._cache[0][0]}, as its first had")
         reached = [slot for slot in gradients if slot in roots]
         assert reached
         torch.autograd.backward([roots[slot] for slot in reached], [gradients[slot] for slot in reached])
@@ -419,11 +429,15 @@ def _travelling(call: Call, saved: Mapping[int, tuple[int, bool]]) -> tuple[int,
     return sum(moving), bool(saved_inputs), any(saved_inputs)
 
 
+class _OtherOperations(Exception):  # noqa: N818 - not an error of anybody's
+    """The second run of a block did not call the operations whose results the first has kept."""
+
+
 @unseen_by_dynamo
 class _Collect(TorchDispatchMode):
     """Keeps the results of costly operations."""
 
-    def __init__(self, cache: list[Any]) -> None:
+    def __init__(self, cache: list[tuple[Any, Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._cache = cache
 
@@ -431,22 +445,29 @@ class _Collect(TorchDispatchMode):
         if not is_costly(func, args, kwargs or {}):
             return func(*args, **(kwargs or {}))
         out = func(*for_replay(func, args), **(kwargs or {}))
-        self._cache.append(out)
+        self._cache.append((func, out))
         return out
 
 
 @unseen_by_dynamo
 class _Replay(TorchDispatchMode):
-    """Hands out the kept results in order, instead of running the operations again."""
+    """Hands out the kept results in order, instead of running the operations again.
 
-    def __init__(self, cache: list[Any]) -> None:
+    Raises:
+        _OtherOperations: where another operation is called than the one whose result is next.
+    """
+
+    def __init__(self, cache: list[tuple[Any, Any]]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._cache = cache
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        if self._cache and is_costly(func, args, kwargs or {}):
-            return self._cache.pop(0)
-        return func(*args, **(kwargs or {}))
+        if not is_costly(func, args, kwargs or {}):
+            return func(*args, **(kwargs or {}))
+        kept, out = self._cache.pop(0) if self._cache else (None, None)
+        if kept is not func:
+            raise _OtherOperations(f"its second run called {func}, its first {kept or 'nothing'} there")
+        return out
 
 
 def _numbers(out: Any) -> list[Tensor]:

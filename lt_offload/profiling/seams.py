@@ -13,19 +13,21 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from typing_extensions import override
 
 from lt_offload import limits
 from lt_offload.errors import OffloadError
+from lt_offload.machine.dispatch import unseen_by_dynamo
 from lt_offload.model.blocks import Block, Structure
 from lt_offload.model.calls import Call, edges, tensors_of
-from lt_offload.model.effects import Effects, InnerHooks
+from lt_offload.model.effects import Effects, InnerHooks, Snapshot
 from lt_offload.model.parts import check_rows
 from lt_offload.model.snapshot import version
 
@@ -47,6 +49,8 @@ class Seams:
         """Blocks that a gradient has reached inside."""
         self.once: set[int] = set()
         """Blocks that must not run a second time for their backward, nor without a graph."""
+        self._compared: dict[int, Call] = {}
+        """Calls that have run without a graph and with one, by their identity."""
         names: dict[nn.Parameter, int] = Counter(p for b in structure.blocks for p in {*b.module.parameters()})
         self._shared = {p: name for name, p in structure.tensors if names[p] > 1}
         """Weights of several blocks."""
@@ -72,8 +76,18 @@ class Seams:
             entered.append(leaves[slot])
             if need:
                 leaves[slot].register_hook(partial(_note, self._reached, index))
-        args, kwargs = tree_unflatten(leaves, spec)
-        out = self._run_twice(index, call, partial(forward, *args, **kwargs))
+
+        def run() -> Any:
+            # As training does it: without a graph no input requires grad, and some operations ask that before they
+            # choose a kernel.
+            given = list(leaves)
+            if not torch.is_grad_enabled():
+                for slot, tensor in zip(call.slots, entered, strict=True):
+                    given[slot] = tensor.detach()
+            args, kwargs = tree_unflatten(given, spec)
+            return forward(*args, **kwargs)
+
+        out = self._run_twice(index, call, run)
         if self._shared and call.contexts.autocasts and call.contexts.caches_casts:
             self._check_casts(index, out)
         uses = _uses(entered, out)
@@ -84,52 +98,85 @@ class Seams:
         """Run a block without a graph, and once more with one from the state that it had; return the second output.
 
         One that has hooks of users inside, or that fails without a graph, has to run once. One whose numbers are others
-        without a graph (torch chooses attention kernels by that) always has to run with one.
+        without a graph (torch chooses kernels by that) always has to run with one. Bits alone would not tell: two
+        kernels may agree on one batch, or on one device, and differ by the last bits on the next. So both runs also
+        have to call the same operations.
 
         Raises:
             UnsupportedError: if outputs differ by a bit even so, or the block writes to its input.
         """
         block = self._blocks[index]
-        if not call.has_backward or call.compiled or not _comparable(call):
-            return self._run_kept(index, call, forward)  # runs once, or always with a graph, or has no numbers
+        if call.compiled or not (_has_values(call) or id(call) not in self._compared):
+            return self._run_kept(index, call, forward)  # always with a graph, or all that can be known is known
+        self._compared[id(call)] = call
         hook = InnerHooks(block.name, block.module).find()
         if hook is not None:
             return self._run_only_once(index, call, forward, hook)
         # Both runs draw the same numbers: otherwise dropout alone would make their outputs differ.
         before_draws = _generators(call)
-        with Effects(block.module).first_run() as before, self._aside(), torch.no_grad():
+        effects = Effects(block.module, watched=3 if _has_values(call) else 0)
+        with effects.first_run() as before, self._aside(), torch.no_grad(), _OperationLog() as operations:
             try:
                 first, failed = forward(), None
             except Exception as error:  # whatever users' code raises where there is no graph
                 first, failed = None, error
         _draw_from(call, before_draws)
         before.undo()
+        if call.contexts.autocasts:
+            torch.clear_autocast_cache()  # casts of weights without a graph would be taken for the run with one
         if failed is not None:
             return self._run_only_once(index, call, forward, f"without gradients it raises {failed!r}")
-        out = self._run_kept(index, call, forward)
-        if not _equal(first, out):
-            after_draws = _generators(call)
-            _draw_from(call, before_draws)
-            with before.restored(graph=True), self._aside(), torch.enable_grad():
-                again = forward()
-            _draw_from(call, after_draws)
-            if not _equal(again, out):
-                raise limits.OTHER_SECOND_RUN.error(f"block {block.name} gave other numbers when it ran again")
+        with _OperationLog() as with_graph:
+            out = self._run_kept(index, call, forward)
+        if operations.called != with_graph.called:
+            _log.info("block %s always runs with a graph: without one torch calls other operations", block.name)
             call.kernels.add("graph")
+        if _has_values(call) and not _equal(first, out):
+            # Kernels that add in no fixed order do not repeat their own bits: then nothing can be said, and with a
+            # graph both runs are at least of the same kernels. That is always right, and takes some memory.
+            call.kernels.add("graph")
+            if _repeats(call):
+                self._check_repeated(index, call, forward, before, before_draws, out)
         return out
+
+    def _check_repeated(
+        self,
+        index: int,
+        call: Call,
+        forward: Callable[[], Any],
+        before: Snapshot,
+        before_draws: list[Tensor],
+        out: Any,
+    ) -> None:
+        """Refuse a block that gives other numbers than ``out`` in a second run with a graph from the same state.
+
+        Raises:
+            UnsupportedError: naming the block.
+        """
+        after_draws = _generators(call)
+        _draw_from(call, before_draws)
+        with before.restored(graph=True), self._aside(), torch.enable_grad():
+            again = forward()
+        _draw_from(call, after_draws)
+        if not _equal(again, out):
+            name = self._blocks[index].name
+            raise limits.OTHER_SECOND_RUN.error(f"block {name} gave other numbers when it ran again")
 
     def _run_only_once(self, index: int, call: Call, forward: Callable[[], Any], why: str) -> Any:
         out = self._run_kept(index, call, forward)  # an error that has nothing to do with gradients is raised here
+        if not call.has_backward:
+            call.kernels.add("graph")  # nothing will ask it to run again, and plain PyTorch has gradients on
+            return out
         _log.info("block %s runs once per iteration, with a graph: %s", self._blocks[index].name, why)
         self.once.add(index)
         return out
 
     def _run_kept(self, index: int, call: Call, forward: Callable[[], Any]) -> Any:
-        """Run a block with a graph if it has a backward."""
+        """Run a block with a graph, which is none where nothing requires gradients, and refuse writes to its input."""
         refused = limits.IN_PLACE_INPUT.error(f"block {self._blocks[index].name} has written to its input")
         versions = [version(leaf) for leaf in call.inputs]
         try:
-            with torch.set_grad_enabled(call.has_backward):
+            with torch.enable_grad():
                 out = forward()
         except RuntimeError as error:
             if "in-place operation" in str(error):
@@ -293,11 +340,33 @@ def _uses(entered: Sequence[Tensor], out: Any) -> list[int]:
     return [ends[id(tensor)] for tensor in entered]
 
 
-def _comparable(call: Call) -> bool:
-    """Return whether a block has numbers that are the same in every run: on a GPU that takes deterministic kernels."""
+@unseen_by_dynamo
+class _OperationLog(TorchDispatchMode):
+    """Notes which operations are called, in their order; what only shows a tensor in another way does not count."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.called: list[str] = []
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled code inside a block run as it does elsewhere."""
+        return True
+
+    def __enter__(self) -> Self:
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Run the operation and note it."""
+        if not func.is_view and func.namespace != "prim":  # fake tensors are asked for their device all the time
+            self.called.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def _repeats(call: Call) -> bool:
+    """Return whether a block has the same numbers in every run: on a GPU that takes deterministic kernels."""
     tensors = [leaf for leaf in call.leaves if isinstance(leaf, Tensor)]
-    if not _has_values(call):
-        return False
     return all(tensor.device.type == "cpu" for tensor in tensors) or torch.are_deterministic_algorithms_enabled()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from types import SimpleNamespace
 
@@ -14,7 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lt_offload
-from tests.support.engines import differences
+from lt_offload.model.blocks import find_blocks
+from tests.support import plans
+from tests.support.engines import Result, differences, installed
 from tests.support.user_nets import (
     HIDDEN,
     Layer,
@@ -28,6 +31,7 @@ from tests.support.user_nets import (
     plain,
     refusal,
     rows,
+    seed,
     with_every_budget,
 )
 
@@ -157,6 +161,11 @@ class ByMode(Layer):
         return super().inner(x) * (2 if torch.is_grad_enabled() else 1)
 
 
+class LittleMore(Layer):
+    def inner(self, x: Tensor) -> Tensor:
+        return super().inner(x) + (0.0 if torch.is_grad_enabled() else 1e-3)
+
+
 class Frozen(Layer):
     """In evaluation mode torch's attention is another kernel without gradients."""
 
@@ -203,12 +212,32 @@ def test_blocks_that_a_second_run_would_change_are_refused_before_training(layer
 
 
 @pytest.mark.parametrize("budget", ["tight", "middle", "resident"])
-@pytest.mark.parametrize("layer", [ByMode, Frozen], ids=lambda c: c.__name__)
+@pytest.mark.parametrize("layer", [ByMode, LittleMore, Frozen], ids=lambda c: c.__name__)
 def test_blocks_whose_numbers_are_others_without_a_graph(layer: type[nn.Module], budget: str) -> None:
     def make() -> nn.Module:
         return Net(layer).train()
 
     assert differences(plain(make), by_budget(make, budget)) == []
+
+
+@pytest.mark.parametrize("frozen", [0, 2])
+@pytest.mark.parametrize("option", ["keep", "recompute", "reload", "offload"])
+def test_a_block_with_other_numbers_without_a_graph_under_every_option(option: str, frozen: int) -> None:
+    def make() -> nn.Module:
+        net = Net(LittleMore)
+        for part in [net.embed, *net.layers][:frozen]:
+            part.requires_grad_(False)
+        return net
+
+    model = make()
+    optimizer = adamw(model)
+    profile = lt_offload.profile(model, rows()[0], optimizer=optimizer)
+    made = plans.streamed(find_blocks(model), optimizer, options=[option], places=("device", "host", "paged"))
+    graphed = tuple(at for at, block in enumerate(profile.blocks) if block.graphed)
+    with installed(model, optimizer, replace(made, graphed=graphed)):
+        seed()
+        losses = ordinary(model, optimizer, rows())
+    assert differences(plain(make), Result(losses, model, optimizer)) == []
 
 
 def test_blocks_that_write_to_their_input_are_refused_before_training() -> None:

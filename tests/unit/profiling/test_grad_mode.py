@@ -1,0 +1,182 @@
+"""Blocks that call other operations, or give other numbers, without gradients than with them: the profile says so."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import lt_offload
+from lt_offload.profiling import block_cost
+from lt_offload.profiling.hardware import load_hardware
+from lt_offload.schema.profile import BlockProfile, Profile
+from tests.support.user_nets import HIDDEN, Layer, Net, adamw, rows
+
+TOKENS = rows()[0]["ids"].shape[1]
+
+
+class ComputedWeight(Layer):
+    """Torch multiplies by such a weight in one product with gradients, and in one per sample without."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        return (x.transpose(0, 1) @ (self.linear.weight * 2)).transpose(0, 1)
+
+
+class Attending(Layer):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(HIDDEN, 4, batch_first=True)
+
+    def inner(self, x: Tensor) -> Tensor:
+        out: Tensor = self.attention(x, x, x, need_weights=False)[0]
+        return out
+
+
+class Mixing(Layer):
+    """As in an MLP-Mixer: a layer over tokens, of activations whose last two dimensions are swapped."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Linear(TOKENS, TOKENS)
+
+    def inner(self, x: Tensor) -> Tensor:
+        return super().inner(self.tokens(x.transpose(1, 2)).transpose(1, 2))
+
+
+class LittleMore(Layer):
+    """Calls the same operations with another number."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        return super().inner(x) + (0.0 if torch.is_grad_enabled() else 1e-3)
+
+
+def autocast() -> AbstractContextManager[None]:
+    """As Lightning has it. With a cache, weights are cast with a graph once and for all."""
+    return torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False)
+
+
+def caching() -> AbstractContextManager[None]:
+    return torch.autocast("cpu", dtype=torch.bfloat16)
+
+
+def profiled(layer: Callable[[], nn.Module], context: Callable[[], AbstractContextManager[None]]) -> Profile:
+    model = Net(layer, context=context)
+    return lt_offload.profile(
+        model, rows()[0], optimizer=adamw(model), device="cpu", hardware=load_hardware("rtx-3060")
+    )
+
+
+def names(block: BlockProfile) -> set[str]:
+    return {option.name for option in block.options}
+
+
+@pytest.mark.parametrize(
+    ("layer", "context"),
+    [
+        (ComputedWeight, nullcontext),
+        (ComputedWeight, autocast),
+        (Attending, autocast),
+        (Mixing, autocast),
+        (LittleMore, nullcontext),
+    ],
+)
+def test_blocks_that_differ_run_with_a_graph(
+    layer: type[nn.Module], context: Callable[[], AbstractContextManager[None]]
+) -> None:
+    profile = profiled(layer, context)
+    for block in profile.blocks[1:-1]:
+        assert block.graphed
+        assert names(block) == {"keep", "recompute", "reload", "offload", "discard"}
+    assert not profile.blocks[0].graphed
+    plan = lt_offload.solve(profile, memory="1GB")
+    assert plan.graphed == tuple(range(1, len(profile.blocks) - 1))
+
+
+@pytest.mark.parametrize(
+    ("layer", "context"),
+    [
+        (Layer, nullcontext),
+        (Layer, autocast),
+        (Layer, caching),
+        (Attending, nullcontext),
+        (Attending, caching),
+        (Mixing, nullcontext),
+        (Mixing, caching),
+    ],
+)
+def test_blocks_that_call_the_same_operations_run_without(
+    layer: type[nn.Module], context: Callable[[], AbstractContextManager[None]]
+) -> None:
+    """The casts of weights that autocast has kept from a run without gradients are none of the next."""
+    profile = profiled(layer, context)
+    assert not any(block.graphed for block in profile.blocks)
+    assert all("mixed" in names(block) for block in profile.blocks[1:-1])
+
+
+def test_a_frozen_block_that_differs_runs_with_gradients_switched_on() -> None:
+    """As in plain PyTorch; it has no graph, as nothing in it requires gradients."""
+
+    def make() -> nn.Module:
+        model = Net(LittleMore)
+        for parameter in (*model.embed.parameters(), *model.layers[0].parameters()):
+            parameter.requires_grad_(False)
+        return model
+
+    model = make()
+    profile = lt_offload.profile(model, rows()[0], optimizer=adamw(model), hardware=load_hardware("rtx-3060"))
+    assert [block.has_backward for block in profile.blocks] == [False, False, True, True, True, True]
+    assert [block.graphed for block in profile.blocks] == [False, True, True, True, True, False]
+
+
+def test_profiles_without_weights_compare_operations_too() -> None:
+    """Numbers there are none, but the same options have to be there."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, vocab_size=128
+    )
+
+    def prepare(model: nn.Module) -> nn.Module:
+        for layer in model.model.layers:  # type: ignore[union-attr]
+            down = layer.mlp.down_proj
+            down.forward = lambda x, own=down: (x.transpose(0, 1) @ (own.weight.t() * 2)).transpose(0, 1)
+        return model
+
+    make = partial(lt_offload.profile_config, config, batch_size=2, sequence_length=8, hardware="rtx-3060")
+    assert not any(block.graphed for block in make().blocks)
+    found = make(prepare=prepare).blocks
+    assert [block.graphed for block in found] == [block.kind == "layer" for block in found]
+
+
+class Wavering(Layer):
+    """Multiplies once more in every second run, without changing its numbers."""
+
+    runs = 0
+
+    def inner(self, x: Tensor) -> Tensor:
+        Wavering.runs += 1
+        out = super().inner(x)
+        return out + 0 * self.linear(x) if WAVERS and Wavering.runs % 2 else out
+
+
+WAVERS = False
+
+
+def test_operations_that_change_from_run_to_run_cost_the_option_and_not_the_profile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    measure = block_cost._measure
+
+    def measured(call: Any, option: Any, meter: Any, *, timed: bool) -> Any:
+        monkeypatch.setattr(f"{__name__}.WAVERS", option == "mixed")
+        return measure(call, option, meter, timed=timed)
+
+    monkeypatch.setattr(block_cost, "_measure", measured)
+    for block in profiled(Wavering, nullcontext).blocks[1:-1]:
+        assert names(block) == {"keep", "recompute", "reload", "offload", "discard"}
+        assert not block.graphed
