@@ -60,6 +60,7 @@ def enable(order: str = "lazy", *, seed: int = 0, devices: int = 1) -> None:
         "FAKE_CUDA_SEED": str(seed),
         "FAKE_CUDA_DEVICES": str(devices),
         "OMP_NUM_THREADS": "1",
+        "TORCH_AUTOGRAD_SHUTDOWN_WAIT_LIMIT": "0",  # threads of autograd that end with Python 3.11 may abort it
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
     }
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)

@@ -1,6 +1,6 @@
 // Kernels: those of the CPU, behind DispatchKey::CUDA.
 //
-// One boxed fallback serves every operator that has no kernel for CUDA. Its tensors become CPU tensors over the same
+// One boxed fallback serves every operator that torch does not take apart itself (as it does with norms). Its tensors become CPU tensors over the same
 // memory, which hold nothing alive; the CPU's kernel runs on them, at once or late; what it made becomes a tensor of
 // the device. To launch late, the shapes of the results must be known: kernels for meta tensors tell them.
 #pragma once

@@ -188,6 +188,10 @@ def _exchange_device(index: int) -> int:
     return before if index >= 0 else -1
 
 
+def _maybe_exchange_device(index: int) -> int:  # another function: torch's compiler tells them apart
+    return _exchange_device(index)
+
+
 def _memory_stats(device: int) -> dict[str, Any]:
     now = figures(device)
 
@@ -216,7 +220,7 @@ FUNCTIONS: dict[str, Any] = {
     "getDevice": lambda: int(LIB.fake_device()),
     "setDevice": _set_device,
     "exchangeDevice": _exchange_device,
-    "maybeExchangeDevice": _exchange_device,
+    "maybeExchangeDevice": _maybe_exchange_device,
     "canDeviceAccessPeer": lambda a, b: True,
     "hasPrimaryContext": lambda device: True,
     "getArchFlags": lambda: "",
@@ -260,7 +264,9 @@ def provide() -> None:
 
     LIB.fake_open()
     C._CudaStreamBase, C._CudaEventBase, C._cudart, C._has_cuda = StreamBase, EventBase, Cudart, True
-    C._CUDAGraph, C._graph_pool_handle = _dummy_type("_CUDAGraph"), _dummy_type("_graph_pool_handle")
+    for name in ("_CUDAGraph", "_graph_pool_handle", "_cuda_CUDAAllocator_AllocatorState"):
+        setattr(C, name, _dummy_type(name))  # for who imports them; nobody has graphs here
+    C._set_cached_tensors_enabled = _nothing
     for name, function in FUNCTIONS.items():
         setattr(C, f"_cuda_{name}", function)
     C._accelerator_setAllocatorSettings = _allocator_settings
