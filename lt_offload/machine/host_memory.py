@@ -5,6 +5,11 @@ system by pages and registered where it is. A mapping is registered in one piece
 driver refuses copies that touch two registrations, or one and memory beside it, with "invalid argument". So every copy
 of a tensor, or of a group, is valid as it is.
 
+To unregister memory may make the calling thread wait for all the work of the GPU. So memory whose tensors are gone
+stays mapped and registered until its owner asks for more, asks how much there is (a device does at the end of an
+iteration), or closes: never in a finalizer, which runs in whatever thread drops the last reference, in the middle of
+anything.
+
 What the driver refuses to register stays pageable and works too, only slower: ``is_pageable`` says so. Every tensor has
 a storage of its own, so that saving it writes its bytes and no others.
 """
@@ -19,7 +24,7 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -51,9 +56,14 @@ class _Slab:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Mapping:
+    memory: object
+    """Keeps the addresses from being given to others."""
     nbytes: int
     locked: bool
-    release: Callable[[], object]
+    end: Callable[[], object]
+    """Stops waiting for the last tensor to die."""
+    process: int = field(default_factory=os.getpid)
+    """Which has registered it."""
 
 
 class HostMemory:
@@ -76,7 +86,7 @@ class HostMemory:
         """By address."""
         self._locked = 0
         self._dead: deque[int] = deque()
-        """Addresses of mappings that are gone, or about to be."""
+        """Addresses of mappings that nobody uses any more."""
         self._pageable: tuple[tuple[int, int], ...] = ()
         """Where mappings begin and end that could not be registered, in order."""
         self._limit = sys.maxsize
@@ -85,6 +95,8 @@ class HostMemory:
         self._told = -1
         """Pageable bytes at the last message to the user; -1: there was none."""
         self._account = Account(what=HOST_MEMORY)
+        # Whoever drops this object without closing it must not leave registrations to which nobody has the address.
+        weakref.finalize(self, _unregister_all, self._mapped, unregister)
 
     @property
     def nbytes(self) -> int:
@@ -97,14 +109,14 @@ class HostMemory:
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes taken from the operating system."""
-        self._forget_released()
+        """Bytes taken from the operating system; what nobody uses any more is given back first."""
+        self._give_back()
         return sum(mapping.nbytes for mapping in self._mapped.values())
 
     @property
     def locked_bytes(self) -> int:
-        """Those of ``mapped_bytes`` that are page-locked."""
-        self._forget_released()
+        """Those of ``mapped_bytes`` that are page-locked; what nobody uses any more is given back first."""
+        self._give_back()
         return self._locked
 
     def empty(self, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -143,6 +155,7 @@ class HostMemory:
 
         Whoever cannot do without them asks first: later on, others may have reached a limit.
         """
+        self._give_back()
         pages = map_pages(nbytes)
         return pages.view(torch.uint8, nbytes, 0) if self._track(pages) else None
 
@@ -164,9 +177,9 @@ class HostMemory:
     def close(self) -> None:
         """Unregister everything and forget it; idempotent."""
         self._shared.clear()
-        for mapping in list(self._mapped.values()):
-            mapping.release()
-        self._forget_released()
+        _unregister_all(self._mapped, self._unregister)
+        self._dead.clear()
+        self._locked, self._pageable = 0, ()
 
     def _tensor(self, pages: Pages, start: int, shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
         count = math.prod(shape)
@@ -189,6 +202,7 @@ class HostMemory:
         return slab.pages, start
 
     def _map(self, nbytes: int) -> Pages:
+        self._give_back()  # before more is taken
         pages = map_pages(nbytes)
         if not self._track(pages):
             span = (pages.address, pages.address + pages.nbytes)
@@ -198,15 +212,14 @@ class HostMemory:
     def _track(self, pages: Pages) -> bool:
         """Register ``pages`` and keep account of them; return whether they are page-locked."""
         address = pages.address
-        self._forget_released()  # a mapping that is gone may have had the same address
         if self._node.cores or torch.get_num_threads() > 1:
             self._node.run(pages.touch)  # or registering would take the pages on this core alone
         locked = self._lock(address, pages.nbytes)
-        # The mapping lives as long as a tensor in it, and must be unregistered before its addresses are given to
-        # others. The finalizer may run on any thread at any moment: it only appends to a queue.
-        undo = self._unregister if locked else None
-        release = weakref.finalize(pages.memory, _release, undo, address, self._dead, os.getpid())
-        self._mapped[address] = _Mapping(nbytes=pages.nbytes, locked=locked, release=release)
+        # Tensors hold the pages' own view of the mapping, and the account holds the mapping. The finalizer may run on
+        # any thread at any moment: it only appends to a queue.
+        end = weakref.finalize(pages.memory, self._dead.append, address)
+        end.atexit = False
+        self._mapped[address] = _Mapping(memory=pages.memory.obj, nbytes=pages.nbytes, locked=locked, end=end.detach)
         return locked
 
     def _lock(self, address: int, nbytes: int) -> bool:
@@ -219,12 +232,15 @@ class HostMemory:
         self._locked += nbytes
         return True
 
-    def _forget_released(self) -> None:
-        """Forget the mappings that are gone."""
+    def _give_back(self) -> None:
+        """Unregister the mappings that nobody uses any more and give them back to the operating system."""
         gone = False
         while self._dead:
-            mapping = self._mapped.pop(self._dead.popleft())
-            self._locked -= mapping.nbytes if mapping.locked else 0
+            address = self._dead.popleft()
+            mapping = self._mapped.pop(address)
+            if mapping.locked:
+                self._locked -= mapping.nbytes
+            _unlock(mapping, address, self._unregister)
             gone = gone or not mapping.locked
         if gone:
             self._pageable = tuple(span for span in self._pageable if span[0] in self._mapped)
@@ -251,9 +267,16 @@ class HostMemory:
         )
 
 
-def _release(unregister: Unregister | None, address: int, dead: deque[int], process: int) -> None:
-    if unregister is not None and os.getpid() == process:  # a forked child shares the pages, not the registration
+def _unregister_all(mapped: dict[int, _Mapping], unregister: Unregister) -> None:
+    """Unregister everything: tensors that are in use live on as ordinary memory."""
+    while mapped:
+        address, mapping = mapped.popitem()
+        mapping.end()
+        _unlock(mapping, address, unregister)
+
+
+def _unlock(mapping: _Mapping, address: int, unregister: Unregister) -> None:
+    if mapping.locked and os.getpid() == mapping.process:  # a forked child shares the pages, not the registration
         code = unregister(address)
         if code != 0:
             _log.warning("cudaHostUnregister failed with error %d", code)
-    dead.append(address)

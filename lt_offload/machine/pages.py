@@ -29,7 +29,8 @@ _serial = itertools.count()
 class Pages:
     """Zeroed memory from the operating system, which takes it back when no tensor uses it."""
 
-    memory: mmap.mmap
+    memory: memoryview
+    """The mapping, as all tensors in it hold it: when this is gone, they are."""
     start: int
     """Where it begins in ``memory``; the pages before and behind it are never touched."""
     nbytes: int
@@ -58,4 +59,4 @@ def map_pages(nbytes: int) -> Pages:
     memory = mmap.mmap(-1, (_PERIOD + count) * mmap.PAGESIZE, flags=mmap.MAP_SHARED | mmap.MAP_ANONYMOUS)
     first = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() // mmap.PAGESIZE
     lead = (next(_serial) * _STRIDE - first) % _PERIOD
-    return Pages(memory=memory, start=lead * mmap.PAGESIZE, nbytes=count * mmap.PAGESIZE)
+    return Pages(memory=memoryview(memory), start=lead * mmap.PAGESIZE, nbytes=count * mmap.PAGESIZE)

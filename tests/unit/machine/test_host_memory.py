@@ -1,9 +1,11 @@
 """Registered host memory, with a model of the driver in place of CUDA."""
 
+import gc
 import io
 import logging
 import mmap
 import os
+import threading
 
 import pytest
 import torch
@@ -227,6 +229,41 @@ def test_a_child_does_not_unregister(driver):
     assert tensor.numel() == 10
 
 
+def test_memory_is_unregistered_by_its_owner_and_not_where_its_tensors_die(driver):
+    """Which may be any thread, in the middle of training, and has to wait for the device."""
+    where = []
+
+    def unregister(address):
+        where.append(threading.current_thread())
+        return driver.unregister(address)
+
+    memory = HostMemory(driver.register, unregister)
+    held = [memory.adopt(torch.full((LARGE_BYTES,), 7, dtype=torch.uint8)) for _ in range(3)]
+    addresses = [tensor.data_ptr() for tensor in held]
+    elsewhere = threading.Thread(target=held.clear)
+    elsewhere.start()
+    elsewhere.join()
+    assert (where, len(driver.ranges), memory.nbytes) == ([], 3, 0)
+    others = [mmap.mmap(-1, LARGE_BYTES) for _ in range(3)]
+    theirs = [torch.frombuffer(other, dtype=torch.uint8).data_ptr() for other in others]
+    assert not set(theirs) & set(addresses), "addresses that are registered were given to others"
+    tensor = memory.empty((LARGE_BYTES,), torch.uint8)
+    assert where == [threading.main_thread()] * 3
+    assert (len(driver.ranges), memory.locked_bytes, memory.mapped_bytes) == (1, LARGE_BYTES, LARGE_BYTES)
+    del tensor
+    assert memory.locked_bytes == 0  # the owner looks at it when an iteration ends
+    assert driver.ranges == {}
+
+
+def test_an_owner_that_is_dropped_without_being_closed_unregisters(driver):
+    memory = HostMemory(driver.register, driver.unregister)
+    tensor = memory.adopt(torch.arange(LARGE_BYTES // 8))
+    del memory
+    gc.collect()
+    assert driver.ranges == {}
+    assert torch.equal(tensor, torch.arange(LARGE_BYTES // 8))
+
+
 REQUEST = st.one_of(
     st.tuples(st.just("empty"), st.integers(0, 2 * LARGE_BYTES)),
     st.tuples(st.just("group"), st.lists(st.integers(0, LARGE_BYTES), max_size=5)),
@@ -251,8 +288,9 @@ def test_every_tensor_and_group_lies_in_one_registration_or_in_none(requests, to
         for tensor in (tensor for each in held for tensor in each if tensor.numel()):
             assert driver.covers(tensor) != memory.is_pageable(tensor)
             assert driver.covers(tensor) or not driver.touches(tensor)
+        said = memory.locked_bytes
         locked = sum(end - start for start, end in driver.ranges.items())
-        assert memory.locked_bytes == locked <= min(total, memory.mapped_bytes)
+        assert said == locked <= min(total, memory.mapped_bytes)
     memory.close()
     assert driver.ranges == {}
     assert memory.mapped_bytes == memory.locked_bytes == 0
