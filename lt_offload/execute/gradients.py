@@ -17,11 +17,12 @@ from weakref import WeakMethod
 
 import torch
 from torch import Tensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_
 
 from lt_offload import limits
 from lt_offload.errors import PlanError
 from lt_offload.execute.device.base import Cell, Device, Event
+from lt_offload.execute.norms import total_norm
 from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.tensors import LiveGroup, Weight, carve, distinct
 from lt_offload.schema.plan import ALIGNMENT, Op, Pass, Plan
@@ -416,9 +417,8 @@ class Gradients:
     ) -> Tensor:
         """Let the coming updates use gradients of a norm of at most ``max_norm``; return their norm.
 
-        Every sum is complete, on the device or on the host, and is read where it is: with the very function of
-        torch, which takes the norm of the norms of the tensors, in the order of ``params``. Those outside the blocks
-        have ordinary gradients, which are scaled at once.
+        Every sum is complete, on the device or on the host, and is read where it is, in the order of ``params``. Those
+        outside the blocks have ordinary gradients, which are scaled at once.
 
         Raises:
             UnsupportedError: if they have been clipped already.
@@ -438,7 +438,7 @@ class Gradients:
         grads |= {id(param): param.grad for param in others if param.grad is not None}
         with torch.no_grad():
             ordered = [grads[id(param)] for param in params if id(param) in grads]
-            norm: Tensor = get_total_norm(ordered, norm_type, error_if_nonfinite)
+            norm = total_norm(ordered, norm_type, error_if_nonfinite=error_if_nonfinite)
             if found:
                 self._scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
             clip_grads_with_norm_(others, max_norm, norm)
