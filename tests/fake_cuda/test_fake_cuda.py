@@ -77,7 +77,7 @@ def test_the_backward_has_a_thread_of_its_own() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_kernels_are_those_of_the_cpu(dtype: torch.dtype) -> None:
-    """Forward, backward and update of a small network, bit for bit. (Norms are taken apart by torch, not on the CPU.)"""
+    """Forward, backward and update of a small network, bit for bit; norms, which torch takes apart, aside."""
 
     def trained(device: str) -> list[torch.Tensor]:
         torch.manual_seed(0)

@@ -54,7 +54,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         only = item.get_closest_marker("only")
         if device is None:
             return item.get_closest_marker("quick") is not None
-        return only is None or device in only.args or (device == "fake" and "cuda" in only.args)
+        return only is None or device in only.args or (device == "fake" and "cuda" in only.args and fake(only))
+
+    def fake(only: pytest.Mark) -> bool:
+        return bool(only.kwargs.get("fake", True))
 
     left_out = [item for item in items if not wanted(item)]
     if left_out:

@@ -70,7 +70,7 @@ def test_the_budget_is_used(run: Run, target: Target) -> None:
     assert peak >= (0.95 if target.real else 0.85) * (budget if run.helps else predicted)
 
 
-@pytest.mark.only("cuda")
+@pytest.mark.only("cuda", fake=False)  # a small model has less room than what torch's allocator takes at a time
 def test_the_allocator_does_not_run_short(run: Run, found: Found) -> None:
     """In the steady state: every retry makes the launching thread wait for the device."""
     found(allocator=run.seen["allocator"])
@@ -78,6 +78,7 @@ def test_the_allocator_does_not_run_short(run: Run, found: Found) -> None:
     assert [one["retries"] + one["failures"] for one in steady] == [0] * len(steady)
 
 
+@pytest.mark.only("cuda", "cpu", fake=False)  # when something ran means nothing there
 def test_everything_planned_is_recorded(run: Run, target: Target, found: Found) -> None:
     planned = {op.id for op in run.plan.ops if op.lane == "compute" and op.kind in ("forward", "backward")}
     found(both_ways_s=run.seen["both_ways_s"], busy_s=run.seen["busy_s"], recorded_s=run.seen["recorded_s"])

@@ -58,9 +58,17 @@ def test_without_deterministic_algorithms(case: Case, target: Target, found: Cal
 
 
 @pytest.fixture
-def compiled_blocks(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def compiled_blocks(monkeypatch: pytest.MonkeyPatch, target: Target) -> Iterator[None]:
+    """On the fake device without Triton's kernels: traced, and run as traced."""
+
+    def compiled(case: Case) -> torch.nn.Module:
+        model = test_compiled.eager(case)
+        for layer in model.layers:
+            layer.compile(backend="aot_eager" if target.kind == "fake" else "inductor")
+        return model
+
     for module in (engines, reference):
-        monkeypatch.setattr(module, "build", test_compiled.compiled)
+        monkeypatch.setattr(module, "build", compiled)
     with torch._inductor.config.patch(test_compiled.QUICKLY):
         yield
     torch._dynamo.reset()

@@ -54,9 +54,9 @@ SIZES: dict[str, tuple[dict[str, Any], dict[str, int]]] = {
         {"batch_size": 4, "sequence_length": 512},
     ),
 }
-"""A model, and the shape of its batches. The small one is some of the pieces in which torch's allocator takes memory of a
-device, the tiny one less than one. The large one has 160 million parameters; blocks of 50 MB travel within the
-time that a data centre GPU computes with them."""
+"""A model, and the shape of its batches. The small one is some of the pieces in which torch's allocator takes memory of
+a device, the tiny one less than one. The large one has 160 million parameters; blocks of 50 MB travel within the time
+that a data centre GPU computes with them."""
 
 
 def call(job: str, limit_s: float = 240.0, **arguments: Any) -> dict[str, Any]:
