@@ -26,6 +26,7 @@ from lt_offload.machine.numa import MemoryNode, memory_node_of
 from lt_offload.machine.pages import map_pages
 from lt_offload.machine.zero_copy import locked
 from lt_offload.profiling.optimizer import trial_steps
+from lt_offload.profiling.rates import product_size
 from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.profile import Contention, Slowdown
 
@@ -36,6 +37,7 @@ SETS: tuple[tuple[LaneName, ...], ...] = (*itertools.combinations(SHARING, 2), (
 
 _COPY_BYTES = 16 << 20
 _MATRIX = 512
+"""Size of the matrices that the processor multiplies as the emulated device."""
 _SLOT_S = 0.04
 """How long lanes run together, at least."""
 _ROUNDS = 2, 3
@@ -228,7 +230,7 @@ def _copies(device: torch.device, node: MemoryNode, stack: ExitStack) -> dict[La
 
 def _products(device: torch.device) -> Piece:
     """Return matrix products on the device."""
-    size = _MATRIX if device.type == "cpu" else 8 * _MATRIX
+    size = _MATRIX if device.type == "cpu" else product_size(torch.float32, device)
     a, b = (torch.ones(size, size, device=device) for _ in range(2))
     out = torch.empty_like(a)
     return _on_stream(lambda: torch.mm(a, b, out=out), device)

@@ -144,6 +144,11 @@ def _speeds(ends: Sequence[Sequence[float]]) -> list[float]:
 
 
 _SIZE = 1024
+"""Of the matrices that the processor multiplies."""
+_LEAST, _MOST = 256, 8192
+"""The same for a GPU; which size is right depends on how fast it is."""
+_LONG_ENOUGH = 1e-3
+"""A product of so many seconds is long beside what it takes to launch it and to wait for it."""
 _SECONDS = 0.2
 
 
@@ -168,9 +173,25 @@ def measure_rates(device: torch.device, *, on_progress: Callable[[str], None]) -
 
 
 def _flops(dtype: torch.dtype, device: torch.device) -> float:
-    size = _SIZE if device.type == "cpu" else 4 * _SIZE
+    size = _SIZE if device.type == "cpu" else product_size(dtype, device)
     a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
     return 2 * size**3 / _seconds(lambda: a @ b, device)
+
+
+def product_size(dtype: torch.dtype, device: torch.device) -> int:
+    """Return how large matrices have to be for a product on a CUDA ``device`` to take a millisecond, within limits."""
+    size = _LEAST
+    while size < _MOST:
+        a, b = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(2))
+        a @ b  # loads the kernel
+        torch.cuda.synchronize(device)
+        start = time.perf_counter()
+        a @ b
+        torch.cuda.synchronize(device)
+        if time.perf_counter() - start >= _LONG_ENOUGH:
+            break
+        size *= 2
+    return size
 
 
 def _copy_rate(device: torch.device) -> float:
