@@ -124,6 +124,7 @@ class Guard:
         self._operations.guard = self._calls.guard = None
         self._views.clear()
         self._tensors.clear()
+        self._of_states, self._kept = {}, []  # states on the device are moved, or dropped, by others from now on
 
     # -- what users do -----------------------------------------------------------------------------------------------
 
