@@ -44,6 +44,10 @@ papers: .venv/quickstart.done
 gpu: gpu-there $(if $(filter $(BIN)/python,$(PYTHON_GPU)),.venv/dev.done)
 	$(PYTHON_GPU) -m scripts.gpu
 
+# The same programs on the fake GPU, with small sizes: do they work?
+gpu-fake: .venv/dev.done
+	$(BIN)/python -m scripts.gpu --device fake --tiny --out .venv/gpu
+
 gpu-there:
 	@command -v nvidia-smi >/dev/null || test -e /dev/nvidiactl || { echo 'make gpu: there is no NVIDIA GPU here'; exit 1; }
 

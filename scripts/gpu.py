@@ -3,6 +3,7 @@
     python -m scripts.gpu [--out FOLDER] [--minutes 9.5]        on a machine with a GPU; or: make gpu
     python -m scripts.gpu --parts races suite                   some of it
     python -m scripts.gpu --device cpu --tiny                   the same programs on the emulated device, a few of each
+    python -m scripts.gpu --device fake --tiny                  and on the fake GPU of the tests
 
 Runs with the interpreter that it is started with; installs nothing. Every part is a process with a time limit of its
 own: one that fails or hangs does not keep the next from running, and what it found until then is kept. gpu.json has
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.common import RESULTS, ROOT, environment, in_child, read_json, save, serve_child
+from tests import fake_cuda
 
 GRACE_S = 10.0
 """How long a process may take to end when it is told to."""
@@ -70,7 +72,7 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
 
     def tests(name: str, file: str, minutes: float, *few: str, shown: bool = False) -> Part:
         figures = folder / f"{name}.json"
-        command = ["-m", "pytest", f"tests/gpu/{file}", "--device", device, "--figures", str(figures)]
+        command = ["-m", "pytest", f"tests/gpu/{file}", "--device", options.device, "--figures", str(figures)]
         command += ["-q", "--tb=short", "-p", "no:cacheprovider", "-o", "faulthandler_timeout=100"]
         return Part(
             name=name, command=[*command, *(few if tiny else ())], minutes=minutes, figures=figures, shown=shown
@@ -82,6 +84,8 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
     out = str(options.out)
     launch = ["--tiny"] if tiny else ["--steps", "5", "--rounds", "2"]
     update = ["--tiny"] if tiny else ["--rounds", "3"]
+    suite = ["--tiny", "--contender", "auto", "no-offload"] if tiny else []
+    device = "cuda" if device == "fake" else device  # programs that are no tests do not know the difference
     found = [
         tests("first", "test_gpu_first.py", 1.2, shown=True),
         tests("smoke", "test_gpu_smoke.py", 1.2, "-m", "quick"),
@@ -91,7 +95,7 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
         tests("memory", "test_gpu_memory.py", 2.0, "-k", "smallest"),
         bench("launch", 1.8, "--device", device, "--results", out, *launch),
         bench("update", 0.8, "--results", out, *update),
-        bench("suite", None, "--device", device, "--suite", "small", "--out", out, "--minutes", MINUTES_LEFT),
+        bench("suite", None, "--device", device, "--suite", "small", "--out", out, "--minutes", MINUTES_LEFT, *suite),
     ]
     return [part for part in found if part.name in options.parts]
 
@@ -199,14 +203,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu", metavar="FOLDER", help="default: results/gpu")
     parser.add_argument("--minutes", type=float, default=9.5, help="for everything (default 9.5)")
-    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu is the emulated device")
+    parser.add_argument("--device", choices=("cuda", "fake", "cpu"), default="cuda", help="cpu is the emulated device")
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, metavar="NAME", help=", ".join(PARTS))
     parser.add_argument("--tiny", action="store_true", help="a few tests of each kind: a smoke test of this script")
     options = parser.parse_args(arguments)
     options.out = options.out.resolve()
     deadline = time.monotonic() + 60 * options.minutes - GRACE_S
+    if options.device == "fake":
+        fake_cuda.enable()
     machine = in_child("scripts.gpu", "describe")
-    if options.device == "cuda" and "gpu" not in machine:
+    if options.device != "cpu" and "gpu" not in machine:
         print(f"no GPU: torch {machine['torch']} of {sys.executable} finds none; with --device cpu the same runs on "
               "the emulated device", file=sys.stderr)  # fmt: skip
         return 1

@@ -250,6 +250,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--workload", nargs="+", metavar="NAME", help="only these of the suite")
     parser.add_argument("--contender", nargs="+", choices=list(CONTENDERS), metavar="NAME", help="only these")
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda" if gpu else "cpu")
+    parser.add_argument("--tiny", action="store_true", help="tiny models on a GPU, too: a smoke test of this script")
     parser.add_argument("--minutes", type=float, default=9.0, help="for everything (default 9)")
     parser.add_argument("--row-minutes", type=float, default=5.0, help="for one process (default 5)")
     parser.add_argument("--steps", type=int, default=4, help="timed steps per row (default 4)")
@@ -260,7 +261,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     if options.steps < 1:
         parser.error("--steps must be at least 1")
-    names = [workload.name for workload in workloads(options.suite, options.device)]
+    names = [workload.name for workload in workloads(options.suite, options.device, tiny=options.tiny)]
     for name in options.workload or ():
         if name not in names:
             parser.error(f"--workload {name}: suite {options.suite} has {', '.join(names)}")
@@ -269,7 +270,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def choose(options: argparse.Namespace) -> list[Job]:
     """Return the jobs that were asked for."""
-    chosen = [w for w in workloads(options.suite, options.device) if w.name in (options.workload or [w.name])]
+    known = workloads(options.suite, options.device, tiny=options.tiny)
+    chosen = [w for w in known if w.name in (options.workload or [w.name])]
     most = DEFAULT_TIERS[options.suite]
     contenders = [CONTENDERS[name] for name in options.contender or ()]
     return jobs(chosen, contenders or [c for c in CONTENDERS.values() if c.tier <= most])

@@ -121,16 +121,22 @@ _TINY = {
 _TINY_BLOOM = {"vocab_size": 256, "hidden_size": 64, "n_head": 4, "n_layer": 6, "pad_token_id": 0, "eos_token_id": 2}
 
 
-def workloads(suite: str, device: str) -> tuple[Workload, ...]:
-    """Return the workloads of ``suite``; on ``"cpu"`` (the emulated device) tiny ones of the same architectures."""
+_CONTEXT = 600 << 20
+"""What a tiny workload is given for a GPU's context, and for the pieces in which torch's allocator takes memory."""
+
+
+def workloads(suite: str, device: str, *, tiny: bool = False) -> tuple[Workload, ...]:
+    """Return the workloads of ``suite``; tiny ones of the same architectures on ``"cpu"`` (the emulated device)."""
     chosen = SUITES[suite]
-    return chosen if device == "cuda" else tuple(_shrunk(workload, chosen) for workload in chosen)
+    if device == "cuda" and not tiny:
+        return chosen
+    return tuple(_shrunk(workload, chosen, _CONTEXT if device == "cuda" else 0) for workload in chosen)
 
 
-def _shrunk(workload: Workload, among: tuple[Workload, ...]) -> Workload:
-    """Return a tiny workload; budgets keep their ratio to the smallest of the same dtype."""
+def _shrunk(workload: Workload, among: tuple[Workload, ...], context: int) -> Workload:
+    """Return a tiny workload; budgets, without ``context``, keep their ratio to the smallest of the same dtype."""
     least = min(w.memory_bytes for w in among if w.dtype == workload.dtype)
-    memory = int(_TINY_BUDGET[workload.dtype] * workload.memory_bytes / least)
+    memory = context + int(_TINY_BUDGET[workload.dtype] * workload.memory_bytes / least)
     size = format_bytes(memory).replace(" ", "").lower()
     small = _TINY_BLOOM if workload.config == "bloom-3b" else _TINY
     return Workload(
