@@ -29,7 +29,7 @@ from lt_offload.profiling.optimizer import measure_optimizer
 from lt_offload.schema.profile import Profile
 from lt_offload.session import offloaded
 from tests.gpu.target import Target
-from tests.support import models
+from tests.support import models, trainers
 
 pytestmark = pytest.mark.only("cuda")
 
@@ -190,6 +190,29 @@ def test_a_budget_that_nobody_names_leaves_others_what_they_have(
         assert engine.plan is not None
         assert engine.plan.budget_bytes == engine.device.budget == 1500 * MIB - 1500 * MIB // 256
         assert engine.device.memory() < engine.device.budget
+
+
+def test_a_trainer_without_a_budget_has_all_that_is_free(device: torch.device, occupied: Callable[[int], None]) -> None:
+    """The context counts once: it is in what is free, in the plan, and beside what the allocator may take."""
+    from lightning.pytorch.callbacks import LambdaCallback
+
+    total = torch.cuda.mem_get_info(device)[1]
+    occupied(total - 1500 * MIB)
+    seen: list[tuple[int, int]] = []
+    strategy = lt_offload.OffmateStrategy(host_update=False, solver_time_limit=2.0)
+
+    def look(*_: Any) -> None:
+        assert strategy.engine is not None
+        seen.append((strategy.engine.device.budget, torch.cuda.mem_get_info(device)[0]))
+
+    callback = LambdaCallback(on_train_batch_end=look)
+    trainers.fit(strategy, trainers.seeded_module(7), accelerator="cuda", devices=1, callbacks=[callback])
+    assert strategy.plan is not None
+    assert strategy.profile is not None
+    budget, left = seen[-1]
+    assert budget == strategy.plan.budget_bytes == 1500 * MIB - 1500 * MIB // 256
+    assert left >= 1500 * MIB - budget
+    assert strategy.plan.context_bytes >= strategy.profile.hardware.context_bytes > 0
 
 
 def test_budgets_larger_than_the_card_are_refused(device: torch.device) -> None:
