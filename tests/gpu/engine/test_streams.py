@@ -109,8 +109,10 @@ def test_a_stream_that_a_hook_sets(target: Target) -> None:
 
 
 @pytest.mark.parametrize("delayed", [False, True], ids=["at-once", "delayed"])
-@pytest.mark.parametrize("around", [False, True], ids=["step-aside", "all-aside"])
-def test_loops_that_update_on_another_stream(delayed: bool, around: bool, target: Target) -> None:
+@pytest.mark.parametrize("backward", [False, True], ids=["step-aside", "backward-aside"])
+@pytest.mark.parametrize("around", [False, True], ids=["default", "all-aside"])
+def test_loops_that_update_on_another_stream(delayed: bool, backward: bool, around: bool, target: Target) -> None:
+    """Whoever calls the backward on a stream may use gradients there at once, wherever the forward was."""
     results = []
     for ours in (False, True):
         torch.cuda.synchronize()
@@ -119,28 +121,34 @@ def test_loops_that_update_on_another_stream(delayed: bool, around: bool, target
             batches = [on(target.torch_device, models.batch(model, seed=seed)) for seed in range(4)]
             if not ours:
                 model.to(target.torch_device)
-                losses = train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), batches)
+                losses = train(model, torch.optim.AdamW(model.parameters(), lr=1e-2), batches, backward)
             else:
                 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
                 options: dict[str, Any] = {"accelerator": "cuda", "host_update": False, "delayed": delayed}
                 with lt_offload.offloaded(model, optimizer, batches[0], memory=ROOM, **options):
-                    losses = train(model, optimizer, batches)
+                    losses = train(model, optimizer, batches, backward)
             results.append([*losses, *(parameter.detach().cpu() for parameter in model.parameters())])
     assert all(map(torch.equal, *results))
 
 
-def train(model: Any, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
-    side, losses = torch.cuda.Stream(), []
+def train(
+    model: Any, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]], backward: bool
+) -> list[Tensor]:
+    side, seen = torch.cuda.Stream(), []
     for batch in batches:
         loss = model(**batch).loss
-        loss.backward()
+        if not backward:
+            loss.backward()
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
+            if backward:
+                loss.backward()
             optimizer.step()
             optimizer.zero_grad()
+            seen.append(model.lm_head.weight.detach().cpu().clone())
         torch.cuda.current_stream().wait_stream(side)
-        losses.append(loss.detach().cpu())
-    return losses
+        seen.append(loss.detach().cpu())
+    return seen
 
 
 def test_a_loop_that_calls_the_model_on_a_stream_is_refused(target: Target) -> None:
