@@ -47,3 +47,5 @@ class Budget:
     def _cap(self) -> None:
         room = max(0, self._nbytes - self.context - self._kept_free)
         torch.cuda.set_per_process_memory_fraction(min(1.0, (room + self.rest) / self._total), self._place)
+        if torch.cuda.memory_reserved(self._place) > room + self.rest:
+            torch.cuda.empty_cache()  # a lower limit alone takes nothing back, and the row would be over the budget

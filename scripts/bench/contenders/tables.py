@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from lt_offload.units import format_bytes, format_seconds
 from scripts.bench.contenders import CONTENDERS
@@ -106,24 +106,37 @@ def _losses(row: Row) -> str:
     return "" if difference is None else f"Δ {difference:.1e}"
 
 
+class _Point(NamedTuple):
+    x: float
+    """Gigabytes of the budget."""
+    y: float
+    """Tokens per second."""
+    within: bool
+    """Whether the run kept to the budget."""
+
+
 def curve(result: Mapping[str, Any]) -> str:
-    """Return throughput over memory as an SVG file: a line per contender, a dashed one without offload."""
+    """Return throughput over memory as an SVG file: a line per contender, a dashed one without offload.
+
+    Points of runs that took more than their budget are hollow.
+    """
     found = [row for row in result["figures"]["rows"] if row["status"] == "ok"]
-    lines: dict[str, list[tuple[float, float]]] = {}
+    lines: dict[str, list[_Point]] = {}
     order = {name: place for place, name in enumerate(CONTENDERS)}
     for row in sorted(found, key=lambda row: (order.get(row["contender"], len(order)), row["budget_bytes"] or 0)):
         if row["budget_bytes"]:
-            lines.setdefault(row["title"], []).append((row["budget_bytes"] / 1e9, row["tokens_per_s"]))
+            point = _Point(row["budget_bytes"] / 1e9, row["tokens_per_s"], row.get("within_budget", True))
+            lines.setdefault(row["title"], []).append(point)
     ceiling = max((row["tokens_per_s"] for row in found if not row["budget_bytes"]), default=None)
     return _drawn(lines, ceiling, result["figures"]["rows"][0]["model"])
 
 
-def _drawn(lines: Mapping[str, Sequence[tuple[float, float]]], ceiling: float | None, title: str) -> str:
+def _drawn(lines: Mapping[str, Sequence[_Point]], ceiling: float | None, title: str) -> str:
     width, height, left, right, top, bottom = 880, 380, 70, 310, 34, 44
     points = [point for line in lines.values() for point in line]
-    most_x = max((x for x, _ in points), default=1.0)
-    ticks = _ticks(max([y for _, y in points] + ([ceiling] if ceiling else []), default=1.0))
-    most_y = max([ticks[-1], *(y for _, y in points), ceiling or 0.0]) * 1.03
+    most_x = max((point.x for point in points), default=1.0)
+    ticks = _ticks(max([point.y for point in points] + ([ceiling] if ceiling else []), default=1.0))
+    most_y = max([ticks[-1], *(point.y for point in points), ceiling or 0.0]) * 1.03
 
     def place(x: float, y: float) -> tuple[float, float]:
         return (
@@ -142,7 +155,7 @@ def _drawn(lines: Mapping[str, Sequence[tuple[float, float]]], ceiling: float | 
         y = place(0, tick)[1]
         parts.append(f'<path d="M{left} {y:.1f}H{end}" stroke="#dddddd"/>')
         parts.append(f'<text x="{left - 8}" y="{y + 4:.1f}" text-anchor="end">{tick:,.0f}</text>')
-    for x in sorted({x for x, _ in points}):
+    for x in sorted({point.x for point in points}):
         at = place(x, 0)
         parts.append(f'<text x="{at[0]:.1f}" y="{at[1] + 18:.1f}" text-anchor="middle">{x:g} GB</text>')
     if ceiling is not None:
@@ -151,12 +164,14 @@ def _drawn(lines: Mapping[str, Sequence[tuple[float, float]]], ceiling: float | 
         parts.append(f'<text x="{end + 10}" y="{y + 4:.1f}">no offload</text>')
     for index, (name, line) in enumerate(lines.items()):
         colour = COLOURS[index % len(COLOURS)]
-        path = "L".join("{:.1f} {:.1f}".format(*place(*point)) for point in line)
+        path = "L".join("{:.1f} {:.1f}".format(*place(point.x, point.y)) for point in line)
         parts.append(f'<path d="M{path}" fill="none" stroke="{colour}" stroke-width="{3 if index == 0 else 1.8}"/>')
         for point in line:
-            x, y = place(*point)
+            x, y = place(point.x, point.y)
+            over = "" if point.within else ", over the budget"
             parts.append(
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour}"><title>{point[1]:.0f}</title></circle>'
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" fill="{colour if point.within else "#ffffff"}" '
+                f'stroke="{colour}"><title>{point.y:.0f}{over}</title></circle>'
             )
         key = height - bottom - 18 * (len(lines) - index)
         parts.append(f'<rect x="{end + 12}" y="{key - 9}" width="10" height="10" fill="{colour}"/>')

@@ -56,6 +56,7 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Card:
     monkeypatch.setattr(torch.cuda, "mem_get_info", found.mem_get_info)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda place: found.reserved)
     monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", found.cap)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: found.calls.append("empty"))
     monkeypatch.setattr(memory.torch, "empty", found.empty)
     monkeypatch.setattr(cases, "use_expandable_segments", found.segments)
     return found
@@ -76,6 +77,10 @@ def test_a_context_that_grows_while_steps_warm_up_takes_from_every_contender(car
     card.context = 120
     budget.follow()
     assert card.fraction == 0.35
+    assert "empty" not in card.calls
+    card.context, card.reserved = 200, 340
+    budget.follow()
+    assert card.calls[-1] == "empty", "what the allocator holds beyond the new limit goes back"
 
 
 def test_ballast_leaves_the_budget_and_pages_have_room_in_it(card: Card) -> None:

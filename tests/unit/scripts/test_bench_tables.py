@@ -58,6 +58,13 @@ def test_nothing_is_shown_that_did_not_run_on_a_gpu(tmp_path: Path) -> None:
     assert tables.render(stored(tmp_path, "small", device="cpu")) == ""
 
 
+def test_points_over_the_budget_are_hollow_in_the_curve() -> None:
+    rows = [measured(budget_bytes=8 * GB, within_budget=within) for within in (True, False)]
+    drawn = contender_tables.curve({"figures": {"rows": rows}})
+    circles = [line for line in drawn.splitlines() if "<circle" in line]
+    assert [("over the budget" in line, 'fill="#ffffff"' in line) for line in circles] == [(False, False), (True, True)]
+
+
 def test_the_curve_is_drawn_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(tmp_path / "results", "curve")
     (tmp_path / "docs").mkdir()
