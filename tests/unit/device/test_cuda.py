@@ -10,7 +10,7 @@ import torch
 
 from lt_offload.errors import OverBudget, UnsupportedError
 from lt_offload.execute.device.cuda import CudaDevice
-from tests.support.gpu_model import CONTEXT, KB, Gpu
+from tests.support.gpu_model import CONTEXT, KB, Gpu, Stream
 
 
 @pytest.fixture
@@ -147,6 +147,55 @@ def test_bookkeeping_does_not_grow(device, gpu):
     assert all(len(tasks) <= 3 for tasks in device._runner._in_flight.values())
 
 
+def on_its_own(gpu, name="aside"):
+    stream = Stream(gpu, name)
+    return stream, gpu.use(stream)
+
+
+def test_the_compute_lane_is_one_sequence_on_whatever_stream(device, gpu):
+    log = []
+    aside, on_it = on_its_own(gpu)
+    gpu.launch(lambda: log.append("update"))
+    device.mark()
+    with on_it:
+        copy = device.submit("d2h", lambda: gpu.launch(lambda: log.append("copy")), after=[device.mark()])
+        gpu.launch(lambda: log.append("aside"))
+        device.mark()
+    device.wait()
+    gpu.launch(lambda: log.append("main"))
+    device.synchronize(copy)
+    assert log == ["update", "copy"]
+    gpu.main.synchronize()
+    assert log == ["update", "copy", "aside", "main"]
+
+
+@pytest.mark.parametrize("end", ["drain", "close"])
+def test_an_end_on_another_stream_waits_for_the_one_before(gpu, end):
+    log = []
+    device = CudaDevice(1 << 20, runtime=gpu)
+    gpu.launch(lambda: log.append("kernel"))
+    device.mark()
+    with on_its_own(gpu)[1]:
+        getattr(device, end)()
+    assert log == ["kernel"]
+    device.close()
+
+
+def test_orders_on_one_stream_take_no_events(device, gpu):
+    device.mark()
+    before = gpu.events, gpu.waits
+    for _ in range(3):
+        device.wait()
+    assert (gpu.events, gpu.waits) == before
+
+
+def test_the_stream_is_that_of_the_calling_thread(device, gpu):
+    assert device.stream() is gpu.main
+    aside, on_it = on_its_own(gpu)
+    with on_it:
+        assert device.stream() is aside
+
+
 # -- memory that a copy uses -----------------------------------------------------------------------------------------
 
 
@@ -234,6 +283,33 @@ def test_running_out_of_memory_is_over_budget(device, gpu):
         raise torch.OutOfMemoryError("no room")
     device.reserve(KB)
     assert device.memory() == CONTEXT + KB
+
+
+def test_what_is_left_in_cycles_makes_room(device, gpu):
+    class Left:
+        def __init__(self):
+            self.itself = self
+
+    left = Left()
+    gone = weakref.ref(left)
+    gc.disable()
+    try:
+        del left
+        assert gone() is not None
+        device.reserve(KB)
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+def test_the_slab_is_given_back_with_the_device(gpu):
+    device = CudaDevice(1 << 20, runtime=gpu)
+    device.reserve(64 * KB)
+    slab, seen = weakref.ref(device._arena.slab), []
+    empty = gpu.empty
+    gpu.empty = lambda nbytes: (seen.append(slab()), empty(nbytes))[1]
+    device.close()
+    assert seen == [None], "torch's allocator returns to the driver what is free at that moment"
 
 
 def test_spans_are_on_the_clock_of_the_host(device, gpu):
@@ -345,3 +421,14 @@ def test_nothing_is_left_of_a_device(gpu, closed):
     assert not gpu.registered
     assert log == ["copy"]
     assert not [t for t in threading.enumerate() if t.name.startswith("lt_offload")]
+
+
+def test_tasks_do_not_see_the_autocast_of_the_caller(device, gpu):
+    seen = []
+    torch.set_autocast_enabled("cuda", True)
+    try:
+        device.submit("h2d", lambda: seen.append(torch.is_autocast_enabled("cuda")))
+        assert torch.is_autocast_enabled("cuda")
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+    assert seen == [False]

@@ -1,0 +1,190 @@
+"""What models say about where they are, and what is brought there; ``meta`` stands for a GPU."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+from lt_offload.model.blocks import Block, BlockKind
+from lt_offload.model.location import brought, located
+from tests.support import models
+
+HOST, GPU = torch.device("cpu"), torch.device("meta")
+
+
+def properties(cls: type) -> list[Any]:
+    return [vars(base)["device"] for base in cls.__mro__ if "device" in vars(base)]
+
+
+class Own(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.asked = 0
+
+    @property
+    def device(self) -> torch.device:
+        self.asked += 1
+        return self.inner.weight.device
+
+    @device.setter
+    def device(self, value: str) -> None:
+        self.inner.to(value)
+
+
+class Heir(Own):
+    @property
+    def device(self) -> torch.device:
+        return super().device
+
+
+@pytest.mark.parametrize("lora", [False, True])
+def test_models_and_their_parts(lora: bool) -> None:
+    model, other = models.build("llama", lora=lora), models.build("llama", lora=lora)
+    inner = model.get_base_model() if lora else model
+    cls, before = type(inner), properties(type(inner))
+    with located(model, GPU):
+        assert model.device == inner.device == inner.model.device == GPU
+        assert other.device == HOST
+        assert type(inner) is cls
+        assert isinstance(cls.device, property)
+        assert [twin.device for twin in (copy.deepcopy(inner), pickle.loads(pickle.dumps(inner)))] == [HOST, HOST]
+    assert model.device == inner.device == HOST
+    assert properties(cls) == before
+
+
+def test_nothing_happens_on_the_host() -> None:
+    model = models.build("llama")
+    before = properties(type(model))
+    with located(model, HOST):
+        assert properties(type(model)) == before
+
+
+@pytest.mark.parametrize("cls", [Own, Heir])
+def test_properties_of_ones_own(cls: type[Own]) -> None:
+    model, before = cls(), properties(cls)
+    with located(model, GPU):
+        assert model.device == GPU
+        asked = model.asked
+        assert model.device == GPU
+        assert model.asked == asked + 1  # it is the property's own answer that is translated
+        model.inner.to("meta")
+    assert model.device == GPU
+    assert properties(cls) == before
+
+
+def test_setters_stay() -> None:
+    model = Own()
+    with located(model, GPU):
+        model.device = "meta"  # type: ignore[assignment]
+    assert model.inner.weight.is_meta
+
+
+def test_errors_are_the_propertys_own() -> None:
+    class Empty(nn.Module):
+        @property
+        def device(self) -> torch.device:
+            return next(self.parameters()).device
+
+    model = Empty()
+    with located(model, GPU), pytest.raises(StopIteration):
+        assert model.device
+
+
+def test_several_at_a_time_in_any_order() -> None:
+    first, second, before = Own(), Own(), properties(Own)
+    contexts = [located(first, GPU), located(second, GPU), located(first, GPU)]
+    for context in contexts:
+        context.__enter__()
+    contexts[0].__exit__(None, None, None)
+    assert second.device == GPU
+    contexts[2].__exit__(None, None, None)
+    contexts[1].__exit__(None, None, None)
+    assert (first.device, second.device) == (HOST, HOST)
+    assert properties(Own) == before
+
+
+def test_what_somebody_else_has_put_there_since_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = Own()
+    before = vars(Own)["device"]
+    with located(model, GPU):
+        inner = vars(Own)["device"]
+        theirs = property(lambda self: inner.__get__(self))
+        monkeypatch.setattr(Own, "device", theirs)
+        assert model.device == GPU
+    assert vars(Own)["device"] is theirs
+    assert model.device == HOST
+    monkeypatch.undo()
+    Own.device = before  # type: ignore[method-assign, assignment]
+
+
+def test_a_nested_lightning_module() -> None:
+    class Outer(LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.teacher = LightningModule()
+
+    outer = Outer()
+    with located(outer, GPU):
+        assert outer.teacher.device == GPU
+    assert outer.teacher.device == HOST
+
+
+# -- what blocks are given ---------------------------------------------------------------------------------------------
+
+
+def block(kind: BlockKind = "layer") -> Block:
+    return Block(name="b", module=nn.Linear(1, 1), kind=kind, tensors=())
+
+
+@pytest.mark.parametrize(
+    ("tensor", "kind", "moves"),
+    [
+        (torch.zeros(2, 3), "layer", True),
+        (torch.zeros(2, 3, dtype=torch.long), "layer", True),
+        (torch.zeros(3, dtype=torch.bool), "layer", True),
+        (torch.zeros(3, dtype=torch.long), "layer", False),
+        (torch.zeros(3, dtype=torch.long), "embedding", True),
+        (torch.tensor(1.0), "layer", False),
+        (torch.zeros(2, 3, device="meta"), "layer", False),
+    ],
+)
+def test_which_tensors_are_brought(tensor: Tensor, kind: BlockKind, moves: bool) -> None:
+    (found,), _ = brought(block(kind), (tensor,), {}, GPU)
+    assert (found is not tensor) == moves
+    assert found.is_meta == (moves or tensor.is_meta)
+
+
+def test_they_are_found_in_what_arguments_hold() -> None:
+    class Cache:
+        def __init__(self) -> None:
+            self.key = torch.zeros(2, 2)
+
+    x, there, cache = torch.zeros(2, 2), torch.zeros(2, 2, device="meta"), Cache()
+    args, kwargs = brought(block(), ((x, there), [x], cache), {"mask": {"full": x}, "flag": True}, GPU)
+    assert args[0][0].is_meta
+    assert args[0][1] is there
+    assert args[1][0].is_meta
+    assert args[2] is cache
+    assert not cache.key.is_meta
+    assert kwargs["mask"]["full"].is_meta
+    assert kwargs["flag"] is True
+
+
+def test_what_is_there_is_handed_on_as_it_is() -> None:
+    args, kwargs = ([torch.zeros(2, 2, device="meta")], 3), {"x": {"y": None}}
+    found = brought(block(), args, kwargs, GPU)
+    assert found[0] is args
+    assert found[1] is kwargs
+
+
+def test_gradients_reach_what_was_brought() -> None:
+    x = torch.zeros(2, 2, requires_grad=True)
+    (found,), _ = brought(block(), (x,), {}, GPU)
+    assert found.grad_fn is not None
