@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from lt_offload.plan import Settings, make_plan
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
+from lt_offload.strategy import offmate, replan, sample
+from tests.gpu.target import Target
+from tests.gpu.users.runs import Bench
+
+
+@pytest.fixture(autouse=True)
+def _nothing_left() -> Iterator[None]:
+    """Begin with the device empty: what the test before has left in cycles is not this test's matter."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    yield
+    gc.collect()
+
+
+PROFILES: dict[str, Profile] = {}
+PLANS: dict[str, Plan] = {}
+MEASURE = sample.measure
+
+
+def known(trainer: Any, optimizer: Any, *args: Any, **options: Any) -> Profile:
+    """Measure, but each run only once."""
+    module = trainer.lightning_module
+    tensors = [(name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters()]
+    groups = [len(group["params"]) for group in optimizer.param_groups]
+    window = trainer.accumulate_grad_batches, trainer.gradient_clip_val, trainer.precision
+    key = repr((tensors, module.model.config, type(optimizer), groups, window, module.batch_size, options))
+    if key not in PROFILES:
+        PROFILES[key] = MEASURE(trainer, optimizer, *args, **options)
+    return PROFILES[key]
+
+
+def known_plan(profile: Profile, settings: Settings) -> Plan:
+    """Plan, but only once for the same question."""
+    key = repr((profile, settings))
+    if key not in PLANS:
+        PLANS[key] = make_plan(profile, settings)
+    return PLANS[key]
+
+
+@pytest.fixture
+def planned_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure and plan the same run only once: for tests of what comes afterwards."""
+    monkeypatch.setattr(sample, "measure", known)
+    for place in (offmate, replan):
+        monkeypatch.setattr(place, "make_plan", known_plan)
+
+
+@pytest.fixture
+def bench(target: Target, monkeypatch: pytest.MonkeyPatch) -> Bench:
+    profiles: list[Profile] = []
+    measured = sample.measure
+
+    def noted(*args: Any, **options: Any) -> Profile:
+        profiles.append(measured(*args, **options))
+        return profiles[-1]
+
+    monkeypatch.setattr(sample, "measure", noted)
+    return Bench(target=target, profiles=profiles)

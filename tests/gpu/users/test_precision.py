@@ -1,0 +1,80 @@
+"""Weights in bf16: alone, with fp32 masters, with stochastic rounding, and products in bf16 of fp32 weights."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import lt_offload
+from tests.gpu.users.runs import USERS, Bench, in_both_ways, module
+from tests.support.trainers import Run, differences
+
+pytestmark = [*USERS, pytest.mark.usefixtures("planned_once")]
+
+
+def in_bf16(**options: Any) -> Any:
+    """Return a module in bf16 whose optimizer is ours."""
+    made = module(dtype=torch.bfloat16)
+
+    def configure() -> Any:
+        optimizer = lt_offload.AdamW(made.parameters(), lr=1e-3, weight_decay=0.1, **options)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
+
+    made.configure_optimizers = configure
+    return made
+
+
+@in_both_ways
+@pytest.mark.parametrize("options", [{}, {"stochastic_rounding": True}], ids=["masters", "stochastic rounding"])
+def test_bf16_with_our_optimizer(options: dict[str, Any], way: str, bench: Bench) -> None:
+    def scene(strategy: Any) -> Run:
+        return bench.fit(strategy, in_bf16(**options))
+
+    expected, found = bench.compare(way, scene)
+    assert differences(expected, found) == []
+    state = next(iter(found.optimizer.state.values()))
+    assert ("master" in state) == (not options)
+    assert {p.dtype for p in found.module.parameters()} == {torch.bfloat16}
+
+
+@in_both_ways
+@pytest.mark.parametrize("precision", ["bf16-true", "bf16-mixed"])
+def test_precisions_of_the_trainer(precision: Any, way: str, bench: Bench) -> None:
+    def scene(strategy: Any) -> Run:
+        return bench.fit(strategy, module(dropout=0.1), precision=precision)
+
+    assert differences(*bench.compare(way, scene)) == []
+
+
+@in_both_ways
+def test_bf16_mixed_with_clipping_and_accumulation(way: str, bench: Bench) -> None:
+    def scene(strategy: Any) -> Run:
+        made = module()
+        # Lightning refuses to clip for a fused one, in bf16 as well.
+        made.configure_optimizers = lambda: torch.optim.AdamW(made.parameters(), lr=1e-2, foreach=False)
+        settings = {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}
+        return bench.fit(strategy, made, precision="bf16-mixed", **settings)
+
+    assert differences(*bench.compare(way, scene)) == []
+
+
+def test_autocast_in_the_training_step(bench: Bench) -> None:
+    """Asked for by hand, not by the Trainer."""
+
+    def scene(strategy: Any) -> Run:
+        made = module()
+        step = made.training_step
+
+        def training_step(batch: Any, batch_idx: int) -> Any:
+            with torch.autocast(bench.device.type, dtype=torch.bfloat16):
+                return step(batch, batch_idx)
+
+        made.training_step = training_step
+        return bench.fit(strategy, made)
+
+    expected, found = bench.compare("tight", scene)
+    assert differences(expected, found) == []
+    assert differences(bench.fit("auto"), expected) != [], "autocast made no difference"

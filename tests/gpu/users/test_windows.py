@@ -1,0 +1,109 @@
+"""Accumulation, clipping, batch sizes that are chosen, and batches in parts."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+
+from lt_offload import OffmateStrategy
+from tests.gpu.users.runs import USERS, Bench, check_way, in_both_ways, module
+from tests.support.trainers import Run, differences
+
+pytestmark = [*USERS, pytest.mark.usefixtures("planned_once")]
+
+CLIPS: dict[str, dict[str, Any]] = {
+    "free": {},
+    "by norm": {"gradient_clip_val": 0.1},
+    "by value": {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
+}
+
+
+@in_both_ways
+@pytest.mark.parametrize("clip", ["by norm", "by value"])
+def test_clipping(clip: str, way: str, bench: Bench) -> None:
+    def scene(strategy: Any) -> Run:
+        return bench.fit(strategy, module(dropout=0.1), **CLIPS[clip])
+
+    expected, found = bench.compare(way, scene)
+    assert differences(expected, found) == []
+    free = bench.fit("auto", module(dropout=0.1))
+    assert differences(free, expected) != [], "there was nothing to clip"
+
+
+@in_both_ways
+@pytest.mark.parametrize("clip", CLIPS)
+@pytest.mark.parametrize("window", [2, 3])
+def test_accumulation_with_a_short_last_window(window: int, clip: str, way: str, bench: Bench) -> None:
+    """Three batches per epoch in windows of 2 and 1, seven rows in windows of 3, 3 and 1."""
+    size = {} if window == 2 else {"batch_size": 1, "shuffle": False}
+
+    def scene(strategy: Any) -> Run:
+        limit = {} if window == 2 else {"limit_train_batches": 5}
+        settings = {"accumulate_grad_batches": window, "max_epochs": 2} | limit | CLIPS[clip]
+        return bench.fit(strategy, module(**size), **settings)
+
+    expected, found = bench.compare(way, scene)
+    assert differences(expected, found) == []
+    assert found.trainer.global_step == 4
+    assert found.trainer.strategy.plan.window == window
+
+
+@in_both_ways
+def test_validation_in_the_middle_of_a_window(way: str, bench: Bench) -> None:
+    def scene(strategy: Any) -> Run:
+        return bench.fit(strategy, module(batch_size=1), accumulate_grad_batches=4, val_check_interval=1, max_epochs=1)
+
+    assert differences(*bench.compare(way, scene)) == []
+
+
+@in_both_ways
+def test_a_module_that_clips_by_itself(way: str, bench: Bench) -> None:
+    def scene(strategy: Any) -> Run:
+        made = module()
+
+        def clip(optimizer: Any, gradient_clip_val: Any = None, gradient_clip_algorithm: Any = None) -> None:
+            if made.trainer.global_step % 2 == 0:
+                made.clip_gradients(optimizer, gradient_clip_val=0.1, gradient_clip_algorithm="norm")
+
+        made.configure_gradient_clipping = clip
+        return bench.fit(strategy, made)
+
+    assert differences(*bench.compare(way, scene)) == []
+
+
+@pytest.mark.parametrize("window", [1, 3])
+def test_a_batch_size_that_is_chosen(window: int, bench: Bench) -> None:
+    """The run is that of stock Lightning with the size, and the number of batches per update, that were chosen."""
+    settings: dict[str, Any] = {"accumulate_grad_batches": window, "max_epochs": 1}
+    made = module(shuffle=False)
+    strategy = OffmateStrategy(memory="1GB", batch_size="auto", **bench.options)
+    found = bench.fit(strategy, made, **settings)
+    count = found.trainer.accumulate_grad_batches
+    assert strategy.plan is not None
+    assert strategy.plan.batch_size == made.batch_size
+    if window > 1:
+        assert made.batch_size * count == 2 * window
+    gc.collect()
+    stock = module(shuffle=False, batch_size=made.batch_size)
+    expected = bench.fit("auto", stock, **settings | {"accumulate_grad_batches": count})
+    assert differences(expected, found) == []
+
+
+@in_both_ways
+def test_batches_in_parts_are_the_same_whatever_the_plan(way: str, bench: Bench) -> None:
+    """Sums of parts have another order than stock's, the same in every plan; the emulated device shows which."""
+
+    def scene(strategy: Any) -> Run:
+        return bench.fit(strategy, module(), max_epochs=1)
+
+    runs = []
+    for one in ("resident", way):
+        strategy = bench.strategy(one, scene, micro_batches=2)
+        runs.append(scene(strategy))
+        check_way(one, strategy)
+        gc.collect()
+    assert differences(*runs) == []
+    assert torch.isfinite(runs[0].module.losses[-1])
