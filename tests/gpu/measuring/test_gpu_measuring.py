@@ -125,6 +125,11 @@ def test_a_refusal_of_the_driver_itself(target: Target, device: torch.device, mo
     assert float(torch.ones(MIB, device=device).sum()) == MIB
 
 
+def test_linux_within_windows_is_not_asked_to_map_pages(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver, "is_wsl2", lambda: True)
+    assert not driver.use_expandable_segments(device)
+
+
 def test_a_full_card_is_no_refusal(device: torch.device, occupied: Callable[[int], None]) -> None:
     occupied(torch.cuda.mem_get_info(device)[0])
     assert driver.use_expandable_segments(device)
@@ -244,6 +249,19 @@ def test_memory_that_kernels_cannot_read_is_refused(device: torch.device) -> Non
     float((torch.ones(4, device=device) * 2).sum())  # no error of the driver's is left for the next launch
 
 
+def test_memory_is_not_shown_without_the_runtime_or_where_torch_copies(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with zero_copy.locked(map_pages(4096).bytes()) as host:
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "as_tensor", lambda memory, device: memory.host.to(device))
+            with pytest.raises(UnsupportedError, match="torch copied the memory"):
+                zero_copy.zero_copy_view(host, device)
+        monkeypatch.setattr(torch.version, "cuda", "1.0")
+        with pytest.raises(UnsupportedError, match="the CUDA runtime cannot be asked"):
+            zero_copy.zero_copy_view(host, device)
+
+
 def test_a_refused_registration_is_told_and_does_no_harm(device: torch.device) -> None:
     host = map_pages(MIB).bytes()
     with zero_copy.locked(host):
@@ -283,6 +301,14 @@ def test_how_much_may_be_locked(device: torch.device) -> None:
     assert registered == {}
 
 
+def test_linux_within_windows_is_asked_for_more_and_more(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pinning, "is_wsl2", lambda: True)
+    monkeypatch.setattr(pinning, "_STEP_BYTES", 4 * MIB)
+    limit = pinning.find_pin_limit(zero_copy.register, zero_copy.unregister, host_bytes=32 * MIB)
+    assert limit.nbytes == 16 * MIB
+    assert "16.8 MB were locked without a refusal" in limit.how
+
+
 def test_registered_memory_goes_back_where_its_owner_says(device: torch.device) -> None:
     """While a kernel that was launched before may still be running."""
     calls: list[str] = []
@@ -320,7 +346,10 @@ def test_page_tables_of_locked_memory_are_counted(target: Target, device: torch.
         assert after - before <= driver.page_table_bytes(host.nbytes) + 4 * MIB
 
 
-def test_the_memory_node(device: torch.device) -> None:
+def test_the_memory_node(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:  # an older torch does not say where on the bus a GPU is
+        patch.setattr(torch.cuda, "get_device_properties", lambda device: object())
+        assert memory_node_of(device).about
     node = memory_node_of(device)
     assert node.about
     done: list[int] = []
