@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import lt_offload
-from lt_offload.profiling import block_cost
+from lt_offload.machine.accounting import Account
+from lt_offload.profiling import block_cost, seams
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.schema.profile import BlockProfile, Profile
 from tests.support.user_nets import HIDDEN, Layer, Net, adamw, rows
@@ -180,3 +181,19 @@ def test_operations_that_change_from_run_to_run_cost_the_option_and_not_the_prof
     for block in profiled(Wavering, nullcontext).blocks[1:-1]:
         assert names(block) == {"keep", "recompute", "reload", "offload", "discard"}
         assert not block.graphed
+
+
+def test_outputs_are_compared_without_copies_of_them() -> None:
+    plain = torch.randn(1 << 18)
+    with_nans = plain.clone()
+    with_nans[5:9] = float("nan")
+    for first, second, same in (
+        (plain, plain.clone(), True),
+        (with_nans, with_nans.clone(), True),
+        (with_nans, plain, False),
+        (plain, plain.flip(0), False),
+        (plain, plain[:-1], False),
+    ):
+        with Account() as account:
+            assert seams._equal([first], [second]) is same
+        assert account.peak <= plain.nbytes
