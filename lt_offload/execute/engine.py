@@ -56,6 +56,8 @@ from lt_offload.model.location import located
 from lt_offload.schema.plan import Plan
 from lt_offload.units import format_bytes
 
+_HOST = torch.device("cpu")
+
 
 class Engine(Controls):
     """Trains ``model`` by ``plan`` on ``device``; without a plan it streams forwards only.
@@ -192,6 +194,9 @@ class Engine(Controls):
         """Let the optimizer's states be complete when they are saved, and be taken over when they are loaded."""
         if self.updates is None:
             return
+        hosted = [w.param for w in self.weights if w.states.group is not None or w.index in self._updated_on_host]
+        self.updates.move(hosted, _HOST)
+        self.updates.move([param for _, param in self.structure.rest], self.device.torch_device)
         params = {weight.param for weight in self.weights}
         self._step = EmptyStep(self.updates, params, self._after_step, delayed=self._window.delayed)
         saved = SavedStates(self.updates, self._guard, self._open, self.drain, self.invalidate)
@@ -221,9 +226,10 @@ class Engine(Controls):
             self.streaming.close()
             if self.updates is not None:
                 self.updates.close()
+                self.updates.move([param for _, param in (*self.structure.tensors, *self.structure.rest)], _HOST)
             if self._grad_norm is not None:
                 self._grad_norm = self._grad_norm.cpu()  # ``stats`` may be asked for it later
-            move_rest(self.model, self.structure, torch.device("cpu"))
+            move_rest(self.model, self.structure, _HOST)
 
     close = remove
 

@@ -128,6 +128,8 @@ def move_rest(model: nn.Module, structure: Structure, device: torch.device) -> N
     for _, param in structure.rest:
         if param.device != device:
             param.data = param.data.to(device)
+        if param.grad is not None and param.grad.device != device:
+            param.grad.data = param.grad.data.to(device)
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device != device:

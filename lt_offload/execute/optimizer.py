@@ -357,12 +357,12 @@ class Updates:
             state = self.state(weight)
             assert weight.view is not None
             for key, value in state.items():
-                if isinstance(value, Tensor) and value.numel() == 1 and self._counter_on_device(weight):
+                if isinstance(value, Tensor) and value.numel() == 1 and self._counter_on_device(weight.param):
                     state[key] = value.to(weight.view.device)
                     self.generation += state[key] is not value
 
-    def _counter_on_device(self, weight: Weight) -> bool:
-        group = self._live(self._group_of[weight.param])
+    def _counter_on_device(self, param: nn.Parameter) -> bool:
+        group = self._live(self._group_of[param])
         return bool(group.get("fused") or group.get("capturable"))
 
     def _live(self, group: int) -> dict[str, Any]:
@@ -376,6 +376,17 @@ class Updates:
     def _attributes(self) -> dict[str, Any]:
         """Return the attributes that a step of tensors of its own may find: counters of steps, above all."""
         return {name: value for name, value in vars(self.optimizer).items() if name not in _OWN}
+
+    def move(self, params: Iterable[nn.Parameter], device: torch.device) -> None:
+        """Bring the states of ``params`` to ``device``; counters of steps as ``Optimizer.load_state_dict`` does it."""
+        for param in params:
+            state = self.optimizer.state.get(param, {}) if param in self._group_of else {}
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.device != device:
+                    if name == "step" and not self._counter_on_device(param):
+                        continue
+                    state[name] = value.to(device)
+                    self.generation += 1
 
     def close(self) -> None:
         """Let go of what stood for the optimizer, and of the device copies that it has updated."""

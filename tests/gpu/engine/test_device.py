@@ -192,6 +192,63 @@ def own_loop(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, leng
     return losses
 
 
+class Rest(nn.Module):
+    """Has a parameter and a buffer outside its blocks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = nn.Parameter(torch.ones(4))
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.register_buffer("scale", torch.full((4,), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x) * self.scale
+        return (x + self.shift).square().mean()
+
+
+def move(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """What people do who go on elsewhere."""
+    model.to(device)
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_optimizer_states_come_and_go_with_their_parameters(fused: bool, target: Target) -> None:
+    """A loop that goes on on the host and comes back."""
+    results = []
+    host, there = torch.device("cpu"), target.torch_device
+    for ours in (False, True):
+        torch.manual_seed(0)
+        model = Rest()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=fused)
+        x, losses = torch.randn(2, 4), []
+        for device in (there, there, host, there, there, host):
+            if ours and device is there and losses:
+                options: dict[str, Any] = {"accelerator": target.accelerator, "host_update": False, "memory": ROOM}
+                with lt_offload.offloaded(model, optimizer, (x.to(there),), **options):
+                    losses += plain_loop(model, optimizer, x.to(there))
+            else:
+                move(model, optimizer, device)
+                losses += plain_loop(model, optimizer, x.to(device))
+            if ours and len(losses) > 2:
+                states = [value for state in optimizer.state.values() for value in state.values()]
+                assert {tensor.device for tensor in (*states, *model.parameters())} == {host}
+        results.append([*losses, *(parameter.detach().cpu() for parameter in model.parameters())])
+    assert all(map(torch.equal, *results))
+
+
+def plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor) -> list[Tensor]:
+    losses = []
+    for _ in range(2):
+        loss = model(x)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.detach().cpu())
+    return losses
+
+
 def test_copies_are_where_they_are_and_classes_are_as_before(target: Target) -> None:
     model, other = models.build("llama"), models.build("llama")
     cls = type(model)
