@@ -8,6 +8,7 @@ much all of them ask for. See :class:`lt_offload.schema.profile.Contention`.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import statistics
 import threading
@@ -22,6 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch.optim import Optimizer
 
+from lt_offload.errors import UnsupportedError
 from lt_offload.machine.numa import MemoryNode, memory_node_of
 from lt_offload.machine.pages import map_pages
 from lt_offload.machine.zero_copy import locked
@@ -29,6 +31,8 @@ from lt_offload.profiling.optimizer import trial_steps
 from lt_offload.profiling.rates import product_size
 from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.profile import Contention, Slowdown
+
+_log = logging.getLogger(__name__)
 
 SHARING: tuple[LaneName, ...] = ("compute", "h2d", "d2h", "host")
 """The lanes that have a share."""
@@ -220,8 +224,13 @@ def _copies(device: torch.device, node: MemoryNode, stack: ExitStack) -> dict[La
     hosts = [each.bytes() for each in pages]
     devices = [torch.zeros(_COPY_BYTES, dtype=torch.uint8, device=device) for _ in range(2)]
     if device.type == "cuda":
-        for host in hosts:
-            stack.enter_context(locked(host))
+        try:
+            for host in hosts:
+                stack.enter_context(locked(host))
+        except (
+            UnsupportedError
+        ) as error:  # the engine's memory would not be locked either, and its copies be of this kind
+            _log.info("how lanes slow each other down is measured with pageable copies: %s", error)
     return {
         "h2d": _on_stream(lambda: devices[0].copy_(hosts[0], non_blocking=True), device),
         "d2h": _on_stream(lambda: hosts[1].copy_(devices[1], non_blocking=True), device),

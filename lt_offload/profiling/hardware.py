@@ -11,7 +11,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lt_offload.errors import ConfigError
+from lt_offload.errors import ConfigError, UnsupportedError
 from lt_offload.resources import is_file, shipped_files
 from lt_offload.schema.profile import HardwareProfile
 from lt_offload.schema.profile import problems_of_machine as problems
@@ -167,7 +167,12 @@ def measure_hardware(
     host = available_host_bytes()
     with current(target):
         limit = find_pin_limit(register, unregister, host_bytes=host) if cuda else PinLimit(nbytes=host, how="")
-        links = measure_links(target, pinned=limit.nbytes >= LOCKED_BYTES, node=memory_node_of(target))
+        node = memory_node_of(target)
+        try:
+            links = measure_links(target, pinned=limit.nbytes >= LOCKED_BYTES, node=node)
+        except UnsupportedError:  # a limit between what was tried and what is measured with
+            limit = PinLimit(nbytes=0, how=f"{format_bytes(LOCKED_BYTES)} could not be locked")
+            links = measure_links(target, pinned=False, node=node)
     source = [
         f"measured; one direction alone: {format_bytes(links.h2d_alone)}/s to the device, "
         f"{format_bytes(links.d2h_alone)}/s to the host"

@@ -429,6 +429,39 @@ def test_products_are_long_enough_to_be_timed(dtype: torch.dtype, device: torch.
 
 
 @pytest.mark.usefixtures("short")
+@pytest.mark.parametrize("most", [0, 8 * MIB, 140 * MIB], ids=["nothing", "a little", "not enough"])
+def test_a_machine_that_locks_little_memory_is_measured(
+    most: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In a container, for example; copies are slower then, and plans know how much."""
+    locked: dict[int, int] = {}
+    register, unregister = zero_copy.register, zero_copy.unregister
+
+    def limited(address: int, nbytes: int) -> int:
+        if sum(locked.values()) + nbytes > most:
+            return 2
+        locked[address] = nbytes
+        return register(address, nbytes)
+
+    def freed(address: int) -> int:
+        locked.pop(address, None)
+        return unregister(address)
+
+    monkeypatch.setattr(rates, "_COPY_BYTES", 64 * MIB)
+    monkeypatch.setattr(rates, "_STREAM_REPEATS", 2)
+    monkeypatch.setattr(rates, "_THREAD_REPEATS", 1)
+    monkeypatch.setattr(zero_copy, "register", limited)
+    monkeypatch.setattr(zero_copy, "unregister", freed)
+    monkeypatch.setattr(measure, "measure_hardware", hardware.measure_hardware)
+    monkeypatch.setattr(measure, "measure_contention", contention.measure_contention)
+    profile = profiled(*tiny_model(), device)
+    assert profile.hardware.pinnable_bytes <= most
+    assert min(profile.hardware.h2d_bytes_per_s, profile.hardware.staged_bytes_per_s) > 1e6
+    assert profile.contention.slowdowns
+    assert locked == {}
+
+
+@pytest.mark.usefixtures("short")
 def test_what_lanes_share(target: Target, device: torch.device) -> None:
     optimizer = torch.optim.AdamW([nn.Parameter(torch.zeros(64, 64))])
     found = contention.measure_contention(optimizer, device, host_threads=1)
