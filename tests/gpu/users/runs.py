@@ -43,7 +43,6 @@ SEGMENTS = 3 * (20 << 20)
 """Torch's allocator maps 20 MiB of a GPU at a time, for each stream and size of blocks: much of small budgets."""
 
 _TIGHT = 0.5
-"""Of the way from the smallest budget to the one in which everything stays."""
 
 
 def module(seed: int = 7, **options: Any) -> Any:
@@ -54,10 +53,14 @@ def module(seed: int = 7, **options: Any) -> Any:
 class Roomy(OffmateStrategy):
     """Plans for ``memory``, and then may take what an allocator maps at once on top, so that tests can be small."""
 
+    first: Plan | None = None
+    """What training began with: a plan that follows it has more room."""
+
     def _make_plan(self, profile: Profile) -> Plan:
         plan = super()._make_plan(profile)
         on_gpu = self.root_device.type == "cuda"
-        return replace(plan, budget_bytes=plan.budget_bytes + SEGMENTS * on_gpu)
+        self.first = replace(plan, budget_bytes=plan.budget_bytes + SEGMENTS * on_gpu)
+        return self.first
 
 
 @functools.cache
@@ -101,19 +104,22 @@ class Bench:
     def settings(self) -> dict[str, Any]:
         return {"accelerator": self.target.accelerator, "devices": 1, "deterministic": True}
 
-    def strategy(self, way: str, probe: Scene, **options: Any) -> OffmateStrategy:
-        """Return ours, with a budget for the run that ``probe`` begins."""
+    def strategy(self, way: str, probe: Scene, *, share: float = _TIGHT, **options: Any) -> OffmateStrategy:
+        """Return ours, with a budget for the run that ``probe`` begins; ``share``: see :meth:`tight`."""
         options = self.options | options
         if way == "resident":
             return OffmateStrategy(memory=ROOM, planner="resident", **options | {"host_update": False})
-        return Roomy(memory=self.tight(probe, **options), **options)
+        return Roomy(memory=self.tight(probe, share, **options), **options)
 
     @property
     def options(self) -> dict[str, Any]:
         return {"host_update": equal_updates(self.device), "solver_time_limit": 2.0}
 
-    def tight(self, probe: Scene, **options: Any) -> int:
-        """Return a budget in which the run of ``probe`` has to copy."""
+    def tight(self, probe: Scene, share: float = _TIGHT, **options: Any) -> int:
+        """Return a budget in which the run of ``probe`` has to copy.
+
+        It is ``share`` of the way from the smallest one to that in which everything stays.
+        """
         with pytest.raises(InfeasibleError) as caught:
             probe(OffmateStrategy(memory="20KB", **options))
         smallest = caught.value.needed_bytes
@@ -126,7 +132,7 @@ class Bench:
         )
         largest = everything.predicted.device_peak_bytes
         assert smallest < largest
-        return int(smallest + _TIGHT * (largest - smallest))
+        return int(smallest + share * (largest - smallest))
 
     def compare(self, way: str, scene: Scene, probe: Scene | None = None, **options: Any) -> tuple[Any, Any]:
         """Return what ``scene`` gives with stock Lightning and with ours."""
@@ -140,9 +146,10 @@ class Bench:
 
 def check_way(way: str, strategy: OffmateStrategy) -> None:
     """Say so if a plan is not what ``way`` is there for."""
-    assert strategy.plan is not None
-    travels = any(op.lane in ("h2d", "d2h") for op in strategy.plan.ops)
-    assert travels == (way == "tight"), strategy.plan.explain()
+    plan = strategy.first if isinstance(strategy, Roomy) else strategy.plan
+    assert plan is not None
+    travels = any(op.lane in ("h2d", "d2h") for op in plan.ops)
+    assert travels == (way == "tight"), plan.explain()
 
 
 def saver(folder: Path, **settings: Any) -> dict[str, Any]:
