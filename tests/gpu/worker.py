@@ -195,7 +195,7 @@ def sanitized(kind: Kind, fault: str | None, **case: Any) -> dict[str, Any]:
         return {"race": None, "launches": 0, "copies": 0}
     from torch.cuda._sanitizer import CUDASanitizerErrors
 
-    from tests.gpu import sanitizer
+    from tests.gpu.races import sanitizer
 
     race = None
     with ExitStack() as stack:

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.cuda._sanitizer import DEFAULT_STREAM_ID, EventHandler
 
-from tests.gpu.sanitizer import PAGE, arguments_on
+from tests.gpu.races.sanitizer import PAGE, arguments_on
 from tests.gpu.target import Target
 from tests.gpu.worker import FAULTS, call
 

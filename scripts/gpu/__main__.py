@@ -91,7 +91,8 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
         tests("smoke", "test_gpu_smoke.py", 1.2, "-m", "quick"),
         tests("parity", "test_gpu_parity.py", 2.5, "-k", "representative"),
         tests("settings", "test_gpu_settings.py", 1.5, "-k", "deterministic and bfloat16"),
-        tests("races", "test_gpu_races.py", 1.5, "-k", "noticed"),
+        tests("users", "users", 2.0, "-k", "the_first_run"),
+        tests("races", "races/test_gpu_races.py", 1.5, "-k", "noticed"),
         tests("memory", "test_gpu_memory.py", 2.0, "-k", "smallest"),
         bench("launch", 1.8, "--device", device, "--results", out, *launch),
         bench("update", 0.8, "--results", out, *update),
@@ -100,7 +101,7 @@ def parts(options: argparse.Namespace, folder: Path) -> list[Part]:
     return [part for part in found if part.name in options.parts]
 
 
-PARTS = ("first", "smoke", "parity", "settings", "races", "memory", "launch", "update", "suite")
+PARTS = ("first", "smoke", "parity", "settings", "users", "races", "memory", "launch", "update", "suite")
 
 RESERVED = 0.25
 

@@ -1,0 +1,264 @@
+"""Does the fake GPU notice faults in what speaks to CUDA? Each of a list is put in, and the tests run on that device.
+
+    python -m scripts.gpu.mutants [--orders lazy random:1] [--only NAME ...] [--list]
+
+A mutant is caught if a test fails, or if none ends: so the tests are run without any in lazy order first, which must
+pass. Those that pass in one order are tried in the next. Every mutant is a copy of the tree in a folder of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.common import ROOT, arguments, save
+
+TASKS, DEVICE = "lt_offload/execute/device/cuda_tasks.py", "lt_offload/execute/device/cuda.py"
+STAGING, GUARD = "lt_offload/machine/staging.py", "lt_offload/execute/edges/guard.py"
+TREE = ("lt_offload", "tests", "scripts", "recipes", "configs", "pyproject.toml")
+TESTS = ("tests/gpu/test_gpu_parity.py", "tests/gpu")
+"""Those that notice most first."""
+LIMIT_S = 900.0
+"""For the tests of one mutant; beyond, something waits for ever."""
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A fault: what is written, and what should be."""
+
+    name: str
+    file: str
+    changes: tuple[tuple[str, str], ...]
+
+
+def _one(name: str, file: str, was: str, becomes: str) -> Mutant:
+    return Mutant(name, file, ((was, becomes),))
+
+
+MUTANTS = (
+    _one("a wait between streams is dropped", TASKS, "self.cuda_stream.wait_event(task.completion)", "pass"),
+    _one(
+        "a copy does not wait for what it reads",
+        TASKS,
+        "            for event in tasks_of((*task.after, *task.behind)):\n                stream.follow(event)",
+        "            for event in tasks_of(task.behind):\n                stream.follow(event)",
+    ),
+    _one(
+        "a copy does not wait for who used its target",
+        TASKS,
+        "            for event in tasks_of((*task.after, *task.behind)):\n                stream.follow(event)",
+        "            for event in tasks_of(task.after):\n                stream.follow(event)",
+    ),
+    Mutant(
+        "a copy's event is recorded before it",
+        TASKS,
+        (
+            (
+                "            try:\n                work()\n",
+                "            stream.complete(task)\n            try:\n                work()\n",
+            ),
+            (
+                "                task.keeps = work\n                stream.complete(task)\n",
+                "                task.keeps = work\n",
+            ),
+        ),
+    ),
+    _one(
+        "a copy is launched to the wrong stream",
+        TASKS,
+        "        with self._cuda.use(stream.cuda_stream):\n",
+        "        with self._cuda.use(self._cuda.current_stream()):\n",
+    ),
+    _one("memory that a copy uses is not kept", TASKS, "                task.keeps = work\n", ""),
+    _one("memory of copies is let go of at once", TASKS, "while tasks and tasks[0].over():", "while tasks:"),
+    _one("an update on the host does not wait for its gradient", TASKS, "event.completion.synchronize()", "pass"),
+    _one(
+        "a stream is taken for ordered after what comes later",
+        TASKS,
+        "self._after[stream] = task.position",
+        "self._after[stream] = task.position + 1000",
+    ),
+    _one(
+        "an event is taken for over",
+        TASKS,
+        "return self.completion is None or bool(self.completion.query())",
+        "return True",
+    ),
+    _one(
+        "a slot is freed without the computations that use it",
+        DEVICE,
+        "[*tasks_of([*after, *inherited]), self._mark()]",
+        "tasks_of([*after, *inherited])",
+    ),
+    _one(
+        "a slot is freed without the copies that use it",
+        DEVICE,
+        "[*tasks_of([*after, *inherited]), self._mark()]",
+        "[self._mark()]",
+    ),
+    _one(
+        "computations do not wait for copies",
+        DEVICE,
+        "            compute.follow(task)\n",
+        "",
+    ),
+    _one(
+        "computations do not wait for who used their target",
+        DEVICE,
+        "for task in (*tasks, *releases):",
+        "for task in (*tasks,):",
+    ),
+    _one("a copy overwrites a freed slot early", DEVICE, "            behind=_releases(writes),\n", ""),
+    _one(
+        "a copy goes the other way",
+        DEVICE,
+        "target.copy_(source, non_blocking=True)",
+        "source.copy_(target, non_blocking=True)",
+    ),
+    _one(
+        "a mark is on the wrong stream",
+        DEVICE,
+        "        self._compute_stream().complete(mark)\n",
+        '        self._copy_streams["d2h"].complete(mark)\n',
+    ),
+    _one(
+        "a stream is waited for before anything is launched to it",
+        DEVICE,
+        "        tasks, releases = tasks_of(events), _releases(writes)\n        self._lanes.finish(tasks)\n",
+        "        tasks, releases = tasks_of(events), _releases(writes)\n",
+    ),
+    _one(
+        "the new arena may still be filled",
+        DEVICE,
+        "        self._cuda.current_stream().synchronize()\n        return Arena(",
+        "        return Arena(",
+    ),
+    _one(
+        "draining does not wait for copies",
+        DEVICE,
+        "        for stream in self._copy_streams.values():\n            stream.cuda_stream.synchronize()\n",
+        "",
+    ),
+    _one(
+        "who waits on the host does not",
+        DEVICE,
+        "                task.completion.synchronize()\n",
+        "                pass\n",
+    ),
+    _one("random numbers are not drawn again", DEVICE, "self._cuda.set_rng_state(gpu)", "pass"),
+    _one("another stream of the user's is not ordered", DEVICE, "                stream.follow(end)\n", ""),
+    _one("the budget is not hard", DEVICE, "self._cuda.cap(left)", "self._cuda.cap(None)"),
+    _one(
+        "a staging buffer is filled while it is copied",
+        STAGING,
+        "                self._copy(goal, part)\n                buffer.record(stream)\n",
+        "                self._copy(goal, part)\n",
+    ),
+    _one(
+        "a staging buffer is emptied before it is filled",
+        STAGING,
+        "                self._copy(buffer.memory[: piece.numel()], piece)\n                buffer.record(stream)\n",
+        "                self._copy(buffer.memory[: piece.numel()], piece)\n",
+    ),
+    _one("the guard is one for all threads", GUARD, "class _Suspended(threading.local):", "class _Suspended:"),
+)
+
+
+def copied(folder: Path) -> Path:
+    """Copy the tree into ``folder`` and return it."""
+    for name in TREE:
+        source = ROOT / name
+        if source.is_dir():
+            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+        else:
+            shutil.copy(source, folder / name)
+    return folder
+
+
+def put_in(mutant: Mutant, folder: Path) -> None:
+    """Make the fault in a copy of the tree."""
+    file = folder / mutant.file
+    text = file.read_text(encoding="utf-8")
+    for was, becomes in mutant.changes:
+        assert text.count(was) == 1, f"{mutant.name}: {mutant.file} has {was!r} {text.count(was)} times"
+        text = text.replace(was, becomes)
+    file.write_text(text, encoding="utf-8")
+
+
+def failure(folder: Path, order: str) -> str:
+    """Run the tests in ``folder`` until one fails; return how, empty if all pass."""
+    command = [sys.executable, "-m", "pytest", *TESTS, "--device", "fake", "--order", order, "-x", "-q", "--tb=line"]
+    command += ["-p", "no:cacheprovider", "--show-capture=no", "-o", "addopts="]
+    environment = os.environ | {"PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    process = subprocess.Popen(
+        command, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    try:
+        said, _ = process.communicate(timeout=LIMIT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.communicate()
+        return "no end"
+    if process.returncode == 0:
+        return ""
+    failed = [line for line in said.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0] if failed else f"exit code {process.returncode}: {said.strip()[-300:]}"
+
+
+def tried(mutant: Mutant, orders: list[str]) -> dict[str, Any]:
+    """Return what became of a mutant."""
+    start = time.monotonic()
+    with tempfile.TemporaryDirectory() as name:
+        folder = copied(Path(name))
+        put_in(mutant, folder)
+        how = order = ""
+        for order in orders:
+            how = failure(folder, order)
+            if how:
+                break
+    return {
+        "name": mutant.name,
+        "caught": bool(how),
+        "order": order if how else None,
+        "by": how,
+        "seconds": round(time.monotonic() - start),
+    }
+
+
+def main() -> int:
+    """Try all mutants, print and save."""
+    parser = arguments(__doc__)
+    parser.add_argument("--orders", nargs="+", default=["lazy", "random:1"], metavar="ORDER")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="mutants whose names contain one of these")
+    parser.add_argument("--list", action="store_true", help="only name them")
+    options = parser.parse_args()
+    chosen = [m for m in MUTANTS if not options.only or any(part in m.name for part in options.only)]
+    if options.list:
+        print("\n".join(mutant.name for mutant in chosen))
+        return 0
+    with tempfile.TemporaryDirectory() as name:
+        how = failure(copied(Path(name)), "lazy")
+    if how:
+        print(f"the tests fail without a fault: {how}", file=sys.stderr)
+        return 1
+    found = []
+    for mutant in chosen:
+        found.append(tried(mutant, options.orders))
+        print(f"{mutant.name:60s} {found[-1]['order'] or 'NOT CAUGHT':12s} {found[-1]['by'][:100]}", flush=True)
+    caught = sum(one["caught"] for one in found)
+    print(f"{caught} of {len(found)} caught")
+    if len(found) == len(MUTANTS):
+        settings = {"orders": options.orders, "tests": list(TESTS)}
+        print(save("cuda-mutants", "cuda-mutants", settings, {"caught": caught, "mutants": found}, options.results))
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
