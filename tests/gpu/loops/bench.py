@@ -88,8 +88,12 @@ class Bench:
     def device(self) -> torch.device:
         return self.target.torch_device
 
-    def fresh(self, on_device: bool = False, **options: Any) -> tuple[nn.Module, Optimizer]:
+    def fresh(self, on_device: bool = False, checkpointed: bool = False, **options: Any) -> tuple[nn.Module, Optimizer]:
+        """Return a model and its optimizer; ``checkpointed``: with transformers' activation checkpointing."""
         made = models.build(**MODEL | options)
+        if checkpointed:
+            enable = "activation_checkpointing_enable"  # as newer transformers call it
+            getattr(made, enable if hasattr(made, enable) else "gradient_checkpointing_enable")()
         if on_device:
             made = made.to(self.device)
         trained = [p for p in made.parameters() if p.requires_grad]
