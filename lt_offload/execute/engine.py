@@ -150,7 +150,7 @@ class Engine(Controls):
         if plan is not None:
             device.limit_host(self._host_limit(plan))
         device.stays(*(param.detach() for _, param in self.structure.rest), *self.model.buffers())
-        device.reserve(plan.arena_bytes if plan is not None else room(self._blocks, device.budget))
+        device.reserve(plan.arena_bytes if plan is not None else room(self._blocks, device.room))
         self.residency = Residency(device, layout, plan, self.updates)
         self.streaming = Streaming(device, self._blocks, layout)
         if plan is not None:

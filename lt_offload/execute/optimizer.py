@@ -59,7 +59,9 @@ def functional_update(
         states: one per parameter.
     """
     make = _RULES.get(type(optimizer))
-    if make is None or group.get("differentiable") or getattr(optimizer, "grad_scale", None) is not None:
+    # What a GradScaler leaves there for optimizers that unscale by themselves, or skip a step with infinities.
+    scaled = any(getattr(optimizer, name, None) is not None for name in ("grad_scale", "found_inf"))
+    if make is None or group.get("differentiable") or scaled:
         return None
     if any(p.is_complex() for p in params) or any(grad.is_sparse for grad in grads):
         return None
@@ -246,6 +248,8 @@ class Updates:
             grads: one gradient per weight, at that place.
         """
         self._updated.update(weight.index for weight in weights)
+        if place == "host":
+            self._bring_scalars_home(weights)
         update = self._by_function(weights, place, grads) or self._by_step(weights, place, grads)
         return partial(self._on_host, weights, update) if place == "host" else update
 
@@ -299,6 +303,9 @@ class Updates:
             self._known.update(weight for weight, own in zip(weights, state.values(), strict=True) if own)
 
         attributes = self._frozen[1] if self._frozen is not None else self._attributes()
+        if place == "host":
+            # A GradScaler's are on the GPU, and change there before the host's lane would ask for them.
+            attributes = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in attributes.items()}
 
         def run() -> None:
             vars(sub).update(attributes)
@@ -360,6 +367,15 @@ class Updates:
                 if isinstance(value, Tensor) and value.numel() == 1 and self._counter_on_device(weight.param):
                     state[key] = value.to(weight.view.device)
                     self.generation += state[key] is not value
+
+    def _bring_scalars_home(self, weights: Sequence[Weight]) -> None:
+        """Move step counters back to the host: another plan had these weights updated on the device."""
+        for weight in weights:
+            state = self.state(weight)
+            for key, value in state.items():
+                if isinstance(value, Tensor) and value.numel() == 1 and value.device.type != "cpu":
+                    state[key] = value.cpu()
+                    self.generation += 1
 
     def _counter_on_device(self, param: nn.Parameter) -> bool:
         group = self._live(self._group_of[param])

@@ -50,9 +50,29 @@ def _nothing() -> None:
     pass
 
 
+class _Nothing(Loader):
+    """Executes no module."""
+
+    def create_module(self, spec: ModuleSpec) -> ModuleType | None:
+        return None
+
+    def exec_module(self, module: ModuleType) -> None:
+        pass
+
+
+# bitsandbytes has kernels for CUDA in a library that wants NVIDIA's: without both its kernels for the CPU run, by the
+# way that all kernels take.
+_LEFT_OUT = ("bitsandbytes.backends.cuda.ops",)
+
+
+def _no_cuda_library() -> None:
+    sys.modules["bitsandbytes.cuda_specs"].get_cuda_specs = lambda: None
+
+
 _AROUND: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     "torch": (_load, _finish),
     "torch.cuda": (_provide, _nothing),
+    "bitsandbytes.cuda_specs": (_nothing, _no_cuda_library),
 }
 
 
@@ -60,6 +80,8 @@ class _Finder(MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
+        if name in _LEFT_OUT:
+            return ModuleSpec(name, _Nothing())
         if name not in _AROUND:
             return None
         spec = PathFinder.find_spec(name, path, target)

@@ -95,6 +95,11 @@ class Device(ABC):
     budget: int
     """Bytes of device memory this process may occupy."""
 
+    @property
+    def room(self) -> int:
+        """What of ``budget`` tensors may occupy."""
+        return self.budget
+
     # -- arena -------------------------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -154,6 +154,11 @@ class CudaDevice(Device):
         self._closed = False
         self._stop = weakref.finalize(self, _release, self._lanes, self._copy_streams, self._host)
 
+    @property
+    @override
+    def room(self) -> int:
+        return self.budget - self._context.nbytes
+
     # -- arena -------------------------------------------------------------------------------------------------------
 
     @override

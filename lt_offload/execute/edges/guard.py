@@ -334,7 +334,7 @@ class _Operations(TorchDispatchMode):
         for position, argument in enumerate((*args, *kwargs.values())):
             for tensor in _tensors(argument):
                 owned = guard.find(tensor)
-                on_gpu |= tensor.device.type != "cpu"
+                on_gpu |= owned is None and tensor.device.type != "cpu"
                 if owned is not None:
                     touched[owned] = touched.get(owned, False) or _writes(func, position, len(args), kwargs)
         if not touched:
