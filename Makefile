@@ -1,5 +1,6 @@
 # make quickstart   fine-tune a real model in a fifth of the memory that it takes
-# make test         run the tests
+# make test         run the tests, those that need a GPU on a fake one
+# make fake         only those, with ORDER=lazy, random:SEED or eager: when the fake GPU does what it is given
 # make full         run the tests with every row of the grids of which make test takes a sample (half an hour)
 # make lint         check style and types
 # make docs         build the documentation into .venv/site, warnings are errors
@@ -12,9 +13,12 @@
 PYTHON ?= python3
 BIN := .venv/bin
 PYTHON_GPU ?= $(BIN)/python
+ORDER ?= lazy
+FAKE_OPTIONS ?=
+ALL_CORES := --numprocesses auto --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: quickstart test full lint docs bench papers gpu gpu-there clean
+.PHONY: quickstart test full fake gpu-fake lint docs bench papers gpu gpu-there clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/quickstart.done
@@ -22,10 +26,14 @@ quickstart: .venv/quickstart.done
 
 # Each process takes a stretch of the tests, so that what they share (profiles, plans, plain runs) is made once.
 test: .venv/dev.done
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ALL_CORES)
+	$(MAKE) fake FAKE_OPTIONS=--cov
 
 full: .venv/dev.done
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses auto --dist worksteal --full
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ALL_CORES) --full
+
+fake: .venv/dev.done
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gpu tests/fake_cuda --device fake --order $(ORDER) $(ALL_CORES) $(FAKE_OPTIONS)
 
 lint: .venv/dev.done
 	$(BIN)/ruff check .

@@ -256,7 +256,7 @@ def main() -> int:
     print(f"{caught} of {len(found)} caught")
     if len(found) == len(MUTANTS):
         settings = {"orders": options.orders, "tests": list(TESTS)}
-        print(save("cuda-mutants", "cuda-mutants", settings, {"caught": caught, "mutants": found}, options.results))
+        print(save("gpu-mutants", "gpu-mutants", settings, {"caught": caught, "mutants": found}, options.results))
     return 0
 
 
