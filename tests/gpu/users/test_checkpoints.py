@@ -50,8 +50,6 @@ def test_resumed_training_equals_one_run(
     bench.fit(strategy, module(shuffle=False), max_epochs=1, **saver(tmp_path))
     if first == "ours":
         check_way(way, strategy)
-    saved = torch.load(tmp_path / f"step={BATCHES}.ckpt", weights_only=False)
-    assert {value.device.type for value in saved["state_dict"].values()} <= {"cpu", bench.device.type}
     resumed = bench.fit(made(second), module(99, shuffle=False), ckpt=tmp_path / f"step={BATCHES}.ckpt")
     assert resumed.trainer.global_step == 2 * BATCHES
     assert len(resumed.module.losses) == BATCHES
@@ -76,7 +74,8 @@ def test_every_file_holds_what_stocks_holds(way: str, bench: Bench, tmp_path: Pa
         check_way(way, strategy)
         for step in range(1, 2 * BATCHES + 1):
             expected, found = (
-                torch.load(tmp_path / name / f"step={step}.ckpt", weights_only=False) for name in ("stock", folder)
+                torch.load(tmp_path / name / f"step={step}.ckpt", map_location="cpu", weights_only=False)
+                for name in ("stock", folder)
             )
             for key in ("state_dict", "optimizer_states", "lr_schedulers", "global_step", "epoch"):
                 assert same_tensors(expected[key], found[key], key) == [], f"{folder}, step {step}"

@@ -104,7 +104,7 @@ def test_an_interrupted_run_goes_on(hook: str, what: Any, way: str, bench: Bench
     with pytest.raises(SystemExit):
         scene(bench.strategy(way, scene), Does(hook, step, what))
     gc.collect()
-    saved = torch.load(tmp_path / FILE, weights_only=False)["global_step"]
+    saved = torch.load(tmp_path / FILE, map_location="cpu", weights_only=False)["global_step"]
     assert saved == (BATCHES if hook == "on_validation_start" else 2)
     resumed = scene(bench.strategy(way, scene), ckpt=tmp_path / FILE)
     count = 2 * BATCHES - saved
