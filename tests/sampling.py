@@ -15,11 +15,11 @@ FULL = False
 """Both are set by the options ``--sample-seed`` and ``--full`` before any test is collected."""
 
 
-def some(rows: Sequence[T], count: int) -> list[T]:
-    """Return ``count`` of ``rows`` in their order."""
+def some(rows: Sequence[T], count: int, name: str = "") -> list[T]:
+    """Return ``count`` of ``rows`` in their order; which ones depends on ``name``, too."""
     if FULL or count >= len(rows):
         return list(rows)
-    return [rows[at] for at in sorted(random.Random(SEED).sample(range(len(rows)), count))]
+    return [rows[at] for at in sorted(random.Random(f"{SEED}{name}" if name else SEED).sample(range(len(rows)), count))]
 
 
 def grid(*axes: Iterable[Any], count: int = 0) -> list[tuple[Any, ...]]:

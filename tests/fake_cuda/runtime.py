@@ -5,9 +5,12 @@ Set up before ``torch.cuda`` is imported, so that all of that is torch's own.
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import os
+import time
 import types
+from pathlib import Path
 from typing import Any
 
 import torch._C as C
@@ -273,10 +276,31 @@ def provide() -> None:
     C._accelerator_emptyCache = lambda: LIB.fake_empty_cache()
 
 
+def _settle(looks: int = 20) -> None:
+    """Give threads of autograd time to let go of what they have worked with.
+
+    One that wants Python's lock while Python ends (before 3.12) takes the process with it: programs on a GPU that end
+    right behind a backward have the same trouble.
+    """
+    quiet = 0
+    while quiet < looks:
+        tasks = [task for task in Path("/proc/self/task").iterdir() if _reads(task / "comm").startswith("pt_autograd")]
+        quiet = quiet + 1 if all(") S " in _reads(task / "stat") for task in tasks) else 0
+        time.sleep(1e-3 if tasks else 0)  # the lock is theirs meanwhile
+
+
+def _reads(file: Path) -> str:
+    try:
+        return file.read_text()
+    except OSError:  # the thread has ended
+        return ""
+
+
 def finish() -> None:
     """Mend, once torch is imported, what else torch without CUDA cannot do."""
     import torch
 
+    atexit.register(_settle)
     torch.version.cuda = "13.0"
     torch.backends.mkldnn.set_flags(False)  # its kernels know tensors of the CPU by other marks
     plain = torch.UntypedStorage.__new__
