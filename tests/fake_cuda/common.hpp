@@ -2,6 +2,7 @@
 #pragma once
 
 #include <c10/util/Exception.h>
+#include <pthread.h>
 
 #include <cstdint>
 #include <cstdlib>
@@ -29,6 +30,11 @@ inline const int devices = [] {
 // so, and nothing that runs under it calls Python.
 inline std::recursive_mutex driver;
 using Lock = std::lock_guard<std::recursive_mutex>;
+
+// In a child that was forked (a worker of a data loader) there is no device: its memory is not mapped there, and the lock
+// may be held by a thread that does not exist. What the child inherited and drops is nobody's.
+inline bool forked = false;
+inline const int at_fork = pthread_atfork(nullptr, nullptr, [] { forked = true; });
 
 inline std::map<std::string, int64_t> counters;  // read by name from Python
 inline void count(const std::string& what) {

@@ -182,6 +182,8 @@ void fake_open() {
   c10::SetCPUAllocator(&host_allocator, 200);
   at::native::_fused_sdp_choice_stub.set_cuda_dispatch_ptr(&attention);
 }
+void fake_initialise() { at::globalContext().lazyInitDevice(c10::kCUDA); }
+int fake_forked() { return forked; }
 int fake_device_count() { return devices; }
 int fake_device() { return current_device; }
 int fake_set_device(int index) { return index >= devices ? 1 : (current_device = index < 0 ? current_device : index, 0); }

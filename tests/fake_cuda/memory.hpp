@@ -239,7 +239,7 @@ inline void* physical(const void* p, size_t bytes) {
 
 struct DeviceAllocator final : c10::Allocator {
   static void drop(void* p) {
-    if (int device = device_of(p); device >= 0) gpus[device].drop(p);
+    if (int device = device_of(p); device >= 0 && !forked) gpus[device].drop(p);
   }
   c10::DataPtr allocate(size_t bytes) override {
     void* p = gpus[current_device].take(bytes);
@@ -271,7 +271,7 @@ struct HostAllocator final : c10::Allocator {
 inline HostAllocator host_allocator;
 inline void HostAllocator::drop(void* p) {
   for (int i = 0; i < devices; ++i)
-    if (gpus[i].has_physical(p)) return gpus[i].drop((char*)p - gpus[i].memory + gpus[i].addresses);
+    if (gpus[i].has_physical(p)) return DeviceAllocator::drop((char*)p - gpus[i].memory + gpus[i].addresses);
   host_allocator.plain->raw_deleter()(p);
 }
 
@@ -330,6 +330,7 @@ struct PinnedAllocator final : c10::Allocator {
   }
   static c10::DataPtr data(void* p) { return {p, p, &drop, c10::Device(c10::kCPU)}; }
   static void drop(void* p) {
+    if (forked) return;
     Lock lock(driver);
     std::vector<MarkPtr> marks;
     for (int i = 0; i < devices; ++i)

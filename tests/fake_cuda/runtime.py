@@ -176,6 +176,7 @@ class Cudart:
 def _initialise() -> None:
     import torch
 
+    LIB.fake_initialise()
     torch.cuda.default_generators = tuple(Generator(index) for index in range(LIB.fake_device_count()))
     torch.cuda._get_device_properties = Properties
 
@@ -218,7 +219,7 @@ def _nothing(*_: Any) -> None:
 
 FUNCTIONS: dict[str, Any] = {
     "init": _initialise,
-    "isInBadFork": lambda: False,
+    "isInBadFork": lambda: bool(LIB.fake_forked()),
     "getDeviceCount": lambda: int(LIB.fake_device_count()),
     "getDevice": lambda: int(LIB.fake_device()),
     "setDevice": _set_device,

@@ -100,6 +100,7 @@ inline void progress() {  // in random order the device does some work whenever 
 }
 
 inline void launch(Queue& queue, Launch what) {
+  TORCH_CHECK(!forked, "CUDA error: initialization error (fake: in a forked process)");
   Lock lock(driver);
   queue.launches.push_back(std::move(what));
   ++queue.issued;

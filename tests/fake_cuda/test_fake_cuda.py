@@ -406,6 +406,26 @@ torch.cuda.synchronize(1)
     assert done.returncode == 0, done.stderr
 
 
+def test_a_forked_child_has_no_device() -> None:
+    """It may drop what it has inherited; to use the device is the error that it is with CUDA."""
+    code = """
+import os, torch
+held, pinned = torch.ones(1000, device="cuda"), torch.ones(1000).pin_memory()
+child = os.fork()
+if child == 0:
+    del held, pinned
+    try:
+        torch.ones(3, device="cuda")
+    except RuntimeError as error:
+        os._exit(17 if "forked" in str(error) else 18)
+    os._exit(19)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 17
+assert held.sum().item() == 1000
+"""
+    done = child(code)
+    assert done.returncode == 0, done.stderr
+
+
 def test_none_is_visible() -> None:
     done = child("import torch; print(torch.cuda.is_available(), torch.cuda.device_count())", CUDA_VISIBLE_DEVICES="")
     assert done.stdout.split() == ["False", "0"], done.stderr
