@@ -1,6 +1,6 @@
 """Does the fake GPU notice faults in what speaks to CUDA? Each of a list is put in, and the tests run on that device.
 
-    python -m scripts.gpu.mutants [--orders lazy random:1] [--only NAME ...] [--list]
+    python -m scripts.gpu.mutants [--orders lazy random:1] [--only NAME ...] [--jobs N] [--list]
 
 A mutant is caught if a test fails, or if none ends: so the tests are run without any in lazy order first, which must
 pass. Those that pass in one order are tried in the next. Every mutant is a copy of the tree in a folder of its own.
@@ -14,7 +14,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,6 +239,7 @@ def main() -> int:
     parser = arguments(__doc__)
     parser.add_argument("--orders", nargs="+", default=["lazy", "random:1"], metavar="ORDER")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="mutants whose names contain one of these")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count(), metavar="N", help="so many at a time")
     parser.add_argument("--list", action="store_true", help="only name them")
     options = parser.parse_args()
     chosen = [m for m in MUTANTS if not options.only or any(part in m.name for part in options.only)]
@@ -249,9 +252,10 @@ def main() -> int:
         print(f"the tests fail without a fault: {how}", file=sys.stderr)
         return 1
     found = []
-    for mutant in chosen:
-        found.append(tried(mutant, options.orders))
-        print(f"{mutant.name:60s} {found[-1]['order'] or 'NOT CAUGHT':12s} {found[-1]['by'][:100]}", flush=True)
+    with ThreadPoolExecutor(options.jobs) as pool:  # each waits for a process
+        for one in pool.map(partial(tried, orders=options.orders), chosen):
+            found.append(one)
+            print(f"{one['name']:60s} {one['order'] or 'NOT CAUGHT':12s} {one['by'][:100]}", flush=True)
     caught = sum(one["caught"] for one in found)
     print(f"{caught} of {len(found)} caught")
     if len(found) == len(MUTANTS):
