@@ -174,13 +174,11 @@ MUTANTS = (
 
 
 def copied(folder: Path) -> Path:
-    """Copy the tree into ``folder`` and return it."""
-    for name in TREE:
-        source = ROOT / name
-        if source.is_dir():
-            shutil.copytree(source, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
-        else:
-            shutil.copy(source, folder / name)
+    """Copy what git knows of the tree into ``folder`` and return it."""
+    known = subprocess.run(["git", "ls-files", "-z", *TREE], cwd=ROOT, capture_output=True, text=True, check=True)
+    for name in filter(None, known.stdout.split("\0")):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, folder / name)
     return folder
 
 
