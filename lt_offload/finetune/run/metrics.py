@@ -13,6 +13,7 @@ from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.processes import total
 from lt_offload.finetune.run.clock import RunClock
 from lt_offload.finetune.run.flops import Peak, flops_per_token, peak_of
+from lt_offload.machine.driver import beside_bytes
 from lt_offload.strategy.metrics import Metrics, logs_after, tokens_in
 
 
@@ -23,7 +24,7 @@ class RunMetrics(Metrics, Callback):
     ``tokens_per_s`` (real tokens: padding is none), ``trained_tokens_per_s`` (those with a loss), ``samples_per_s``,
     ``wall_step_s`` (from the start of a step to the start of the next); ``lr``; ``mfu`` where the device's rated peak
     is known. With the offmate strategy those of its engine, too: ``step_s``, ``step_vs_plan``, ``device_peak_gb``,
-    ``host_peak_gb``, ``grad_norm``; with another one on a GPU ``device_peak_gb`` as torch counts it. Tokens and samples
+    ``host_peak_gb``, ``grad_norm``; with another one on a GPU ``device_peak_gb``, too. Tokens and samples
     are those of all processes, and so is the rated peak; times and memory are those of the first process.
 
     Tokens are counted where the batch is, and read when the loss is, so that a step waits for nothing more.
@@ -89,7 +90,8 @@ class RunMetrics(Metrics, Callback):
         if stats is not None:
             self._log_engine(engine)
         elif trainer.strategy.root_device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(trainer.strategy.root_device)
+            device = trainer.strategy.root_device
+            peak = torch.cuda.max_memory_reserved(device) + beside_bytes(device)[0]  # as a system monitor shows it
             self.peaks["device_peak_bytes"] = peak
             self._log("device_peak_gb", peak / 1e9, prog_bar=True)
 

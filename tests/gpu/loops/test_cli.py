@@ -1,0 +1,166 @@
+"""The command line on the device of --device: from a model folder to a conversation, and runs that are interrupted."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lt_offload
+from lt_offload.cli.main import main
+from lt_offload.finetune.module import FineTune
+from lt_offload.schema.profile import Profile
+from tests.gpu.loops.bench import LOOPS
+from tests.gpu.machine import between
+from tests.gpu.target import Target
+from tests.gpu.users.runs import SEGMENTS, equal_updates
+from tests.support import tiny
+from tests.unit.cli.test_resume import interrupt
+
+pytestmark = [
+    *LOOPS,
+    pytest.mark.only("cuda", "fake"),
+    pytest.mark.filterwarnings("ignore:.*settings to control TF32.*"),
+]
+
+SIZES = {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 6}
+"""60 MB of weights: what an allocator maps at once is little of a budget for that."""
+
+RECIPE = """\
+base: configs/base.yaml
+trainer:
+  accelerator: gpu
+  deterministic: true
+  strategy: {init_args: {memory: 2GB, solver_time_limit: 2}}
+  max_steps: 4
+  max_epochs: -1
+  num_sanity_val_steps: 0
+  val_check_interval: 2
+  check_val_every_n_epoch: null
+  limit_val_batches: 2
+model: {name: model, lr: 0.001, dropout: 0.1}
+data: {path: chat.jsonl, max_length: 64, batch_size: 4}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model, and conversations that have nothing to say."""
+    made = tmp_path_factory.mktemp("cli")
+    tiny.model(made / "model", chat=True, **SIZES)
+    rows = [
+        [{"role": "user", "content": f"what is {i}?"}, {"role": "assistant", "content": f"{i} is a number."}]
+        for i in range(40)
+    ]
+    (made / "chat.jsonl").write_text("\n".join(json.dumps({"messages": row}) for row in rows))
+    return made
+
+
+@pytest.fixture
+def recipe(folder: Path, target: Target, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    monkeypatch.chdir(folder)
+    Path("small.yaml").write_text(RECIPE)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield "small.yaml"
+    signal.signal(signal.SIGINT, before)
+
+
+def planned(recipe: str, target: Target) -> str:
+    """Return the file of a plan that has to copy, with room for what an allocator maps at once on top."""
+    if not Path("tight.json").is_file():
+        assert main([recipe, "--trainer.max_steps", "1", "--trainer.default_root_dir", "measured"]) == 0
+        profile = Profile.load("measured/profile.json")
+        switches: dict[str, Any] = {"host_update": equal_updates(target.torch_device), "time_limit": 2.0}
+        plan = lt_offload.solve(profile, memory=between(profile, 0.4, **switches), **switches)
+        assert any(op.lane in ("h2d", "d2h") for op in plan.ops), plan.explain()
+        replace(plan, budget_bytes=plan.budget_bytes + SEGMENTS).save("tight.json")
+    return "tight.json"
+
+
+def losses(run: str) -> list[tuple[str, str]]:
+    with Path(run, "metrics.csv").open(encoding="utf-8") as file:
+        return [(row["train_loss"], row["val_loss"]) for row in csv.DictReader(file)]
+
+
+def test_from_a_model_folder_to_a_conversation(
+    recipe: str, target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    new = ["new", "model", "--data", "chat.jsonl", "--memory", "2GB", "--method", "full"]
+    assert main([*new, "--output", "written.yaml"]) == 0
+    for verb in ("check", "data", "plan"):
+        assert main([verb, "written.yaml"]) == 0
+
+    plan = planned(recipe, target)
+    assert main([recipe, "--trainer.strategy.plan", plan, "--trainer.default_root_dir", "ours"]) == 0
+    assert main([recipe, "--trainer.strategy", "auto", "--trainer.default_root_dir", "stock"]) == 0
+    assert losses("ours") == losses("stock")
+    assert len(losses("ours")) == 6
+    ours, stock = (torch.load(f"{run}/checkpoints/step4.ckpt", map_location="cpu") for run in ("ours", "stock"))
+    assert all(torch.equal(value, stock["state_dict"][name]) for name, value in ours["state_dict"].items())
+    capsys.readouterr()
+    assert main(["compare", "ours", "stock"]) == 0
+    assert "bit for bit" in " ".join(capsys.readouterr().out.split())
+
+    assert main(["validate", "ours"]) == 0
+    assert main(["generate", "ours", "--prompt", "what", "--max_new_tokens", "3"]) == 0
+    assert main(["export", "ours", "--output", "merged"]) == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello"))
+    assert main(["chat", "ours", "--max_new_tokens", "3"]) == 0
+    assert main(["ls"]) == 0
+
+
+def test_memory_of_a_stock_run_counts_the_context(recipe: str, target: Target) -> None:
+    """As that of ours does: ``compare`` shows them side by side."""
+    assert main([recipe, "--trainer.strategy", "auto", "--trainer.default_root_dir", "counted"]) == 0
+    with Path("counted/metrics.csv").open(encoding="utf-8") as file:
+        peaks = [float(row["device_peak_gb"]) for row in csv.DictReader(file) if row["device_peak_gb"]]
+    free, total = torch.cuda.mem_get_info(target.torch_device)
+    context = total - free - torch.cuda.memory_reserved(target.torch_device)
+    states = 4 * sum(value.nbytes for value in FineTune("model").build().state_dict().values())
+    assert max(peaks) * 1e9 > context + states
+
+
+def test_an_interrupted_run_is_taken_up(
+    recipe: str, target: Target, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = (recipe, "--trainer.strategy.plan", planned(recipe, target), "--trainer.default_root_dir")
+    assert main([*flags, "whole"]) == 0
+    with monkeypatch.context() as patched:
+
+        def begin(_: Any) -> None:
+            interrupt(patched, signal.SIGINT, 2)
+
+        patched.setattr(FineTune, "on_train_start", begin, raising=False)
+        assert main([*flags, "part"]) == 130
+    assert "interrupted after step 3" in capsys.readouterr().err
+    assert main([*flags, "part", "--resume"]) == 0
+    assert main(["compare", "part", "whole"]) == 0
+    assert "have equal losses in all 4 steps, bit for bit." in " ".join(capsys.readouterr().out.split())
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--trainer.strategy.memory", "100MB"], "memory=100 MB is too small"),
+        (["--trainer.strategy.memory", "900GB"], "memory=900 GB is more than there is: the GPU has"),
+        (["--trainer.strategy.memory", "2GB", "--trainer.strategy.host_memory", "50KB"], "host_memory=50 kB is too"),
+        (["--trainer.devices", "[57]"], "You requested gpu: [57]"),
+        (["--trainer.precision", "16-mixed"], "use precision='bf16-mixed'"),
+        (["--trainer.precision", "16-true"], "use precision='bf16-mixed'"),
+    ],
+)
+def test_what_cannot_work_is_said(
+    flags: list[str], message: str, recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([recipe, *flags]) == 2
+    said = capsys.readouterr().err
+    assert message in " ".join(said.split())
+    assert "Traceback" not in said
