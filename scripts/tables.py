@@ -471,18 +471,6 @@ def quality(results: Sequence[Result]) -> str:
     return "\n\n".join(parts)
 
 
-def mutants(results: Sequence[Result]) -> str:
-    """Faults that were put into what speaks to CUDA, those that no test noticed first."""
-    found = [one for result in results for one in result["figures"]["mutants"]]
-    rows = [
-        [one["name"], f"in {one['order']} order" if one["caught"] else "**not noticed**"]
-        for one in sorted(found, key=lambda one: one["caught"])
-    ]
-    caught = sum(one["caught"] for one in found)
-    title = f"{caught} of {len(found)} faults are noticed"
-    return _section(title, "scripts.gpu.mutants", results, ["fault", "noticed"], rows) if found else ""
-
-
 TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "compare": compare,
     "bench-emulated": bench_emulated,
@@ -530,7 +518,7 @@ def pages(root: Path) -> dict[Path, str]:
     blocks = {
         "README.md": {"numbers": figures.headline(results)},
         "docs/benchmarks.md": {"numbers": render(root / "results")},
-        "docs/gpu.md": {"mutants": mutants(results.get("gpu-mutants", []))},
+        "docs/gpu.md": {"mutants": figures.mutants(results.get("gpu-mutants", []))},
         "docs/limits.md": {"limits": limits.markdown()},
         "docs/quality.md": {"quality": quality(results.get("quality", []))},
         "docs/will-it-fit.md": {kind: block(results.get(kind, [])) for kind, block in figures.BLOCKS.items()},

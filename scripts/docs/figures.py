@@ -117,3 +117,15 @@ def _cell(case: dict[str, Any]) -> str:
 
 BLOCKS: dict[str, Callable[[Sequence[Result]], str]] = {"fits": fits}
 """Blocks of docs/will-it-fit.md by the kind of result they show."""
+
+
+def mutants(results: Sequence[Result]) -> str:
+    """Faults that were put into what speaks to CUDA, those that no test noticed first."""
+    parts = []
+    for result in results:
+        found = sorted(result["figures"]["mutants"], key=lambda one: bool(one["caught"]))
+        caught = result["figures"]["caught"]
+        head = f"**{caught} of {len(found)} faults are noticed** (`python -m scripts.gpu.mutants`; "
+        rows = [f"| {one['name']} | {one['order'] if one['caught'] else '**not**'} |" for one in found]
+        parts.append("\n".join([f"{head}{origin(result)})", "", "| fault | noticed, in order |", "|---|---|", *rows]))
+    return "\n\n".join(parts)
