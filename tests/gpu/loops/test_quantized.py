@@ -1,0 +1,71 @@
+"""Adapters on layers of four bits (QLoRA), and optimizers with states of eight, in loops of one's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import bitsandbytes
+import pytest
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from lt_offload.schema.plan import Plan
+from tests.gpu.loops.bench import LOOPS, Bench, Here, in_both_ways, plain_steps, same
+from tests.parity.models import quantized
+from tests.support import models
+
+pytestmark = [*LOOPS, pytest.mark.only("cuda", "fake")]
+
+
+class Quantized(Bench):
+    """A model of four bits under adapters, with an optimizer of the test's choice."""
+
+    def plan(self, way: str, switches: dict[str, Any] | None = None, **options: Any) -> Plan:
+        """Updates that have other bits on the host are left to the device: its kernels are not those of the host."""
+        only = {"host_update": False} if "eight_bits" in options else {}
+        return super().plan(way, (switches or {}) | only, **options)
+
+    def fresh(self, on_device: bool = False, eight_bits: bool = False, **options: Any) -> tuple[nn.Module, Optimizer]:  # type: ignore[override]
+        sizes: dict[str, Any] = {"layers": 4, "hidden_size": 256, "intermediate_size": 768}
+        model = models.build(**sizes) if eight_bits else quantized.adapted(**sizes, **options)
+        model = model.to(self.device) if on_device else model
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if eight_bits:
+            eight: Any = bitsandbytes.optim.AdamW8bit  # type: ignore[attr-defined]
+            return model, eight(trained, lr=1e-3, min_8bit_size=1024)
+        return model, torch.optim.AdamW(trained, lr=1e-3, fused=True)
+
+
+@pytest.fixture
+def quantised(bench: Bench) -> Quantized:
+    return Quantized(target=bench.target, plans={})
+
+
+@in_both_ways
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_adapters_on_four_bits(dtype: torch.dtype, way: str, quantised: Quantized) -> None:
+    assert quantised.compare(way, plain_steps, dtype=dtype, lora_dropout=0.1) == []
+
+
+@in_both_ways
+def test_states_of_eight_bits(way: str, quantised: Quantized) -> None:
+    expected, _ = quantised.plainly(plain_steps, eight_bits=True)
+    found, _ = quantised.ours(way, plain_steps, eight_bits=True)
+    assert same(expected.losses, found.losses)
+    assert same(expected.model.state_dict(), found.model.state_dict())
+    states = [result.optimizer.state_dict()["state"] for result in (expected, found)]
+    assert same(*states)
+    weight = found.model.get_parameter("lm_head.weight")
+    assert found.optimizer.state[weight]["state1"].dtype == torch.uint8
+
+
+def test_generation_from_four_bits(quantised: Quantized) -> None:
+    def loop(here: Here) -> list[torch.Tensor]:
+        losses = plain_steps(here)
+        with torch.no_grad():
+            generate: Any = here.model.generate
+            here.seen["tokens"] = generate(input_ids=torch.arange(3, 9, device=here.device)[None], max_new_tokens=4)
+        return losses
+
+    assert quantised.compare("tight", loop) == []
