@@ -205,13 +205,19 @@ def _curves(folder: Path, warnings: list[str]) -> dict[str, Curve]:
         except (OSError, ValueError, csv.Error) as error:
             warnings.append(f"{path.name} cannot be read: {error}")
             continue
-        first = min((step for step, _ in rows), default=0)
+        # A run that was left where a validation was due begins with it: that step is told of in the part before.
+        taken = [step for step, values in rows if not all(map(_of_validation, values))] or [step for step, _ in rows]
+        first = min(taken, default=0)
         for name, curve in found.items():
             found[name] = {step: value for step, value in curve.items() if step < first}
         for step, values in rows:
             for name, value in values.items():
                 found[name][step] = value
     return {name: tuple(sorted(curve.items())) for name, curve in found.items() if curve}
+
+
+def _of_validation(name: str) -> bool:
+    return name == "epoch" or name.startswith("val_")
 
 
 def _rows(path: Path) -> Iterator[tuple[int, dict[str, float]]]:

@@ -43,6 +43,18 @@ def test_steps_that_were_taken_again_count_once(tmp_path: Path) -> None:
     assert read_run(folder).steps == 40  # what summary.json says
 
 
+def test_a_part_that_begins_with_a_validation_leaves_the_step_before_it(tmp_path: Path) -> None:
+    folder = make_run(tmp_path / "run")
+    whole = read_run(folder)
+    first, second = rows(0, 10), rows(10, 40)
+    [validation] = [row for row in first if "val_loss" in row and row["step"] == 9]
+    write_metrics(folder / "metrics-1.csv", [{k: v for k, v in row.items() if k != "val_loss"} for row in first])
+    write_metrics(folder / "metrics.csv", [{k: validation[k] for k in ("step", "val_loss")}, *second])
+    run = read_run(folder)
+    assert run.curve("train_loss") == whole.curve("train_loss")
+    assert run.curve("val_loss") == whole.curve("val_loss")
+
+
 def test_parts_that_are_taken_again_are_replaced(tmp_path: Path) -> None:
     first = replace(ENDED, last_step=20, ended="interrupted")
     for part in (first, replace(ENDED, first_step=20, last_step=30), replace(ENDED, first_step=20, ended="failed")):
