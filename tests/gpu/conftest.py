@@ -17,7 +17,7 @@ from tests.sampling import some
 HERE = Path(__file__).parent
 FAKE = HERE.parent / "fake_cuda"
 
-SHARES = {HERE: 3, HERE / "races": 3, HERE / "users": 10, HERE / "loops": 10}
+SHARES = {HERE: 3, HERE / "users": 10, HERE / "loops": 10}
 """One row in so many is run on the fake device without --full, and at least one; elsewhere all."""
 
 SEEN: dict[str, Any] = {"tests": {}, "running": "", "figures": {}}
@@ -79,10 +79,9 @@ def _sample(items: list[pytest.Item]) -> list[pytest.Item]:
     for item in items:
         rows[item.path, item.nodeid.partition("[")[0]].append(item)
     chosen: set[pytest.Item] = set()
-    for (path, _), mine in rows.items():
+    for (path, name), mine in rows.items():
         share = SHARES.get(path.parent, 1)
-        # Tests of one file that have the same rows share what these are made of.
-        chosen.update(some(mine, max(1, len(mine) // share), f"{path.name} {len(mine)}"))
+        chosen.update(some(mine, max(1, len(mine) // share), name))
     return [item for item in items if item in chosen]
 
 
