@@ -25,6 +25,7 @@ REDUNDANT = {
     ("offload activation", "prefetch activation"): "the compute lane has read what was fetched",
     ("prefetch state", "offload state"): "a state's range is released by its own copy to the host",
     ("prefetch state", "release"): "ranges of states are not shared in these plans",
+    ("free", "write back"): "an engine that closes has awaited all copies before it frees what is left",
     ("compute", "release"): "ranges of states are not shared in these plans",
 }
 
