@@ -11,7 +11,7 @@ import torch
 import lt_offload
 from lt_offload.errors import ConfigError, InfeasibleError
 from tests.gpu.loops.bench import LOOPS, Bench, Here, in_both_ways, plain_steps
-from tests.gpu.users.runs import SEGMENTS, equal_updates
+from tests.gpu.users.runs import equal_updates
 from tests.support.engines import Result, differences
 
 pytestmark = [*LOOPS, pytest.mark.only("cuda", "fake")]
@@ -35,19 +35,6 @@ def test_a_session_that_plans_by_itself(memory: str | None, bench: Bench) -> Non
     found, engine = own_session(bench, memory=memory)
     assert differences(expected, found) == []
     assert engine.stats.device_peak_bytes <= engine.plan.budget_bytes
-
-
-def test_a_session_with_as_little_as_there_may_be(bench: Bench) -> None:
-    expected, _ = bench.plainly(plain_steps)
-    with pytest.raises(InfeasibleError) as caught:
-        own_session(bench, memory=20_000)
-    smallest = caught.value.needed_bytes
-    assert smallest is not None
-    del caught
-    gc.collect()
-    found, engine = own_session(bench, memory=smallest + SEGMENTS)
-    assert differences(expected, found) == []
-    assert engine.stats.device_peak_bytes <= smallest + SEGMENTS
 
 
 @in_both_ways
