@@ -227,9 +227,8 @@ def _copies(device: torch.device, node: MemoryNode, stack: ExitStack) -> dict[La
         try:
             for host in hosts:
                 stack.enter_context(locked(host))
-        except (
-            UnsupportedError
-        ) as error:  # the engine's memory would not be locked either, and its copies be of this kind
+        except UnsupportedError as error:
+            # The engine's memory would not be locked either, and its copies be of this kind.
             _log.info("how lanes slow each other down is measured with pageable copies: %s", error)
     return {
         "h2d": _on_stream(lambda: devices[0].copy_(hosts[0], non_blocking=True), device),
