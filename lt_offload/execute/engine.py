@@ -419,7 +419,7 @@ class Engine(Controls):
                 f"block {self.structure.blocks[index].name} was called where {self._walk.expected} was expected; "
                 "lt_offload needs every block to be called once per forward, in order"
             )
-        limits.check_arguments(self.structure.blocks[index].name, kwargs)
+        limits.check_call(self.structure.blocks[index].name, kwargs)
         self._own[index].check()
         if deferred.running:
             return deferred.forward(index, forward, args, kwargs, self._anchor, self._run_deferred)

@@ -33,13 +33,14 @@ from lt_offload.limits.running import (
     PARAMETER_HOOKS,
     PARTIAL_BACKWARD,
     REFROZEN,
+    SAVED_TENSORS_HOOKS,
     SEVERAL_CONSUMERS,
     SHARED_CAST,
     SUBSTITUTED,
     TRANSFORMED,
     WINDOW,
     WITHOUT_GRADIENT,
-    check_arguments,
+    check_call,
 )
 from lt_offload.limits.table import LIMITS, Limit, Setup, check, markdown
 
@@ -70,6 +71,7 @@ __all__ = [
     "PARAMETER_HOOKS",
     "PARTIAL_BACKWARD",
     "REFROZEN",
+    "SAVED_TENSORS_HOOKS",
     "SEVERAL_CONSUMERS",
     "SHARED_CAST",
     "SUBSTITUTED",
@@ -80,7 +82,7 @@ __all__ = [
     "Limit",
     "Setup",
     "check",
-    "check_arguments",
+    "check_call",
     "markdown",
     "overridden",
     "overrides",

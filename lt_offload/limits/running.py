@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from lt_offload.limits.table import while_running
@@ -55,12 +55,34 @@ _COLLECTORS = (
 )
 
 
-def check_arguments(block: str, kwargs: Mapping[str, Any]) -> None:
-    """Refuse a call in training whose arguments make ``block`` collect what it computes.
+SAVED_TENSORS_HOOKS = while_running(
+    "torch.autograd.graph.saved_tensors_hooks around a training call, e.g. to keep activations in fewer bits",
+    why="what a block saves for its backward is kept, moved or computed again as the plan says, and no hook would be "
+    "called for it",
+    instead="leave them out; torch.utils.checkpoint and save_on_cpu, whose hooks change no number, may stay",
+)
+_EXACT_HOOKS = (
+    ("torch.utils.checkpoint", "_checkpoint_hook."),
+    ("torch.autograd.graph", "save_on_cpu."),
+    ("trl.models.activation_offloading", "OffloadActivations."),
+)
+"""Module and class of hooks that give back the numbers they were given."""
+
+
+def check_call(block: str, kwargs: Mapping[str, Any]) -> None:
+    """Refuse a call of ``block`` in training by its arguments, and by hooks that would change what it saves.
 
     Raises:
-        UnsupportedError: naming the argument.
+        UnsupportedError: naming the argument or the hook.
     """
+    from torch._C._autograd import _top_saved_tensors_default_hooks as top
+
+    hooks: tuple[Callable[..., Any], ...] | None = top(True)
+    if hooks is not None:
+        name, module = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__), hooks[0].__module__
+        if not any(module == home and name.startswith(owner) for home, owner in _EXACT_HOOKS):
+            shown = name.replace(".<locals>", "")
+            raise SAVED_TENSORS_HOOKS.error(f"saved_tensors_hooks({shown}, ...) around block {block}")
     for name in _COLLECTORS:
         value = kwargs.get(name)
         if value is not None and value is not False:

@@ -67,7 +67,7 @@ class Seams:
         Raises:
             UnsupportedError: if an argument makes the block hand out what it computes.
         """
-        limits.check_arguments(self._blocks[index].name, kwargs)
+        limits.check_call(self._blocks[index].name, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         origins = [(leaves[slot].grad_fn, int(leaves[slot].output_nr)) for slot in call.slots]
         entered = []

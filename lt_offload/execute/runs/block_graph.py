@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._C._autograd import _top_saved_tensors_default_hooks as _has_hooks
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from typing_extensions import override
@@ -344,7 +345,8 @@ class Frame:
         until the graph has been used.
         """
         with torch.enable_grad(), ExitStack() as stack:
-            if offloader is not None or not steady:
+            # Hooks of others (torch.utils.checkpoint's around the block) would throw away what the graph saves.
+            if offloader is not None or not steady or _has_hooks(True):
                 stack.enter_context(SavedTensors(self.weights, offloader, self._shared))
             entered = self._enter(anchor, inputs)
             del inputs  # only the graph holds them from here on, so that what travels is free once it has left
