@@ -12,27 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lt_offload.cli.table import VERBS
 from lt_offload.errors import ConfigError
 from lt_offload.nested import dotted
 from lt_offload.resources import is_dir, is_file, shipped_files, shipped_root, user_path
 from lt_offload.suggest import nearest
 from lt_offload.units import parse_bytes
+from lt_offload.yaml_files import read_yaml
 
 _GROUPS = ("model", "data", "trainer")
-
-
-class _Strict(yaml.SafeLoader):
-    """Refuses a key that stands twice in one group, of which YAML would take the last one."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Return the mapping of ``node``."""
-        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
-        if doubled := [name for name in names if names.count(name) > 1]:
-            raise yaml.YAMLError(f"{doubled[0]!r} stands twice in one group{node.start_mark}")
-        return super().construct_mapping(node, deep)
 
 
 def shipped() -> dict[str, Path]:
@@ -116,14 +104,12 @@ def read(path: Path) -> dict[str, Any]:
     """Return the settings in ``path`` as they are written there.
 
     Raises:
-        ConfigError: if it is no mapping of settings in YAML, or contains itself.
+        ConfigError: if it is no mapping of settings in YAML.
     """
     try:
-        content = yaml.load(path.read_text(encoding="utf-8"), Loader=_Strict)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date such as 2001-99-99, or a file that is no text
-        raise ConfigError(f"recipe {path} is not valid YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise ConfigError(f"recipe {path} is nested too deeply to be read") from None
+        content = read_yaml(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # also of a file that is no text
+        raise ConfigError(f"recipe {path} is not valid YAML: {error}") from None
     except OSError as error:
         raise ConfigError(f"recipe {path} cannot be read: {error.strerror}") from None
     if not isinstance(content, dict):
@@ -135,17 +121,7 @@ def read(path: Path) -> dict[str, Any]:
         if key in _GROUPS and not isinstance(group, dict):
             what = "has no settings; remove it" if group is None else f"{group!r} is no group of settings"
             raise ConfigError(f"recipe {path}: {key}: {what}")
-    _check_finite(content, path, (), ())
     return content
-
-
-def _check_finite(value: Any, path: Path, where: tuple[Any, ...], above: tuple[int, ...]) -> None:
-    """Raise ``ConfigError`` if a YAML alias makes ``value`` contain itself."""
-    if id(value) in above:
-        raise ConfigError(f"recipe {path}: {'.'.join(map(str, where))} contains itself")
-    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-    for key, one in items:
-        _check_finite(one, path, (*where, key), (*above, id(value)))
 
 
 def gigabytes(recipe: Path) -> int:

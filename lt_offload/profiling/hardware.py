@@ -17,6 +17,7 @@ from lt_offload.schema.profile import HardwareProfile
 from lt_offload.schema.profile import problems_of_machine as problems
 from lt_offload.suggest import nearest
 from lt_offload.units import format_bytes, parse_bytes
+from lt_offload.yaml_files import read_yaml
 
 if TYPE_CHECKING:
     import torch
@@ -100,14 +101,10 @@ def _changed(machine: HardwareProfile, change: str) -> HardwareProfile:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    import yaml
-
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:  # ValueError: a date such as 2001-99-99, or no text
-        raise ConfigError(f"cannot read hardware description {str(path)!r}: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise ConfigError(f"cannot read hardware description {str(path)!r}: it is nested too deeply") from None
+        values = read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"cannot read hardware description {str(path)!r}: {error}") from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise ConfigError(f"cannot read hardware description {str(path)!r}: it is no mapping of names to numbers")
     return values

@@ -23,6 +23,7 @@ from lt_offload.resources import is_dir, is_file, user_path
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
+from lt_offload.yaml_files import read_yaml
 
 SAMPLES = "samples.jsonl"
 SUMMARY = "summary.json"
@@ -252,13 +253,11 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _settings(path: Path, warnings: list[str]) -> dict[str, object]:
-    import yaml
-
     if not path.is_file():
         return {}
     try:
-        values = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        warnings.append(f"{path.name} cannot be read: {' '.join(str(error).split())}")
+        values = read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        warnings.append(f"{path.name} cannot be read: {error}")
         return {}
     return dict(dotted(values)) if isinstance(values, dict) else {}

@@ -22,7 +22,7 @@ PACKAGE = "lt_offload"
 
 LAYERS = (
     ("errors",),
-    ("units", "resources", "suggest", "nested", "replacing"),
+    ("units", "resources", "suggest", "nested", "replacing", "yaml_files"),
     ("schema",),
     ("machine", "optim"),
     ("model",),

@@ -5,8 +5,11 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 import lt_offload
 
@@ -86,3 +89,12 @@ def test_version_is_the_projects() -> None:
 
     project = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     assert f'version = "{lt_offload.__version__}"' in project
+
+
+def test_releases_of_attackers_are_never_installed() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    wanted = map(Requirement, [*project["dependencies"], *project["optional-dependencies"]["dev"]])
+    of_lightning = [each for each in wanted if each.name in ("lightning", "pytorch-lightning")]
+    assert len(of_lightning) == 2
+    for each in of_lightning:
+        assert [v for v in ("2.6.1", "2.6.2", "2.6.3", "2.6.4") if v in each.specifier] == ["2.6.1", "2.6.4"]

@@ -12,8 +12,6 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from lt_offload.cli.recipes import read
 from lt_offload.cli.static.flags import OF_EVERY_VERB, flags
 from lt_offload.cli.static.source import Documented, Parameter, read_definition
@@ -22,6 +20,7 @@ from lt_offload.errors import ConfigError
 from lt_offload.nested import dotted
 from lt_offload.resources import is_file
 from lt_offload.suggest import nearest
+from lt_offload.yaml_files import read_yaml
 
 GROUPS = {
     "model": ("lt_offload.finetune.module", "FineTune"),
@@ -82,8 +81,8 @@ def values(files: Sequence[Path], args: Sequence[str] = ()) -> dict[str, Any]:
 
 def _parsed(value: str) -> Any:
     try:
-        return yaml.safe_load(value)
-    except yaml.YAMLError:
+        return read_yaml(value)
+    except ValueError:
         return value
 
 

@@ -10,11 +10,12 @@ import pytest
 import torch
 import yaml
 
-from lt_offload.cli import early
+from lt_offload.cli import early, recipes
 from lt_offload.cli.main import main
 from lt_offload.cli.verbs import doctor
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data import module as data
+from lt_offload.profiling.hardware import load_hardware
 from tests.support.commands import fails
 
 RECIPE = """\
@@ -165,8 +166,9 @@ def test_other_verbs_say_it_early_too(capsys: pytest.CaptureFixture[str], args: 
         ("bas: configs/base.yaml", "unknown setting 'bas' in child.yaml; did you mean base?"),
         ("2001-01-01: 3", "is not the name of a setting"),
         ("true: 3", "True is not the name of a setting"),
-        ("seed_everything: 2001-99-99", "is not valid YAML: month must be in 1..12"),
-        ("data: &a {path: *a}", "data.path contains itself"),
+        ("seed_everything: 2001-99-99", "is not valid YAML: '2001-99-99' is no timestamp (month must be in 1..12)"),
+        ("data: &a {path: *a}", "alias *a is not taken; write what it stands for once more"),
+        ("seed_everything: !!timestamp 'x'", "is not valid YAML: 'x' is no timestamp"),
         (f"data: {'[' * 3000}", "is nested too deeply"),
         (
             "trainer: {strategy: {init_args: {memory: 0.8}}}",
@@ -178,6 +180,20 @@ def test_other_verbs_say_it_early_too(capsys: pytest.CaptureFixture[str], args: 
 def test_recipes_that_cannot_be_meant(capsys: pytest.CaptureFixture[str], change: str, message: str) -> None:
     Path("child.yaml").write_text(f"base: tiny.yaml\n{change}\n")
     assert message in fails(capsys, "check", "child.yaml")
+
+
+def test_a_few_lines_that_stand_for_billions_of_values(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]" for n in range(1, 40)]
+    path = tmp_path / "laughs.yaml"
+    path.write_text("\n".join(lines))
+    with pytest.raises(ConfigError, match=r"laughs.yaml is not valid YAML: alias \*a0 is not taken"):
+        recipes.chain(path)
+    with pytest.raises(ConfigError, match=r"hardware description .*laughs.yaml': alias \*a0 is not taken"):
+        load_hardware(path)
+    path.write_text("name: !!bool x")
+    with pytest.raises(ConfigError, match=r"laughs.yaml': 'x' is no bool"):
+        load_hardware(path)
 
 
 def test_a_checkpoint_of_the_run_is_taken(recipe: str, tmp_path: Path) -> None:
