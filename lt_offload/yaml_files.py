@@ -13,7 +13,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
         """Return the next node below ``parent``."""
         if self.check_event(yaml.AliasEvent):
-            event = self.peek_event()
+            event = self.peek_event()  # type: ignore[no-untyped-call]
             what = f"alias *{event.anchor} is not taken; write what it stands for once more"
             raise yaml.YAMLError(f"{what}{event.start_mark}")
         return super().compose_node(parent, index)

@@ -45,7 +45,22 @@ def pairs(row: pulp.LpAffineExpression) -> list[Pair]:
     return [*((factor, term) for term, factor in row.items()), (row.constant, 1.0)]
 
 
-class _Again(pulp.HiGHS):  # type: ignore[misc]
+class _Silent(highspy.Highs):
+    """HiGHS without a word; since 1.16 it writes its licence when callbacks are enabled, which its constructor does."""
+
+    def enableCallbacks(self) -> None:
+        self.setOptionValue("output_flag", False)
+        super().enableCallbacks()  # type: ignore[no-untyped-call]
+
+
+class _Solver(pulp.HiGHS):  # type: ignore[misc]
+    def createAndConfigureSolver(self, lp: pulp.LpProblem) -> None:
+        lp.solverModel = _Silent()  # type: ignore[no-untyped-call]
+        for name, value in {"time_limit": self.timeLimit, **self.optionsDict}.items():
+            lp.solverModel.setOptionValue(name, value)
+
+
+class _Again(_Solver):
     """HiGHS, going on from the basis in which the last run of the same rows has ended.
 
     Bounds of variables may have changed since. The dual simplex method has little to do then, see Koberstein, "The dual
@@ -82,10 +97,11 @@ def run(
     # The number of threads is left to HiGHS: it has one scheduler per process and refuses to run when asked for another
     # number.
     if method == "again" and gap is None:
-        solver = _Again(msg=False, mip=False, timeLimit=time_limit)
+        solver: _Solver = _Again(mip=False, timeLimit=time_limit)
+    elif gap is None:
+        solver = _Solver(mip=False, timeLimit=time_limit, solver="ipm" if method == "interior" else "simplex")
     else:
-        options = {"solver": "ipm" if method == "interior" else "simplex"} if gap is None else {}
-        solver = pulp.HiGHS(msg=False, mip=gap is not None, gapRel=gap, timeLimit=time_limit, **options)
+        solver = _Solver(mip=True, timeLimit=time_limit, mip_rel_gap=gap)
     try:
         problem.solve(solver)
     except IndexError as error:  # HiGHS has refused the matrix, and PuLP looks for its rows

@@ -533,3 +533,21 @@ def test_a_program_that_goes_on_from_another_budget_ends_where_a_new_one_does() 
     assert series.solution(int(6e9), int(128e9), 60.0).iteration_s > 0
     with pytest.raises(ConfigError, match="too short"):
         series.solution(int(8e9), int(128e9), 0.0)
+
+
+ALL_WAYS_TO_SOLVE = """
+import pulp
+from lt_offload.plan.planners import lp
+
+problem = pulp.LpProblem("x", pulp.LpMaximize)
+variable = problem.add_variable("x", 0, 1.5, cat=pulp.LpInteger)
+problem += variable
+ways = {}, {"method": "simplex"}, {"method": "again"}, {"gap": 0.1}
+found = [(lp.run(problem, time_limit=60, **way), variable.value()) for way in ways]
+assert found == [("solved", 1.5)] * 3 + [("solved", 1.0)], found
+"""
+
+
+def test_nothing_is_printed_while_programs_are_solved() -> None:
+    done = subprocess.run([sys.executable, "-c", ALL_WAYS_TO_SOLVE], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
