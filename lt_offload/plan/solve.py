@@ -44,6 +44,8 @@ _OTHERS: dict[PlannerName, Callable[[Request], list[Proposal]]] = {
 """Planners that answer a request on their own."""
 _SLOW = ("memferry", "pofo")
 _GOOD_GAP = 0.01
+_BOUND_SHARE = 1 / 3
+"""The bound may take this part of the time limit."""
 _ROUNDING = 1e-6
 """Of a program's solution."""
 _LEAST_S = 1.0
@@ -229,6 +231,8 @@ class _Selection:
         self.bound = 0.0
         self._any_time = False
         """Whether the bound is one for copies at any time."""
+        self._bounding_s = _BOUND_SHARE * config.time_limit
+        """Seconds that are left for it."""
         self.candidates = Candidates(request)
 
     def run(self) -> Plan:
@@ -375,14 +379,17 @@ class _Selection:
             lookahead=0,
             optimistic=True,
             window=2 * len(self.profile.blocks) if self._any_time else self.config.window,
-            time_limit=self._left,
+            time_limit=min(self._left, self._bounding_s),
         )
+        began = time.monotonic()
         try:
             self.bound = lower_bound(self.profile, optimistic)
         except InfeasibleError:
             return False
         except ConfigError:
             self.candidates.cut_short("the lower bound, which is that of the computations alone")
+        finally:
+            self._bounding_s -= time.monotonic() - began
         return True
 
     def _copies_are_short(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,13 +15,18 @@ import pytest
 
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.plan import Plan, check, simulate, solve
+from lt_offload.plan.infeasible import smallest_ram
 from lt_offload.plan.planners.baselines import resident_decisions, smallest
+from lt_offload.plan.planners.lp import Method, Outcome, run
+from lt_offload.plan.planners.offmate import program
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.request import allowed_options
+from lt_offload.plan.settings import Settings
 from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes
 from tests import sampling
 from tests.support.profiles.fixtures import GB, llama7b_b4
+from tests.support.profiles.golden_plans import clock_stopped
 from tests.support.profiles.program_rules import random_profile
 from tests.support.profiles.small import small_profile
 
@@ -131,6 +137,37 @@ def test_ram_is_kept(host_memory: str) -> None:
     assert states_and_weights > 12 * GB
     plan = solve(profile, memory="10GB", host_memory=host_memory, time_limit=3)
     assert check(plan, profile) == []
+
+
+def test_a_program_whose_rounded_plans_miss_the_ram_is_solved_for_less_in_growing_steps() -> None:
+    """Whole options need more RAM than the program says, time and again by the same: 14 times 43 MB here."""
+    profile = random_profile(np.random.default_rng(19), KINDS[19 % len(KINDS)])
+    everything = sum(2 * tensor.bytes + tensor.state_bytes for tensor in profile.tensors)
+    ram = int(1.1 * smallest_ram(profile, tuple(allowed_options(block, Settings()) for block in profile.blocks)))
+    with clock_stopped():
+        plan = solve(profile, memory=int(0.6 * everything), host_memory=ram, planner="offmate")
+    assert plan.planner == "offmate"
+    assert sum(other.reason.endswith("more RAM") for other in plan.alternatives) >= 2
+    assert plan.predicted.host_peak_bytes <= ram
+
+
+def test_the_bound_takes_a_third_of_the_time_limit_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that is so busy that the first program takes 40 of 60 s, and each later one 10 s."""
+    now, spent = [0.0], list[tuple[Method, float]]()
+    costs = {"simplex": 40.0, "interior": 30.0, "again": 10.0}
+
+    def busy(problem: Any, *, time_limit: float, gap: float | None = None, method: Method = "interior") -> Outcome:
+        seconds = min(costs[method], time_limit)
+        spent.append((method, seconds))
+        now[0] += seconds
+        return "stopped" if seconds < costs[method] else run(problem, time_limit=1e9, gap=gap, method=method)
+
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(program, "run", busy)
+    plan = solve(LLAMA, memory="6GB", time_limit=60.0)
+    assert sum(seconds for method, seconds in spent if method == "simplex") <= 20
+    assert plan.planner == "offmate"
+    assert any("the lower bound, which is that of the computations alone" in note for note in plan.notes)
 
 
 def test_ram_that_is_given_by_hand_overrides_what_was_measured() -> None:

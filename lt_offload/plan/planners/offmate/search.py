@@ -21,6 +21,8 @@ _SHORT = 1.003
 """A schedule that takes so many times as long as the program says is short of room."""
 _SCHEDULED = 2
 """Of so many of those the schedule is looked for with care."""
+_RAM_STEP = 0.005
+"""The least part of the RAM by which it is lowered."""
 _LEAST_S = 10.0
 """So long the first program may take even if there is no time left, where nothing else has given a plan."""
 _FIRST = 1.0
@@ -41,10 +43,11 @@ def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough_s: f
     """
     request = candidates.request
     search = _BudgetSearch(request.budget_bytes)
-    ram = request.host_budget_bytes
+    ram = _RamSearch(request.host_budget_bytes)
     # What is on its way is the schedule's to see to.
     programs = RelaxedPrograms(
-        request.profile, replace(config, budget_bytes=search.next, lag=0, lookahead=0, phi=1.0, host_budget_bytes=ram)
+        request.profile,
+        replace(config, budget_bytes=search.next, lag=0, lookahead=0, phi=1.0, host_budget_bytes=ram.next),
     )
     found: list[tuple[float, Proposal]] = []
     least, most = _SOLVED
@@ -57,10 +60,10 @@ def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough_s: f
             left = max(left, _LEAST_S)
         name = f"offmate, solved for {format_bytes(search.next)}"
         try:
-            solution = programs.solution(search.next, ram, left)
+            solution = programs.solution(search.next, ram.next, left)
         except InfeasibleError as error:
             candidates.fail(name, "the program has no solution")
-            if not search.raise_to(error.needed_bytes):
+            if not (ram.back() or search.raise_to(error.needed_bytes)):
                 break
             continue
         except ConfigError as error:
@@ -71,8 +74,7 @@ def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough_s: f
         proposal = Proposal(name=name, decisions=decisions)
         seconds = candidates.estimate(proposal)
         if isinstance(seconds, Missed):
-            ram -= max(seconds.host, 0)
-            if not (seconds.host > 0 or search.lower(seconds.device)):
+            if not (ram.lower(seconds.host) or search.lower(seconds.device)):
                 break
             continue
         found.append((seconds, proposal))
@@ -82,6 +84,31 @@ def search_budgets(candidates: Candidates, config: OffmateConfig, *, enough_s: f
         candidates.add(proposal)
         if candidates.fastest_s <= enough_s:
             return
+
+
+class _RamSearch:
+    """With which RAM to solve the program next: less where the rounded plan needs more than there is."""
+
+    def __init__(self, budget: int) -> None:
+        self.next = budget
+        self._step = 0
+        self._least_step = int(_RAM_STEP * budget)
+
+    def lower(self, over: int) -> bool:
+        """Note that the plan misses the real budget by ``over`` bytes; returns whether it does.
+
+        Whole options may miss by the same again, so that steps grow.
+        """
+        if over > 0:
+            self._step = max(over, 2 * self._step, self._least_step)
+            self.next -= self._step
+        return over > 0
+
+    def back(self) -> bool:
+        """Note that the program has no solution; returns whether half the last step is worth a trial."""
+        self._step //= 2
+        self.next += self._step
+        return self._step >= self._least_step
 
 
 class _BudgetSearch:
