@@ -1,17 +1,27 @@
-"""Dispatch modes beside ``torch.compile``: Dynamo skips their handlers, and they see the buffers of compiled code.
+"""Modes of torch that watch what runs, so that what runs is the same as without them.
 
 A dispatch mode sees every operation of eager torch. Compiled code allocates by functions of its own, which no mode
 sees, and Dynamo would trace a mode's Python handler as if it were part of the model.
+
+A function mode sees calls. While there is one, ``torch.overrides.has_torch_function`` is true of everything, and
+modules that ask it take another way: ``nn.MultiheadAttention`` and ``nn.TransformerEncoderLayer`` leave torch's fast
+path, whose last bits differ. So a mode that only watches is left out of the answer. The question is a builtin function
+that nothing can be told, and modules look it up where it is each time: while such a mode is in place, that is the one
+below. What asks a name of its own (``torch.nn.functional``) hands the call to the mode, which runs it without being in
+place.
 """
 
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _guards: Any = torch._C._dynamo.guards
@@ -73,3 +83,98 @@ def _allocate_with(functions: dict[str, Callable[..., Tensor]]) -> None:
     for generated in codecache.PyCodeCache.modules if codecache is not None else ():
         for name in functions.keys() & vars(generated).keys():
             setattr(generated, name, functions[name])
+
+
+# -- function modes ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ModeStack:
+    """A thread's stack of modes of one kind."""
+
+    size: Callable[[], int]
+    pop: Callable[[], Any]
+    push: Callable[[Any], None]
+
+    def lift(self, mode: object) -> int | None:
+        """Take ``mode`` out; return how many modes were above it, None if it was not there."""
+        above: list[Any] = []
+        lifted = False
+        while not lifted and self.size():
+            top = self.pop()
+            lifted = top is mode
+            if not lifted:
+                above.append(top)
+        for other in reversed(above):
+            self.push(other)
+        return len(above) if lifted else None
+
+    def insert(self, mode: object, above: int) -> None:
+        """Put ``mode`` back below the ``above`` modes on top."""
+        others = [self.pop() for _ in range(above)]
+        self.push(mode)
+        for other in reversed(others):
+            self.push(other)
+
+
+# Not ``with mode``: that also tells torch.compile that modes are in use, which they are not inside compiled blocks.
+DISPATCH_MODES = ModeStack(
+    torch._C._len_torch_dispatch_stack,
+    lambda: torch.utils._python_dispatch._pop_mode(),
+    torch.utils._python_dispatch._push_mode,
+)
+FUNCTION_MODES = ModeStack(torch._C._len_torch_function_stack, torch.overrides._pop_mode, torch.overrides._push_mode)
+
+
+class WatchingMode(TorchFunctionMode):
+    """A function mode that changes nothing, which ``torch.overrides.has_torch_function`` does not count."""
+
+    def place(self, above: int = 0) -> None:
+        """Begin to see calls, below the ``above`` modes on top."""
+        FUNCTION_MODES.insert(self, above)
+        _question.ask(self)
+
+    def lift(self) -> int | None:
+        """End it; return how many modes were above this one, None if it was not in place."""
+        above = FUNCTION_MODES.lift(self)
+        if above is not None:
+            _question.forget(self)
+        return above
+
+
+_OVERRIDES, _ASKED = vars(torch.overrides), "has_torch_function"
+
+
+class _HasTorchFunction:
+    """``torch.overrides.has_torch_function``, while watching modes are in place in any thread."""
+
+    def __init__(self) -> None:
+        self._changing = threading.Lock()
+        self._modes: list[WatchingMode] = []
+        """In place, once per thread."""
+        self._original: Callable[[Any], bool] = _OVERRIDES[_ASKED]
+
+    def ask(self, mode: WatchingMode) -> None:
+        with self._changing:
+            self._modes.append(mode)
+            if _OVERRIDES[_ASKED] is not self:
+                self._original = _OVERRIDES[_ASKED]
+                _OVERRIDES[_ASKED] = self
+
+    def forget(self, mode: WatchingMode) -> None:
+        with self._changing:
+            self._modes.remove(mode)
+            if not self._modes and _OVERRIDES[_ASKED] is self:
+                _OVERRIDES[_ASKED] = self._original
+
+    def __call__(self, relevant_args: Any) -> bool:
+        """Answer without the watching modes of this thread."""
+        lifted = [(mode, above) for mode in tuple(self._modes) if (above := FUNCTION_MODES.lift(mode)) is not None]
+        try:
+            return self._original(relevant_args)
+        finally:
+            for mode, above in reversed(lifted):
+                FUNCTION_MODES.insert(mode, above)
+
+
+_question = _HasTorchFunction()

@@ -27,14 +27,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_offload import limits
 from lt_offload.execute.copies import Residency
 from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.tensors import LiveGroup, Weight
-from lt_offload.machine.dispatch import unseen_by_dynamo
+from lt_offload.machine.dispatch import DISPATCH_MODES, WatchingMode, unseen_by_dynamo
 from lt_offload.model.blocks import Structure
 
 GRADIENT = "p.grad"
@@ -110,16 +109,16 @@ class Guard:
     def install(self) -> None:
         """Begin to watch the operations of the calling thread."""
         self._thread = threading.get_ident()
-        _FUNCTIONS.push(self._calls)
-        _DISPATCH.push(self._operations)
+        self._calls.place()
+        DISPATCH_MODES.push(self._operations)
         _installed.add(self)
 
     def remove(self) -> None:
         """End it; operations of other threads were never seen."""
         _installed.discard(self)
         if self._thread == threading.get_ident():
-            _DISPATCH.lift(self._operations)
-            _FUNCTIONS.lift(self._calls)
+            DISPATCH_MODES.lift(self._operations)
+            self._calls.lift()
         self._thread = 0
         self._operations.guard = self._calls.guard = None
         self._views.clear()
@@ -351,7 +350,7 @@ class _Operations(TorchDispatchMode):
         return out
 
 
-class _Calls(TorchFunctionMode):
+class _Calls(WatchingMode):
     """Sees the calls that reach a tensor's memory without an operation, and ``autograd.grad`` of weights."""
 
     def __init__(self, guard: Guard) -> None:
@@ -433,44 +432,6 @@ def _writes(func: Any, position: int, positional: int, kwargs: dict[str, Any]) -
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-@dataclass(frozen=True, slots=True)
-class _Stack:
-    """A thread's stack of modes of one kind."""
-
-    size: Callable[[], int]
-    pop: Callable[[], Any]
-    push: Callable[[Any], None]
-
-    def lift(self, mode: object) -> int | None:
-        """Take ``mode`` out; return how many modes were above it, None if it was not there."""
-        above: list[Any] = []
-        lifted = False
-        while not lifted and self.size():
-            top = self.pop()
-            lifted = top is mode
-            if not lifted:
-                above.append(top)
-        for other in reversed(above):
-            self.push(other)
-        return len(above) if lifted else None
-
-    def insert(self, mode: object, above: int) -> None:
-        """Put ``mode`` back below the ``above`` modes on top."""
-        others = [self.pop() for _ in range(above)]
-        self.push(mode)
-        for other in reversed(others):
-            self.push(other)
-
-
-# Not ``with mode``: that also tells torch.compile that modes are in use, which they are not inside compiled blocks.
-_DISPATCH = _Stack(
-    torch._C._len_torch_dispatch_stack,
-    lambda: torch.utils._python_dispatch._pop_mode(),
-    torch.utils._python_dispatch._push_mode,
-)
-_FUNCTIONS = _Stack(torch._C._len_torch_function_stack, torch.overrides._pop_mode, torch.overrides._push_mode)
-
-
 class _Suspended(threading.local):
     """A context without the modes of a guard; does nothing in threads that do not have them.
 
@@ -487,16 +448,16 @@ class _Suspended(threading.local):
         self._depth += 1
         if self._depth == 1:
             guard = self._guard
-            self._above = _DISPATCH.lift(guard._operations), _FUNCTIONS.lift(guard._calls)
+            self._above = DISPATCH_MODES.lift(guard._operations), guard._calls.lift()
 
     def __exit__(self, *error: object) -> None:
         self._depth -= 1
         if self._depth == 0:
             guard, (operations, calls) = self._guard, self._above
             if calls is not None:
-                _FUNCTIONS.insert(guard._calls, calls)
+                guard._calls.place(calls)
             if operations is not None:
-                _DISPATCH.insert(guard._operations, operations)
+                DISPATCH_MODES.insert(guard._operations, operations)
 
 
 _installed: weakref.WeakSet[Guard] = weakref.WeakSet()

@@ -157,3 +157,22 @@ def test_a_plateau_scheduler_reads_the_loss(way: str, bench: Bench) -> None:
         return losses
 
     assert bench.compare(way, loop) == []
+
+
+@in_both_ways
+def test_a_frozen_teacher_takes_the_fast_path_of_attention(way: str, bench: Bench) -> None:
+    def loop(here: Here) -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        layer = torch.nn.TransformerEncoderLayer(64, 4, 64, batch_first=True)
+        teacher = torch.nn.Sequential(torch.nn.Embedding(1024, 64), layer).requires_grad_(False).eval().to(here.device)
+        losses = []
+        for batch in here.batches:
+            with torch.no_grad():
+                hidden = teacher(batch["input_ids"])
+            loss = here.model(**batch).loss * hidden.square().mean()
+            loss.backward()
+            here.step()
+            losses += [hidden, loss.detach().clone()]
+        return losses
+
+    assert bench.compare(way, loop) == []
