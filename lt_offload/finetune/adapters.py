@@ -215,7 +215,7 @@ def _peft(setting: str) -> Any:
     try:
         import peft
     except ImportError:
-        raise ConfigError(f"{setting} needs the package peft: pip install 'lt-offload[lora]'") from None
+        raise ConfigError(f"{setting} needs the package peft: pip install peft") from None
     return peft
 
 

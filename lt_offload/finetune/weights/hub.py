@@ -49,8 +49,19 @@ def _explained(name: str, error: BaseException) -> str:
             f"model {name!r} is neither a folder here nor in the cache {_cache()}, and the hub cannot be reached; "
             f"download it where it can ('hf download {name}'), or give a model folder"
         )
+    if "backend tokenizer" in str(error):
+        return (
+            f"there is no tokenizer at {name!r}; put the model's tokenizer.json and tokenizer_config.json there, or name "
+            "the model or folder that has it with data.tokenizer"
+        )
+    if "no file named" in str(error):
+        return (
+            f"model folder {name!r} has no weights, neither {SINGLE} nor pytorch_model.bin; download or copy them "
+            "there, or train from random ones with model.init=random"
+        )
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return f"model {name!r} cannot be loaded: {lines[0] if lines else type(error).__name__}"
+    whole = " ".join(lines) if lines and lines[0].endswith(":") else "".join(lines[:1])
+    return f"model {name!r} cannot be loaded: {whole or type(error).__name__}"
 
 
 @contextmanager

@@ -84,7 +84,7 @@ def test_options_and_verbs_that_are_nearly_right(capsys: pytest.CaptureFixture[s
         (["--trainer.default_root_dir", "text.txt/run"], "trainer.default_root_dir='text.txt/run' cannot be written"),
         (["--model.name", "empty"], "model folder 'empty' has no config.json"),
         (["--model.name", "text.txt"], "model 'text.txt' is not a folder"),
-        (["--data.tokenizer", "empty"], "model 'empty' cannot be loaded"),
+        (["--data.tokenizer", "empty"], "there is no tokenizer at 'empty'; put the model's"),
         (["--seed_everything", "-1"], "seed_everything=-1 is out of bounds; choose a number from 0 to 4294967295"),
         (["--data.path", "none.json"], "data.path='none.json' does not exist"),
         (["--model.lr", "inf"], "model.lr"),
