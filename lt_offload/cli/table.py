@@ -52,7 +52,7 @@ VERBS = {
         Verb("validate", "loss on held-out data"),
         Verb("generate", "the model continues a prompt"),
         Verb("chat", "talk to the model in the terminal"),
-        Verb("export", "write a Hugging Face folder"),
+        Verb("export", "write a Hugging Face folder, adapters or a GGUF file"),
         Verb("check", "is every setting known and of the right type?"),
         Verb("new", "write a recipe for any causal model by planning it", recipe=False),
         Verb("ls", "list the recipes that come with it", recipe=False, module="verbs.files"),

@@ -18,8 +18,8 @@ from lt_offload.errors import ConfigError
 from lt_offload.finetune.load import base_of
 from lt_offload.finetune.quantize import dequantized
 from lt_offload.finetune.weights.hub import explain_full_disk
+from lt_offload.finetune.weights.to_gguf.write import Bits, check_writable, write_gguf
 from lt_offload.finetune.weights.vocabulary import has_grown
-from lt_offload.finetune.weights.write_gguf import check_writable, write_gguf
 from lt_offload.model.quantized import packed_layers
 from lt_offload.replacing import replacing
 from lt_offload.resources import user_path
@@ -42,6 +42,7 @@ def export(
     format: Format = "hf",
     dtype: ExportDtype | None = None,
     max_shard_size: str = "5GB",
+    quantize: Bits | None = None,
     ends: Sequence[int] = (),
 ) -> Path:
     """Write ``model``, of which adapters become a part, and ``tokenizer``, and return where they are.
@@ -56,6 +57,7 @@ def export(
             them; ``gguf`` for one file as llama.cpp reads it, in a folder with this name or under this name.
         dtype: of the weights that are written; None: as they are.
         max_shard_size: of one file of a folder.
+        quantize: ``q8_0`` writes the matrices of a GGUF file in 8 bits.
         ends: tokens that end an answer, as it was trained; the generation settings of a whole model's folder name them,
             so that other programs stop there, too.
 
@@ -83,7 +85,9 @@ def export(
             tokenizer.save_pretrained(new)
         return target
     if format == "gguf":
-        check_writable(base_of(whole), tokenizer)
+        check_writable(base_of(whole).config, tokenizer)
+    elif quantize is not None:
+        raise ConfigError(f"--quantize {quantize} is for GGUF files; name one with --output, e.g. model.gguf")
     with _plain(whole), _stopping_at(ends, whole):
         if any(True for _ in packed_layers(whole)):
             whole = dequantized(whole)
@@ -96,7 +100,7 @@ def export(
             if format == "gguf":
                 file = new if target.suffix == ".gguf" else new / GGUF_FILE
                 file.parent.mkdir(exist_ok=True)
-                write_gguf(whole, tokenizer, file)
+                write_gguf(whole, tokenizer, file, quantize=quantize)
             else:
                 whole.save_pretrained(new, max_shard_size=shard_bytes)
                 tokenizer.save_pretrained(new)
@@ -110,6 +114,11 @@ def check_target(folder: str | Path, format: Format = "hf") -> Path:
         ConfigError: if the folder has something in it, or cannot be made.
     """
     target = user_path(folder)
+    if format != "gguf" and target.suffix == ".gguf":
+        raise ConfigError(
+            f"--format {format} writes a folder, and {str(folder)!r} is the name of a GGUF file; leave the flag out, "
+            "or name a folder with --output"
+        )
     if format == "gguf" and target.suffix == ".gguf":
         if target.exists():
             raise ConfigError(f"{str(folder)!r} exists; choose another name with --output")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from lt_offload.cli import recipes
 from lt_offload.cli.app import App
 from lt_offload.cli.early import check_early
 from lt_offload.errors import ConfigError
@@ -15,33 +17,50 @@ from lt_offload.finetune.export import export as write
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.unused import refuse_unused
 from lt_offload.finetune.weights.left_out import KEY
+from lt_offload.finetune.weights.to_gguf.write import Bits, check_writable
 from lt_offload.strategy.checkpoint import files as checkpoint
-from lt_offload.units import parse_bytes
+from lt_offload.units import format_bytes, parse_bytes
+
+_NAMES = {"hf": "model", "adapter": "adapter", "gguf": "model.gguf"}
+_LOADED = {
+    "hf": "Hugging Face folder, {size}; load it with AutoModelForCausalLM.from_pretrained({path})",
+    "adapter": "adapters, {size}; load them with PeftModel.from_pretrained(model, {path})",
+    "gguf": "GGUF file, {size}; load it with llama-cli -m {file}",
+}
+"""How what was written is loaded."""
 
 
 def export(
     app: App,
     *,
-    output: str,
+    output: str | None = None,
     ckpt_path: str | None = None,
-    format: Format = "hf",
+    format: Format | None = None,
     merge: bool = True,
     dtype: ExportDtype | None = None,
+    quantize: Bits | None = None,
     max_shard_size: str = "5GB",
 ) -> int:
     """Write the model as a folder that Hugging Face's from_pretrained reads, as adapters, or as a GGUF file.
 
     Args:
         app: the settings.
-        output: the folder, new or empty. For gguf it may be the name of a new file.
+        output: the folder, new or empty, or the name of a new GGUF file, e.g. model.gguf; if not given, model, adapter
+            or model.gguf in the run folder, or here for a recipe.
         ckpt_path: checkpoint to export; if not given, the newest one of a run folder, else the pretrained model.
         format: hf, a folder with safetensors, tokenizer, chat template and generation settings; adapter, the adapters
-            alone as peft reads them; gguf, one file for llama.cpp (llama models).
+            alone as peft reads them; gguf, one file for llama.cpp; if not given, gguf where output ends in .gguf, else
+            hf.
         merge: merge adapters into the weights; if false, the adapters alone are written.
         dtype: of what is written, e.g. bfloat16; as it was trained if not given.
+        quantize: q8_0 writes the matrices of a GGUF file in 8 bits.
         max_shard_size: of one file of a whole model's folder.
     """
-    target = check_target(output, format)
+    format = format or ("gguf" if output is not None and output.endswith(".gguf") else "hf")
+    kind = "adapter" if not merge else format
+    target = check_target(output or _default_output(app, kind), format)
+    if quantize is not None and format != "gguf":
+        raise ConfigError(f"--quantize {quantize} is for GGUF files; name one with --output, e.g. model.gguf")
     parse_bytes(max_shard_size, setting="max_shard_size", least=1)  # a slip is noticed before anything slow
     if (format == "adapter" or not merge) and app.model.lora is None and app.model.adapter is None:
         raise ConfigError(
@@ -52,6 +71,9 @@ def export(
         what = "--merge false, with which adapters are written, as one file" if format == "hf" else f"--format {format}"
         refuse_unused(export, "--", {"max_shard_size": max_shard_size}, what, instead="export a whole model as hf")
     check_early(app, ckpt_path, reads_data=False)
+    if format == "gguf":
+        config = load.load_config(app.model.name, app.model.architecture if app.model.init == "random" else None)
+        check_writable(config, app.datamodule.tokenizer)
     content = None if ckpt_path is None else checkpoint.load(ckpt_path, weights_only=True)
     if content is None:
         model = app.model.build()
@@ -63,19 +85,32 @@ def export(
         app.model.load_state_dict(content["state_dict"])
         assert app.model.model is not None
         model = app.model.model
-    print(
-        write(
-            model,
-            app.datamodule.tokenizer,
-            target,
-            merge=merge,
-            format=format,
-            dtype=dtype,
-            max_shard_size=max_shard_size,
-            ends=app.datamodule.encoder.ends,
-        )
+    written = write(
+        model,
+        app.datamodule.tokenizer,
+        target,
+        merge=merge,
+        format=format,
+        dtype=dtype,
+        max_shard_size=max_shard_size,
+        quantize=quantize,
+        ends=app.datamodule.encoder.ends,
     )
+    print(f"{written}: {_LOADED[kind].format(size=_size(written), path=repr(str(written)), file=written)}")
     return 0
+
+
+def _default_output(app: App, kind: str) -> Path:
+    """Return where the model goes if nobody says: into its run folder, or beside the recipe's runs."""
+    name = _NAMES[kind]
+    folder = app.recipe.parent
+    return folder / name if (folder / "checkpoints").is_dir() else Path(f"{recipes.run_name(app.recipe)}-{name}")
+
+
+def _size(path: Path) -> str:
+    """Return how large a file is, or all files of a folder."""
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return format_bytes(sum(file.stat().st_size for file in files))
 
 
 def _of_checkpoint(module: FineTune, content: dict[str, Any]) -> torch.nn.Module:

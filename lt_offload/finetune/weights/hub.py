@@ -51,8 +51,8 @@ def _explained(name: str, error: BaseException) -> str:
         )
     if "backend tokenizer" in str(error):
         return (
-            f"there is no tokenizer at {name!r}; put the model's tokenizer.json and tokenizer_config.json there, or name "
-            "the model or folder that has it with data.tokenizer"
+            f"there is no tokenizer at {name!r}; put the model's tokenizer.json and tokenizer_config.json there, or "
+            "name the model or folder that has it with data.tokenizer"
         )
     if "no file named" in str(error):
         return (

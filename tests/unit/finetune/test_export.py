@@ -12,7 +12,7 @@ from lt_offload.finetune import load
 from lt_offload.finetune.adapters import LoraArgs, add_lora
 from lt_offload.finetune.export import export
 from lt_offload.finetune.module import FineTune
-from tests.support import models, tiny
+from tests.support import tiny
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +113,7 @@ def test_nothing_is_overwritten(folder: str, tmp_path: Path, occupied: str, form
         target.mkdir()
         (target / "notes.txt").write_text("mine")
     else:
-        target = tmp_path / "out.gguf"
+        target = tmp_path / ("out.gguf" if format == "gguf" else "out")
         target.write_text("mine")
     with pytest.raises(ConfigError, match="exists"):
         export(load.load_model(folder), load.load_tokenizer(folder), target, format=format)
@@ -180,11 +180,18 @@ def test_a_gguf_file_is_a_model_name(
 
 
 def test_what_gguf_does_not_hold(folder: str, tmp_path: Path) -> None:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
     tokenizer = load.load_tokenizer(folder)
-    with pytest.raises(ConfigError, match=r"writes llama models, and this is a phi model; .*convert_hf_to_gguf\.py"):
-        export(models.build("phi"), tokenizer, tmp_path / "out", format="gguf")
-    scaled = {"rope_type": "linear", "factor": 2.0, "rope_theta": 10000.0}
+    refused = r"writes models of the types llama, mistral, .* and this is a gpt2 model; .*convert_hf_to_gguf\.py"
+    with pytest.raises(ConfigError, match=refused):
+        export(GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2)), tokenizer, tmp_path / "out", format="gguf")
+    scaled = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
     base = str(tiny.model(tmp_path / "base", rope_parameters=scaled))
-    with pytest.raises(ConfigError, match=r"rope of type linear; .*convert_hf_to_gguf\.py"):
+    with pytest.raises(ConfigError, match=r"rope of type dynamic; .*convert_hf_to_gguf\.py"):
         export(load.load_model(base), tokenizer, tmp_path / "out", format="gguf")
+    with pytest.raises(ConfigError, match=r"--format hf writes a folder, and '.*out\.gguf' is the name of a GGUF file"):
+        export(load.load_model(folder), tokenizer, tmp_path / "out.gguf")
+    with pytest.raises(ConfigError, match="--quantize q8_0 is for GGUF files"):
+        export(load.load_model(folder), tokenizer, tmp_path / "out", quantize="q8_0")
     assert not (tmp_path / "out").exists()

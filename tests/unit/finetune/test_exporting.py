@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,13 @@ def test_other_programs_stop_where_trained_answers_end(recipe: str, capsys: pyte
     model = AutoModelForCausalLM.from_pretrained("out")
     assert model.generation_config.eos_token_id == [load.load_tokenizer("./model").eos_token_id, end]
     capsys.readouterr()
+    assert main(["export", str(folder)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "load it" in line]
+    load_it = rf"AutoModelForCausalLM\.from_pretrained\('{folder}/model'\)"
+    assert re.fullmatch(rf"{folder}/model: Hugging Face folder, [\d.]+ kB; load it with {load_it}", line)
+    assert "exists and is not an empty folder" in fails(capsys, "export", str(folder))
+    assert main(["export", recipe, *flags]) == 0
+    assert capsys.readouterr().out.startswith("tiny-model: Hugging Face folder")
     assert main(["export", recipe, *flags, "--output", "pretrained"]) == 0
     said = f"taking the pretrained weights; 'lt-finetune export {folder}' takes those of the last run"
     assert said in capsys.readouterr().err
@@ -89,11 +97,16 @@ def test_a_checkpoint_is_exported_as_it_was_trained(recipe: str, capsys: pytest.
     tokenizer = load.load_tokenizer("./out")
     assert tokenizer("<b>").input_ids == [260]
     assert tokenizer.chat_template == tiny.CHAT_TEMPLATE
-    assert main([*export, "out.gguf", "--format", "gguf", "--dtype", "bfloat16"]) == 0
+    capsys.readouterr()
+    assert main([*export, "out.gguf", "--dtype", "bfloat16"]) == 0
+    line = r"out\.gguf: GGUF file, [\d.]+ kB; load it with llama-cli -m out\.gguf"
+    assert re.fullmatch(line, capsys.readouterr().out.strip())
     stored = load.load_model("./out.gguf", dtype="bfloat16").state_dict()
     assert [name for name, tensor in stored.items() if not torch.equal(tensor, state[name].bfloat16())] == []
     for output, message in (("out", "is not an empty folder"), ("out.gguf", "exists; choose another name")):
         assert message in fails(capsys, *export, output, "--format", "gguf")
+    assert "--format hf writes a folder" in fails(capsys, *export, "other.gguf", "--format", "hf")
+    assert "--quantize q8_0 is for GGUF files; name one" in fails(capsys, *export, "other", "--quantize", "q8_0")
     assert "does not fit this model" in fails(capsys, *export, "other", "--model.new_tokens=[<a>]")
     assert "max_shard_size='many'" in fails(capsys, *export, "other", "--max_shard_size", "many")
     assert "cannot be written" in fails(capsys, *export, "/proc/other")
