@@ -23,7 +23,9 @@ from torch import Tensor, nn
 from torch.nn.modules import module as _torch
 from typing_extensions import override
 
+from lt_offload.model import objects
 from lt_offload.model.compiled import is_compiled
+from lt_offload.model.objects import NOTHING, Contents, belongs_to_a_library, read, unchanged, write
 from lt_offload.model.snapshot import version as _version
 
 _INTERNAL = frozenset({"_parameters", "_buffers", "_modules", "forward", "_compiled_call_impl"})
@@ -31,8 +33,8 @@ _INTERNAL = frozenset({"_parameters", "_buffers", "_modules", "forward", "_compi
 _CONTAINERS = (list, dict, set)
 _HOLDERS = (*_CONTAINERS, tuple)
 _MISSING = object()
-_Contents = tuple[tuple[Any, Any], ...]
-"""Containers, each with a copy of what it held."""
+_Contents = tuple[tuple[Any, Contents], ...]
+"""Containers, each with what it held."""
 
 
 Owner = tuple[int, str]
@@ -51,17 +53,17 @@ class Location:
     @property
     def value(self) -> Any:
         """What is there."""
-        return self.holder[self.key]
+        return objects.item_of(self.holder, self.key)
 
     def holds(self, value: object) -> bool:
         """Return whether ``value`` is still there."""
         with suppress(LookupError):
-            return self.holder[self.key] is value
+            return self.value is value
         return False
 
     def put(self, value: Any) -> None:
         """Put ``value`` there."""
-        self.holder[self.key] = value
+        objects.set_item(self.holder, self.key, value)
 
 
 class Effects:
@@ -78,7 +80,7 @@ class Effects:
         for member in members:
             self._parts.append(_Attributes(member))
             self._parts += [_BufferPart(member._buffers, name) for name in member._buffers]
-            tensors = [name for name, value in vars(member).items() if isinstance(value, Tensor)]
+            tensors = [name for name, value in vars(member).items() if issubclass(type(value), Tensor)]
             self._parts += [_BufferPart(vars(member), name) for name in tensors]
         self._generators: list[_Part] = [_Python(), _NumPy()]
         held = [value for member in members for value in vars(member).values()]
@@ -198,7 +200,7 @@ class _Attributes(_Part):
     @override
     def save(self) -> dict[str, tuple[Any, _Contents]]:
         return {
-            name: (value, _contents(value) if isinstance(value, _HOLDERS) else ())
+            name: (value, _contents(value) if issubclass(type(value), _HOLDERS) else ())
             for name, value in vars(self._module).items()
             if name not in _INTERNAL
         }
@@ -209,7 +211,7 @@ class _Attributes(_Part):
         if sum(name not in _INTERNAL for name in now) != len(before):
             return True
         return any(
-            now.get(name, _MISSING) is not value or (held and not all(_same(*pair) for pair in held))
+            now.get(name, _MISSING) is not value or (held and not all(unchanged(*pair) for pair in held))
             for name, (value, held) in before.items()
         )
 
@@ -221,17 +223,18 @@ class _Attributes(_Part):
         for name, (value, held) in before.items():
             now[name] = value
             for pair in held:
-                _refill(*pair)
+                if not unchanged(*pair):
+                    write(*pair)
 
     @override
     def locations(self, before: dict[str, tuple[Any, _Contents]]) -> Iterator[Location]:
         known = {id(value) for value, _ in before.values()}
-        known |= {id(item) for _, held in before.values() for _, copied in held for item in _items(copied)}
+        known |= {id(item) for _, held in before.values() for _, contents in held for item in contents[-1]}
         own = vars(self._module)
         for name, value in own.items():
             if name in _INTERNAL:
                 continue
-            if not isinstance(value, _CONTAINERS):
+            if not issubclass(type(value), _CONTAINERS):
                 if id(value) not in known and _has_numbers(value):
                     yield Location((id(own), name), own, name)
                 continue
@@ -364,44 +367,41 @@ class _NumPy(_Part):
 def _is_generator(value: object) -> bool:
     numpy = sys.modules.get("numpy")
     kinds = (torch.Generator, random.Random)
-    if isinstance(value, kinds):
+    if issubclass(type(value), kinds):
         return True
-    return numpy is not None and isinstance(value, (numpy.random.Generator, numpy.random.RandomState))
+    return numpy is not None and issubclass(type(value), (numpy.random.Generator, numpy.random.RandomState))
 
 
 def _has_numbers(value: Any) -> bool:
     """Return whether ``value`` is a tensor that can require grad, or a plain tuple with one."""
-    if isinstance(value, Tensor):
-        return value.is_floating_point()
-    return type(value) is tuple and any(isinstance(item, Tensor) and item.is_floating_point() for item in value)
+    if issubclass(type(value), Tensor):
+        return bool(value.is_floating_point())
+    return type(value) is tuple and any(issubclass(type(item), Tensor) and item.is_floating_point() for item in value)
 
 
 def _requires_grad(value: Any) -> bool:
-    return any(isinstance(item, Tensor) and item.requires_grad for item in (value if type(value) is tuple else [value]))
+    items = value if type(value) is tuple else [value]
+    return any(issubclass(type(item), Tensor) and item.requires_grad for item in items)
 
 
 def _entries(holder: Any) -> Iterable[tuple[Any, Any]]:
     """Return keys and items of a list or dictionary."""
-    if isinstance(holder, dict):
-        return holder.items()
-    return enumerate(holder) if isinstance(holder, list) else ()
-
-
-def _items(value: Any) -> Any:
-    """Return what a container or tuple holds, other things nothing."""
-    if isinstance(value, dict):
-        return value.values()
-    return value if isinstance(value, _HOLDERS) else ()
+    if issubclass(type(holder), dict):
+        keys, values = read(holder)[0], read(holder)[-1]
+        return zip(keys, values, strict=True)
+    return enumerate(read(holder)[0]) if issubclass(type(holder), list) else ()
 
 
 def _contents(value: Any) -> _Contents:
-    """Return the containers at and below ``value``, each with a copy of what it holds."""
-    if not value:
-        return ((value, ()),) if isinstance(value, _CONTAINERS) else ()
-    if not any(issubclass(kind, _HOLDERS) for kind in {*map(type, _items(value))}):
-        return ((value, copy.copy(value)),) if isinstance(value, _CONTAINERS) else ()
-    containers = [holder for holder in _below([value]) if isinstance(holder, _CONTAINERS)]
-    return tuple((holder, copy.copy(holder)) for holder in containers)
+    """Return the containers at and below ``value``, each with what it holds; those of libraries are left alone."""
+    held = read(value)
+    if held is NOTHING:
+        return () if type(value) is tuple or belongs_to_a_library(value) else ((value, held),)
+    if any(issubclass(kind, _HOLDERS) for kind in {*map(type, held[-1])}):
+        containers = [holder for holder in _below([value]) if issubclass(type(holder), _CONTAINERS)]
+    else:
+        containers = [value] if issubclass(type(value), _CONTAINERS) else []
+    return tuple((holder, read(holder)) for holder in containers if not belongs_to_a_library(holder))
 
 
 def _below(values: Iterable[Any]) -> Iterator[Any]:
@@ -411,30 +411,9 @@ def _below(values: Iterable[Any]) -> Iterator[Any]:
     while waiting:
         value = waiting.pop()
         yield value
-        if isinstance(value, _HOLDERS) and id(value) not in seen:
+        if issubclass(type(value), _HOLDERS) and id(value) not in seen:
             seen[id(value)] = value
-            waiting += _items(value)
-
-
-def _same(value: Any, held: Any) -> bool:
-    """Return whether a container holds the very objects that its copy ``held`` holds."""
-    if len(value) != len(held) or not value:
-        return len(value) == len(held)
-    if isinstance(value, dict):
-        return all(held.get(key, _MISSING) is item for key, item in value.items())
-    return value == held if isinstance(value, set) else all(map(_is, value, held))
-
-
-def _is(one: object, other: object) -> bool:
-    return one is other
-
-
-def _refill(value: Any, held: Any) -> None:
-    if isinstance(value, list):
-        value[:] = held
-    else:
-        value.clear()
-        value.update(held)
+            waiting += read(value)[-1]
 
 
 class Ambient(NamedTuple):

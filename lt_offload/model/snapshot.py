@@ -2,7 +2,8 @@
 
 Counters, lists, generators and tensors that a training step changes lie anywhere below the module: in attributes, in
 containers, in closures, in globals of the user's own code. They are searched breadth first, copied one level each, and
-written back in place if they have changed. What can be seen to change but not be written back is refused by name.
+written back in place if they have changed. What can be seen to change but not be written back is refused by name. No
+code of the objects runs meanwhile (:mod:`lt_offload.model.objects`), and what belongs to a library is left alone.
 """
 
 from __future__ import annotations
@@ -10,18 +11,16 @@ from __future__ import annotations
 import functools
 import gc
 import io
+import itertools
 import random
 import sys
-import sysconfig
 import types
 import warnings
-from collections import OrderedDict, deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import Enum
-from operator import is_, length_hint
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,6 +29,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload.errors import UnsupportedError
+from lt_offload.model import objects
+from lt_offload.model.objects import Contents, attributes_of, bases, is_library, module_of, name_of, own, same
 
 MOST = 1_000_000
 """Objects that are looked at: about three seconds."""
@@ -55,6 +56,19 @@ _OPAQUE += tuple(
     f"{name}." for name in ("logging", "subprocess", "socket", "weakref", "re", "pathlib", "inspect", "typing")
 )
 _MISSING = object()
+_CODE = (types.MethodType, functools.partial, staticmethod, classmethod, property)
+_CELL = own(types.CellType)["cell_contents"]
+_NUMBERS = frozenset(map(id, (int, float, bool, str, bytes, type(None))))
+_STREAM: type = bases(io.IOBase)[1]
+_ABSTRACT_STREAMS = ("IOBase", "RawIOBase", "BufferedIOBase", "TextIOBase")
+
+
+class _NoItems:
+    def __getitem__(self, index: int) -> int:
+        raise IndexError
+
+
+_OVER_SEQUENCES = (reversed, type(iter(_NoItems())))
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +93,7 @@ class ObjectSnapshot:
         self._next: deque[tuple[Any, str]] = deque((value, name) for name, value in roots.items())
         self.left_out: str | None = None
         """Where the search was given up, if it was."""
+        objects.look_again()
         while self._next:
             if len(self._seen) > MOST:
                 self.left_out = self._next[0][1]
@@ -104,52 +119,66 @@ class ObjectSnapshot:
         self._kept.append(_Kept(path, restore))
 
     def _visit(self, thing: Any, path: str) -> None:
-        if isinstance(thing, _ATOMS) or id(thing) in self._seen:
+        kind = type(thing)
+        if issubclass(kind, _ATOMS) or id(thing) in self._seen:
             return
         self._seen[id(thing)] = thing  # kept alive, so that no other object can have its address
-        if isinstance(thing, Tensor):
-            self._tensor(thing, path)
-        elif isinstance(thing, type):
+        if issubclass(kind, type):
             self._class(thing, path)
-        elif isinstance(thing, types.ModuleType):
+        elif issubclass(kind, types.ModuleType):
             return
-        elif isinstance(
-            thing, (types.FunctionType, types.MethodType, functools.partial, staticmethod, classmethod, property)
-        ):
-            self._code(thing, path)
+        elif issubclass(kind, types.FunctionType):
+            self._function(thing, path)
+        elif issubclass(kind, _CODE):
+            self._push(gc.get_referents(thing), path)
+        elif objects.belongs_to_a_library(thing):
+            return
+        elif issubclass(kind, Tensor):
+            self._tensor(thing, path)
         elif (restore := generator_state(thing)) is not None:
             self._keep(path, restore)
-        elif isinstance(thing, np.ndarray):
+            self._attributes(thing, path)
+        elif issubclass(kind, np.ndarray):
             self._array(thing, path)
-        elif isinstance(thing, io.IOBase) or hasattr(type(thing), "__next__"):
-            self._stream(thing, path)
-        elif not _is_opaque(thing):
+        elif (base := stream_base(kind)) is not None:
+            self._stream(thing, path, base)
+        elif _advances(kind):
+            self._iterator(thing, path)
+        elif not _is_opaque(kind):
             self._container(thing, path)
             self._attributes(thing, path)
 
     # -- tensors and arrays ------------------------------------------------------------------------------------------
 
     def _tensor(self, tensor: Tensor, path: str) -> None:
-        if tensor.is_meta or type(tensor).__name__ == "FakeTensor":
-            return
-        if isinstance(tensor, nn.Parameter) or tensor.nbytes > LARGEST or tensor.layout != torch.strided:
-            known = version(tensor)
-            self._keep(path, lambda: version(tensor) == known)
-            return
-        data = tensor.data
-        copy = data.clone()
+        with torch._C.DisableTorchFunctionSubclass():
+            weight, wraps = isinstance(tensor, nn.Parameter), _found(type(tensor), "__torch_dispatch__")
+            if wraps is not _found(Tensor, "__torch_dispatch__") and not weight:
+                if not _is_opaque(type(tensor)):  # its numbers are in tensors among its attributes
+                    self._attributes(tensor, path)
+                return
+            if tensor.is_meta:
+                return
+            if weight or tensor.nbytes > LARGEST or tensor.layout != torch.strided:
+                known = version(tensor)
+                self._keep(path, lambda: version(tensor) == known)
+                return
+            data = tensor.data
+            copy = data.clone()
 
         def restore() -> bool:
-            if tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape:
-                tensor.data = data
-            if not torch.equal(data, copy):
-                with torch.inference_mode(data.is_inference()):
-                    data.copy_(copy)
+            with torch._C.DisableTorchFunctionSubclass():
+                if tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape:
+                    tensor.data = data
+                if not torch.equal(data, copy):
+                    with torch.inference_mode(data.is_inference()):
+                        data.copy_(copy)
             return True
 
         self._keep(path, restore)
 
-    def _array(self, array: np.ndarray[Any, Any], path: str) -> None:
+    def _array(self, held: np.ndarray[Any, Any], path: str) -> None:
+        array = np.ndarray.view(held, np.ndarray)  # without the methods of a class below it
         if array.dtype.hasobject:
             self._push((array.tolist() if array.size <= MOST else ()), path)
         elif array.flags.writeable and array.nbytes <= LARGEST:
@@ -165,109 +194,75 @@ class ObjectSnapshot:
     # -- containers and objects --------------------------------------------------------------------------------------
 
     def _container(self, thing: Any, path: str) -> None:
-        if isinstance(thing, dict):
+        kind = type(thing)
+        if issubclass(kind, dict):
             self._dictionary(thing, path)
-        elif isinstance(thing, (list, deque)):
-            items = list(thing)
-            base = list if isinstance(thing, list) else deque
-            self._keep(path, lambda: _refill(thing, items, base.clear, base.extend))
-            self._push(items, path)
-        elif isinstance(thing, set):
-            members = set(thing)
-
-            def restore() -> bool:
-                if thing != members:
-                    set.clear(thing)
-                    set.update(thing, members)
-                return True
-
-            self._keep(path, restore)
-            self._push(members, path)
-        elif isinstance(thing, bytearray):
-            content = bytes(thing)
+        elif issubclass(kind, objects.CONTAINERS):
+            contents = objects.read(thing)
+            self._keep(path, functools.partial(_refill, thing, contents))
+            self._push(contents[0], path)
+        elif issubclass(kind, bytearray):
+            content = bytes(memoryview(thing))
 
             def rewrite() -> bool:
-                thing[:] = content
+                bytearray.__setitem__(thing, slice(None), content)
                 return True
 
             self._keep(path, rewrite)
-        elif isinstance(thing, (tuple, frozenset)):
-            self._push(thing, path)
-        elif isinstance(thing, types.MappingProxyType):
-            self._push(thing.values(), path)
+        elif issubclass(kind, (tuple, frozenset)):
+            self._push(objects.read(thing)[0], path)
+        elif issubclass(kind, types.MappingProxyType):
+            for held in gc.get_referents(thing):
+                self._push(objects.read(held)[-1] if issubclass(type(held), dict) else [held], path)
 
     def _dictionary(self, held: dict[Any, Any], path: str, skip: tuple[str, ...] = ()) -> None:
-        before = dict(held)
-        base = OrderedDict if isinstance(held, OrderedDict) else dict
+        contents = objects.read(held)
+        self._keep(path, functools.partial(_refill, held, contents))
+        for name, value in zip(contents[0], contents[-1], strict=True):
+            named = type(name) is str
+            if not (named and name in skip) and not issubclass(type(value), _ATOMS):
+                self._next.append((value, f"{path}.{name}" if named else f"{path}[...]"))
+
+    def _attributes(self, thing: Any, path: str) -> None:
+        kind, attributes = type(thing), attributes_of(thing)
+        if attributes is not None:
+            # Weights and their optimizer states are no business of a step that only computes a loss.
+            skip = ("state",) if issubclass(kind, Optimizer) else ("_trainer", "_fabric")
+            self._dictionary(attributes, path, skip)
+        for name, slot in objects.slots_of(thing):
+            self._slot(thing, slot, f"{path}.{name}")
+        self._visit(kind, name_of(kind))
+
+    def _slot(self, thing: Any, slot: Any, path: str) -> None:
+        before = _held(slot, thing)
 
         def restore() -> bool:
-            if not same(held, before) or not same(held.values(), before.values()):
-                base.clear(held)
-                base.update(held, before)
+            if _held(slot, thing) is not before:
+                if before is _MISSING:
+                    slot.__delete__(thing)
+                else:
+                    slot.__set__(thing, before)
             return True
 
         self._keep(path, restore)
-        for name, value in before.items():
-            if name not in skip and not isinstance(value, _ATOMS):
-                self._next.append((value, f"{path}.{name}" if isinstance(name, str) else f"{path}[...]"))
-
-    def _attributes(self, thing: Any, path: str) -> None:
-        own = getattr(thing, "__dict__", None)
-        if isinstance(own, dict):
-            # Weights and their optimizer states are no business of a step that only computes a loss.
-            skip = ("state",) if isinstance(thing, Optimizer) else ("_trainer", "_fabric")
-            self._dictionary(own, path, skip)
-        for cls in type(thing).__mro__:
-            slots = vars(cls).get("__slots__", ())
-            for name in (slots,) if isinstance(slots, str) else tuple(slots):
-                hidden = name.startswith("__") and not name.endswith("__")
-                if hidden or not name.startswith("__"):
-                    self._slot(thing, f"_{cls.__name__.lstrip('_')}{name}" if hidden else name, path)
-        self._visit(type(thing), type(thing).__name__)
-
-    def _slot(self, thing: Any, name: str, path: str) -> None:
-        before = getattr(thing, name, _MISSING)
-
-        def restore() -> bool:
-            if getattr(thing, name, _MISSING) is not before:
-                if before is _MISSING:
-                    object.__delattr__(thing, name)
-                else:
-                    object.__setattr__(thing, name, before)
-            return True
-
-        self._keep(f"{path}.{name}", restore)
         if before is not _MISSING:
-            self._next.append((before, f"{path}.{name}"))
+            self._next.append((before, path))
 
     def _class(self, cls: type, path: str) -> None:
         """Remember what a class of the user's own has beside its methods."""
-        for owner in cls.__mro__:
-            if is_library(owner.__module__) or (owner is not cls and id(owner) in self._seen):
+        for owner in bases(cls):
+            if is_library(module_of(owner)) or (owner is not cls and id(owner) in self._seen):
                 continue
             self._seen[id(owner)] = owner
-            before = {name: value for name, value in vars(owner).items() if not name.startswith(("__", "_abc_"))}
+            before = {name: value for name, value in own(owner).items() if not name.startswith(("__", "_abc_"))}
             self._keep(path, functools.partial(_restore_class, owner, before))
-            self._next.extend((value, f"{owner.__name__}.{name}") for name, value in before.items())
-
-    def _code(self, thing: Any, path: str) -> None:
-        if isinstance(thing, types.MethodType):
-            self._next.extend([(thing.__self__, path), (thing.__func__, path)])
-        elif isinstance(thing, functools.partial):
-            self._next.extend([(thing.func, path), (thing.args, path), (thing.keywords, path)])
-        elif isinstance(thing, property):
-            self._next.append((thing.fget, path))
-        elif isinstance(thing, (staticmethod, classmethod)):
-            self._next.append((thing.__func__, path))
-        else:
-            self._function(thing, path)
+            self._next.extend((value, f"{name_of(owner)}.{name}") for name, value in before.items())
 
     def _function(self, function: types.FunctionType, path: str) -> None:
-        if f"{function.__module__}.".startswith(_OPAQUE):
+        if f"{function.__module__}.".startswith(_OPAQUE) or objects.is_part_of_a_library(function):
             return
         for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-            with suppress(ValueError):  # an empty cell
-                self._slot(cell, "cell_contents", f"{path}.{name}")
+            self._slot(cell, _CELL, f"{path}.{name}")
         self._push(function.__defaults__ or (), path)
         self._push((function.__kwdefaults__ or {}).values(), path)
         if vars(function):
@@ -277,8 +272,10 @@ class ObjectSnapshot:
             self._bindings(function.__globals__, mentioned)
             for name in mentioned:
                 module = function.__globals__.get(name)
-                if isinstance(module, types.ModuleType) and not is_library(module.__name__):
-                    self._bindings(vars(module), mentioned)
+                if issubclass(type(module), types.ModuleType):
+                    variables = attributes_of(module) or {}
+                    if not is_library(variables.get("__name__")):
+                        self._bindings(variables, mentioned)
 
     def _bindings(self, variables: dict[str, Any], names: set[str]) -> None:
         """Remember the global variables that code of the user's own mentions."""
@@ -298,22 +295,25 @@ class ObjectSnapshot:
 
     # -- what goes one way -------------------------------------------------------------------------------------------
 
-    def _stream(self, thing: Any, path: str) -> None:
-        """Iterators and files: their position can be seen, that of a file can be set."""
-        if isinstance(thing, io.IOBase):
-            begin = position(thing)
-            if begin is not None and thing not in (sys.stdout, sys.stderr):
-                self._keep(path, lambda: position(thing) in (begin, None) or seek_back(thing, begin))
-            return
+    def _stream(self, file: Any, path: str, base: Any) -> None:
+        """Files: their position can be seen, and set."""
+        begin = position(file, base)
+        if begin is not None and file is not sys.stdout and file is not sys.stderr:
+            self._keep(path, lambda: position(file, base) in (begin, None) or seek_back(file, base, begin))
+        if type(file) is not base:
+            self._attributes(file, path)
+
+    def _iterator(self, thing: Any, path: str) -> None:
+        """Iterators: their position can be seen, often."""
         before, held = progress(thing), gc.get_referents(thing)  # variables of generators, iterators below enumerate
         self._keep(path, lambda: progress(thing) == before and same(gc.get_referents(thing), held))
         self._push(held, path)
         self._attributes(thing, path)
 
     def _push(self, things: Any, path: str) -> None:
-        if {*map(type, things)} <= {int, float, bool, str, bytes, type(None)}:  # at the speed of C: rows of numbers
+        if _NUMBERS.issuperset(map(id, map(type, things))):  # at the speed of C: rows of numbers
             return
-        self._next.extend((thing, path) for thing in things if not isinstance(thing, _ATOMS))
+        self._next.extend((thing, path) for thing in things if not issubclass(type(thing), _ATOMS))
 
 
 def _spoken(path: str) -> str:
@@ -362,49 +362,64 @@ def untouched(*, devices: Sequence[int] = (), **roots: Any) -> Iterator[None]:
         np.random.set_state(numpy)
 
 
-def _refill(
-    thing: Any, items: list[Any], clear: Callable[[Any], None], extend: Callable[[Any, list[Any]], None]
-) -> bool:
-    if not same(thing, items):
-        clear(thing)
-        extend(thing, items)
+def _refill(container: Any, contents: Contents) -> bool:
+    if not objects.unchanged(container, contents):
+        objects.write(container, contents)
     return True
+
+
+def _held(slot: Any, thing: Any) -> Any:
+    try:
+        return slot.__get__(thing)
+    except (AttributeError, ValueError):  # nothing is in a slot, or in a cell of a closure
+        return _MISSING
 
 
 def _restore_class(cls: type, before: dict[str, Any]) -> bool:
-    now = {name for name in vars(cls) if not name.startswith(("__", "_abc_"))}
+    now = {name for name in own(cls) if not name.startswith(("__", "_abc_"))}
     for name in now - before.keys():
-        delattr(cls, name)
+        type.__delattr__(cls, name)
     for name, value in before.items():
-        if vars(cls).get(name, _MISSING) is not value:
-            setattr(cls, name, value)
+        if own(cls).get(name, _MISSING) is not value:
+            type.__setattr__(cls, name, value)
     return True
 
 
-def _is_opaque(thing: Any) -> bool:
-    cls = type(thing)
-    if f"{cls.__module__}.".startswith(_OPAQUE):
+def _found(kind: type, name: str) -> Any:
+    """Return the attribute of a class that its objects see."""
+    return next((own(cls)[name] for cls in bases(kind) if name in own(cls)), None)
+
+
+def _advances(kind: type) -> bool:
+    """Return whether ``kind`` is an iterator that does not keep its position in attributes."""
+    found = (own(cls).get("__next__") for cls in bases(kind) if cls is not _STREAM)
+    return any(type(step) is types.WrapperDescriptorType for step in found)
+
+
+def _is_opaque(kind: type) -> bool:
+    if f"{module_of(kind)}.".startswith(_OPAQUE):
         return True
-    return not isinstance(thing, nn.Module) and any(
-        base.__name__ in _MACHINERY and base.__module__.startswith(("lightning.", "pytorch_lightning."))
-        for base in cls.__mro__
+    return not issubclass(kind, nn.Module) and any(
+        name_of(base) in _MACHINERY and module_of(base).startswith(("lightning.", "pytorch_lightning."))
+        for base in bases(kind)
     )
 
 
 def generator_state(thing: Any) -> Callable[[], bool] | None:
     """Return what brings a generator of random numbers back to where it is; None if ``thing`` is none."""
     back: Callable[[], object]
-    if isinstance(thing, torch.Generator):
-        back = functools.partial(thing.set_state, thing.get_state())
-    elif isinstance(thing, random.SystemRandom):
+    kind, state = type(thing), np.random.RandomState
+    if issubclass(kind, torch.Generator):
+        back = functools.partial(torch.Generator.set_state, thing, torch.Generator.get_state(thing))
+    elif issubclass(kind, random.SystemRandom):
         return lambda: True
-    elif isinstance(thing, random.Random):
-        back = functools.partial(thing.setstate, thing.getstate())
-    elif isinstance(thing, np.random.RandomState):
-        back = functools.partial(thing.set_state, thing.get_state())
-    elif isinstance(thing, np.random.Generator):
-        return generator_state(thing.bit_generator)
-    elif isinstance(thing, np.random.BitGenerator):
+    elif issubclass(kind, random.Random):
+        back = functools.partial(random.Random.setstate, thing, random.Random.getstate(thing))
+    elif issubclass(kind, state):
+        back = functools.partial(state.set_state, thing, state.get_state(thing))
+    elif issubclass(kind, np.random.Generator):
+        return generator_state(np.random.Generator.bit_generator.__get__(thing))
+    elif issubclass(kind, np.random.BitGenerator):  # whose base has no state
         back = functools.partial(setattr, thing, "state", thing.state)
     else:
         return None
@@ -420,33 +435,45 @@ def progress(iterator: Any) -> object:
     """Return something that changes when ``iterator`` is advanced, as far as that can be seen from outside."""
     if isinstance(iterator, types.GeneratorType):
         return None if iterator.gi_frame is None else iterator.gi_frame.f_lasti
-    shown = repr(iterator) if type(iterator).__module__ == "itertools" else ""  # shows where count and repeat are
+    if type(iterator) is itertools.count:
+        return repr(iterator)  # shows where it is
+    if type(iterator) in _OVER_SEQUENCES:  # their hint asks the sequence for its length
+        return iterator.__reduce__()[2:]
+    for cls in bases(type(iterator)):
+        hint = own(cls).get("__length_hint__")
+        if type(hint) is types.MethodDescriptorType:
+            with suppress(TypeError):  # ``repeat`` without an end
+                return hint(iterator)
+    return None
+
+
+def stream_base(kind: type) -> type | None:
+    """Return the class of Python's own whose files objects of ``kind`` are; None if they are none or no more than such.
+
+    A stream that is made from nothing but Python has its position among its attributes.
+    """
+    if not issubclass(kind, _STREAM):
+        return None
+    base = next(cls for cls in bases(kind) if module_of(cls).partition(".")[0] in sys.stdlib_module_names)
+    return None if name_of(base).strip("_") in _ABSTRACT_STREAMS else base
+
+
+def position(file: Any, base: Any) -> int | None:
+    """Return where ``file``, of a class of ``base``, is; None if it does not tell."""
     try:
-        return length_hint(iterator, -1), shown
-    except Exception:  # ``length_hint`` runs code of the iterator's own class, which may raise anything
-        return shown
-
-
-def same(left: Collection[Any], right: Collection[Any]) -> bool:
-    """Return whether two collections hold the very same objects in the same order."""
-    return len(left) == len(right) and all(map(is_, left, right))
-
-
-def position(file: io.IOBase) -> int | None:
-    """Return where ``file`` is, None if it does not tell."""
-    try:
-        return None if file.closed or not file.seekable() else file.tell()
+        return None if base.closed.__get__(file) or not base.seekable(file) else int(base.tell(file))
     except (OSError, ValueError):  # text that is being iterated over does not tell
         return None
 
 
-def seek_back(file: io.IOBase, position: int) -> bool:
+def seek_back(file: Any, base: Any, position: int) -> bool:
     """Bring ``file`` back to ``position``; return False for one that something was written to."""
-    if file.writable() and not isinstance(file, (io.BytesIO, io.StringIO)):
+    writable = base.writable(file)
+    if writable and not issubclass(base, (io.BytesIO, io.StringIO)):
         return False
-    file.seek(position)
-    if file.writable():
-        file.truncate()
+    base.seek(file, position)
+    if writable:
+        base.truncate(file)
     return True
 
 
@@ -456,14 +483,3 @@ def names_in(code: types.CodeType) -> Iterator[str]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from names_in(constant)
-
-
-@functools.cache
-def is_library(module: str | None) -> bool:
-    """Return whether a module was installed and is not the user's own."""
-    top = (module or "builtins").partition(".")[0]
-    if top in sys.stdlib_module_names or top == "lt_offload":
-        return True
-    file = getattr(sys.modules.get(top), "__file__", None)
-    folders = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
-    return file is not None and any(Path(file).is_relative_to(folder) for folder in folders)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable
 from typing import Any
 
@@ -64,3 +65,31 @@ def test_what_was_emptied_is_filled_again() -> None:
         block.nested["list"].clear()
     snapshot.undo()
     assert block.nested["list"] == [1, {2, 3}]
+
+
+class Asked(collections.OrderedDict[str, int]):
+    """Counts what is asked of it."""
+
+    asked = 0
+
+    def __getattribute__(self, name: str) -> Any:
+        Asked.asked += 1
+        return super().__getattribute__(name)
+
+    def __iter__(self) -> Any:
+        Asked.asked += 1
+        return super().__iter__()
+
+    def __setitem__(self, name: str, value: int) -> None:
+        Asked.asked += 1
+
+
+def test_what_a_container_of_the_users_own_holds_is_restored_without_asking_it() -> None:
+    block = Block(lambda block: collections.OrderedDict.__setitem__(block.held, "b", 2))
+    block.held = Asked()
+    Asked.asked = 0
+    with Effects(block).first_run() as snapshot:
+        block.run(block)
+    snapshot.undo()
+    assert list(collections.OrderedDict.items(block.held)) == []
+    assert Asked.asked == 0

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import collections
 import functools
+import io
 import itertools
 import random
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -143,6 +145,52 @@ def test_whatever_changes_is_written_back(name: str) -> None:
         thing.advance()
         assert thing.state() != before
     assert thing.state() == before
+
+
+def watched(base: type, ran: list[str]) -> type:
+    """Return a class below a built-in one that notes which of its methods run, in ``ran``."""
+
+    def noting(name: str) -> Any:
+        return lambda *args, **kwargs: ran.append(name) or getattr(base, name)(*args, **kwargs)
+
+    of_classes = {"__new__", "__class__", "__init_subclass__", "__subclasshook__"}
+    names = [name for name in dir(base) if callable(getattr(base, name)) and name not in of_classes]
+    asked = property(lambda self: ran.append("__class__") or base)
+    return type("Watched", (base,), {name: noting(name) for name in names} | {"__slots__": "kept", "__class__": asked})
+
+
+def moved_to_end(held: Any) -> None:
+    collections.OrderedDict.move_to_end(held, "b")
+
+
+CHANGES: dict[str, tuple[type, Any, Callable[[Any], Any], Callable[[Any], Any]]] = {
+    "ordered": (collections.OrderedDict, {"b": 1, "a": 2}, moved_to_end, collections.OrderedDict.items),
+    "dict": (dict, {"b": 1}, lambda x: dict.__setitem__(x, "b", 2), dict.items),
+    "list": (list, [1], lambda x: list.append(x, 2), list.__iter__),
+    "set": (set, [1], lambda x: set.add(x, 2), set.__iter__),
+    "deque": (collections.deque, [1], lambda x: collections.deque.append(x, 2), collections.deque.__iter__),
+    "bytes": (bytearray, b"a", lambda x: bytearray.extend(x, b"b"), bytearray.__iter__),
+    "text": (io.StringIO, "ab", lambda x: io.StringIO.read(x, 1), lambda x: [io.StringIO.tell(x)]),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_no_code_of_a_class_runs(name: str) -> None:
+    base, content, change, read = CHANGES[name]
+    ran: list[str] = []
+    thing = watched(base, ran)(content)
+    slot = vars(type(thing))["kept"]
+    slot.__set__(thing, 1000)
+    holder = types.SimpleNamespace(thing=thing)
+    before = list(read(thing))
+    ran.clear()
+    with untouched(holder=holder):
+        change(thing)
+        slot.__set__(thing, 2000)
+        assert list(read(thing)) != before
+    assert ran == []
+    assert list(read(thing)) == before
+    assert slot.__get__(thing) == 1000
 
 
 def counted() -> Any:
@@ -298,3 +346,29 @@ def test_finding_the_blocks_leaves_no_trace() -> None:
     before = model.norm.state(), generators()
     assert [block.name for block in find_blocks(model).blocks] == ["embedding", "layers.0", "layers.1", "norm"]
     assert (model.norm.state(), generators()) == before
+
+
+class Objects(collections.OrderedDict):  # type: ignore[type-arg]
+    """As transformers' table of activations: holds classes, and gives objects of them."""
+
+    def __getitem__(self, key: str) -> Any:
+        return super().__getitem__(key)()
+
+
+def test_registries_of_libraries_are_neither_asked_nor_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers import MODEL_MAPPING
+
+    modules, registry = set(sys.modules), Objects(gelu=nn.GELU)
+    with untouched(mapping=MODEL_MAPPING, registry=registry):
+        pass
+    assert set(sys.modules) == modules
+    assert dict.get(registry, "gelu") is nn.GELU
+    monkeypatch.setattr(nn, "a_cache", [], raising=False)
+    monkeypatch.setattr(nn, "of_the_user", Shared(), raising=False)
+    holder = types.SimpleNamespace(library=nn.a_cache, own=nn.of_the_user)
+    nn.of_the_user.n = 1000
+    with untouched(holder=holder):
+        holder.library.append(1)
+        holder.own.n += 1
+    assert holder.library == [1]
+    assert holder.own.n == 1000

@@ -1,0 +1,196 @@
+"""Python objects, read and written without running code of their classes.
+
+A dictionary of a library may import what is looked up in it, or make objects of the classes that it holds; a property
+may do anything. So containers are read and written by the methods of the built-in type below them, and attributes by
+the dictionary and the slots that hold them. What lives in a module of a library belongs to the library.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import sysconfig
+import types
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection, Iterator
+from operator import is_
+from pathlib import Path
+from typing import Any
+
+CONTAINERS = (dict, list, set, deque)
+"""What can be written to."""
+_READ: dict[type, tuple[Callable[[Any], Any], ...]] = {
+    OrderedDict: (OrderedDict.keys, OrderedDict.values),  # in its own order, which ``dict`` does not know
+    dict: (dict.keys, dict.values),
+    list: (list.__iter__,),
+    set: (set.__iter__,),
+    deque: (deque.__iter__,),
+    tuple: (tuple.__iter__,),
+    frozenset: (frozenset.__iter__,),
+}
+"""The built-in containers, those first that others are a base of, and how they are read."""
+Contents = tuple[Collection[Any], ...]
+"""What a container holds: the keys and the values of a dictionary, the items of others."""
+NOTHING: Contents = ((),)
+"""What an empty container holds."""
+
+own: Callable[[type], types.MappingProxyType[str, Any]] = type.__dict__["__dict__"].__get__
+"""The attributes that a class itself has, whatever its metaclass says."""
+bases: Callable[[type], tuple[type, ...]] = type.__dict__["__mro__"].__get__
+"""A class and its bases, in the order in which attributes are looked up."""
+name_of: Callable[[type], str] = type.__dict__["__name__"].__get__
+"""The name of a class."""
+_module_of: Callable[[type], Any] = type.__dict__["__module__"].__get__
+
+
+def module_of(cls: type) -> str:
+    """Return the name of the module that ``cls`` says it is from; "" if it says something else."""
+    try:
+        module = _module_of(cls)
+    except AttributeError:
+        return ""
+    return module if isinstance(module, str) else ""
+
+
+# -- containers ------------------------------------------------------------------------------------------------------
+
+
+def _built_in(container: Any) -> type:
+    cls = type(container)
+    return cls if cls in _READ else next(base for base in _READ if issubclass(cls, base))
+
+
+def read(container: Any) -> Contents:
+    """Return what a container holds."""
+    if type(container) in _READ and not container:  # nearly all containers of modules
+        return NOTHING
+    return tuple(list(part(container)) for part in _READ[_built_in(container)])
+
+
+def unchanged(container: Any, contents: Contents) -> bool:
+    """Return whether a container holds the very objects of ``contents``, in the same order."""
+    if contents is NOTHING and type(container) in _READ:
+        return not container
+    now = read(container)
+    if issubclass(type(container), set):
+        return set(map(id, now[0])) == set(map(id, contents[0]))
+    return same(now[0], contents[0]) and same(now[-1], contents[-1])
+
+
+def write(container: Any, contents: Contents) -> None:
+    """Make a container hold ``contents``."""
+    kind: Any = _built_in(container)
+    kind.clear(container)
+    if kind is OrderedDict:  # its ``update`` calls the ``__setitem__`` of a class below it
+        for key, value in zip(contents[0], contents[-1], strict=True):
+            OrderedDict.__setitem__(container, key, value)
+    elif kind is dict:
+        dict.update(container, zip(contents[0], contents[-1], strict=True))
+    elif kind is set:
+        set.update(container, contents[0])
+    else:
+        kind.extend(container, contents[0])
+
+
+def item_of(container: Any, key: Any) -> Any:
+    """Return an item of a dictionary or list."""
+    kind: Any = _built_in(container)
+    return kind.__getitem__(container, key)
+
+
+def set_item(container: Any, key: Any, value: Any) -> None:
+    """Set an item of a dictionary or list."""
+    kind: Any = _built_in(container)
+    kind.__setitem__(container, key, value)
+
+
+def same(left: Collection[Any], right: Collection[Any]) -> bool:
+    """Return whether two collections hold the very same objects in the same order."""
+    return len(left) == len(right) and all(map(is_, left, right))
+
+
+# -- attributes ------------------------------------------------------------------------------------------------------
+
+
+def attributes_of(thing: Any) -> dict[str, Any] | None:
+    """Return the dictionary that holds the attributes of ``thing``, None if there is none."""
+    for base in bases(type(thing)):
+        found: Any = own(base).get("__dict__")
+        if type(found) in (types.GetSetDescriptorType, types.MemberDescriptorType):
+            attributes = found.__get__(thing)
+            return attributes if issubclass(type(attributes), dict) else None
+    return None
+
+
+def slots_of(thing: Any) -> Iterator[tuple[str, types.MemberDescriptorType]]:
+    """Yield the slots of ``thing``, each with what gets and sets it."""
+    for cls in bases(type(thing)):
+        slots = own(cls).get("__slots__", ())
+        names = (slots,) if isinstance(slots, str) else read(slots)[0] if issubclass(type(slots), tuple(_READ)) else ()
+        for name in names:
+            mangled = f"_{name_of(cls).lstrip('_')}{name}" if name.startswith("__") and name[-2:] != "__" else name
+            found = own(cls).get(mangled)
+            if type(found) is types.MemberDescriptorType:
+                yield mangled, found
+
+
+# -- libraries -------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def is_library(module: str | None) -> bool:
+    """Return whether a module was installed and is not the user's own."""
+    module = module or "builtins"
+    top = module.partition(".")[0]
+    if top in sys.stdlib_module_names or top == "lt_offload":
+        return True
+    found = (attributes_of(sys.modules.get(name)) or {} for name in (top, module))
+    file = next((str(held["__file__"]) for held in found if held.get("__file__")), None)
+    folders = {sysconfig.get_path(name) for name in ("purelib", "platlib", "stdlib")}
+    return file is not None and any(Path(file).is_relative_to(folder) for folder in folders)
+
+
+_NO_STATE = (types.FunctionType, types.BuiltinFunctionType, types.ModuleType, type, type(None), str, int, float, bool)
+_places: dict[int, tuple[dict[str, Any], str]] = {}
+"""Objects that global variables of libraries hold, and where."""
+_size = (0, 0)
+
+
+def look_again() -> None:
+    """Have :func:`belongs_to_a_library` know the modules and global variables of this moment."""
+    global _size
+    modules = [
+        (name, variables)
+        for name, module in list(sys.modules.items())
+        if name != "builtins" and (variables := attributes_of(module)) is not None  # builtins._ is the user's
+    ]
+    size = len(modules), sum(len(variables) for _, variables in modules)
+    if size != _size:
+        _size = size
+        _places.clear()
+        for module, variables in modules:
+            if is_library(module):
+                held = list(variables.items())
+                _places.update({id(value): (variables, name) for name, value in held if type(value) not in _NO_STATE})
+
+
+def belongs_to_a_library(thing: Any) -> bool:
+    """Return whether ``thing`` is an object of a library, kept in a global variable there: a registry, or a cache.
+
+    What a library has made for a user is the user's.
+    """
+    place = _places.get(id(thing))
+    return place is not None and place[0].get(place[1]) is thing and is_library(module_of(type(thing)))
+
+
+def is_part_of_a_library(function: types.FunctionType) -> bool:
+    """Return whether ``function`` is found in its module by its name, or in a class there, and that is a library's."""
+    if not is_library(function.__module__):
+        return False
+    first, *rest = function.__qualname__.split(".")
+    found: Any = (attributes_of(sys.modules.get(function.__module__)) or {}).get(first)
+    for name in rest:
+        found = own(found).get(name) if issubclass(type(found), type) else None
+    if type(found) in (staticmethod, classmethod):
+        found = found.__func__
+    return function is (found.fget if type(found) is property else found)
