@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from operator import is_
 from types import NoneType
@@ -32,7 +33,7 @@ from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.edges.snapshots import Snapshots
 from lt_offload.execute.tensors import STATE_ALIGNMENT, States, Weight
 from lt_offload.machine.dispatch import unseen_by_dynamo
-from lt_offload.model.optimizers import tried
+from lt_offload.model.optimizers import DrawWatch, is_known, tried
 from lt_offload.units import round_up
 
 State = Mapping[str, Any]
@@ -176,6 +177,8 @@ class Updates:
         """The optimizer has replaced tensors in a state that existed, and may do so again."""
         self.without_gradients = tried(optimizer).without_gradients
         """Its step changes tensors without a gradient, too."""
+        self._drawless = is_known(optimizer)
+        """It never draws random numbers."""
         self._frozen: tuple[list[dict[str, Any]], dict[str, Any]] | None = None
         """Options of the groups and attributes as the loop's own step began with them, until updates have used them."""
         self._updated: set[int] = set()
@@ -312,7 +315,8 @@ class Updates:
             sub.param_groups = list(groups.values())
             sub.state = state
             before = [[*own.values()] for own in state.values()]
-            type(sub).step(sub)  # the class's method: hooks and wrappers of the real optimizer's step run once, by it
+            with nullcontext() if self._drawless else DrawWatch(self.optimizer, self._drawn):
+                type(sub).step(sub)  # the class's method: hooks and wrappers of the real optimizer's step run once
             for weight, (proxy, own) in zip(weights, state.items(), strict=True):
                 proxy.grad = None
                 if own:
@@ -389,6 +393,9 @@ class Updates:
     def _copied(group: Mapping[str, Any]) -> dict[str, Any]:
         return {k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items() if k != "params"}
 
+    def _drawn(self) -> Exception:
+        return limits.RANDOM_UPDATE.error(f"optimizer {type(self.optimizer).__name__} draws random numbers")
+
     def _attributes(self) -> dict[str, Any]:
         """Return the attributes that a step of tensors of its own may find: counters of steps, above all."""
         return {name: value for name, value in vars(self.optimizer).items() if name not in _OWN}
@@ -447,6 +454,11 @@ class _StateAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for states in newborn:
             assert states.weight.view is not None
             self._free[states.weight.view.data_ptr()] = (states.memory(), 0)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled parts of a step run as such: uncompiled they would give other numbers."""
+        return True
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -295,6 +295,19 @@ def _joint_optimizer(run: Setup) -> str | None:
 
 
 @limit(
+    "optimizers that draw random numbers, for all tensors or for some, from a generator that the tensors share",
+    "optimizer",
+    why="each tensor is updated when its gradient is complete, so that it would get the numbers of another",
+    instead="draw from a torch.Generator that step() makes and seeds for each tensor, e.g. by a count in its state, "
+    "with the same numbers under any strategy",
+)
+def _random_optimizer(run: Setup) -> str | None:
+    from lt_offload.model.optimizers import draws_for_large
+
+    return _optimizer_that(run, lambda optimizer: _verdict(optimizer) == "random" or draws_for_large(optimizer))
+
+
+@limit(
     "optimizers that hand their work to others, e.g. one of Muon and AdamW side by side, Lookahead",
     "optimizer",
     why="a step on small tensors in the parameter groups changed none of them: others have parameters of their own",

@@ -167,6 +167,11 @@ WITHOUT_GRADIENT = while_running(
     why="a tensor is updated when its gradient is complete, and this one had none in this iteration",
     instead="skip tensors whose grad is None in the optimizer's step, or use every parameter in every forward",
 )
+RANDOM_UPDATE = while_running(
+    "optimizers that begin to draw random numbers while they train",
+    why="each tensor is updated when its gradient is complete, so that it would get the numbers of another",
+    instead="draw from a torch.Generator that step() makes and seeds for each tensor, e.g. by a count in its state",
+)
 CHANGED_OPTIONS = while_running(
     "options of the optimizer changed between the backward and optimizer.step()",
     why="the updates of this iteration have used the options that were there during the backward",

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import pickle
+import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from lt_offload.machine.dispatch import unseen_by_dynamo
 from lt_offload.model.snapshot import untouched
 
 _KNOWN = ("torch.optim.", "transformers.optimization.", "lt_offload.optim.")
@@ -25,7 +31,7 @@ _OWN = ("params", "param_groups", "state", "step", "defaults")
 
 Stand = tuple[int, nn.Parameter]
 """A parameter group, and a small tensor like one of its parameters."""
-Verdict = Literal["alone", "joint", "idle", "unknown"]
+Verdict = Literal["alone", "joint", "idle", "random", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,19 +40,21 @@ class OptimizerTrial:
 
     verdict: Verdict
     """``alone``: one tensor at a time, in another order, gives the same numbers, bit for bit; ``joint``: it does not;
-    ``idle``: nothing changes, the optimizer hands the work to others; ``unknown``: it could not be tried, e.g. because
-    it needs a GPU or a closure."""
+    ``idle``: nothing changes, the optimizer hands the work to others; ``random``: it draws from a generator that all
+    tensors share; ``unknown``: it could not be tried, e.g. because it needs a GPU or a closure."""
     without_gradients: bool = False
     """Tensors without a gradient change, too."""
 
 
 def tried(optimizer: Optimizer) -> OptimizerTrial:
     """Try ``optimizer``, which is not changed; those of torch, transformers and this package are known to work."""
-    if f"{type(optimizer).__module__}.".startswith(_KNOWN):
+    if is_known(optimizer):
         return OptimizerTrial("alone")
     try:
         together, counted = _stepped(optimizer, one_by_one=False)
         alone, _ = _stepped(optimizer, one_by_one=True)
+    except _Drawn:
+        return OptimizerTrial("random")
     except Exception:  # whatever a foreign optimizer raises on tensors that it was not made for
         return OptimizerTrial("unknown")
     if not _moved(optimizer, together):
@@ -59,6 +67,100 @@ def tried(optimizer: Optimizer) -> OptimizerTrial:
     except Exception:
         counts = False
     return OptimizerTrial("alone" if counts else "joint", without_gradients=acts)
+
+
+def is_known(optimizer: Optimizer) -> bool:
+    """Return whether ``optimizer`` is of a package that needs no trial."""
+    return f"{type(optimizer).__module__}.".startswith(_KNOWN)
+
+
+def draws_for_large(optimizer: Optimizer) -> bool:
+    """Return whether the first step of a tensor of ``optimizer`` draws random numbers, tried in full size, as fakes.
+
+    The stand-ins of :func:`tried` are small, and some draw for large tensors only. What cannot be tried on fakes, or
+    draws in later steps, is seen by :class:`DrawWatch` when it happens.
+    """
+    kinds = {
+        (index, tuple(parameter.shape), parameter.dtype): None
+        for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    return not is_known(optimizer) and any(_draws(optimizer, *kind) for kind in kinds)
+
+
+def _draws(optimizer: Optimizer, index: int, shape: tuple[int, ...], dtype: torch.dtype) -> bool:
+    with untouched(optimizer=optimizer):
+        before = _generators(optimizer)
+        try:
+            with FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True), DrawWatch(optimizer, _Drawn):
+                stand = nn.Parameter(torch.zeros(shape, dtype=dtype))
+                stand.grad = torch.zeros_like(stand)
+                twin = _twin(optimizer, [(index, stand)], defaultdict(dict))
+                type(twin).step(twin)
+        except _Drawn:
+            return True
+        except Exception:  # whatever a foreign optimizer meets on fake tensors
+            pass
+        return _generators(optimizer) != before
+
+
+def _held(optimizer: Optimizer) -> Iterator[Any]:
+    """Yield the generators of random numbers that are attributes or options of ``optimizer``."""
+    for place in (vars(optimizer), *optimizer.param_groups):
+        for value in place.values():
+            if isinstance(value, (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)):
+                yield value
+
+
+def _defaults() -> list[torch.Generator]:
+    gpu = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return [torch.default_generator, *(torch.cuda.default_generators if gpu else ())]
+
+
+def _generators(optimizer: Optimizer) -> list[bytes]:
+    """Return where the generators are that a step may draw from: those of torch, Python, NumPy, and its own."""
+    states = [generator.get_state() for generator in _defaults()]
+    states += [one.get_state() for one in _held(optimizer) if isinstance(one, torch.Generator)]
+    others = [one for one in _held(optimizer) if not isinstance(one, torch.Generator)]
+    return [state.numpy().tobytes() for state in states] + [
+        pickle.dumps(value) for value in (random.getstate(), np.random.get_state(), *others)
+    ]
+
+
+class _Drawn(Exception):
+    """A step has drawn random numbers."""
+
+
+@unseen_by_dynamo
+class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within the context, an operation that draws from a generator shared by the tensors of ``optimizer`` is an error.
+
+    It sees the operations of its own thread, so that the rest of a program may draw meanwhile.
+
+    Args:
+        optimizer: its own generators are shared; one that a step makes for a tensor, and seeds, is not.
+        error: is called for what is raised.
+    """
+
+    def __init__(self, optimizer: Optimizer, error: Callable[[], Exception]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._error = error
+        shared: list[Any] = [*_defaults(), *(one for one in _held(optimizer) if isinstance(one, torch.Generator))]
+        self._shared = {one._cdata for one in shared}  # operations get other objects for the same generators
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled parts of a step run as such: uncompiled they would give other numbers."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            given: list[Any] = [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, torch.Generator)]
+            if not given or given[0]._cdata in self._shared:
+                raise self._error()
+        return func(*args, **(kwargs or {}))
 
 
 def _stepped(optimizer: Optimizer, *, one_by_one: bool) -> tuple[list[list[Any]], list[Any]]:
@@ -75,8 +177,11 @@ def _stepped(optimizer: Optimizer, *, one_by_one: bool) -> tuple[list[list[Any]]
                 scale = _SCALES[number % len(_SCALES)]
                 grad = torch.randn(stand.shape, generator=generator, dtype=torch.float32) * scale
                 stand.grad = grad.to(stand.dtype)
+            before = _generators(optimizer)
             for twin in twins:
                 type(twin).step(twin)
+            if _generators(optimizer) != before:
+                raise _Drawn
         counted = _counted(twins[0])
     return [[stand.detach(), *(value for _, value in sorted(states[stand].items()))] for _, stand in stands], counted
 

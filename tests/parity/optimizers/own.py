@@ -201,6 +201,22 @@ class CountingItself(Lion):
         return loss
 
 
+class Noisy(Optimizer):
+    """Langevin's noise, for tensors that ``noise`` says it of; it returns the noise."""
+
+    def __init__(self, params: Any, noise: Callable[[Tensor, dict[str, Any]], Tensor | float]) -> None:
+        super().__init__(params, {"lr": 1e-2, "weight_decay": 0.0})
+        self.noise = noise
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.add_(p.grad, alpha=-group["lr"])
+                    p.add_(self.noise(p, self.state[p]))
+
+
 class SideBySide(Optimizer):
     """Two optimizers in the clothes of one."""
 

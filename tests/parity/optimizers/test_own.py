@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import types
+from collections.abc import Callable
 from typing import Any
 
 import lightning.pytorch
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from lt_offload import OffmateStrategy, limits
@@ -17,7 +21,7 @@ from lt_offload.model.blocks import find_blocks
 from lt_offload.model.optimizers import tried
 from lt_offload.plan import Plan, solve
 from tests import sampling
-from tests.parity.optimizers.own import AdamWScheduleFree, CountingItself, Lion, SideBySide, muon_with_adam
+from tests.parity.optimizers.own import AdamWScheduleFree, CountingItself, Lion, Noisy, SideBySide, muon_with_adam
 from tests.parity.users import test_odd_parameters as odd_parameters
 from tests.parity.windows.training import Training, budgets, require_equal
 from tests.support import engines, models, plans, trainers
@@ -156,6 +160,76 @@ def test_those_that_cannot_be_are_refused() -> None:
     managed = Lion(params)
     vars(managed)["mng"] = types.SimpleNamespace(pid2config={1: {"optim_bits": 32}})
     assert "- GlobalOptimManager of Lion: " in refusal(managed)
+
+
+def drawn(draw: Callable[[Tensor], Tensor | float], wants: Callable[[Tensor], bool]) -> Factory:
+    return lambda params: Noisy(params, lambda p, _: draw(p) if wants(p) else 0.0)
+
+
+def is_matrix(p: Tensor) -> bool:
+    return p.ndim == 2
+
+
+def is_large(p: Tensor) -> bool:
+    return p.numel() > 8**2
+
+
+def filled(number: Callable[[], float]) -> Callable[[Tensor], float]:
+    return lambda _: 1e-3 * number()
+
+
+def own_generator(generator: Any, draw: Callable[[Any, Tensor], Tensor | float]) -> Factory:
+    def make(params: Any) -> Optimizer:
+        optimizer = Noisy(params, lambda p, _: draw(generator, p) if is_large(p) else 0.0)
+        vars(optimizer)["generator"] = generator
+        return optimizer
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        drawn(torch.randn_like, is_matrix),
+        drawn(torch.randn_like, is_large),
+        drawn(lambda p: F.dropout(p, 0.5), is_large),
+        drawn(filled(random.random), is_matrix),
+        drawn(filled(random.random), is_large),
+        drawn(filled(np.random.rand), is_large),
+        own_generator(np.random.default_rng(0), lambda own, p: own.random()),
+        own_generator(torch.Generator(), lambda own, p: torch.empty_like(p).normal_(generator=own)),
+    ],
+)
+def test_those_that_draw_for_some_tensors_only_are_refused(make: Factory) -> None:
+    """Whichever tensor comes first would get the first numbers."""
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(40, 30))
+    before = random.getstate(), str(np.random.get_state())
+    refused = refusal(make([{"params": [param]} for param in model.parameters()]))
+    assert "- optimizer Noisy: each tensor is updated when its gradient is complete, so that it would get" in refused
+    assert (random.getstate(), str(np.random.get_state())) == before
+
+
+def late(p: Tensor, state: dict[str, Any]) -> Tensor | float:
+    state["step"] = state.get("step", 0) + 1
+    return torch.rand_like(p) if state["step"] == 3 else 0.0
+
+
+@pytest.mark.parametrize("places", [("host",), ("device",), ("paged",)])
+def test_those_that_draw_in_later_steps_are_refused_then(places: tuple[str, ...]) -> None:
+    case = Case(optimizer=lambda params: Noisy(params, late), places=places)
+    with pytest.raises(UnsupportedError, match="optimizer Noisy draws random numbers: each tensor is updated"):
+        offloaded(case)
+
+
+def seeded(p: Tensor, state: dict[str, Any]) -> Tensor:
+    state["step"] = state.get("step", 0) + 1
+    return 1e-3 * torch.empty_like(p).normal_(generator=torch.Generator(p.device).manual_seed(state["step"]))
+
+
+def test_a_generator_that_the_step_makes_gives_each_tensor_its_numbers() -> None:
+    case = Case(optimizer=lambda params: Noisy(params, seeded), places=("paged", "device", "host"))
+    assert differences(plain(case), offloaded(case)) == []
+    assert tried(Noisy(nn.Linear(3, 3).parameters(), seeded)).verdict == "alone"
 
 
 def test_a_rate_of_zero_says_nothing_about_what_an_optimizer_does() -> None:
