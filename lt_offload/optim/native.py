@@ -1,12 +1,13 @@
 """AdamW by a kernel of our own for the host: one pass over memory, whatever the dtype of the weights.
 
 The kernel is compiled for this processor when it is first needed, which takes a compiler and a few seconds once, and
-kept in the user's cache. It is used only if it gives the very numbers of torch's own kernel here; where it does not, or
-cannot be built, the log says why and :mod:`lt_offload.optim.plain` updates instead.
+kept in the user's cache, where nobody else may write. It is used only if it gives the very numbers of torch's own
+kernel here; where it does not, or cannot be built, the log says why and :mod:`lt_offload.optim.plain` updates instead.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import functools
 import hashlib
@@ -14,7 +15,9 @@ import logging
 import os
 import platform
 import shutil
+import stat
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -217,16 +220,35 @@ def build(folder: Path | None = None, source: Path | None = None) -> Path:
     if compiler is None:
         raise FileNotFoundError("there is no C++ compiler here (install g++)")
     source = source or _SOURCE
-    folder = folder or user_cache("kernels")
-    library = folder / f"{source.stem}-{_identity(compiler, source)}.so"
-    if library.is_file():
+    library = _private(folder or user_cache("kernels")) / f"{source.stem}-{_identity(compiler, source)}.so"
+    if library.is_file() and _only_mine(library):
         return library
     began = time.perf_counter()
     with replacing(library) as new:
         command = [*compiler.split(), *_FLAGS, str(source), "-o", str(new)]
         subprocess.run(command, check=True, capture_output=True, text=True, timeout=_BUILD_SECONDS)
+        new.chmod(0o700)
     _log.info("compiled %s in %.1f s: %s", source.name, time.perf_counter() - began, library)
     return library
+
+
+def _private(folder: Path) -> Path:
+    """Return ``folder``, closed to others, or one of this process alone if it is not the user's: code is kept there."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid == os.geteuid():
+        folder.chmod(0o700)
+    if _only_mine(folder):
+        return folder
+    own = Path(tempfile.mkdtemp(prefix="lt_offload-"))
+    atexit.register(shutil.rmtree, own, ignore_errors=True)
+    _log.warning("others may write to %s, so kernels are compiled anew for this process; remove that folder", folder)
+    return own
+
+
+def _only_mine(path: Path) -> bool:
+    """Return whether nobody but the user may have written to ``path``."""
+    seen = path.stat()
+    return seen.st_uid == os.geteuid() and not seen.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _identity(compiler: str, source: Path) -> str:

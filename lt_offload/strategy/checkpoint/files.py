@@ -13,6 +13,7 @@ import fcntl
 import os
 import pickle
 import shutil
+import stat
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
@@ -42,7 +43,8 @@ else:
 Reading = Callable[[torch.UntypedStorage], AbstractContextManager[torch.UntypedStorage]]
 """Encloses reading what is in a storage; yields where it is."""
 _as_it_is: Reading = nullcontext
-_SUFFIX = ".partial"
+_SUFFIX = ".lt_offload-partial"
+"""Of files that are being written, by this package: what others call partial is not touched."""
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _LITTLE_MEMORY = 16 << 20
 """Bytes: copies of that much are made wherever a checkpoint is written later."""
@@ -67,6 +69,9 @@ def prepare(folder: Path) -> None:
     except OSError as error:
         raise CheckpointError(_explained(folder / "*", error)) from error
     for leftover in folder.glob(f".*{_SUFFIX}"):
+        seen = leftover.lstat()
+        if not stat.S_ISREG(seen.st_mode) or seen.st_uid != os.geteuid():
+            continue
         with leftover.open("rb") as file:
             try:
                 fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)

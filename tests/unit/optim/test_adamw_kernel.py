@@ -260,6 +260,32 @@ def test_a_compiled_kernel_is_found_again(tmp_path: Path, kernel: native.Kernel,
     assert first.stat().st_mtime_ns == made
 
 
+def test_kernels_that_others_could_have_written_are_compiled_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "tiny.cpp").write_text("int tiny() { return 3; }")
+    folder = tmp_path / "kernels"
+    folder.mkdir()
+    folder.chmod(0o777)
+
+    def build() -> Path:
+        return native.build(folder, tmp_path / "tiny.cpp")
+
+    library = build()
+    right = library.read_bytes()
+    assert [path.stat().st_mode & 0o777 for path in (folder, library)] == [0o700, 0o700]
+    library.write_bytes(b"of somebody else")
+    library.chmod(0o722)
+    assert build() == library
+    assert library.read_bytes() == right
+    assert not caplog.records
+    library.write_bytes(b"of somebody else")
+    monkeypatch.setattr("os.geteuid", lambda: library.stat().st_uid + 1)
+    other = build()
+    assert (other.read_bytes(), other.parent == folder) == (right, False)
+    assert f"others may write to {folder}" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("compiler", "reason"),
     [("false", "'false', '--version'"), ("no-such-compiler-anywhere", "No such file or directory")],

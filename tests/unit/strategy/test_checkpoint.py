@@ -139,14 +139,26 @@ def test_contents_are_on_disk_before_the_name_and_the_name_before_the_return(
 
 
 def test_leftovers_are_removed_but_not_what_a_living_run_writes(tmp_path: Path) -> None:
-    dead, alive = tmp_path / ".a.ckpt.partial", tmp_path / ".b.ckpt.partial"
+    dead, alive = tmp_path / f".a.ckpt{checkpoint._SUFFIX}", tmp_path / f".b.ckpt{checkpoint._SUFFIX}"
     dead.write_bytes(b"half")
     (tmp_path / "a.ckpt").write_bytes(b"whole")
     with checkpoint._locked(alive):
         checkpoint.prepare(tmp_path)
-        assert sorted(p.name for p in tmp_path.iterdir()) == [".b.ckpt.partial", "a.ckpt"]
+        assert sorted(p.name for p in tmp_path.iterdir()) == [alive.name, "a.ckpt"]
     checkpoint.prepare(tmp_path)
     assert [p.name for p in tmp_path.iterdir()] == ["a.ckpt"]
+
+
+def test_what_others_have_left_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / ".download.partial").write_bytes(b"of another program")
+    (tmp_path / f".folder{checkpoint._SUFFIX}").mkdir()
+    (tmp_path / f".link{checkpoint._SUFFIX}").symlink_to(".download.partial")
+    checkpoint.prepare(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 3
+    (tmp_path / f".a.ckpt{checkpoint._SUFFIX}").write_bytes(b"of another user")
+    monkeypatch.setattr("os.geteuid", lambda: tmp_path.stat().st_uid + 1)
+    checkpoint.prepare(tmp_path)
+    assert len(list(tmp_path.iterdir())) == 4
 
 
 def test_a_folder_that_can_be_made_is_left_to_who_saves(tmp_path: Path) -> None:
@@ -230,7 +242,7 @@ def test_the_newest_complete_checkpoint(tmp_path: Path) -> None:
     cut = tmp_path / "cut.ckpt"
     cut.write_bytes(cut.read_bytes()[:-10])
     (tmp_path / "text.ckpt").write_text("no checkpoint")
-    (tmp_path / ".newer.ckpt.partial").write_bytes((tmp_path / "good.ckpt").read_bytes())
+    (tmp_path / f".newer.ckpt{checkpoint._SUFFIX}").write_bytes((tmp_path / "good.ckpt").read_bytes())
     os.utime(tmp_path / "good.ckpt", ns=(10**17, 10**17))
     os.utime(tmp_path / "older.ckpt", ns=(10**16, 10**16))
     assert checkpoint.newest(tmp_path) == tmp_path / "good.ckpt"
@@ -250,7 +262,7 @@ for epoch in range(1000):
 
 def test_kill_during_a_write_leaves_the_last_complete_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "last.ckpt"
-    partial = tmp_path / ".last.ckpt.partial"
+    partial = tmp_path / f".last.ckpt{checkpoint._SUFFIX}"
     command = [sys.executable, "-c", WRITER, str(path)]
     env = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=env) as writer:
