@@ -31,6 +31,8 @@ def check_early(app: App, ckpt_path: str | None = None, *, resume: bool = False,
     if reads_data:
         data.check_paths()
     load.check_name(app.model.name)  # what has to be converted is not, yet
+    if is_dir(user_path(app.model.name)) and app.model.architecture is None:
+        load.load_config(app.model.name)
     if is_dir(user_path(data.tokenizer_name)):
         load.load_tokenizer(data.tokenizer_name)
     if ckpt_path is not None:

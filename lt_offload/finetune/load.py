@@ -47,7 +47,7 @@ def load_config(name: str, architecture: str | None = None) -> PreTrainedConfig:
 
     if architecture is None:
         with in_words(name):
-            config: PreTrainedConfig = AutoConfig.from_pretrained(locate(name))
+            config: PreTrainedConfig = AutoConfig.from_pretrained(locate(name), trust_remote_code=False)
         return config
     return load_model_config(architecture)
 
@@ -88,7 +88,7 @@ def load_model(
     if dropout is not None:
         set_dropout(config, dropout)
     config.use_cache = False
-    options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype), "trust_remote_code": False}
     if as_stored and init == "pretrained":
         options["dtype"] = "auto"
         if hasattr(config, "quantization_config"):  # it would go to a GPU whole
@@ -189,7 +189,9 @@ def load_tokenizer(name: str, new_tokens: Sequence[str] = ()) -> PreTrainedToken
     from transformers import AutoTokenizer
 
     with in_words(name):
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(locate(name, needs=None))
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            locate(name, needs=None), trust_remote_code=False
+        )
     return add_tokens(tokenizer, new_tokens)
 
 

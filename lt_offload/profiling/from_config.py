@@ -168,16 +168,29 @@ def load_model_config(config: str | Path | PreTrainedConfig) -> PreTrainedConfig
             f"config={str(config)!r} is no file, no folder with a config.json and not known; known are "
             f"{', '.join(shipped)}"
         )
+    content: Any = None
     try:
-        loaded: PreTrainedConfig = AutoConfig.for_model(**json.loads(path.read_text(encoding="utf-8")))
+        content = json.loads(path.read_text(encoding="utf-8"))
+        loaded: PreTrainedConfig = AutoConfig.for_model(**content)
     except UnicodeDecodeError:
         raise ConfigError(
             f"config {str(path)!r} is no text; give a JSON file with a model's configuration, a folder with a "
             f"config.json or one of {', '.join(shipped)}"
         ) from None
     except (ValueError, TypeError) as error:
+        if isinstance(content, dict) and "auto_map" in content:
+            raise has_own_code(f"config {str(path)!r}") from None
         raise ConfigError(f"config {str(path)!r} is not a Hugging Face model configuration: {error}") from None
     return loaded
+
+
+def has_own_code(what: str) -> ConfigError:
+    """Return the error that refuses ``what``, a model of a type that only code beside it has, which is never run."""
+    return ConfigError(
+        f"{what} needs Python code that comes with it (auto_map), which is never run here; use a model of a type that "
+        "transformers has, or, if you trust that code, a script of your own that loads the model with "
+        'trust_remote_code=True and trains it by Trainer(strategy="offmate")'
+    )
 
 
 def _optimizer_factory(optimizer: str | OptimizerFactory) -> OptimizerFactory:
@@ -199,8 +212,14 @@ def _build(
     """Return the model in training mode, without memory for its tensors."""
     from transformers import AutoModelForCausalLM
 
+    auto: Any = AutoModelForCausalLM
     with torch.device("meta"):
-        model: nn.Module = AutoModelForCausalLM.from_config(config, dtype=dtype)  # type: ignore[no-untyped-call]
+        try:
+            model: nn.Module = auto.from_config(config, dtype=dtype, trust_remote_code=False)
+        except ValueError:
+            if type(config) not in auto._model_mapping and hasattr(config, "auto_map"):
+                raise has_own_code(f"a model of type {config.model_type!r}") from None
+            raise
         if quantize:
             model = without_memory(model, dtype)
         if lora is not None:

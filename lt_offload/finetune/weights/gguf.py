@@ -82,7 +82,8 @@ def _read(source: Path) -> tuple[Any, Any]:
     """Return the model with weights that are plain numbers, and its tokenizer."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    where = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    where: dict[str, Any] = {"pretrained_model_name_or_path": str(source.parent), "gguf_file": source.name}
+    where["trust_remote_code"] = False
     model = AutoModelForCausalLM.from_pretrained(**where, dtype="auto")
     # What says that the weights are something else would make save_pretrained refuse.
     for attribute in ("hf_quantizer", "quantization_method", "is_quantized"):

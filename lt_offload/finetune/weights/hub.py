@@ -59,6 +59,10 @@ def _explained(name: str, error: BaseException) -> str:
             f"model folder {name!r} has no weights, neither {SINGLE} nor pytorch_model.bin; download or copy them "
             "there, or train from random ones with model.init=random"
         )
+    if "trust_remote_code" in str(error):
+        from lt_offload.profiling.from_config import has_own_code
+
+        return str(has_own_code(f"model {name!r}"))
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     whole = " ".join(lines) if lines and lines[0].endswith(":") else "".join(lines[:1])
     return f"model {name!r} cannot be loaded: {whole or type(error).__name__}"

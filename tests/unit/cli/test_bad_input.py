@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -286,3 +289,62 @@ def test_quiet_says_results_only(recipe: str, capfd: pytest.CaptureFixture[str])
         assert noise not in captured.err + captured.out
     assert main(["check", recipe, "--quiet", "--data.batch", "1"]) == 2
     assert capfd.readouterr().err == "error: unknown setting 'data.batch'; did you mean data.batch_size?\n"
+
+
+# -- code that comes with a model -------------------------------------------------------------------------------------
+
+CODE = """
+from pathlib import Path
+Path({marker!r}).touch()
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+class OwnConfig(LlamaConfig): model_type = "own"
+class OwnModel(LlamaForCausalLM): config_class = OwnConfig
+class OwnTokenizer(PreTrainedTokenizerFast): pass
+"""
+VERBS = {
+    "fit": ("tiny.yaml",),
+    "plan": ("plan", "tiny.yaml", "--hardware", "v100"),
+    "data": ("data", "tiny.yaml"),
+    "validate": ("validate", "tiny.yaml"),
+    "generate": ("generate", "tiny.yaml", "--prompt", "a"),
+    "chat": ("chat", "tiny.yaml"),
+    "export": ("export", "tiny.yaml", "--output", "out"),
+    "check": ("check", "tiny.yaml"),
+    "new": ("new", "own", "--memory", "1GB"),
+    "new of a file": ("new", "own/config.json", "--memory", "1GB"),
+    "architecture": ("plan", "tiny.yaml", "--hardware", "v100", "--model.architecture", "own/config.json"),
+    "random": ("check", "tiny.yaml", "--model.init", "random"),
+}
+
+
+@pytest.mark.usefixtures("recipe")
+@pytest.mark.parametrize(
+    ("part", "verb"),
+    [*(("model", verb) for verb in VERBS), *(("tokenizer", verb) for verb in ("fit", "data", "chat", "check"))],
+)
+def test_code_in_a_model_folder_is_never_run(
+    part: str,
+    verb: str,
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    own = tmp_path / "own"
+    shutil.copytree(model, own)
+    (own / "code.py").write_text(CODE.format(marker=str(tmp_path / "marker")))
+    if part == "model":
+        own_type = {"model_type": "own", "architectures": ["OwnModel"]}
+        change(own / "config.json", own_type, {"AutoConfig": "code.OwnConfig", "AutoModelForCausalLM": "code.OwnModel"})
+    else:
+        own_class = {"tokenizer_class": "OwnTokenizer"}
+        change(own / "tokenizer_config.json", own_class, {"AutoTokenizer": [None, "code.OwnTokenizer"]})
+    Path("tiny.yaml").write_text(Path("tiny.yaml").read_text().replace(str(model), "own"))
+    monkeypatch.setattr("sys.stdin", io.StringIO("yes\n" * 100))
+    message = fails(capsys, *VERBS[verb])
+    assert "needs Python code that comes with it (auto_map), which is never run here; use a model of a type" in message
+    assert not (tmp_path / "marker").exists()
+
+
+def change(config: Path, values: dict[str, Any], auto_map: dict[str, Any]) -> None:
+    config.write_text(json.dumps(json.loads(config.read_text()) | values | {"auto_map": auto_map}))
