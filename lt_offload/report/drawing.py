@@ -1,7 +1,8 @@
 """Pages, and the figures in them: one self-contained HTML file, whose figures plotly draws when it is opened.
 
 A figure is written as data; ``report.js`` draws it with the colours of the page, light or dark as the reader's system
-is, and at the width of a screen, a phone or paper. Plotly's library (4.8 MB) is in the page once.
+is, and at the width of a screen, a phone or paper. Plotly's library is in the page once: ``plotly-basic.min.js`` is the
+file of that name in the npm package ``plotly.js-basic-dist-min``, which has lines and bars and a quarter of the size.
 """
 
 from __future__ import annotations
@@ -9,8 +10,10 @@ from __future__ import annotations
 import json
 import math
 import re
+from base64 import b64encode
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from hashlib import sha256
 from html import escape
 from importlib.resources import files
 from typing import Any
@@ -24,6 +27,8 @@ COLORS = tuple(f"var(--series-{number})" for number in range(1, 7))
 _DASHED = {"color": "var(--accent)", "width": 1.4, "dash": "dash"}
 """The line of a limit."""
 _FIGURE = '<div class="plot"'
+_POLICY = "default-src 'none'; script-src {scripts}; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+"""What a page may do: run its own scripts, which are known by their hashes, and set styles; it can load nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,13 +101,14 @@ def page(title: str, body: Iterable[str]) -> str:
     """Return a page that needs nothing from outside. ``title`` is text, ``body`` is HTML."""
     content = "\n".join(part for part in body if part)
     style = _file("report.css")
-    scripts = ""
+    scripts, allowed = "", "'none'"
     if _FIGURE in content:
-        from plotly.offline import get_plotlyjs
-
-        scripts = f'<script id="plotly">{get_plotlyjs()}</script>\n<script>{_file("report.js")}</script>\n'
+        library, own = _file("plotly-basic.min.js"), _file("report.js")
+        scripts = f'<script id="plotly">{library}</script>\n<script>{own}</script>\n'
+        allowed = f"{_hash(library)} {_hash(own)}"
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"/>'
+        f'<meta http-equiv="Content-Security-Policy" content="{_POLICY.format(scripts=allowed)}"/>'
         '<meta name="viewport" content="width=device-width, initial-scale=1"/>'
         f"<title>{escape(title)}</title><style>{style}</style></head>\n<body>\n<main>\n"
         f"{content}\n</main>\n{scripts}</body></html>\n"
@@ -125,7 +131,7 @@ def frame(drawn: Drawing, *, caption: str, label: str, height: int, kind: str = 
         kind: CSS class of the figure; figures of one kind that is not ``chart`` are zoomed together.
         below: HTML below it, such as the same as a table.
     """
-    data = drawn.json().replace("</", "<\\/")
+    data = drawn.json().replace("<", "\\u003c")  # "</script>" ends it, "<!--<script>" would hide its end
     return (
         f'<figure class="{kind}"><figcaption>{caption}</figcaption>'
         f'{_FIGURE} role="img" aria-label="{escape(label)}" style="height:{height}px">'
@@ -303,6 +309,11 @@ def _in_words(title: str, curves: Sequence[Line], suffix: str) -> str:
             (x0, y0), (x1, y1) = known[0], known[-1]
             told.append(f"{curve.name} {y0:.4g}{suffix} at {x0:g}, {y1:.4g}{suffix} at {x1:g}")
     return f"{title}: {'; '.join(told)}"
+
+
+def _hash(script: str) -> str:
+    """Return what a policy knows ``script`` by."""
+    return f"'sha256-{b64encode(sha256(script.encode()).digest()).decode()}'"
 
 
 def _file(name: str) -> str:

@@ -40,6 +40,10 @@ def test_page_is_well_formed_and_asks_for_nothing_outside(tmp_path: Path) -> Non
     assert not [a for _, a in page.elements if "src" in a or "href" in a]
     assert [a["content"] for a in page.all("meta") if a.get("name") == "viewport"]
     assert html.count('<script id="plotly">') == 1
+    assert len(html) < 1_500_000
+    [policy] = [a["content"] for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy"]
+    assert policy is not None
+    assert "default-src 'none'; script-src 'sha256-" in policy
     assert "prefers-color-scheme: dark" in html
     assert "@media print" in html
 

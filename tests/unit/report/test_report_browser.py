@@ -10,7 +10,9 @@ import pytest
 
 from lt_offload.plan.sweep import Sweep, SweepPoint
 from lt_offload.plan.what_if import Gain
+from lt_offload.report import drawing
 from lt_offload.report.compare import read_runs, write_comparison
+from lt_offload.report.drawing import Drawing
 from lt_offload.report.plan_page import write_plan_report
 from lt_offload.report.run_page import write_run_report
 from lt_offload.report.sweep_page import write_sweep_report
@@ -176,14 +178,38 @@ def test_pointing_at_a_bar_tells_what_it_is_and_both_iterations_are_zoomed_toget
     assert zoomed == [0.1, 0.2]
 
 
+def test_names_cannot_break_a_page_and_it_runs_and_loads_nothing_but_its_own(tmp_path: Path) -> None:
+    evil = "</script><script>document.title = 'evil'</script><!--<script>"
+    drawn = Drawing(traces=[{"type": "bar", "name": evil, "x": [1], "y": [2]}])
+    html = drawing.page("mine", [drawing.frame(drawn, caption="", label=evil, height=200) for _ in range(2)])
+    assert evil not in html
+    question = """(() => {
+      const observer = new window.ReportingObserver(() => {}, {buffered: true});
+      observer.observe();
+      const drawn = [...document.querySelectorAll(".plot")].filter(e => e.querySelector("svg"));
+      const refused = observer.takeRecords().map(report => report.body.effectiveDirective);
+      return [document.title, drawn.map(e => e.data[0].name), refused]; })()"""
+    page = tmp_path / "page.html"
+    for more, refused in (
+        ("", []),
+        (
+            "<img src='https://example.invalid/a.png'/><script>document.title = 'evil'</script>",
+            ["img-src", "script-src-elem"],
+        ),
+    ):
+        page.write_text(html.replace("</body>", f"{more}</body>"))
+        assert browser.ask(page, question, width=1280) == ["mine", [evil, evil], refused]
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_text_stands_out_from_the_page(scheme: str, tmp_path: Path) -> None:
     """Contrast of at least 4.5, as WCAG 2.1 AA asks for."""
     page = plan_report(tmp_path)
     # The scheme is the system's; a page that has only the dark colours shows what they look like.
     text = page.read_text()
-    assert "(prefers-color-scheme: dark)" in text
-    page.write_text(text.replace("(prefers-color-scheme: dark)", "all" if scheme == "dark" else "not all"))
+    dark = "@media (prefers-color-scheme: dark)"
+    assert text.count(dark) == 1
+    page.write_text(text.replace(dark, "@media all" if scheme == "dark" else "@media not all"))
     colors = browser.ask(
         page,
         """(() => { const color = (e, name) => window.getComputedStyle(e)[name].match(/[0-9.]+/g).map(Number);
