@@ -77,9 +77,7 @@ _AROUND: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
 
 
 class _Finder(MetaPathFinder):
-    def find_spec(
-        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
-    ) -> ModuleSpec | None:
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
         if name in _LEFT_OUT:
             return ModuleSpec(name, _Nothing())
         if name not in _AROUND:

@@ -9,6 +9,8 @@ import pytest
 import pytorch_lightning
 import torch
 from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+from torch.utils.data import DataLoader
 
 import lt_offload
 from lt_offload import InfeasibleError, OffmateStrategy
@@ -16,6 +18,8 @@ from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.strategy import offmate
 from tests import sampling
 from tests.support.trainers import Forced, Run, differences, fit, seeded_module, trainer
+from tests.support.user_nets import Net, rows
+from tests.unit.profiling.test_grad_mode import Attending, ComputedWeight, Mixing
 
 MODELS: list[dict[str, Any]] = [
     {"dropout": 0.1},
@@ -57,6 +61,59 @@ def test_every_budget_equals_stock(options: dict[str, Any], budget: str) -> None
     # The casts of weights are in the profile, so that what a plan predicts is what a run takes.
     assert strategy.trace.device_peak <= memory
     assert strategy.trace.device_peak == pytest.approx(strategy.plan.predicted.device_peak_bytes, rel=0.05)
+
+
+class Called(lightning.pytorch.LightningModule):
+    """Its blocks may call other operations without gradients than with them."""
+
+    def __init__(self, layer: type[torch.nn.Module]) -> None:
+        super().__init__()
+        torch.manual_seed(7)
+        self.net = Net(layer)
+        self.losses: list[Tensor] = []
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        loss: Tensor = self.net(**batch)["loss"]
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-2)
+
+    def train_dataloader(self) -> DataLoader[dict[str, Tensor]]:
+        return DataLoader(rows(), batch_size=None)
+
+
+def trained(strategy: Any, layer: type[torch.nn.Module], precision: str) -> Called:
+    module: Called = fit(strategy, Called(layer), precision=precision, max_epochs=1).module
+    return module
+
+
+GRAPHED = [
+    (Attending, "bf16-mixed"),
+    (Mixing, "bf16-mixed"),
+    (ComputedWeight, "32-true"),
+    (ComputedWeight, "bf16-true"),
+]
+
+
+@pytest.mark.parametrize(
+    ("layer", "precision", "budget"),
+    [(*row, 1.02) for row in GRAPHED] + [(Attending, "32-true", 1.02), (Mixing, "bf16-mixed", 20.0)],
+)
+def test_blocks_that_call_others_without_gradients(layer: Any, precision: str, budget: float) -> None:
+    settings = {"activation_offload": False, "planner": "auto" if budget < 2 else "resident"}
+    with pytest.raises(InfeasibleError) as caught:
+        trained(OffmateStrategy(memory="1KB", **settings), layer, precision)
+    assert caught.value.needed_bytes is not None
+    strategy = OffmateStrategy(memory=int(caught.value.needed_bytes * budget), **settings)
+    ours, stock = trained(strategy, layer, precision), trained("auto", layer, precision)
+    assert len(ours.losses) == 4
+    assert all(map(torch.equal, ours.losses, stock.losses))
+    assert all(map(torch.equal, ours.state_dict().values(), stock.state_dict().values()))
+    assert strategy.plan is not None
+    assert set(strategy.plan.graphed) == (set(range(1, 5)) if (layer, precision) in GRAPHED else set())
+    assert ("recompute" in strategy.plan.options) == (budget < 2)
 
 
 def test_under_pytorch_lightning() -> None:
