@@ -111,7 +111,8 @@ def _show(
     if not is_first():
         return
     clear()
-    print(_wrapped(f"warning: {' '.join(str(message).split())}"), file=file or sys.stderr, flush=True)
+    told = " ".join(str(message).removeprefix(_PREFIX).split())
+    print(_wrapped(f"warning: {told}"), file=file or sys.stderr, flush=True)
 
 
 def _without_bars() -> None:

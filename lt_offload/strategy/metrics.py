@@ -5,11 +5,13 @@ The callback is written without Lightning; ``namespaces.bind`` puts it on the ``
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
+from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
@@ -21,12 +23,46 @@ else:
     _Base = object
 
 
+class LossCheck:
+    """Whether losses are finite: noted where they are, so that no step waits, and read when loggers read theirs."""
+
+    def __init__(self) -> None:
+        self._first: int | Tensor = 0
+        self._is_finite: bool | Tensor = True
+
+    @property
+    def first(self) -> int:
+        """The first step whose loss was not finite, counted from 1; 0: there was none."""
+        return int(self._first)
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the last loss was."""
+        return bool(self._is_finite)
+
+    @torch.no_grad()
+    def note(self, outputs: Any, step: int) -> None:
+        """Take the loss in ``outputs``, what Lightning shows callbacks of a training step, as that of ``step``."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            return
+        if loss.device.type == "cpu":
+            self._is_finite = math.isfinite(loss)
+            self._first = self._first or (0 if self._is_finite else step)
+            return
+        finite = loss.detach().reshape(()).isfinite()
+        before = self._first if isinstance(self._first, Tensor) else torch.zeros_like(finite, dtype=torch.int64)
+        self._is_finite, self._first = finite, torch.where(finite | (before > 0), before, step)
+
+
 class Metrics(_Base):
     """Logs figures of the training step; the offmate strategy adds it to its Trainer by itself.
 
     Every step: ``tokens_per_s`` (padding included, validation excluded). Every ``log_every_n_steps`` steps, where the
     strategy has an engine: ``step_s``, ``step_vs_plan`` (measured over predicted time), ``device_peak_gb``,
     ``host_peak_gb`` and ``grad_norm``. Of all these only the gradient norm is read back from the device.
+
+    Then, too, and at the end of training, it warns of the first loss that is not finite.
     """
 
     log: Callable[..., None]
@@ -36,10 +72,18 @@ class Metrics(_Base):
         self._tokens = 0
         self._since = 0.0
         self._validation = 0.0
+        self.loss = LossCheck()
+        self._begun = 0
+        self._warned = False
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start the clock."""
         self._restart()
+        self._watch_loss(trainer)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Look at the losses since the last record."""
+        self._check_loss(trainer)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Stop it."""
@@ -51,15 +95,44 @@ class Metrics(_Base):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log."""
+        self._note_loss(trainer, outputs)
         self._tokens += tokens_in(batch)
         if self._tokens:
             self._log("tokens_per_s", self._tokens / (time.perf_counter() - self._since), prog_bar=True)
         engine = getattr(trainer.strategy, "engine", None)
         if not logs_after(trainer, trainer.global_step) or (engine is not None and engine.added):
             return
+        self._check_loss(trainer)
         self._restart()
         if engine is not None and engine.plan is not None:
             self._log_engine(engine)
+
+    def _watch_loss(self, trainer: Any) -> None:
+        self.loss, self._begun, self._warned = LossCheck(), 0 if trainer is None else trainer.global_step, False
+
+    def _note_loss(self, trainer: Any, outputs: Any) -> None:
+        if outputs is not None:
+            self.loss.note(outputs, trainer.global_step + trainer.fit_loop._should_accumulate())
+
+    def _check_loss(self, trainer: Any) -> None:
+        """Warn once, if a loss has not been finite."""
+        if self._warned or not (step := self.loss.first):
+            return
+        self._warned = True
+        what = f"the loss of step {step} is not finite, the first one that is not"
+        if step == self._begun + 1:  # nothing has been updated yet: it is not the learning rate
+            why = "before anything was updated: look at the model's weights, the batch and the precision"
+        else:
+            *others, last = self._remedies(trainer)
+            ways = f"{', '.join(others)} or {last}" if others else last
+            why = f"and what is trained from there on is lost as a rule; begin again with {ways}"
+        rank_zero_warn(f"offmate: {what}, {why}")
+
+    def _remedies(self, trainer: Any) -> list[str]:
+        """Return what helps against losses that are not finite, most likely first."""
+        clip = [] if trainer.gradient_clip_val else ["clipping (Trainer(gradient_clip_val=1.0))"]
+        full = [] if str(trainer.precision).startswith("32") else ["precision='32-true'"]
+        return ["a lower learning rate", *clip, *full]
 
     def _log_engine(self, engine: Any) -> None:
         """Log the figures of the last iteration of ``engine``, which has a plan."""

@@ -21,6 +21,7 @@ EXIT_CODES = {
     0: "done",
     1: "a defect, or an unforeseen error; --debug shows where",
     2: "something in command, recipe, files or disk that you can mend",
+    3: "training has ended, but with a loss that is not finite",
     130: "Ctrl-C; training ends its iteration and writes a checkpoint",
     141: "nobody reads the output any more (lt-finetune ls | head)",
     143: "SIGTERM: as after Ctrl-C; a second one does not wait",

@@ -27,6 +27,7 @@ def fit(
     """Fine-tune.
 
     Ctrl-C and SIGTERM end the iteration, write a checkpoint and leave with 130 and 143; the second one does not wait.
+    A loss that is not finite at the end makes it 3.
 
     Args:
         app: the settings.
@@ -96,7 +97,7 @@ def fit(
             write_report(app.run_dir, gains)
     finally:  # the last thing to be read, also if that failed or was cut short
         print_summary(app.summary, trainer, report)
-    return 0
+    return 0 if app.summary.broken is None else 3
 
 
 def _check_unused(folder: Path) -> None:

@@ -18,7 +18,7 @@ from lt_offload.strategy.metrics import Metrics, logs_after, tokens_in
 
 
 class RunMetrics(Metrics, Callback):
-    """Logs figures of training; takes the place of the callback that the offmate strategy would add.
+    """Logs figures of training, and warns of a loss that is not finite; takes the place of offmate's own callback.
 
     Every ``log_every_n_steps`` steps, as means since the last record, without validation, samples and checkpoints:
     ``tokens_per_s`` (real tokens: padding is none), ``trained_tokens_per_s`` (those with a loss), ``samples_per_s``,
@@ -50,6 +50,10 @@ class RunMetrics(Metrics, Callback):
         dtype = next((p.dtype for p in pl_module.parameters() if p.is_floating_point()), torch.float32)
         self.peak = peak_of(trainer.strategy.root_device, str(trainer.precision), dtype, trainer.world_size)
 
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Begin to look at losses."""
+        self._watch_loss(trainer)
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count what follows as validation."""
         self._before = self.clock.enter("validation")
@@ -75,6 +79,7 @@ class RunMetrics(Metrics, Callback):
         """End it, and log."""
         engine: Any = getattr(trainer.strategy, "engine", None)
         self.clock.enter("between")
+        self._note_loss(trainer, outputs)
         if trainer.fit_loop._should_accumulate() or (engine is not None and engine.added):
             return
         self.clock.end_step()
@@ -85,6 +90,7 @@ class RunMetrics(Metrics, Callback):
                 self.peaks[name] = max(self.peaks.get(name, 0), getattr(stats, name))
         if not logs_after(trainer, trainer.global_step):
             return
+        self._check_loss(trainer)
         self._log_rates(trainer)
         self._log("lr", self._lr, dtype=torch.float64)  # as it is in the optimizer, not rounded
         if stats is not None:
@@ -96,8 +102,9 @@ class RunMetrics(Metrics, Callback):
             self._log("device_peak_gb", peak / 1e9, prog_bar=True)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Count the tokens since the last record."""
+        """Count the tokens since the last record, and look at its losses."""
         self._take_counts(trainer)
+        self._check_loss(trainer)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """Hand the figures of a step that is done to the loggers, where a callback leaves before the Trainer does so.
@@ -107,6 +114,13 @@ class RunMetrics(Metrics, Callback):
         done: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         if trainer.training and len(self.clock.steps) and done.processed > done.completed:
             trainer._logger_connector.update_train_step_metrics()
+
+    def _remedies(self, trainer: Any) -> list[str]:
+        module = trainer.lightning_module
+        clip = [] if trainer.gradient_clip_val else ["--trainer.gradient_clip_val 1"]
+        wide = [] if getattr(module, "model_dtype", "float32") == "float32" else ["--model.dtype float32"]
+        full = ["--trainer.precision 32-true"] if "16-mixed" in str(trainer.precision) else []
+        return [f"a lower --model.lr (it is {getattr(module, 'lr', self._lr):g})", *clip, *wide, *full]
 
     def _log_rates(self, trainer: Trainer) -> None:
         tokens, trained, samples = self._take_counts(trainer)

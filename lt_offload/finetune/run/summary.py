@@ -5,6 +5,7 @@ Works with any strategy; one that has a plan, a profile and a trace is compared 
 
 from __future__ import annotations
 
+import math
 import resource
 import sys
 import textwrap
@@ -106,11 +107,14 @@ class RunSummary(Callback):
         metrics, peak = self.metrics, self.metrics.peak
         interrupted = isinstance(error, (KeyboardInterrupt, SystemExit))
         ended = "finished" if error is None else "interrupted" if interrupted else "failed"
+        why = named(error) if error is not None and ended == "failed" else None
+        if ended == "finished" and self.broken is not None:
+            ended, why = "failed", f"the loss is {self.broken}"
         return RunPart(
             first_step=self.first_step or 0,
             last_step=trainer.global_step,
             ended=ended,
-            error=named(error) if error is not None and ended == "failed" else None,
+            error=why,
             seconds={name: round(seconds, 6) for name, seconds in self.clock.seconds.items()},
             medians={name: round(seconds, 9) for name, seconds in self.clock.medians().items()},
             device_peak_bytes=metrics.peaks.get("device_peak_bytes"),
@@ -132,6 +136,10 @@ class RunSummary(Callback):
         facts = {"steps": f"{trainer.global_step}, {format_seconds(seconds['steps'] + seconds['between'])} of training"}
         if several(trainer):
             facts["processes"] = f"{trainer.world_size}; tokens are those of all, times and memory those of the first"
+        if self.broken is not None:
+            facts["loss"] = f"{self.broken}: the weights are of no use"
+        elif first := self.metrics.loss.first:
+            facts["loss"] = f"not finite at step {first}, finite at the end"
         if self.losses:
             facts["held-out loss"] = " -> ".join(f"{loss:.4f}" for _, loss in _ends(self.losses))
         if self.metrics.tokens and self.clock.training > 0:
@@ -152,6 +160,13 @@ class RunSummary(Callback):
                 allowed = f" of {format_bytes(budget)} allowed" if budget else " at most"
                 facts[name] = f"{format_bytes(peaks[key])}{allowed}"
         return facts
+
+    @property
+    def broken(self) -> str | None:
+        """What is not finite at the end of the training, None if the losses are."""
+        if not self.metrics.loss.is_finite:
+            return f"not finite since step {self.metrics.loss.first}"
+        return None if not self.losses or math.isfinite(self.losses[-1][1]) else "not finite on held-out data"
 
     @property
     def step_time(self) -> float:
@@ -197,7 +212,7 @@ def print_summary(summary: RunSummary, trainer: Trainer, report: Path | None) ->
     from rich.console import Console
 
     console = Console(highlight=False)
-    console.print("\n[bold]done[/bold]")
+    console.print(f"\n[bold]{'done' if summary.broken is None else 'done, in vain'}[/bold]")
     for name, value in (*summary.facts(trainer).items(), *_written(summary, trainer, report)):
         console.print(f"  {name:{_LABEL}}{value}", markup=False, soft_wrap=True)
 
@@ -214,6 +229,8 @@ def _written(summary: RunSummary, trainer: Trainer, report: Path | None) -> Iter
     checkpoint = getattr(trainer.checkpoint_callback, "best_model_path", "")
     if checkpoint and summary.folder is not None and (summary.folder / "config.yaml").is_file():
         yield "checkpoint", _short(checkpoint)
+        if summary.broken is not None:
+            return
         folder = _short(str(summary.folder))
         data: Any = getattr(trainer, "datamodule", None)
         talks = getattr(data, "asks_questions", False) and data.encoder.template is not None

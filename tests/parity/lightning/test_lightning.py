@@ -326,6 +326,31 @@ def test_run_folder_metrics_and_replay(tmp_path: Path) -> None:
     assert differences(run, again) == []
 
 
+@pytest.mark.parametrize(
+    ("first", "settings"),
+    [
+        (3, {"log_every_n_steps": 2, "gradient_clip_val": 1.0}),
+        (2, {"log_every_n_steps": 50, "accumulate_grad_batches": 2}),
+        (1, {"log_every_n_steps": 50, "max_steps": 1}),
+    ],
+)
+def test_a_loss_that_is_not_finite_is_said_once(first: int, settings: dict[str, Any]) -> None:
+    module = seeded_module()
+    step = module.training_step
+
+    def breaks(batch: Any, batch_idx: int) -> torch.Tensor:
+        loss = step(batch, batch_idx)
+        updates = len(module.losses) - 1
+        return loss * float("nan" if updates // settings.get("accumulate_grad_batches", 1) == first - 1 else 1)
+
+    module.training_step = breaks
+    with pytest.warns(UserWarning, match=f"^offmate: the loss of step {first} is not finite") as told:
+        fit(OffmateStrategy(memory=MEMORY), module, **settings)
+    [said] = [str(one.message) for one in told if "not finite" in str(one.message)]
+    assert ("a lower learning rate" in said) == (first > 1)
+    assert ("gradient_clip_val=1.0" in said) == (first > 1 and "gradient_clip_val" not in settings)
+
+
 def test_grad_norm_is_the_norm_of_the_gradients(tmp_path: Path) -> None:
     run = fit(OffmateStrategy(memory=MEMORY), max_steps=1, log_every_n_steps=1)
     module = seeded_module()

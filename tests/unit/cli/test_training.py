@@ -88,6 +88,19 @@ def test_a_run_shows_measured_beside_planned(
     assert losses[0][0].split() == losses[1][0].split()
 
 
+@pytest.mark.filterwarnings("always:.*loss of step . is not finite")
+def test_a_run_whose_loss_is_not_finite_is_not_done(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([recipe, "--trainer.default_root_dir", "run", "--model.lr", "1e5"]) == 3
+    said, told = capsys.readouterr()
+    assert told.count("not finite") == 1
+    assert "begin again with a lower --model.lr (it is 100000) or --trainer.gradient_clip_val 1\n" in told
+    assert "done, in vain" in said
+    assert "not finite since step" in said
+    assert "try it" not in said
+    page = plain(Path("run/report.html").read_text())
+    assert "The run failed after step 3: the loss is not finite since step" in page
+
+
 @pytest.mark.filterwarnings("ignore:Precision bf16-mixed is not supported by the model summary")
 def test_mixed_precision(recipe: str) -> None:
     for precision in ("32-true", "bf16-mixed"):
