@@ -181,7 +181,7 @@ def check_samples(batch: Any, micro_batches: int) -> None:
         ConfigError: naming both.
     """
     check_micro_batches(micro_batches)
-    samples, _ = _extent(batch)
+    samples, _ = extent(batch)
     if micro_batches > samples:
         raise ConfigError(
             f"micro_batches={micro_batches} is more than the {samples} samples of the batch; set micro_batches="
@@ -276,7 +276,7 @@ def assemble(
 ) -> Profile:
     """Return the profile of a model that has been measured."""
     sizes = StateSizes(optimizer)
-    batch_size, sequence_length = _extent(batch)
+    batch_size, sequence_length = extent(batch)
     gpu = hardware.context_bytes > 0
     return Profile(
         model=_base_name(model),
@@ -462,7 +462,7 @@ def _main_dtype(model: nn.Module) -> str:
     return str(max(totals, key=lambda dtype: totals[dtype])).removeprefix("torch.")
 
 
-def _extent(batch: Any) -> tuple[int, int]:
+def extent(batch: Any) -> tuple[int, int]:
     """Return batch size and sequence length: the sizes of the token ids, or of the first tensor that has two."""
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):

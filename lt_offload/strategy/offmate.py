@@ -29,6 +29,7 @@ from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import plainly, switched_off
 from lt_offload.plan import BatchChoice, Settings, make_plan
 from lt_offload.profiling.hardware import check_memory, free_memory
+from lt_offload.profiling.measure import extent
 from lt_offload.report.perfetto import save_perfetto
 from lt_offload.schema.explain import brief, headline
 from lt_offload.schema.plan import Plan, PlannerName
@@ -142,7 +143,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
         self.profile: Profile | None = None
         self.plan: Plan | None = None
         self.trace: Trace | None = None
-        """Of the last complete iteration, once training has ended."""
+        """Of the last iteration, once training has ended; of the one before it if its batch was smaller than others."""
         self.engine: Engine | None = None
         """Present between ``setup`` and ``teardown``."""
         self.samples: dict[int, Any] = {}
@@ -381,6 +382,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
         """Remember the shapes of the batch; hooks of users, which may freeze and unfreeze weights, have run by now."""
         self._signature = tuple((t.shape, t.dtype) for t in tree_leaves(batch) if isinstance(t, Tensor))
         self._follow_changes()
+        self._keep_trace(batch)
 
     def optimizer_step(
         self,
@@ -442,7 +444,8 @@ class OffmateStrategy(OneProcess, Checkpoints):
         assert self.engine is not None
         if self.engine.stats.iterations == 0:
             return
-        self.trace = self.engine.trace()
+        if self.trace is None:
+            self.trace = self.engine.trace()
         folder = self._folder(self._trainer)
         if folder is not None:
             self.trace.save(folder / "trace.json")
@@ -470,6 +473,14 @@ class OffmateStrategy(OneProcess, Checkpoints):
             self.finish_saves()
 
     # -- helpers -----------------------------------------------------------------------------------------------------
+
+    def _keep_trace(self, batch: Any) -> None:
+        """Keep the record of the iteration before the last one, if the last ``batch`` is smaller than the plan's."""
+        engine, plan = self.engine, self.plan
+        if engine is None or plan is None or extent(batch)[0] >= plan.batch_size or not engine.stats.iterations:
+            return
+        if self.trace is None and steps_left(self._trainer) <= 1:
+            self.trace = engine.trace()
 
     @property
     def _module(self) -> LightningModule:

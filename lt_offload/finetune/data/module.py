@@ -22,7 +22,7 @@ from lt_offload.finetune.data import sources
 from lt_offload.finetune.data.batches.collate import Fill, Pad
 from lt_offload.finetune.data.batches.documents import Documents
 from lt_offload.finetune.data.batches.loaders import ResumableLoader, held_out_loader
-from lt_offload.finetune.data.batches.order import ResumableBatches
+from lt_offload.finetune.data.batches.order import ResumableBatches, Silenced
 from lt_offload.finetune.data.batches.packing import Integers, Losses, Sequences, one_by_one, packed, pieces_of, wrapped
 from lt_offload.finetune.data.batches.split import held_out
 from lt_offload.finetune.data.batches.streaming import (
@@ -413,7 +413,7 @@ class FineTuneData(LightningDataModule):
                 f"data.path={self.path!r} gives {len(self._train)} training sequences of up to {self.max_length} "
                 f"tokens, fewer than data.batch_size={self.batch_size}; lower data.batch_size or data.max_length{keep}"
             )
-        lengths = self._train.lengths if self.group_by_length else None
+        lengths, sizes = self._train.lengths if self.group_by_length else None, sizes_for(self.trainer)
         order = ResumableBatches(
             len(self._train),
             self.batch_size,
@@ -422,13 +422,14 @@ class FineTuneData(LightningDataModule):
             tokens=int(self._train.lengths.sum()),
             share=share,
             reshuffled=not getattr(self.trainer, "overfit_batches", 0),  # which are the same in all epochs
+            silent=share.of > 1 and sizes is not None,  # a mean over each batch needs a loss in it
         )
         return ResumableLoader(
-            self._train,
+            Silenced(self._train) if order.silent else self._train,
             batch_sampler=order,
             collate_fn=self._collate,
             num_workers=self.num_workers,
-            sizes=sizes_for(self.trainer),
+            sizes=sizes,
         )
 
     def _stream_loader(self) -> StreamLoader:

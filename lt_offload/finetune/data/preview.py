@@ -228,8 +228,10 @@ def _losses(data: FineTuneData, found: DataPreview, learned: Any, before_cut: An
     order = ResumableBatches(
         len(rows), data.batch_size, seed=data.seed, lengths=rows.lengths if data.group_by_length else None
     )
-    widest = [int(rows.lengths[batch].max()) for batch in order.batches()]
-    padded = sum(padded_width(width, limit) * data.batch_size for width in widest)
-    real = sum(int(rows.lengths[batch].sum()) for batch in order.batches())
+    batches = order.batches()
+    padded = sum(padded_width(int(rows.lengths[batch].max()), limit) * len(batch) for batch in batches)
+    real = int(rows.lengths.sum())
     share = f", {1 - real / padded:.1%} of them padding" if padded else ""
-    yield f"{len(rows):,} sequences of up to {limit:,} tokens in {len(widest):,} batches of {data.batch_size}{share}"
+    last = f", the last one of {len(batches[-1])}" if len(batches[-1]) < data.batch_size else ""
+    size = f"{data.batch_size}{last}"
+    yield f"{len(rows):,} sequences of up to {limit:,} tokens in {len(batches):,} batches of {size}{share}"

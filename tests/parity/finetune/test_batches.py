@@ -34,11 +34,13 @@ class Recording(FineTune):
         self.lrs: list[float] = []
         self.documents: list[int] = []
         self.widths: list[int] = []
+        self.rows: list[int] = []
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
         loss = super().training_step(batch, batch_idx)
         self.losses.append(loss.detach().clone())
         self.widths.append(batch["input_ids"].shape[1])
+        self.rows.append(len(batch["input_ids"]))
         if "position_ids" in batch:
             self.documents.append(int((batch["position_ids"] == 0).sum()))
         return loss
@@ -97,6 +99,7 @@ def stock(folder: Path, text: Path) -> Any:
 MODES: dict[str, dict[str, Any]] = {
     "packed": {},
     "padded": {"pack": False, "group_by_length": True},
+    "padded, some left": {"pack": False, "batch_size": 4},
     "wrapped": {"pack": "wrapped"},
     "streamed": {"streaming": True, "stream_buffer": 6},
 }
@@ -142,6 +145,35 @@ def test_the_mean_over_the_tokens_of_an_update_is_that_of_the_stock_strategy(
     assert strategy.plan is not None
     assert strategy.plan.options[-1] == "fused", "the loss is computed within the last block"
     assert differences(stock(accumulate, options.get("micro_batches", 1), mode), run) == []
+
+
+LEFT: dict[str, tuple[str, dict[str, Any], int]] = {
+    "tight, again": ("1100kB", {"activation_offload": False}, 1),
+    "middle": ("1300kB", {}, 2),
+    "resident, in parts": ("100MB", {"micro_batches": 2}, 1),
+}
+
+
+@pytest.mark.parametrize("case", LEFT)
+def test_the_last_batch_of_an_epoch_has_the_rows_that_are_left(
+    folder: Path, text: Path, stock: Any, tmp_path: Path, case: str
+) -> None:
+    memory, options, accumulate = LEFT[case]
+
+    def made() -> OffmateStrategy:
+        return OffmateStrategy(memory=memory, solver_time_limit=3, **options)
+
+    settings: dict[str, Any] = {"data": MODES["padded, some left"], "accumulate_grad_batches": accumulate}
+    run = fit(made(), folder, text, **settings)
+    assert run.module.rows == [4, 4, 4, 3] * accumulate
+    expected = stock(accumulate, options.get("micro_batches", 1), "padded, some left")
+    assert differences(expected, run) == []
+    if case != "middle":
+        return
+    fit(made(), folder, text, max_steps=1, **settings).trainer.save_checkpoint(tmp_path / "stop.ckpt")
+    resumed = fit(made(), folder, text, ckpt=tmp_path / "stop.ckpt", **settings)
+    assert resumed.module.rows == run.module.rows[2:]
+    assert state_differences(expected, resumed) == []
 
 
 @pytest.mark.parametrize(("strategy", "stop"), [("auto", 1), ("offmate", 3)])

@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from numpy.typing import NDArray
-from torch.utils.data import Sampler
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
 
 from lt_offload.errors import ConfigError
+from lt_offload.finetune.data.batches.packing import Row, Sequences
+from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.processes import Share
 
 _BATCHES_TO_SORT = 50
@@ -17,12 +20,12 @@ _BATCHES_TO_SORT = 50
 
 
 class ResumableBatches(Sampler[list[int]]):
-    """Indices of full batches, in another order in each epoch.
+    """Indices of batches, in another order in each epoch.
 
     Lightning calls ``set_epoch`` before each epoch. Where a run goes on, epochs are counted from its own: Lightning
-    takes that for over if the run ended there by ``max_steps``. The last batch is dropped if it is not full: every
-    iteration has the planned size. Which rows that concerns is up to chance, in each epoch anew. Of several processes
-    each takes every so-many-th batch of the same order, and all of them as many.
+    takes that for over if the run ended there by ``max_steps``. The last batch has the rows that are left; which ones
+    is up to chance, in each epoch anew. Of several processes each takes every so-many-th batch of the same order, and
+    all of them as many, so that at the end some may be without one: see ``silent``.
 
     Args:
         count: rows.
@@ -32,6 +35,9 @@ class ResumableBatches(Sampler[list[int]]):
         tokens: of all rows, by which other data are noticed.
         share: the batches of this process.
         reshuffled: whether epochs have orders of their own; if false, all have that of the first.
+        silent: whether a process for which no batch is left takes one without loss, a row with a number below 0 (see
+            :class:`Silenced`), so that all have the batches of one that takes them in turn. If not, they share the
+            rows that are left, and do without where these are fewer than processes.
     """
 
     def __init__(
@@ -44,6 +50,7 @@ class ResumableBatches(Sampler[list[int]]):
         tokens: int = 0,
         share: Share = Share(),  # noqa: B008  # it never changes
         reshuffled: bool = True,
+        silent: bool = False,
     ) -> None:
         self.count = count
         self.batch_size = batch_size
@@ -52,6 +59,7 @@ class ResumableBatches(Sampler[list[int]]):
         self.tokens = tokens
         self.share = share
         self.reshuffled = reshuffled
+        self.silent = silent
         self.epoch = 0
         self.position = 0
         """Batches that training in this process has been given in this epoch; the loader counts them."""
@@ -66,12 +74,8 @@ class ResumableBatches(Sampler[list[int]]):
         return self
 
     def __len__(self) -> int:
-        return self._full // self.share.of
-
-    @property
-    def _full(self) -> int:
-        """Batches of all processes, with those that are left over where each takes as many."""
-        return self.count // self.batch_size
+        full, left = divmod(self.count, self.batch_size * self.share.of)
+        return full + (left >= (1 if self.silent else self.share.of))
 
     def __iter__(self) -> Iterator[list[int]]:
         # A generator: the epoch is read when the first batch is asked for, which is after Lightning has set it.
@@ -88,14 +92,24 @@ class ResumableBatches(Sampler[list[int]]):
     def batches(self) -> list[list[int]]:
         """Return all batches of the epoch, those of other processes, too."""
         generator = torch.Generator().manual_seed(self.seed + (self.epoch if self.reshuffled else 0))
-        order = torch.randperm(self.count, generator=generator)[: self._full * self.batch_size]
+        order = torch.randperm(self.count, generator=generator)
+        full = self.count // (self.batch_size * self.share.of) * self.share.of
+        order, left = order[: full * self.batch_size], order[full * self.batch_size :]
         if self._lengths is not None:
             together = self.batch_size * _BATCHES_TO_SORT
             parts = [order[begin : begin + together] for begin in range(0, len(order), together)]
             order = torch.cat([part[self._lengths[part].argsort(stable=True)] for part in parts])
-            order = order.view(-1, self.batch_size)[torch.randperm(self._full, generator=generator)]
+            order = order.view(-1, self.batch_size)[torch.randperm(full, generator=generator)]
         found: list[list[int]] = order.view(-1, self.batch_size).tolist()
-        return found
+        return found + self._last(left)
+
+    def _last(self, left: Tensor) -> list[list[int]]:
+        """Return a batch of each process with what is left, none if there is too little."""
+        rows: list[int] = left.tolist()
+        if not self.silent:
+            return [part.tolist() for part in left.tensor_split(self.share.of)] if len(rows) >= self.share.of else []
+        batches = [rows[begin : begin + self.batch_size] for begin in range(0, len(rows), self.batch_size)]
+        return batches + [[~rows[0]]] * (self.share.of - len(batches)) if rows else []
 
     def set_epoch(self, epoch: int) -> None:
         """Choose the order of the next epoch, unless the run goes on from a checkpoint, which says it."""
@@ -128,6 +142,19 @@ class ResumableBatches(Sampler[list[int]]):
         self.position = state["position"]
         self.epoch = state.get("epoch", self.epoch)
         self._resume = self._counts = True
+
+
+class Silenced(Dataset[Row]):
+    """Rows, and under ``~number`` the row ``number`` without loss."""
+
+    def __init__(self, rows: Sequences) -> None:
+        self._rows = rows
+
+    def __getitem__(self, number: int) -> Row:
+        if number >= 0:
+            return self._rows[number]
+        ids, labels, positions = self._rows[~number]
+        return ids, torch.full_like(labels, IGNORED), positions
 
 
 _DEPENDS_ON = ("count", "batch_size", "seed", "grouped", "tokens")

@@ -69,7 +69,7 @@ def test_packed_text(tokenizer: str, text: str) -> None:
 def test_running_text(tokenizer: str, text: str) -> None:
     data = made(tokenizer, path=text, max_length=50, batch_size=2, validation_share=0.25, pack="wrapped")
     training, validation = list(data.train_dataloader()), list(data.val_dataloader())
-    assert len(training) == 7  # 1000 letters are 20 sequences, 15 of them for training; an end alone is no sequence
+    assert len(training) == 8  # 1000 letters are 20 sequences, 15 of them for training; an end alone is no sequence
     assert all(sorted(batch) == ["input_ids", "labels"] for batch in training + validation)
     assert all(torch.equal(batch["input_ids"], batch["labels"]) for batch in training + validation)
     heldout = [data.tokenizer.decode(ids) for batch in validation for ids in batch["input_ids"]]

@@ -13,13 +13,30 @@ from lt_offload.finetune.processes import Share, share_of
 from tests.unit.finetune.conftest import data
 
 
-@pytest.mark.parametrize(("count", "of"), [(23, 2), (24, 3), (18, 3)])
-def test_processes_take_turns(count: int, of: int) -> None:
-    orders = [ResumableBatches(count, 2, seed=3, share=Share(of, first)) for first in range(of)]
-    whole = list(ResumableBatches(count, 2, seed=3))
+@pytest.mark.parametrize(
+    ("count", "of", "silent", "last"),
+    [
+        (23, 2, False, [2, 1]),
+        (24, 3, False, [2, 2, 2]),
+        (22, 3, False, [2, 1, 1]),
+        (20, 3, False, [2, 2, 2]),
+        (22, 3, True, [2, 2, 0]),
+        (19, 3, True, [1, 0, 0]),
+    ],
+)
+def test_processes_take_turns(count: int, of: int, silent: bool, last: list[int]) -> None:
+    orders = [ResumableBatches(count, 2, seed=3, share=Share(of, first), silent=silent) for first in range(of)]
     shares = [list(order) for order in orders]
-    assert [batch for group in zip(*shares, strict=True) for batch in group] == whole[: len(whole) // of * of]
-    assert {len(order) for order in orders} == {len(whole) // of}
+    assert [sum(row >= 0 for row in share[-1]) for share in shares] == last
+    assert all(share[-1] for share in shares)
+    whole = list(ResumableBatches(count, 2, seed=3))
+    turns = [batch for group in zip(*shares, strict=True) for batch in group]
+    taken = [row for batch in turns for row in batch if row >= 0]
+    assert taken == [row for batch in whole for row in batch][: len(taken)]
+    assert count - len(taken) == (2 if count == 20 else 0), "less than a row for each"
+    assert {len(order) for order in orders} == {len(shares[0])}
+    if silent:
+        assert turns[: len(whole)] == whole
     orders[1].position = 2
     orders[1].load_state_dict(orders[1].state_dict())
     assert list(orders[1]) == shares[1][2:]
