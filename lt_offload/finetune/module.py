@@ -30,7 +30,7 @@ from lt_offload.finetune.quantize import Quantize, check_quantize, check_stored,
 from lt_offload.finetune.unused import as_written, refuse_unused
 from lt_offload.finetune.weights.frozen import choose_trained
 from lt_offload.finetune.weights.left_out import Description, frozen_base, leave_out, take_up
-from lt_offload.finetune.weights.vocabulary import check_tokens, has_grown, names_of_embeddings, resize
+from lt_offload.finetune.weights.vocabulary import check_rows, check_tokens, has_grown, names_of_embeddings, resize
 from lt_offload.model.blocks import find_blocks
 from lt_offload.optim import AdamW
 
@@ -73,6 +73,8 @@ class FineTune(LightningModule):
             anything, or regular expressions that whole names match.
         train_only: the only parameters that are trained, in the same form.
         new_tokens: tokens that the tokenizer gets beside its own; the embeddings grow by as many rows.
+        resize_vocab: let the embeddings grow by as many random rows as the tokenizer has tokens that the model does not
+            know, beside ``new_tokens``; if false, such a tokenizer is an error.
         tokenizer: name or folder of the tokenizer, if not the model's; set by the recipe's ``data.tokenizer``.
         loss_average: what the loss of an update of several batches (``trainer.accumulate_grad_batches``, and those of
             all processes) is a mean of: ``tokens``, all those with a loss, as in one large batch, or ``batches``, their
@@ -110,6 +112,7 @@ class FineTune(LightningModule):
         freeze: list[str] | None = None,
         train_only: list[str] | None = None,
         new_tokens: list[str] | None = None,
+        resize_vocab: bool = False,
         tokenizer: str | None = None,
         loss_average: LossAverage | None = None,
         optimizer: OptimizerName = "adamw",
@@ -162,6 +165,7 @@ class FineTune(LightningModule):
         self.frozen = tuple(freeze or ())
         self.train_only = tuple(train_only or ())
         self.new_tokens = tuple(new_tokens or ())
+        self.resize_vocab = resize_vocab
         self.tokenizer = tokenizer
         self.loss_average: LossAverage | None = loss_average
         self.optimizer: OptimizerName = optimizer
@@ -193,14 +197,15 @@ class FineTune(LightningModule):
         """Check the data against the model, before its weights are loaded.
 
         Raises:
-            ConfigError: if sequences are longer than the model's context, the tokenizer lacks a new token, or the model
-                cannot keep packed documents apart.
+            ConfigError: if sequences are longer than the model's context, the tokenizer lacks a new token or is another
+                model's, or the model cannot keep packed documents apart.
         """
         data = getattr(self.trainer, "datamodule", None)
         if data is None or self.model is not None:
             return
         config = load.load_config(self.name, self.architecture if self.init == "random" else None)
         self._vocabulary = len(data.tokenizer)
+        self._check_rows(config.get_text_config().vocab_size, self.init)
         check_data(config, max_length=data.max_length)
         absent = [token for token in self.new_tokens if token not in data.tokenizer.get_vocab()]
         if absent:
@@ -237,7 +242,7 @@ class FineTune(LightningModule):
             dropout=self.dropout,
             as_stored=self.quantize is not None,
         )
-        self._grow(model)
+        self._grow(model, init)
         if self.quantize is not None:
             model = quantized(model, getattr(torch, self.model_dtype))
         model = self._adapt(model)
@@ -249,13 +254,19 @@ class FineTune(LightningModule):
 
     def prepare(self, model: nn.Module) -> nn.Module:
         """Return ``model``, which is on meta, with the settings' vocabulary, adapters and frozen parts."""
-        self._grow(model)
+        self._grow(model, self.init)
         return self._adapt(model)
 
-    def _grow(self, model: nn.Module) -> None:
+    def _grow(self, model: Any, init: load.Init) -> None:
         tokens = self.count_tokens()
         if tokens is not None:
+            self._check_rows(model.get_input_embeddings().weight.shape[0], init)
             resize(model, tokens)
+
+    def _check_rows(self, rows: int, init: load.Init) -> None:
+        if init == "pretrained" and not self.resize_vocab:
+            tokens, where = self.count_tokens() or 0, self.tokenizer or self.name
+            check_rows(rows, tokens, asked=len(self.new_tokens), tokenizer=where)
 
     def _adapt(self, model: nn.Module) -> nn.Module:
         if self.lora is not None:

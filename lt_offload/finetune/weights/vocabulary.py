@@ -35,6 +35,24 @@ def check_tokens(tokens: Sequence[str]) -> None:
         raise ConfigError(f"model.new_tokens={list(tokens)!r} has {twice[0]!r} twice; leave one out")
 
 
+def check_rows(rows: int, tokens: int, *, asked: int, tokenizer: str) -> None:
+    """Raise ``ConfigError`` if a model of ``rows`` embeddings would get more random ones than were ``asked`` for.
+
+    Args:
+        rows: embeddings that the model has.
+        tokens: of the tokenizer, new ones included.
+        asked: how many new ones there are to be.
+        tokenizer: where it comes from, for the error.
+    """
+    more = tokens - rows - asked
+    if more > 0:
+        raise ConfigError(
+            f"the tokenizer of {tokenizer} has {tokens:,} tokens, and the model {rows:,} embeddings: {more:,} would be "
+            "new and random, so that it is hardly this model's tokenizer; set data.tokenizer to that, name new tokens "
+            "in model.new_tokens, or set model.resize_vocab=true if all of them are to be trained"
+        )
+
+
 def resize(model: Any, tokens: int) -> bool:
     """Let ``model`` have at least ``tokens`` embeddings, and as many logits; return whether it had fewer.
 

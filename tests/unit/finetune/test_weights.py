@@ -16,6 +16,7 @@ from lt_offload.finetune.adapters import LoraArgs, add_lora
 from lt_offload.finetune.export import export
 from lt_offload.finetune.module import FineTune
 from tests.support import models, tiny
+from tests.unit.finetune.conftest import data, trainer
 
 
 @pytest.fixture(scope="module")
@@ -120,10 +121,23 @@ def test_new_tokens_get_embeddings_around_the_mean(folder: str) -> None:
     assert len(tokenizer) == before.shape[0] + 2
 
 
-def test_another_tokenizer_with_more_tokens(folder: str, tmp_path: Path) -> None:
-    load.load_tokenizer(folder, ["<a>"]).save_pretrained(tmp_path)
-    model: Any = FineTune(folder, tokenizer=str(tmp_path)).build()
-    assert model.config.vocab_size == 260
+def test_another_tokenizer_with_more_tokens(folder: str, text: str, tmp_path: Path) -> None:
+    """It is an error, before the weights are loaded where there are data, unless its rows are asked for."""
+    load.load_tokenizer(folder, ["<a>", "<b>"]).save_pretrained(tmp_path)
+    other = {"tokenizer": str(tmp_path)}
+    said = (
+        r"has 261 tokens, and the model 259 embeddings: {} would be new and random, .* or set model.resize_vocab=true"
+    )
+    with pytest.raises(ConfigError, match=said.format(2)):
+        FineTune(folder, **other).build()
+    for new in ([], ["<b>"]):
+        module = FineTune(folder, new_tokens=new)
+        with pytest.raises(ConfigError, match=said.format(2 - len(new))):
+            trainer(1).fit(module, datamodule=data(folder, text, new_tokens=new, **other))
+        assert module.model is None
+    for settings in ({"resize_vocab": True}, {"new_tokens": ["<a>", "<b>"]}, {"init": "random"}):
+        model: Any = FineTune(folder, **other, **settings).build()
+        assert model.config.vocab_size == 261
 
 
 def test_embeddings_of_new_tokens_that_adapters_leave_are_told(folder: str) -> None:
