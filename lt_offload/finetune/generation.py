@@ -62,6 +62,22 @@ def check_length(config: Any, tokens: int, max_new_tokens: int) -> None:
         )
 
 
+def room_for_answer(config: Any, tokens: int, max_new_tokens: int) -> int:
+    """Return how many tokens may follow a prompt of so many: ``max_new_tokens``, or what the context leaves.
+
+    Raises:
+        ConfigError: if it leaves none.
+    """
+    longest = getattr(config, "max_position_embeddings", None)
+    if longest is None:
+        return max_new_tokens
+    if tokens >= longest:
+        raise ConfigError(
+            f"a prompt of {tokens} tokens leaves no room for an answer in the model's context of {longest}; write less"
+        )
+    return min(max_new_tokens, int(longest) - tokens)
+
+
 class Remembered:
     """Keys and values of the tokens that a model has seen, for prompts that begin with the same tokens."""
 

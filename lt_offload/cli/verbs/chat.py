@@ -17,7 +17,7 @@ from lt_offload.cli.app import App
 from lt_offload.cli.early import check_early
 from lt_offload.cli.progress import clear, say, status
 from lt_offload.errors import ConfigError, OverBudget, first_line
-from lt_offload.finetune.generation import Remembered, Sampler, check_length
+from lt_offload.finetune.generation import Remembered, Sampler, room_for_answer
 from lt_offload.finetune.unused import default_of
 
 if TYPE_CHECKING:
@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 _COMMANDS = ("/reset", "/system TEXT", "/exit")
 _MOST_TURNS = 2**31
+_ENOUGH = 0.25
+"""Turns are forgotten where an answer would get less than this part of the model's context."""
 
 
 def chat(
@@ -41,13 +43,14 @@ def chat(
 
     On a terminal, Ctrl-C stops an answer and Ctrl-D ends; /reset forgets what was said, /system TEXT begins again with
     another system message, /exit ends. Through a pipe, each line of the input is a message and answers are all that is
-    printed. A message that is too long, for the model or for the device memory, stays unanswered and is left out of the
-    conversation, which goes on; through a pipe the exit code is 2 then.
+    printed. Where the model's context gets short, the oldest turns are forgotten, and an answer ends with it. A message
+    that is too long, for the model or for the device memory, stays unanswered and is left out of the conversation,
+    which goes on; through a pipe the exit code is 2 then.
 
     Args:
         app: the settings.
         system: system message to begin with.
-        max_new_tokens: where an answer stops if the model does not end it.
+        max_new_tokens: where an answer stops if the model does not end it, and its context has room for so many.
         temperature: 0: always the most likely token; higher: more variety.
         top_p: draw from the most likely tokens that together have this probability.
         seed: of the draws; the same one gives the same answers.
@@ -103,14 +106,14 @@ class Talk:
             say("/reset forgets, /system TEXT sets the system message, /exit ends, Ctrl-C stops")
         for text in self._messages_typed():
             try:
-                messages, ids = self._fitting([*self._messages, {"role": "user", "content": text}])
+                messages, ids, room = self._fitting([*self._messages, {"role": "user", "content": text}])
             except ConfigError as error:
                 self._leave_out(str(error))
                 continue
             answer = _Answer(self._tokenizer)
             begun = time.perf_counter()
             with self._interruptible():
-                yield self._batch(ids, answer)
+                yield self._batch(ids, room, answer)
             if answer.refused is not None:
                 self._leave_out(
                     f"{len(ids)} tokens with an answer need more device memory ({answer.refused}); write less, begin "
@@ -118,19 +121,21 @@ class Talk:
                 )
                 continue
             said = answer.close()
+            if len(answer.tokens) == room < self._max_new_tokens:
+                say(f"(the answer ends after {room} tokens, where the model's context does)")
             self._messages = [*messages, {"role": "assistant", "content": said}]
             if self.terminal:
                 seconds = max(time.perf_counter() - begun, 1e-9)
                 say(_dim(f"({len(answer.tokens)} tokens, {len(answer.tokens) / seconds:.2g} tokens/s)"))
 
-    def _batch(self, ids: list[int], answer: _Answer) -> dict[str, Any]:
+    def _batch(self, ids: list[int], room: int, answer: _Answer) -> dict[str, Any]:
         def heard(token: int) -> bool:
             answer.add(token)
             return not self._stopped
 
         return {
             "input_ids": torch.tensor([ids]),
-            "max_new_tokens": self._max_new_tokens,
+            "max_new_tokens": room,
             "end": self._ends(),
             "choose": self._sampler,
             "heard": heard,
@@ -151,27 +156,31 @@ class Talk:
         clear()
         print(f"not answered: {why}", file=sys.stderr, flush=True)
 
-    def _fitting(self, messages: Sequence[dict[str, str]]) -> tuple[list[dict[str, str]], list[int]]:
-        """Return ``messages``, and their tokens, without the oldest turns where the model's context is too short.
+    def _fitting(self, messages: Sequence[dict[str, str]]) -> tuple[list[dict[str, str]], list[int], int]:
+        """Return ``messages``, their tokens, and how many may follow; without the oldest turns if that would be few.
 
         Raises:
-            ConfigError: if it is too short for the last message alone, or the chat template refuses them.
+            ConfigError: if the model's context is too short for the last message alone, or the chat template refuses
+                them.
         """
         model: Any = self._app.model.model
         system = [] if self._system is None else [{"role": "system", "content": self._system}]
+        enough = min(self._max_new_tokens, int(_ENOUGH * getattr(model.config, "max_position_embeddings", 0)))
         for first in range(0, len(messages), 2):
             left = [*messages[first:]]
             ids: list[int] = self._app.datamodule.encode_conversation([*system, *left])
             try:
-                check_length(model.config, len(ids), self._max_new_tokens)
+                room = room_for_answer(model.config, len(ids), self._max_new_tokens)
             except ConfigError:
                 if len(left) == 1:
                     raise
                 continue
+            if room < enough and len(left) > 1:
+                continue
             if first:
                 oldest = "oldest turn is" if first == 2 else f"{first // 2} oldest turns are"
                 say(f"(the {oldest} forgotten: the model's context is full)")
-            return left, ids
+            return left, ids, room
         raise AssertionError("a message is the last of them")
 
     # -- the terminal ------------------------------------------------------------------------------------------------

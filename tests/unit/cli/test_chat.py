@@ -116,10 +116,29 @@ def test_the_oldest_turns_make_room(
     assert capsys.readouterr().err.count("the oldest turn is forgotten") == 1
 
 
+def test_an_answer_ends_with_the_context(
+    recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By default there may be more tokens than the model's context has; the first turn makes room for the third."""
+    talker = tiny.model(tmp_path / "talker", chat=True, max_position_embeddings=64)
+    monkeypatch.setattr("sys.stdin", io.StringIO("hello\nagain"))
+    capsys.readouterr()
+    assert main(["chat", recipe, "--model.name", str(talker), "--temperature", "0"]) == 0
+    captured = capsys.readouterr()
+    tokenizer: Any = load.load_tokenizer(str(talker))
+    messages = [[{"role": "user", "content": text}] for text in ("hello", "again")]
+    prompts = [tokenizer.apply_chat_template(each, add_generation_prompt=True)["input_ids"] for each in messages]
+    rooms = [64 - len(prompt) for prompt in prompts]
+    answers = [expected(talker, each, room) for each, room in zip(messages, rooms, strict=True)]
+    assert captured.out == "".join(f"{answer}\n" for answer in answers)
+    assert captured.err.count(f"(the answer ends after {rooms[0]} tokens, where the model's context does)") == 2
+    assert captured.err.count("the oldest turn is forgotten") == 1
+
+
 @pytest.mark.parametrize(
     ("context", "length", "why"),
     [
-        (256, 250, "and an answer of max_new_tokens=8 are longer than the model's context of 256; lower --max_new_"),
+        (256, 250, "tokens leaves no room for an answer in the model's context of 256; write less"),
         (8192, 3000, "tokens with an answer need more device memory (aten"),
     ],
 )
