@@ -45,6 +45,8 @@ def _meant(text: str, match: re.Match[str] | None, least: int) -> str:
     if match is not None and match[2].upper() in _FACTORS and float(match[1]) > 0:
         few = float(match[1]) * _FACTORS[match[2].upper()] < 1
         return f' of any memory: it is {"less than a byte" if few else "too large"}; write "10GB" or "10GiB"'
+    if (match is not None and float(match[1]) == 0) or text.lstrip().startswith("-"):
+        return ' that anything fits into; write "10GB" or "10GiB", or leave it out for all that is free'
     if re.fullmatch(r"\s*[0-9.]+\s*%\s*", text):
         return ' but a share; did you mean "12GB"? Write "10GB", "10GiB" or a number of bytes, or leave it out for all'
     comma = _SIZE.fullmatch(text.replace(",", "."))

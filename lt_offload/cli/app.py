@@ -34,6 +34,7 @@ from lt_offload.strategy.namespaces import STRATEGY_NAME
 from lt_offload.strategy.one_process import OneProcess
 
 _STAMP = "%Y%m%d-%H%M%S"
+_UNLIMITED = {"max_steps": "-1", "max_epochs": "null"}
 
 
 class Parser(LightningArgumentParser):
@@ -158,6 +159,9 @@ class App(LightningCLI):
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Return the trainer, with a run folder that holds everything the run leaves behind."""
         config = self.config_init["trainer"]
+        if self.verb.__name__ == "fit":
+            _check_length(config)
+        _check_precision(config)
         root = config.get("default_root_dir")
         self.run_dir = (
             Path(root) if root else Path("runs") / f"{recipes.run_name(self.recipe)}-{datetime.now():{_STAMP}}"
@@ -192,6 +196,25 @@ class App(LightningCLI):
             kwargs["enable_model_summary"] = False
         kwargs["callbacks"] = [*self.summary.callbacks, *wanted, *bars]  # a bar shows what the others have measured
         return super().instantiate_trainer(**kwargs)
+
+
+def _check_length(config: Namespace) -> None:
+    """Raise ``ConfigError`` for a training that is over before it begins."""
+    for name in ("max_steps", "max_epochs"):
+        if config.get(name) == 0:
+            raise ConfigError(
+                f"trainer.{name}=0 trains nothing; raise it, or set it to {_UNLIMITED[name]} for no limit"
+            )
+
+
+def _check_precision(config: Namespace) -> None:
+    """Raise ``ConfigError`` for a precision that Lightning silently makes another one of without a GPU."""
+    precision, strategy = str(config.get("precision")), config.get("strategy")
+    if precision in ("16", "16-mixed") and (isinstance(strategy, OneProcess) or strategy == STRATEGY_NAME):
+        raise ConfigError(
+            f"trainer.precision={precision} needs a scaling of the loss, which offmate does not offer; set it to "
+            "bf16-mixed, or to 32-true where the GPU is older than bfloat16"
+        )
 
 
 def last_run(recipe: Path, root: Path | None) -> tuple[Path, Path]:

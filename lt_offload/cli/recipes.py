@@ -20,6 +20,19 @@ from lt_offload.suggest import nearest
 from lt_offload.units import parse_bytes
 from lt_offload.yaml_files import read_yaml
 
+_TRAINS = "training has no verb: lt-finetune RECIPE"
+_ANSWERS = "a trained model answers by lt-finetune chat RUN, or lt-finetune generate RUN --prompt TEXT"
+_OTHER_VERBS = {
+    **dict.fromkeys(("train", "finetune", "fine-tune", "sft", "run", "start", "tune"), _TRAINS),
+    **dict.fromkeys(("resume", "continue"), "a run goes on by lt-finetune RUN --resume"),
+    "report": "every run has a report.html in its folder; lt-finetune compare RUN RUN puts runs side by side",
+    **dict.fromkeys(("eval", "evaluate", "test"), "the loss on held-out data is told by lt-finetune validate RUN"),
+    **dict.fromkeys(("infer", "inference", "predict"), _ANSWERS),
+    **dict.fromkeys(("serve", "api", "webchat", "webui", "studio"), f"there is no server; {_ANSWERS}"),
+    "merge": "adapters are merged into the model by lt-finetune export RUN",
+    "preprocess": "what is trained on is shown by lt-finetune data RECIPE",
+}
+"""What to call here for verbs of other tools."""
 _GROUPS = ("model", "data", "trainer")
 
 
@@ -43,6 +56,8 @@ def find(recipe: str) -> Path:
     name = recipe.removesuffix(".yaml").removeprefix("recipes/")
     if name in known:
         return known[name]
+    if name in _OTHER_VERBS:
+        raise ConfigError(f"there is no verb or recipe {recipe!r}; {_OTHER_VERBS[name]}")
     verbs = nearest(name, [*VERBS, "help"], cutoff=0.7, most=1)
     if verbs:
         raise ConfigError(f"there is no verb or recipe {recipe!r}; did you mean {verbs[0]}?")
@@ -137,6 +152,9 @@ def describe(recipe: Path) -> str:
 
 
 def run_name(recipe: Path) -> str:
-    """Return what runs of ``recipe`` are called; the config of a run folder is the recipe of that run."""
-    folder = re.fullmatch(r"(.+)-\d{8}-\d{6}", recipe.resolve().parent.name)
-    return folder[1] if folder and recipe.name == "config.yaml" else recipe.stem
+    """Return what runs of ``recipe`` are called; one that is called config.yaml, as those of runs are, by its folder."""
+    folder = recipe.resolve().parent.name
+    if recipe.name != "config.yaml" or not folder:
+        return recipe.stem
+    stamped = re.fullmatch(r"(.+)-\d{8}-\d{6}", folder)
+    return stamped[1] if stamped else folder

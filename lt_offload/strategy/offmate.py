@@ -49,6 +49,7 @@ from lt_offload.strategy.namespaces import STRATEGY_NAME, bind, introduce, named
 from lt_offload.strategy.one_process import OneProcess
 from lt_offload.strategy.parts import check_micro_batches, planned
 from lt_offload.strategy.replan import Replanning, follow, measured_again, steps_left
+from lt_offload.suggest import naming_options
 from lt_offload.units import parse_bytes
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
     strategy_name = STRATEGY_NAME
     namespace = "lightning.pytorch"
 
+    @naming_options
     def __init__(
         self,
         *,

@@ -46,11 +46,22 @@ def flags(args: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 
 def with_values(args: Sequence[str]) -> list[str]:
-    """Return ``args`` with a value for the flags that stand alone, which the parser wants."""
-    found = []
+    """Return ``args`` as the parser wants them.
+
+    Flags that stand alone get the value that they stand for, and those whose value begins with a dash an equals sign:
+    else the parser takes ``-3GB`` for another flag.
+    """
+    found: list[str] = []
+    joined = False
     for word, following in pairwise([*args, _END]):
-        alone = standing_alone().get(word.removeprefix("--")) if word.startswith("--") else None
-        found.append(word if alone is None or _takes(word[2:], following) else f"{word}={alone}")
+        if joined:
+            joined = False
+            continue
+        name = word.removeprefix("--")
+        takes = word.startswith("--") and "=" not in word and _takes(name, following)
+        alone = standing_alone().get(name) if word.startswith("--") and not takes else None
+        joined = takes and following.startswith("-")
+        found.append(f"{word}={following}" if joined else word if alone is None else f"{word}={alone}")
     return found
 
 

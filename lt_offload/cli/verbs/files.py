@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json as json_format
 import shutil
 
 from lt_offload.cli import recipes
@@ -10,9 +11,20 @@ from lt_offload.errors import ConfigError
 from lt_offload.resources import is_dir, is_file, user_path
 
 
-def ls() -> int:
-    """List the recipes that come with the package by the GPU memory they are for, each with its first line."""
+def ls(*, json: bool = False) -> int:
+    """List the recipes that come with the package by the GPU memory they are for, each with its first line.
+
+    Args:
+        json: as a list of objects with name, gpu_gb (0: any machine), about and file, for programs.
+    """
     known = recipes.shipped()
+    if json:
+        found = [
+            {"name": name, "gpu_gb": recipes.gigabytes(path), "about": recipes.describe(path), "file": str(path)}
+            for name, path in known.items()
+        ]
+        print(json_format.dumps(found, indent=1))
+        return 0
     width = max(map(len, known))
     sizes = {name: recipes.gigabytes(path) for name, path in known.items()}
     for size in sorted(set(sizes.values())):

@@ -53,6 +53,8 @@ def nothing_slow(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_options_and_verbs_that_are_nearly_right(capsys: pytest.CaptureFixture[str]) -> None:
     assert fails(capsys, "--versoin") == "error: unknown option '--versoin'; did you mean --version?"
     assert "no verb or recipe 'pln'; did you mean plan?" in fails(capsys, "pln", "quickstart")
+    for verb, hint in (("train", "lt-finetune RECIPE"), ("resume", "RUN --resume"), ("report", "has a report.html")):
+        assert hint in fails(capsys, verb, "quickstart")
 
 
 @pytest.mark.usefixtures("nothing_slow")
@@ -79,6 +81,12 @@ def test_options_and_verbs_that_are_nearly_right(capsys: pytest.CaptureFixture[s
         (["--ckpt", "x"], "unknown setting 'ckpt'; did you mean ckpt_path?"),
         (["--trainer.strategy.memory", "0.8"], "memory='0.8' is not a size but 0.8 bytes; did you mean \"0.8GB\"?"),
         (["--trainer.strategy.memory", "12"], 'did you mean "12GB"?'),
+        (["--trainer.strategy.memory", "0"], "memory='0' is not a size that anything fits into; write \"10GB\" or"),
+        (["--trainer.strategy.memory", "-3GB"], "memory='-3GB' is not a size that anything fits into; write"),
+        (["--trainer.strategy.memroy", "3GB"], "'trainer.strategy.memroy'; did you mean trainer.strategy.memory?"),
+        (["--trainer.precision", "16-mixed"], "trainer.precision=16-mixed needs a scaling of the loss"),
+        (["--trainer.max_steps", "5", "--trainer.max_epochs", "0"], "trainer.max_epochs=0 trains nothing; raise it"),
+        (["--trainer.max_steps", "0"], "trainer.max_steps=0 trains nothing; raise it, or set it to -1 for no limit"),
         (["--trainer.strategy.memory", "80%"], "memory='80%' is not a size but a share; did you mean \"12GB\"?"),
         (["--trainer.strategy.host_memory", "12"], "host_memory='12' is not a size but 12 bytes; did you mean"),
         (["--trainer.strategy.memory", "900TB"], "memory=900 TB is more than there is: RAM, where the emulated"),

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
 import os
 import subprocess
@@ -33,6 +34,11 @@ def test_ls_shows_every_recipe_with_its_first_line(capsys: pytest.CaptureFixture
     for name, path in recipes.shipped().items():
         assert recipes.describe(path)
         assert shown[name].endswith(recipes.describe(path))
+    assert main(["ls", "--json"]) == 0
+    found = {recipe.pop("name"): recipe for recipe in json.loads(capsys.readouterr().out)}
+    assert found.keys() == shown.keys()
+    path = recipes.shipped()["phi2-8gb"]
+    assert found["phi2-8gb"] == {"gpu_gb": 8, "about": recipes.describe(path), "file": str(path)}
 
 
 def test_nothing_slow_is_imported_for_answers_that_need_nothing_slow(tmp_path: Path) -> None:

@@ -24,6 +24,13 @@ def test_a_path_wins_over_a_shipped_name(tmp_path: Path, monkeypatch: pytest.Mon
     assert recipes.find("quickstart") == Path("quickstart")
 
 
+def test_runs_are_called_by_their_recipe_or_their_folder() -> None:
+    assert recipes.run_name(Path("mine.yaml")) == "mine"
+    assert recipes.run_name(Path("runs/mine-20261124-054330/config.yaml")) == "mine"
+    assert recipes.run_name(Path("somewhere/first/config.yaml")) == "first"
+    assert recipes.run_name(Path("/config.yaml")) == "config"
+
+
 def test_a_misspelled_recipe() -> None:
     with pytest.raises(ConfigError, match="did you mean quickstart"):
         recipes.find("quikstart")

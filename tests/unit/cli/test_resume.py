@@ -187,4 +187,5 @@ def test_some_flags_need_no_value() -> None:
     assert with_values(["--explain", "--merge", "false"]) == ["--explain=true", "--merge", "false"]
     assert with_values(["--wandb"]) == ["--wandb=lt-offload"]
     assert with_values(["--wandb", "--resume"]) == ["--wandb=lt-offload", "--resume=true"]
+    assert with_values(["--x", "-3GB", "--y", "-1", "--z=-2"]) == ["--x=-3GB", "--y=-1", "--z=-2"]
     assert with_values(["--wandb", "mine", "--x", "1"]) == ["--wandb", "mine", "--x", "1"]

@@ -113,6 +113,8 @@ def test_every_option_is_documented() -> None:
         ({"batch_size": 0}, ConfigError, "batch_size=0 must be at least 1"),
         ({"gradient_reserve": 2}, ConfigError, "gradient_reserve=2 is not a part of the gradients"),
         ({"solver_time_limit": 0}, ConfigError, "solver_time_limit=0 must be a positive"),
+        ({"memry": "3GB"}, TypeError, r"^OffmateStrategy has no option 'memry'; did you mean memory\?"),
+        ({"zzz": 1}, TypeError, "has no option 'zzz'; it has memory, host_memory, planner,"),
     ],
 )
 def test_options_that_cannot_be_used(options: dict[str, Any], error: type[Exception], match: str) -> None:
