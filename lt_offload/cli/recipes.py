@@ -152,7 +152,7 @@ def describe(recipe: Path) -> str:
 
 
 def run_name(recipe: Path) -> str:
-    """Return what runs of ``recipe`` are called; one that is called config.yaml, as those of runs are, by its folder."""
+    """Return what runs of ``recipe`` are called: by its folder if its name is that of the settings of a run."""
     folder = recipe.resolve().parent.name
     if recipe.name != "config.yaml" or not folder:
         return recipe.stem
