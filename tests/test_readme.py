@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 from lt_offload.cli import recipes
@@ -24,6 +25,14 @@ def test_a_fresh_machine_takes_two_commands() -> None:
     makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
     for command in COMMANDS[:2]:
         assert re.search(rf"^{command.split()[1]}:", makefile, flags=re.MULTILINE)
+
+
+def test_what_is_shown_is_installed() -> None:
+    """Adapters are trained with peft; the quickstart's extra brings it, and no other command asks for an extra."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+    assert any("--model.lora" in command for command in COMMANDS)
+    assert "lt-offload[lora]" in extras["quickstart"]
+    assert not any("nf4" in command or "qlora" in command or "wandb" in command for command in COMMANDS)
 
 
 def test_there_is_code_for_every_way_in() -> None:

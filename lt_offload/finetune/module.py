@@ -253,9 +253,9 @@ class FineTune(LightningModule):
         return model
 
     def prepare(self, model: nn.Module) -> nn.Module:
-        """Return ``model``, which is on meta, with the settings' vocabulary, adapters and frozen parts."""
+        """Return ``model``, which is on meta, with the settings' vocabulary, adapters and frozen parts, to plan it."""
         self._grow(model, self.init)
-        return self._adapt(model)
+        return self._adapt(model, planned=True)
 
     def _grow(self, model: Any, init: load.Init) -> None:
         tokens = self.count_tokens()
@@ -268,10 +268,10 @@ class FineTune(LightningModule):
             tokens, where = self.count_tokens() or 0, self.tokenizer or self.name
             check_rows(rows, tokens, asked=len(self.new_tokens), tokenizer=where)
 
-    def _adapt(self, model: nn.Module) -> nn.Module:
+    def _adapt(self, model: nn.Module, *, planned: bool = False) -> nn.Module:
         if self.lora is not None:
             self._tell_untrained(model, self.lora.modules_to_save, "set")
-            model = add_lora(model, self.lora)
+            model = add_lora(model, self.lora, planned=planned)
         if self.adapter is not None:
             saved = saved_config(self.adapter)
             if self.quantize is not None and saved.use_dora:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ from lt_offload.profiling.hardware import load_hardware
 from lt_offload.resources import shipped_files
 from lt_offload.schema.explain import brief
 from lt_offload.schema.plan import Plan
+from tests.docs import pages
 from tests.support.commands import fails
 
 RECIPE = """\
@@ -52,6 +55,21 @@ def test_a_plan_is_explained_saved_drawn_and_traced(recipe: str, capsys: pytest.
     assert trace["otherData"]["iteration_s"] == pytest.approx(plan.predicted.iteration_s)
     names = {event["name"].split()[0] for event in trace["traceEvents"] if event["ph"] == "X"}
     assert {"forward", "backward"} <= names
+
+
+def test_what_the_readme_plans_needs_no_peft(
+    recipe: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    commands = [command for where, command in pages.commands() if where.startswith("README.md:")]
+    plans = [shlex.split(command)[2:] for command in commands if command.startswith("lt-finetune plan ")]
+    monkeypatch.setitem(sys.modules, "peft", None)
+    for _, *flags in plans:
+        assert main(["plan", recipe, *flags]) == 0, capsys.readouterr().err
+    assert any("--model.lora.r" in flags for flags in plans)
+    message = fails(capsys, "plan", recipe, *CARD, "--model.lora.dora", "true")
+    assert "not installed: pip install peft; target_modules that are linear layers, without DoRA" in message
+    assert message.startswith("error: lora={'r': 8, ")
+    assert "model.lora needs the package peft: pip install peft" in fails(capsys, recipe, "--model.lora.r", "2")
 
 
 def test_master_weights_are_planned_for(recipe: str) -> None:

@@ -7,7 +7,6 @@ labelled as estimates.
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -22,6 +21,7 @@ from torch.optim import SGD, Adafactor, Adam, AdamW
 from lt_offload.errors import ConfigError
 from lt_offload.model.blocks import find_blocks
 from lt_offload.model.quantized import is_packed, replace_tables, without_memory
+from lt_offload.profiling.from_config.lora import with_planned_lora
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import assemble, check_samples, measure_blocks
 from lt_offload.profiling.meters import Roofline
@@ -70,7 +70,8 @@ def profile_config(
             ``Trainer(precision="bf16-mixed")``: ``"bfloat16"``; None: they compute in that of the weights.
         hardware: a machine, the name of a shipped description, or a YAML file.
         optimizer: ``adamw``, ``adam``, ``sgd`` (fused) or ``adafactor``, or what makes one from a list of parameters.
-        lora: arguments of ``peft.LoraConfig``, e.g. ``{"r": 8}``; None: all parameters are trained.
+        lora: arguments of ``peft.LoraConfig``, e.g. ``{"r": 8, "target_modules": "all-linear"}``; None: all parameters
+            are trained. The usual ones need no peft.
         quantize: ``"nf4"`` for layers of four bits that are not trained (bitsandbytes), under ``lora``; None: all
             weights are of ``dtype``.
         padding: whether batches are padded, so that attention gets a mask.
@@ -223,21 +224,10 @@ def _build(
         if quantize:
             model = without_memory(model, dtype)
         if lora is not None:
-            model = _with_lora(model, lora)
+            model = with_planned_lora(model, lora)
         if prepare is not None:
             model = prepare(model)
     return model.train()
-
-
-def _with_lora(model: nn.Module, lora: Mapping[str, Any]) -> nn.Module:
-    try:
-        from peft import LoraConfig, get_peft_model
-    except ImportError:
-        raise ConfigError("lora needs the package peft: pip install peft") from None
-    with warnings.catch_warnings():  # peft asks transformers with a name that is going away
-        warnings.simplefilter("ignore", FutureWarning)
-        adapted: nn.Module = get_peft_model(model, LoraConfig(**lora), low_cpu_mem_usage=True)
-    return adapted
 
 
 def _make_fake(model: nn.Module) -> None:
