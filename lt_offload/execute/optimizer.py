@@ -14,7 +14,7 @@ would have other last bits.
 from __future__ import annotations
 
 from collections import Counter, OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from operator import is_
@@ -34,6 +34,7 @@ from lt_offload.execute.edges.snapshots import Snapshots
 from lt_offload.execute.tensors import STATE_ALIGNMENT, States, Weight
 from lt_offload.machine.dispatch import unseen_by_dynamo
 from lt_offload.model.optimizers import DrawWatch, is_known, tried
+from lt_offload.model.states import of_none, of_parameters, put, tensors_of
 from lt_offload.units import round_up
 
 State = Mapping[str, Any]
@@ -179,27 +180,26 @@ class Updates:
         """Its step changes tensors without a gradient, too."""
         self._drawless = is_known(optimizer)
         """It never draws random numbers."""
-        self._frozen: tuple[list[dict[str, Any]], dict[str, Any]] | None = None
-        """Options of the groups and attributes as the loop's own step began with them, until updates have used them."""
+        self._frozen: tuple[list[dict[str, Any]], dict[str, Any], dict[Any, Any]] | None = None
+        """Options of the groups, attributes, and entries of no parameter, as the loop's own step began with them, until
+        updates have used them."""
         self._updated: set[int] = set()
         """Indices of the weights whose update in this iteration is queued."""
         self._known: set[Weight] = set()
         """Weights whose second update is queued: the first makes their state, the second would show a replacement."""
         self.index_groups()
-        self.unshare(optimizer.state.values())
+        self.unshare(of_parameters(optimizer))
 
     def unshare(self, states: Iterable[dict[str, Any]]) -> None:
         """Give ``states`` tensors of their own, where an optimizer has several use one (a table of bitsandbytes')."""
-        held = Counter(map(id, _tensors(vars(self.optimizer).items())))
-        # Listed: the host's thread may be adding those that it has made.
-        held.update(
-            id(value) for state in list(self.optimizer.state.values()) for value in _tensors(list(state.items()))
-        )
+        attributes = {name: value for name, value in vars(self.optimizer).items() if name not in _OWN}
+        held = Counter(map(id, tensors_of(attributes).values()))
+        held.update(id(value) for state in of_parameters(self.optimizer) for value in tensors_of(state).values())
         for state in states:
-            for name, value in state.items():
-                if isinstance(value, Tensor) and held[id(value)] > 1:
+            for place, value in tensors_of(state).items():
+                if held[id(value)] > 1:
                     with plain_torch():
-                        state[name] = value.clone()
+                        put(state, place, value.clone())
 
     def index_groups(self) -> None:
         """Learn which group each parameter is in; call when groups may have been added."""
@@ -212,7 +212,8 @@ class Updates:
 
     def freeze(self) -> None:
         """Let coming updates use options and attributes as they are now: the loop's own step may count them up."""
-        self._frozen = [self._copied(group) for group in self.optimizer.param_groups], self._attributes()
+        groups = [self._copied(group) for group in self.optimizer.param_groups]
+        self._frozen = groups, self._attributes(), of_none(self.optimizer)
 
     def end_iteration(self, weights: Iterable[Weight]) -> None:
         """Let updates use what there is then, again.
@@ -233,8 +234,7 @@ class Updates:
 
     def bytes(self, weights: Iterable[Weight]) -> int:
         """Return the bytes of the states of ``weights``."""
-        values = [value for weight in weights for value in self.state(weight).values()]
-        return sum(value.nbytes for value in values if isinstance(value, Tensor))
+        return sum(value.nbytes for weight in weights for value in tensors_of(self.state(weight)).values())
 
     def order_states(self) -> None:
         """Put the states in the order of the parameters, as one step of all would have made them; none is made now."""
@@ -258,8 +258,7 @@ class Updates:
 
     def _on_host(self, weights: Sequence[Weight], update: Update) -> None:
         for weight in weights:
-            values = (weight.host, *self.state(weight).values())
-            self.snapshots.changing(value for value in values if isinstance(value, Tensor))
+            self.snapshots.changing((weight.host, *tensors_of(self.state(weight)).values()))
         update()
 
     def _by_function(self, weights: Sequence[Weight], place: str, grads: Sequence[Tensor]) -> Callable[[], None] | None:
@@ -299,13 +298,15 @@ class Updates:
             groups[index]["params"].append(proxy)
             state[proxy] = self.state(weight)
         sub = self._sub(tuple(weight.index for weight in weights))
+        owned = list(zip(weights, state.items(), strict=True))
         held = (value for own in state.values() for value in own.values())
         self.counts = self.counts or any(not isinstance(value, (Tensor, NoneType)) for value in held)
         if self._replaces or not all(state.values()) or not self._known.issuperset(weights):
             self.states_move = True
-            self._known.update(weight for weight, own in zip(weights, state.values(), strict=True) if own)
+            self._known.update(weight for weight, (_, own) in owned if own)
 
         attributes = self._frozen[1] if self._frozen is not None else self._attributes()
+        state.update(self._frozen[2] if self._frozen is not None else of_none(self.optimizer))
         if place == "host":
             # A GradScaler's are on the GPU, and change there before the host's lane would ask for them.
             attributes = {k: v.cpu() if isinstance(v, Tensor) else v for k, v in attributes.items()}
@@ -314,14 +315,14 @@ class Updates:
             vars(sub).update(attributes)
             sub.param_groups = list(groups.values())
             sub.state = state
-            before = [[*own.values()] for own in state.values()]
+            before = [[*tensors_of(own).values()] for _, (_, own) in owned]
             with nullcontext() if self._drawless else DrawWatch(self.optimizer, self._drawn):
                 type(sub).step(sub)  # the class's method: hooks and wrappers of the real optimizer's step run once
-            for weight, (proxy, own) in zip(weights, state.items(), strict=True):
+            for weight, (proxy, own) in owned:
                 proxy.grad = None
                 if own:
                     self.optimizer.state[weight.param] = own
-            changed = [known for known, own in zip(before, state.values(), strict=True) if not _same(known, own)]
+            changed = [known for known, (_, (_, own)) in zip(before, owned, strict=True) if not _same(known, own)]
             self.generation += bool(changed)
             self._replaces |= any(changed)
 
@@ -353,32 +354,35 @@ class Updates:
         try:
             with torch.no_grad(), _StateAllocator(newborn):
                 run()
+            # What an update has put in the place of a tensor, or added, goes into the arena, too.
+            newborn += [states for states in resident if not states.unchanged(self.state(states.weight))]
+            if newborn:
+                self.unshare([self.state(states.weight) for states in newborn])
+            for states in newborn:
+                states.born(self.state(states.weight))
+                self.generation += 1
         finally:
             for states in resident:
                 states.leave()
-        if newborn:
-            self.unshare([self.state(states.weight) for states in newborn])
-        for states in newborn:
-            states.born(self.state(states.weight))
-            self.generation += 1
 
     def _move_scalars(self, weights: Sequence[Weight]) -> None:
         """Move step counters to where a fused update wants them: ``load_state_dict`` leaves them on the host."""
         for weight in weights:
             state = self.state(weight)
             assert weight.view is not None
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.numel() == 1 and self._counter_on_device(weight.param):
-                    state[key] = value.to(weight.view.device)
-                    self.generation += state[key] is not value
+            for place, value in tensors_of(state).items():
+                if value.numel() == 1 and self._counter_on_device(weight.param):
+                    moved = value.to(weight.view.device)
+                    put(state, place, moved)
+                    self.generation += moved is not value
 
     def _bring_scalars_home(self, weights: Sequence[Weight]) -> None:
         """Move step counters back to the host: another plan had these weights updated on the device."""
         for weight in weights:
             state = self.state(weight)
-            for key, value in state.items():
-                if isinstance(value, Tensor) and value.numel() == 1 and value.device.type != "cpu":
-                    state[key] = value.cpu()
+            for place, value in tensors_of(state).items():
+                if value.numel() == 1 and value.device.type != "cpu":
+                    put(state, place, value.cpu())
                     self.generation += 1
 
     def _counter_on_device(self, param: nn.Parameter) -> bool:
@@ -404,11 +408,11 @@ class Updates:
         """Bring the states of ``params`` to ``device``; counters of steps as ``Optimizer.load_state_dict`` does it."""
         for param in params:
             state = self.optimizer.state.get(param, {}) if param in self._group_of else {}
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.device != device:
-                    if name == "step" and not self._counter_on_device(param):
+            for place, value in tensors_of(state).items():
+                if value.device != device:
+                    if place == "step" and not self._counter_on_device(param):
                         continue
-                    state[name] = value.to(device)
+                    put(state, place, value.to(device))
                     self.generation += 1
 
     def close(self) -> None:
@@ -426,21 +430,10 @@ class Updates:
         return sub
 
 
-def _tensors(items: Iterable[tuple[str, Any]]) -> Iterator[Tensor]:
-    """Yield the tensors among the values of ``items`` and of dictionaries and lists among these."""
-    for name, value in items:
-        if isinstance(value, Tensor):
-            yield value
-        elif name not in _OWN and isinstance(value, (dict, list, tuple)):
-            inner = value.values() if isinstance(value, dict) else value
-            yield from (part for part in inner if isinstance(part, Tensor))
-
-
-def _same(known: Sequence[Any], state: dict[str, Any]) -> bool:
+def _same(known: Sequence[Tensor], state: dict[str, Any]) -> bool:
     """Return whether the tensors of ``state`` are those among ``known``."""
-    tensors = [value for value in state.values() if isinstance(value, Tensor)]
-    before = [value for value in known if isinstance(value, Tensor)]
-    return len(tensors) == len(before) and all(map(is_, tensors, before))
+    tensors = tensors_of(state).values()
+    return len(tensors) == len(known) and all(map(is_, tensors, known))
 
 
 @unseen_by_dynamo

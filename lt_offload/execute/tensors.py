@@ -20,6 +20,7 @@ from lt_offload.errors import OverBudget
 from lt_offload.execute.device.base import Buffer, Cell, Device, Event
 from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.edges.snapshots import Snapshots
+from lt_offload.model.states import Place, tensor_at, tensors_of
 from lt_offload.schema.plan import ALIGNMENT
 from lt_offload.units import round_up
 
@@ -148,14 +149,14 @@ class States:
         """Bytes of the group that the plan has kept for them."""
         self.slot: Tensor | None = None
         """Host memory for them, as large as ``room``."""
-        self.names: tuple[str, ...] = ()
+        self.names: tuple[Place, ...] = ()
         self.known: list[Tensor] = []
         """As the optimizer holds them, in the order of ``names``."""
         self.hosts: list[Tensor] = []
         """Their host copies."""
-        self.on_device: dict[str, Tensor] = {}
+        self.on_device: dict[Place, Tensor] = {}
         """Their device copies, while there are any."""
-        self._views: dict[int, dict[str, Tensor]] = {}
+        self._views: dict[int, dict[Place, Tensor]] = {}
 
     @property
     def index(self) -> int:
@@ -189,7 +190,7 @@ class States:
 
     def present(self, state: dict[str, Any]) -> bool:
         """Return whether the known tensors are in ``state``."""
-        return all(map(is_, map(state.get, self.names), self.known))
+        return all(map(is_, (tensor_at(state, name) for name in self.names), self.known))
 
     def attach(self, buffer: Buffer) -> None:
         """Use the range of ``buffer`` that begins at ``start``."""
@@ -229,12 +230,12 @@ class States:
             tensor.data = host
 
     def born(self, state: dict[str, Any]) -> None:
-        """Take over what the first update on the device has put into ``state``: its home is the arena buffer."""
-        assert self.group is not None and self.group.buffer is not None and not self.known
+        """Take over what an update on the device, mostly the first, has put into ``state``: its home is the arena."""
+        assert self.group is not None and self.group.buffer is not None
         self._adopt(_movable(state))
         self.attach(self.group.buffer)
         pairs = zip(self.known, self.on_device.values(), strict=True)
-        moved = [(tensor, view) for tensor, view in pairs if tensor.data_ptr() != view.data_ptr()]
+        moved = [(tensor, view) for tensor, view in pairs if not _is_there(tensor, view)]
         # What lies in the arena already may be where another one goes: an optimizer makes its states in any order.
         with plain_torch():
             contents = [tensor.clone() for tensor, _ in moved]
@@ -250,7 +251,8 @@ class States:
             raise OverBudget(f"{self.label} takes {needed} bytes of the arena; the plan has kept {self.room} for it")
         self.names, self.known = tuple(found), list(found.values())
         with plain_torch():
-            self.hosts = [carve(self.slot, at, t) for t, at in zip(self.known, _starts(self.known), strict=True)]
+            places = zip(self.known, _starts(self.known), strict=True)
+            self.hosts = [_laid_out(carve(self.slot, at, tensor), tensor) for tensor, at in places]
         self._views.clear()
 
 
@@ -425,8 +427,22 @@ def distinct(events: Iterable[Event | None]) -> list[Event]:
     return list(dict.fromkeys(event for event in events if event is not None))
 
 
-def _movable(state: dict[str, Any]) -> dict[str, Tensor]:
-    return {name: value for name, value in state.items() if isinstance(value, Tensor) and value.numel() > 1}
+def _movable(state: dict[str, Any]) -> dict[Place, Tensor]:
+    return {place: tensor for place, tensor in tensors_of(state).items() if tensor.numel() > 1}
+
+
+def _is_there(tensor: Tensor, view: Tensor) -> bool:
+    return tensor.data_ptr() == view.data_ptr() and tensor.stride() == view.stride()
+
+
+def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return ``tensor``, which is contiguous, in the order in which ``like`` has its elements, if that is without gaps.
+
+    Products of matrices round differently where a matrix is transposed in memory.
+    """
+    if like.is_contiguous() or torch.empty_like(like, device="meta").stride() != like.stride():
+        return tensor
+    return tensor.as_strided(like.shape, like.stride(), tensor.storage_offset())
 
 
 def _starts(tensors: Sequence[Tensor]) -> list[int]:
@@ -438,7 +454,7 @@ def _starts(tensors: Sequence[Tensor]) -> list[int]:
 
 
 def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:
-    """Return a contiguous tensor like ``like`` at byte ``start`` of ``memory``."""
+    """Return a tensor like ``like`` at byte ``start`` of ``memory``."""
     nbytes = math.prod(like.shape) * like.dtype.itemsize
     with torch.inference_mode(False):
-        return memory[start : start + nbytes].view(like.dtype).view(like.shape)
+        return _laid_out(memory[start : start + nbytes].view(like.dtype).view(like.shape), like)

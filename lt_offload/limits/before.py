@@ -310,11 +310,22 @@ def _random_optimizer(run: Setup) -> str | None:
 @limit(
     "optimizers that hand their work to others, e.g. one of Muon and AdamW side by side, Lookahead",
     "optimizer",
-    why="a step on small tensors in the parameter groups changed none of them: others have parameters of their own",
+    why="a step on small tensors in the parameter groups changed none of them, or the groups are another optimizer's: "
+    "others have parameters of their own",
     instead="write one class that does what each group asks for, as SingleDeviceMuonWithAuxAdam does by use_muon",
 )
 def _idle_optimizer(run: Setup) -> str | None:
     return _optimizer_that(run, lambda optimizer: _verdict(optimizer) == "idle")
+
+
+@limit(
+    "optimizers whose state has entries of no parameter, other than plain numbers that are there from the beginning",
+    "optimizer",
+    why="each tensor is updated when its gradient is complete, and what all tensors share would change once per tensor",
+    instead="keep what belongs to a tensor in state[p], and what is counted per step in a parameter group",
+)
+def _shared_state(run: Setup) -> str | None:
+    return _optimizer_that(run, lambda optimizer: _verdict(optimizer) == "shared")
 
 
 @limit(

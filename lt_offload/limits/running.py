@@ -167,6 +167,12 @@ WITHOUT_GRADIENT = while_running(
     why="a tensor is updated when its gradient is complete, and this one had none in this iteration",
     instead="skip tensors whose grad is None in the optimizer's step, or use every parameter in every forward",
 )
+UNTRIED = while_running(
+    "optimizers whose step cannot be run on tensors of its own, without a closure",
+    why="updates are measured before training, and done tensor by tensor",
+    instead="use an optimizer that updates each tensor from its own gradient and state alone, in a step that needs no "
+    "closure",
+)
 RANDOM_UPDATE = while_running(
     "optimizers that begin to draw random numbers while they train",
     why="each tensor is updated when its gradient is complete, so that it would get the numbers of another",

@@ -153,7 +153,8 @@ class Account(TorchDispatchMode):
         if known is None:
             known = _MAKES[id(func)] = _makes_storages(func), func, workspace(func)
         if known[0]:
-            for tensor in (out,) if type(out) is torch.Tensor else tensors_in(out):
+            plain = type(out) is torch.Tensor and out.layout is torch.strided
+            for tensor in (out,) if plain else tensors_in(out):
                 storage = tensor.untyped_storage()
                 if storage._cdata not in self._live and self._device_type in (None, tensor.device.type):
                     self._meet(storage, func, _given(args, kwargs))
@@ -242,13 +243,26 @@ def _given(args: tuple[Any, ...], kwargs: Any) -> list[torch.Tensor]:
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yield the strided tensors in arguments or results of an operation."""
+    """Yield the strided tensors in arguments or results of an operation, and those that sparse ones consist of."""
     if isinstance(value, torch.Tensor):
         if value.layout is torch.strided:
             yield value
+        elif value.layout in _PARTS:
+            yield from (part(value) for part in _PARTS[value.layout])
     elif isinstance(value, (tuple, list)):
         for item in value:
             yield from tensors_in(item)
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item)
+
+
+_ROWS = (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values)
+_COLUMNS = (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values)
+_PARTS: dict[torch.layout, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] = {
+    torch.sparse_coo: (torch.Tensor._indices, torch.Tensor._values),
+    torch.sparse_csr: _ROWS,
+    torch.sparse_bsr: _ROWS,
+    torch.sparse_csc: _COLUMNS,
+    torch.sparse_bsc: _COLUMNS,
+}

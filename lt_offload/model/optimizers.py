@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from lt_offload.machine.dispatch import unseen_by_dynamo
 from lt_offload.model.snapshot import untouched
+from lt_offload.model.states import of_none
 
 _KNOWN = ("torch.optim.", "transformers.optimization.", "lt_offload.optim.")
 _SIDE = 8
@@ -27,11 +29,12 @@ _GROUPS = 4
 _STEPS = 2
 _SCALES = (1e-3, 1.0, 1e3)
 """Of the gradients: what depends on all of them depends on the largest."""
+_PLAIN = (int, float, str, type(None))
 _OWN = ("params", "param_groups", "state", "step", "defaults")
 
 Stand = tuple[int, nn.Parameter]
 """A parameter group, and a small tensor like one of its parameters."""
-Verdict = Literal["alone", "joint", "idle", "random", "unknown"]
+Verdict = Literal["alone", "joint", "idle", "random", "shared", "unknown"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,8 @@ class OptimizerTrial:
     verdict: Verdict
     """``alone``: one tensor at a time, in another order, gives the same numbers, bit for bit; ``joint``: it does not;
     ``idle``: nothing changes, the optimizer hands the work to others; ``random``: it draws from a generator that all
-    tensors share; ``unknown``: it could not be tried, e.g. because it needs a GPU or a closure."""
+    tensors share; ``shared``: its state has entries of no parameter that are no plain numbers; ``unknown``: it could
+    not be tried, e.g. because it needs a GPU or a closure."""
     without_gradients: bool = False
     """Tensors without a gradient change, too."""
 
@@ -50,11 +54,15 @@ def tried(optimizer: Optimizer) -> OptimizerTrial:
     """Try ``optimizer``, which is not changed; those of torch, transformers and this package are known to work."""
     if is_known(optimizer):
         return OptimizerTrial("alone")
+    if isinstance(getattr(type(optimizer), "param_groups", None), property):
+        return OptimizerTrial("idle")
     try:
         together, counted = _stepped(optimizer, one_by_one=False)
         alone, _ = _stepped(optimizer, one_by_one=True)
     except _Drawn:
         return OptimizerTrial("random")
+    except _Shared:
+        return OptimizerTrial("shared")
     except Exception:  # whatever a foreign optimizer raises on tensors that it was not made for
         return OptimizerTrial("unknown")
     if not _moved(optimizer, together):
@@ -95,7 +103,7 @@ def _draws(optimizer: Optimizer, index: int, shape: tuple[int, ...], dtype: torc
             with FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True), DrawWatch(optimizer, _Drawn):
                 stand = nn.Parameter(torch.zeros(shape, dtype=dtype))
                 stand.grad = torch.zeros_like(stand)
-                twin = _twin(optimizer, [(index, stand)], defaultdict(dict))
+                twin = _twin(optimizer, [(index, stand)], defaultdict(dict, of_none(optimizer)))
                 type(twin).step(twin)
         except _Drawn:
             return True
@@ -129,6 +137,10 @@ def _generators(optimizer: Optimizer) -> list[bytes]:
 
 class _Drawn(Exception):
     """A step has drawn random numbers."""
+
+
+class _Shared(Exception):
+    """A step has put something into its state that all tensors share."""
 
 
 @unseen_by_dynamo
@@ -166,10 +178,10 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _stepped(optimizer: Optimizer, *, one_by_one: bool) -> tuple[list[list[Any]], list[Any]]:
     """Step stand-ins; return, for each, itself and its state; and what an optimizer of all of them has counted."""
     stands = _stands(optimizer)
-    states: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+    entries = of_none(optimizer)
     parts = [[stand] for stand in reversed(stands)] if one_by_one else [stands]
     with untouched(optimizer=optimizer):
-        twins = [_twin(optimizer, part, states) for part in parts]
+        twins = [_twin(optimizer, part, defaultdict(dict, entries)) for part in parts]
         for step in range(_STEPS):
             torch.manual_seed(step)
             for number, (_, stand) in enumerate(stands):
@@ -182,14 +194,22 @@ def _stepped(optimizer: Optimizer, *, one_by_one: bool) -> tuple[list[list[Any]]
                 type(twin).step(twin)
             if _generators(optimizer) != before:
                 raise _Drawn
+            for found in map(of_none, twins):
+                if found.keys() != entries.keys() or not all(isinstance(value, _PLAIN) for value in found.values()):
+                    raise _Shared
         counted = _counted(twins[0])
-    return [[stand.detach(), *(value for _, value in sorted(states[stand].items()))] for _, stand in stands], counted
+    states = {stand: twin.state[stand] for twin in twins for group in twin.param_groups for stand in group["params"]}
+    return [[stand.detach(), *_values(states[stand])] for _, stand in stands], counted
+
+
+def _values(state: Mapping[Any, Any]) -> list[Any]:
+    return tree_leaves([value for _, value in sorted(state.items(), key=lambda item: str(item[0]))])
 
 
 def _stepped_idly(optimizer: Optimizer, *, empty: bool) -> list[Any]:
     """Return what an optimizer counts in steps without gradients; ``empty``: without tensors."""
     with untouched(optimizer=optimizer):
-        twin = _twin(optimizer, _stands(optimizer), defaultdict(dict))
+        twin = _twin(optimizer, _stands(optimizer), defaultdict(dict, of_none(optimizer)))
         for group in twin.param_groups if empty else ():
             group["params"] = []
         for _ in range(_STEPS):
@@ -198,8 +218,8 @@ def _stepped_idly(optimizer: Optimizer, *, empty: bool) -> list[Any]:
 
 
 def _counted(twin: Optimizer) -> list[Any]:
-    """Return the numbers in options and attributes."""
-    places = [*twin.param_groups, vars(twin)]
+    """Return the numbers in options, attributes and entries of no parameter."""
+    places = [*twin.param_groups, vars(twin), of_none(twin)]
     found = [value for place in places for key, value in place.items() if key not in _OWN]
     numbers = [value for value in found if isinstance(value, (int, float, Tensor)) and not isinstance(value, bool)]
     return [value.clone() if isinstance(value, Tensor) else value for value in numbers]
@@ -208,7 +228,7 @@ def _counted(twin: Optimizer) -> list[Any]:
 def _acts_without_gradients(optimizer: Optimizer) -> bool:
     stands = _stands(optimizer)
     before = [stand.detach().clone() for _, stand in stands]
-    state: defaultdict[Any, dict[str, Any]] = defaultdict(dict)
+    state: defaultdict[Any, Any] = defaultdict(dict, of_none(optimizer))
     try:
         with untouched(optimizer=optimizer):
             twin = _twin(optimizer, stands, state)
@@ -216,7 +236,8 @@ def _acts_without_gradients(optimizer: Optimizer) -> bool:
     except Exception:  # it does not ask whether there is a gradient
         return True
     same = (torch.equal(old, stand.detach()) for old, (_, stand) in zip(before, stands, strict=True))
-    return any(state.values()) or any(stand.grad is not None for _, stand in stands) or not all(same)
+    made = any(value for key, value in state.items() if isinstance(key, Tensor))
+    return made or any(stand.grad is not None for _, stand in stands) or not all(same)
 
 
 def _moved(optimizer: Optimizer, stepped: Sequence[Sequence[Any]]) -> bool:
@@ -240,7 +261,7 @@ def _stands(optimizer: Optimizer) -> list[Stand]:
     return stands
 
 
-def _twin(optimizer: Optimizer, stands: Sequence[Stand], state: defaultdict[Any, dict[str, Any]]) -> Optimizer:
+def _twin(optimizer: Optimizer, stands: Sequence[Stand], state: defaultdict[Any, Any]) -> Optimizer:
     """Return an optimizer of the same class and options over ``stands``, without hooks."""
     twin: Optimizer = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))

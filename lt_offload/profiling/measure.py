@@ -27,6 +27,7 @@ from lt_offload.machine.driver import (
     use_expandable_segments,
     warm_up,
 )
+from lt_offload.model import states
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import plainly
 from lt_offload.model.compiled import forget_compiled, is_compiled
@@ -205,8 +206,8 @@ def _stage(device: torch.device, module: nn.Module) -> AbstractContextManager[No
 
 def _with_model(machine: HardwareProfile, model: nn.Module, optimizer: Optimizer) -> HardwareProfile:
     """Return ``machine`` with the RAM that weights and optimizer states take already: plans count them once more."""
-    states = (value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor))
-    on_host = storage_bytes(tensor for tensor in (*tensors_of(model), *states) if tensor.device.type == "cpu")
+    found = (tensor for state in states.of_parameters(optimizer) for tensor in states.tensors_of(state).values())
+    on_host = storage_bytes(tensor for tensor in (*tensors_of(model), *found) if tensor.device.type == "cpu")
     memory = psutil.Process().memory_info()
     # What is mapped from files counts as free.
     held = max(0, min(on_host, memory.rss - getattr(memory, "shared", 0)))

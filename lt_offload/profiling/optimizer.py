@@ -11,7 +11,7 @@ import os
 import statistics
 import threading
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,11 +19,15 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
-from lt_offload.errors import ConfigError
+from lt_offload import limits
+from lt_offload.errors import ConfigError, OffloadError, named
 from lt_offload.machine.accounting import Account
 from lt_offload.machine.numa import MemoryNode, memory_node_of
 from lt_offload.machine.pages import map_pages
+from lt_offload.model.optimizers import is_known
+from lt_offload.model.states import of_none, of_parameters, put, tensors_of
 from lt_offload.profiling.hardware import available_host_bytes
 from lt_offload.profiling.meters import Roofline, Stopwatch, fastest
 from lt_offload.schema.profile import HardwareProfile, OptimizerProfile
@@ -32,6 +36,7 @@ from lt_offload.units import round_up
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
 _STATE_ALIGNMENT = 8
+_STEPS, _SETTLED = 16, 3
 _SAMPLE_ELEMENTS = 1 << 22
 _ESTIMATE_SHAPE = (256, 256)
 _HOST_ELEMENTS = 1 << 25
@@ -73,29 +78,49 @@ class StateSizes:
             return 0
         key = tuple(parameter.shape), parameter.dtype, index
         if key not in self._known:
-            state = self._optimizer.state.get(parameter) or _state_after_one_step(self._optimizer, parameter, index)
-            tensors = {id(value): value for value in state.values() if isinstance(value, Tensor) and value.numel() > 1}
-            self._known[key] = sum(round_up(t.nbytes, _STATE_ALIGNMENT) for t in tensors.values())
+            state = self._optimizer.state.get(parameter)
+            held = _state_bytes(state) if state else 0
+            if not state or not is_known(self._optimizer):  # others may hold more some steps later
+                held = max(held, _state_after_steps(self._optimizer, parameter, index))
+            self._known[key] = held
         return self._known[key]
 
 
-def _state_after_one_step(optimizer: Optimizer, parameter: nn.Parameter, group: int) -> dict[str, Any]:
+def _state_bytes(state: Mapping[str, Any]) -> int:
+    tensors = {id(value): value for value in tensors_of(state).values() if value.numel() > 1}
+    return sum(round_up(t.nbytes, _STATE_ALIGNMENT) for t in tensors.values())
+
+
+def _state_after_steps(optimizer: Optimizer, parameter: nn.Parameter, group: int) -> int:
     """Step a stand-in on fake tensors, which takes no memory; on real ones where that does not work."""
     sample = _Sample(optimizer, group, tuple(parameter.shape), parameter.dtype, parameter)
+    most = 1 if is_known(optimizer) else _STEPS
     try:
-        with FakeTensorMode(allow_fallback_kernels=False):  # a fallback would compute on real tensors
+        # A fallback would compute on real tensors; states that were made with the optimizer are real.
+        with FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True):
             stand_in = _ParameterStandIn(sample, torch.device("cpu"))
             stand_in.choose_plain_kernels()
             try:
-                stand_in.step()
+                return max(_bytes_by_step(stand_in, most))
             except DataDependentOutputException:  # asks for a number in the update proper: the state exists by then
                 if not stand_in.state:
                     raise
-            return stand_in.state
+                held = _state_bytes(stand_in.state)
     except Exception:  # whatever a foreign optimizer meets on fake tensors: it is asked again with real ones
-        stand_in = _ParameterStandIn(sample, torch.device("cpu"))
+        return max(_bytes_by_step(_ParameterStandIn(sample, torch.device("cpu")), most))
+    part = replace(sample, shape=_cut(sample.shape))
+    grown = _bytes_by_step(_ParameterStandIn(part, torch.device("cpu")), most)
+    return round_up(held * max(grown) // max(1, grown[0]), _STATE_ALIGNMENT) if most > 1 else held
+
+
+def _bytes_by_step(stand_in: _ParameterStandIn, most: int) -> list[int]:
+    """Return the bytes of the state after each of the first steps; no more are tried once three leave it as it is."""
+    found: list[int] = []
+    stand_in.copy_state()
+    while len(found) < most and (len(found) < _SETTLED or len(set(found[-_SETTLED:])) > 1):
         stand_in.step()
-        return stand_in.state
+        found.append(_state_bytes(stand_in.state))
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +150,7 @@ class _ParameterStandIn:
         group = sample.optimizer.param_groups[sample.group]
         options = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
         self._optimizer.param_groups = [options | {"params": self.parameters}]
-        self._optimizer.state = defaultdict(dict)
+        self._optimizer.state = defaultdict(dict, of_none(sample.optimizer))
 
     def choose_plain_kernels(self) -> None:
         """Do without fused kernels, not all of which run on fake tensors; the state is the same."""
@@ -143,10 +168,10 @@ class _ParameterStandIn:
 
     def map(self) -> None:
         """Move everything to memory like that of the engine for a GPU."""
-        states = [value for state in self._optimizer.state.values() for value in state.values()]
-        grads = [parameter.grad for parameter in self.parameters]
+        states = [value for state in of_parameters(self._optimizer) for value in tensors_of(state).values()]
+        grads = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
         for tensor in (*self.parameters, *grads, *states):
-            if isinstance(tensor, Tensor) and tensor.numel() > 1:
+            if tensor.numel() > 1:
                 mapped = map_pages(tensor.nbytes).view(tensor.dtype, tensor.numel(), 0)
                 tensor.data = mapped.view(tensor.shape).copy_(tensor.data)
 
@@ -155,20 +180,28 @@ class _ParameterStandIn:
             if parameter.grad is None:
                 parameter.grad = torch.full_like(parameter, 1e-3)
         try:
-            type(self._optimizer).step(self._optimizer)
-        except KeyError:
-            if self.state or not self._sample.optimizer.state.get(self._sample.like):
-                raise
-            self._copy_state()  # it was made with the optimizer, not by its first step (Adagrad)
-            type(self._optimizer).step(self._optimizer)
+            try:
+                type(self._optimizer).step(self._optimizer)
+            except KeyError:
+                if self.state or not self._sample.optimizer.state.get(self._sample.like):
+                    raise
+                self.copy_state()  # it was made with the optimizer, not by its first step (Adagrad)
+                type(self._optimizer).step(self._optimizer)
+        except (DataDependentOutputException, OffloadError):
+            raise
+        except Exception as error:
+            use = f"optimizer {type(self._optimizer).__name__}, whose step() ends in {named(error)}"
+            raise limits.UNTRIED.error(use) from error
 
-    def _copy_state(self) -> None:
+    def copy_state(self) -> None:
+        """Have a state like that of the parameter, if that has any."""
         like = self._sample.like
-        for mine in self.parameters:
-            for key, value in self._sample.optimizer.state[like].items():
-                if isinstance(value, Tensor):
-                    value = torch.ones_like(mine, dtype=value.dtype) if value.shape == like.shape else value.clone()
-                self._optimizer.state[mine][key] = value
+        for mine in self.parameters if self._sample.optimizer.state.get(like) else ():
+            state = self._optimizer.state[mine]
+            state.update(tree_map(lambda value: value, dict(self._sample.optimizer.state[like])))
+            for place, value in tensors_of(state).items():
+                same = value.shape == like.shape
+                put(state, place, torch.ones_like(mine, dtype=value.dtype) if same else value.clone())
 
 
 def measure_optimizer(optimizer: Optimizer, device: torch.device) -> OptimizerProfile:
@@ -286,11 +319,13 @@ def _largest(optimizer: Optimizer) -> _Sample:
     """Return the largest tensor, cut down to what can be updated quickly."""
     pairs = [(index, parameter) for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]]
     group, parameter = max(pairs, key=lambda pair: pair[1].numel())
-    shape = tuple(parameter.shape)
-    if shape:
-        row = max(1, parameter.numel() // shape[0])
-        shape = (max(1, min(shape[0], _SAMPLE_ELEMENTS // row)), *shape[1:])
-    return _Sample(optimizer, group, shape, parameter.dtype, parameter)
+    return _Sample(optimizer, group, _cut(tuple(parameter.shape)), parameter.dtype, parameter)
+
+
+def _cut(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return ``shape`` with fewer rows, if it has too many elements for a trial."""
+    row = max(1, math.prod(shape[1:]))
+    return (max(1, min(shape[0], _SAMPLE_ELEMENTS // row)), *shape[1:]) if shape else shape
 
 
 def _speed(stand_in: _ParameterStandIn, device: torch.device) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_flatten
 
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.emulated import EmulatedDevice
@@ -200,12 +201,21 @@ def differences(a: Result, b: Result) -> list[str]:
     if left["state"].keys() != right["state"].keys():
         found.append("state keys")
     for key in left["state"].keys() & right["state"].keys():
-        for field, value in left["state"][key].items():
-            other = right["state"][key][field]
-            same = equal(value, other) if isinstance(value, torch.Tensor) else value == other
-            if not same:
+        entries = left["state"][key]
+        if not isinstance(entries, dict):
+            found += [] if entries == right["state"][key] else [f"state {key}"]
+            continue
+        for field, value in entries.items():
+            if not same_state(value, right["state"][key][field]):
                 found.append(f"state {field} of tensor {key} ({names[key] if key < len(names) else '?'})")
     return found
+
+
+def same_state(one: Any, other: Any) -> bool:
+    """Whether two entries of optimizer states are equal, with all the tensors in them."""
+    (left, form), (right, other_form) = tree_flatten(one), tree_flatten(other)
+    pairs = zip(left, right, strict=False)
+    return bool(form == other_form) and all(equal(a, b) if isinstance(a, torch.Tensor) else a == b for a, b in pairs)
 
 
 def changed(case: Case, result: Result) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from lt_offload.execute.program import owners
 from lt_offload.model.blocks import Structure
@@ -45,9 +46,11 @@ def state_bytes(structure: Structure, optimizer: torch.optim.Optimizer) -> tuple
         twin = copy.copy(optimizer)
         vars(twin).update({k: v for k, v in vars(optimizer).items() if k not in vars(twin)})  # no copy has these
         twin.param_groups = [{**groups[param], "params": [clone]}]
-        twin.state = defaultdict(dict)
-        twin.step()
-        found = [v for v in twin.state[clone].values() if isinstance(v, torch.Tensor) and v.numel() > 1]
+        entries = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
+        twin.state = defaultdict(dict, entries)
+        for _ in range(2):
+            twin.step()
+        found = [v for v in tree_leaves(twin.state[clone]) if isinstance(v, torch.Tensor) and v.numel() > 1]
         sizes.append(sum(-(-v.numel() * v.element_size() // 8) * 8 for v in found))
     return tuple(sizes)
 

@@ -17,7 +17,7 @@ from lt_offload.model.blocks import find_blocks
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests.support import models, plans
-from tests.support.engines import equal
+from tests.support.engines import equal, same_state
 
 BATCHES = 3
 """Training batches per epoch."""
@@ -172,6 +172,5 @@ def state_differences(a: Run, b: Run) -> list[str]:
     for index, state in left["state"].items():
         other = right["state"][index]
         for key, value in state.items():
-            same = equal(value, other[key]) if isinstance(value, Tensor) else value == other[key]
-            found += [] if same else [f"{key} of tensor {index}"]
+            found += [] if same_state(value, other[key]) else [f"{key} of tensor {index}"]
     return found

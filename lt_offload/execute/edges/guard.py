@@ -35,6 +35,7 @@ from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.tensors import LiveGroup, Weight
 from lt_offload.machine.dispatch import DISPATCH_MODES, WatchingMode, unseen_by_dynamo
 from lt_offload.model.blocks import Structure
+from lt_offload.model.states import Place, tensor_at, tensors_of
 
 GRADIENT = "p.grad"
 """Stands for the name of a state where the tensor is the sum of a weight's gradients."""
@@ -45,7 +46,7 @@ class Owned:
     """A tensor whose host memory the engine writes: a weight, or an optimizer state or the gradient of one."""
 
     weight: Weight
-    state: str | None = None
+    state: Place = None
 
     @property
     def label(self) -> str:
@@ -215,7 +216,8 @@ class Guard:
             assert owned.weight.total is not None
             return owned.weight.total.host
         assert self._updates is not None
-        tensor: Tensor = self._updates.state(owned.weight)[owned.state]
+        tensor = tensor_at(self._updates.state(owned.weight), owned.state)
+        assert tensor is not None
         return tensor
 
     def show(self, gradients: Iterable[Owned]) -> None:
@@ -291,11 +293,10 @@ class Guard:
         self._generation = self._updates.generation
         self._of_states, self._kept = {}, []
         for weight in self._weights:
-            for name, value in list(self._updates.state(weight).items()):
-                if isinstance(value, Tensor):
-                    storage = value.untyped_storage()
-                    self._of_states[storage._cdata] = Owned(weight, name)
-                    self._kept.append(storage)
+            for place, value in tensors_of(self._updates.state(weight)).items():
+                storage = value.untyped_storage()
+                self._of_states[storage._cdata] = Owned(weight, place)
+                self._kept.append(storage)
 
 
 _ORDINARY = (Tensor, nn.Parameter)

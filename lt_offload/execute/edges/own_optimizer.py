@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.execute.edges.guard import Guard
 from lt_offload.execute.optimizer import Updates
+from lt_offload.model.states import of_parameters
 
 
 class EmptyStep:
@@ -111,7 +112,7 @@ class SavedStates:
         self._handles = [
             optimizer.register_state_dict_pre_hook(lambda _: self._show()),
             optimizer.register_load_state_dict_pre_hook(lambda *_: self._replace()),
-            optimizer.register_load_state_dict_post_hook(lambda _: updates.unshare(optimizer.state.values())),
+            optimizer.register_load_state_dict_post_hook(lambda _: updates.unshare(of_parameters(optimizer))),
         ]
 
     def remove(self) -> None:

@@ -24,12 +24,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from lt_offload.errors import CheckpointError
 from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.edges.snapshots import HostSnapshot
+from lt_offload.model.states import put, tensor_at, tensors_of
 from lt_offload.strategy.checkpoint.foreign import reading
 from lt_offload.strategy.checkpoint.writer import Writer
 from lt_offload.units import format_bytes
@@ -235,10 +236,10 @@ def load_optimizer_state(optimizer: Optimizer, saved: Mapping[str, Any], unchang
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     for index, parameter in zip(indices, parameters, strict=True):
         state = optimizer.state[parameter] if index in saved["state"] else {}
-        for key, value in state.items():
-            if isinstance(value, Tensor):
-                source = saved["state"][index][key] if parameter in unchanged else value
-                state[key] = torch.empty_like(source, device="cpu").copy_(source)
+        for place, value in tensors_of(state).items():
+            source = tensor_at(saved["state"][index], place) if parameter in unchanged else value
+            assert source is not None
+            put(state, place, torch.empty_like(source, device="cpu").copy_(source))
 
 
 def _explained(target: Path, error: OSError) -> str:

@@ -217,6 +217,101 @@ class Noisy(Optimizer):
                     p.add_(self.noise(p, self.state[p]))
 
 
+class Nested(Optimizer):
+    """Has states in lists and dictionaries, as SOAP, AggMo and AdaShift have; some are replaced in each step."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 1e-2, "betas": (0.5, 0.9), "weight_decay": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                state, grad = self.state[p], p.grad.float().reshape(p.shape[0], -1)
+                if len(state) == 0:
+                    state["means"] = {beta: torch.zeros_like(p) for beta in group["betas"]}
+                    state["sides"] = [torch.eye(min(len(grad), 8)), [], {"count": torch.zeros(())}]
+                    state["last"] = []
+                    state["turn"] = (torch.ones(len(state["sides"][0]), 2).mT, 2)
+                sides, small = state["sides"], grad[:8]
+                sides[2]["count"] += 1
+                sides[0] = torch.linalg.qr(sides[0] @ small @ small.mT + torch.eye(len(small)))[0].mT
+                state["last"] = [*state["last"][-1:], p.grad.clone()]
+                state["turn"][0].add_(sides[0][:1])
+                for beta, mean in state["means"].items():
+                    mean.lerp_(state["last"][0], 1 - beta)
+                    p.add_(mean, alpha=-group["lr"] / float(sides[2]["count"]))
+                rotated = grad.clone()
+                rotated[:8] = sides[0] @ small * state["turn"][0].sum()
+                p.add_(rotated.view(p.shape).to(p.dtype), alpha=-1e-3)
+        return loss
+
+
+class Replacing(Lion):
+    """Puts another tensor into its state in each step, as SaRA does."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            state = self.state[p]
+            state["kept"] = state.get("kept", torch.ones_like(p))
+            state["mean"] = 0.9 * state["mean"] + p.grad if "mean" in state else p.grad.clone()
+            p.sub_(state["mean"] * state["kept"], alpha=1e-2)
+            state["kept"].mul_(0.9)
+
+
+class Counting(Lion):
+    """Has an entry of no parameter in its state, as SPAM has: a number, there from the beginning."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params)
+        self.state["total"] = 0  # type: ignore[index, assignment]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        total: Any = self.state["total"]  # type: ignore[index]
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            mean = self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.5)
+            p.sub_(mean, alpha=1e-2 / (1 + total))
+        self.state["total"] = total + 1  # type: ignore[index]
+
+
+class Feeling(Lion):
+    """Has a mean of all tensors in its state, as EmoNavi has one of the losses."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        means: Any = self.state["ema"]  # type: ignore[index]
+        means["short"] = 0.5 * means.get("short", 0.0)
+        super().step()
+
+
+class InnerGroups(Lion):
+    """Has the groups of another optimizer, as Magma has."""
+
+    def __init__(self, params: Any) -> None:
+        self.inner = Lion(params)
+        self.defaults = {}
+
+    @property
+    def param_groups(self) -> Groups:  # type: ignore[override]
+        return self.inner.param_groups
+
+
+class Closing(Lion):
+    """Needs a closure, as AliG does."""
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        if closure is None:
+            raise TypeError("a closure is required")
+
+
 class SideBySide(Optimizer):
     """Two optimizers in the clothes of one."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import types
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import lightning.pytorch
@@ -15,23 +16,38 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
 
+import lt_offload
 from lt_offload import OffmateStrategy, limits
 from lt_offload.errors import UnsupportedError
 from lt_offload.model.blocks import find_blocks
 from lt_offload.model.optimizers import tried
 from lt_offload.plan import Plan, solve
 from tests import sampling
-from tests.parity.optimizers.own import AdamWScheduleFree, CountingItself, Lion, Noisy, SideBySide, muon_with_adam
+from tests.parity.optimizers.own import (
+    AdamWScheduleFree,
+    Closing,
+    Counting,
+    CountingItself,
+    Feeling,
+    InnerGroups,
+    Lion,
+    Nested,
+    Noisy,
+    Replacing,
+    SideBySide,
+    muon_with_adam,
+)
 from tests.parity.users import test_odd_parameters as odd_parameters
 from tests.parity.windows.training import Training, budgets, require_equal
 from tests.support import engines, models, plans, trainers
 from tests.support.engines import Case, Factory, Result, differences, installed, offloaded, plain
 
 OWN: list[Factory] = [muon_with_adam, AdamWScheduleFree, Lion, CountingItself]
+NESTED: list[Factory] = [Nested, Replacing, Counting]
 SETTINGS: list[dict[str, Any]] = [{}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}]
 
 
-@pytest.mark.parametrize("make", OWN)
+@pytest.mark.parametrize("make", [*OWN, *NESTED])
 def test_equal_at_three_budgets(make: Factory) -> None:
     windows = [[(2, 12)], [(1, 9)], [(2, 7)]]
     training = Training(start=models.build(layers=2), windows=windows, optimizer=make)
@@ -67,7 +83,7 @@ def test_under_a_trainer(make: Factory, settings: dict[str, Any]) -> None:
         assert trainers.differences(expected, run(OffmateStrategy(memory=memory))) == []
 
 
-@pytest.mark.parametrize("make", [AdamWScheduleFree, CountingItself])
+@pytest.mark.parametrize("make", [AdamWScheduleFree, CountingItself, *NESTED])
 def test_states_in_any_order_and_of_several_tensors(make: Factory) -> None:
     """A state that begins as the weight lies before one that begins as zeros; a table is in every tensor's state."""
     case = Case(optimizer=make, places=("paged", "device", "host"))
@@ -152,6 +168,13 @@ def refusal(optimizer: Optimizer) -> str:
 
 def test_those_that_cannot_be_are_refused() -> None:
     params = list(nn.Linear(3, 3).parameters())
+    assert "- optimizer Feeling: each tensor is updated when its gradient is complete, and what all" in refusal(
+        Feeling(params)
+    )
+    assert (
+        "- optimizer InnerGroups: a step on small tensors in the parameter groups changed none of them, or"
+        in refusal(InnerGroups(params))
+    )
     assert "- optimizer SideBySide: a step on small tensors" in refusal(SideBySide(params))
     assert "- optimizer Skipping: a trial on small tensors" in refusal(Skipping(params))
     paged = Lion(params)
@@ -237,6 +260,30 @@ def test_a_rate_of_zero_says_nothing_about_what_an_optimizer_does() -> None:
     params = list(nn.Linear(3, 3).parameters())
     assert tried(PlainSGD(params, lr=0.0)).verdict == "alone"
     assert tried(Idle(params, lr=0.1)).verdict == "idle"
+
+
+def test_one_that_needs_a_closure_is_refused_when_it_is_measured() -> None:
+    model = models.build(layers=2)
+    refused = pytest.raises(
+        UnsupportedError, match=r"Closing, whose step\(\) ends in TypeError: a closure is required: "
+    )
+    with refused, lt_offload.offloaded(model, Closing(model.parameters()), models.batch(model), accelerator="cpu"):
+        pass
+
+
+@pytest.mark.parametrize("memory", [150_000, 100_000_000])
+def test_states_in_lists_are_in_checkpoints(memory: int, tmp_path: Path) -> None:
+    class Module(trainers.Module):
+        def configure_optimizers(self) -> Optimizer:
+            return Nested(self.parameters())
+
+    def run(epochs: int, ckpt: Path | None = None) -> trainers.Run:
+        lightning.pytorch.seed_everything(3, verbose=False)
+        module = Module(layers=2, shuffle=False)
+        return trainers.fit(OffmateStrategy(memory=memory), module, max_epochs=epochs, ckpt=ckpt)
+
+    run(1).trainer.save_checkpoint(tmp_path / "half.ckpt")
+    assert trainers.state_differences(run(2), run(2, tmp_path / "half.ckpt")) == []
 
 
 class PlainSGD(Optimizer):
