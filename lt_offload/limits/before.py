@@ -217,6 +217,22 @@ def _sparse(run: Setup) -> str | None:
 
 
 @limit(
+    "sparse buffers and parameters",
+    "model",
+    why="a block's buffers are noted and put back by their memory, of which a sparse tensor has several pieces",
+    instead="keep indices and values as two dense tensors, and make the sparse one of them in the forward",
+    training_only=False,
+)
+def _sparse_members(run: Setup) -> str | None:
+    assert run.model is not None
+    for kind, named in (("buffer", run.model.named_buffers()), ("parameter", run.model.named_parameters())):
+        for name, tensor in named:
+            if str(tensor.layout) != "torch.strided":
+                return f"{kind} {name} of layout {str(tensor.layout).removeprefix('torch.')}"
+    return None
+
+
+@limit(
     "embeddings with max_norm",
     "model",
     why="the forward changes the weight, and that change would not be kept",

@@ -94,12 +94,12 @@ class Account(TorchDispatchMode):
         Raises:
             OverBudget: if that would pass the limit.
         """
-        for tensor in tensors:
+        for tensor in tensors_in(tensors):
             self._charge(tensor.untyped_storage(), free=False, cause=tensor)
 
     def exclude(self, *tensors: torch.Tensor) -> None:
         """Never charge the storages of these tensors: host copies, weights in an arena."""
-        for tensor in tensors:
+        for tensor in tensors_in(tensors):
             self._charge(tensor.untyped_storage(), free=True, cause="exclude")
 
     def serial(self, tensor: torch.Tensor) -> int | None:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lt_offload.machine.accounting import tensors_in
 from lt_offload.machine.dispatch import unseen_by_dynamo
 from lt_offload.model.snapshot import untouched
 from lt_offload.model.states import of_none
@@ -286,7 +287,8 @@ def _equal(left: Sequence[Any], right: Sequence[Any]) -> bool:
 def overlap(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
     """Return the names of two of ``tensors`` in the same memory, at least one of which is trained; None if none are."""
     spans = []
-    for name, tensor in {id(t): (name, t) for name, t in tensors}.values():
+    parts = [(name, part) for name, tensor in tensors for part in tensors_in(tensor)]
+    for name, tensor in {id(t): (name, t) for name, t in parts}.values():
         if not tensor.is_meta and tensor.numel() and tensor.data_ptr():
             last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             start = tensor.data_ptr()

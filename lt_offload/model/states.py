@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -20,10 +21,10 @@ _SEQUENCES = (list, tuple, deque)
 
 
 def tensors_of(state: State) -> dict[Place, Tensor]:
-    """Return the tensors of ``state`` by their places."""
+    """Return the tensors of ``state`` by their places; sparse ones are not among them, and stay where they are."""
     found: dict[Place, Tensor] = {}
     for key, value in list(state.items()):  # listed: another thread may be adding those that it has made
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and value.layout is torch.strided:
             found[key] = value
         elif isinstance(value, (dict, *_SEQUENCES)):
             found.update(_below(value, (key,)))
@@ -31,7 +32,7 @@ def tensors_of(state: State) -> dict[Place, Tensor]:
 
 
 def _below(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Place, Tensor]]:
-    if isinstance(value, Tensor):
+    if isinstance(value, Tensor) and value.layout is torch.strided:
         yield path, value
     elif isinstance(value, dict):
         for key, inner in value.items():

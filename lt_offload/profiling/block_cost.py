@@ -16,6 +16,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from lt_offload.machine.accounting import tensors_in
 from lt_offload.machine.dispatch import unseen_by_dynamo
 from lt_offload.model.calls import Call
 from lt_offload.model.options import for_replay, is_costly, travels
@@ -117,7 +118,8 @@ def measure_with_loss(call: Call, name: OptionName, chunk_tokens: int, meter: Me
 
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the distinct storages of ``tensors``."""
-    return sum({t.untyped_storage()._cdata: t.untyped_storage().nbytes() for t in tensors}.values())
+    storages = (part.untyped_storage() for part in tensors_in(list(tensors)))
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def _keep(keep: _Figures) -> OptionProfile:
@@ -358,10 +360,10 @@ class _Trial:
 
     def _note(self, tensor: Any) -> Any:
         if isinstance(tensor, Tensor):
-            storage = tensor.untyped_storage()
             kept = tensor.detach()  # a saved output would hold the node that holds it, a cycle through C++
             held = weakref.ref(kept if self.option == "keep" else tensor)
-            self._noted.append((held, storage._cdata, storage.nbytes(), travels(tensor)))
+            for storage in (part.untyped_storage() for part in tensors_in(tensor)):
+                self._noted.append((held, storage._cdata, storage.nbytes(), travels(tensor)))
             return kept
         return tensor
 
@@ -422,8 +424,8 @@ def _incoming(call: Call, outputs: Sequence[tuple[torch.Size, torch.dtype, torch
 
 def _travelling(call: Call, saved: Mapping[int, tuple[int, bool]]) -> tuple[int, bool, bool]:
     inputs = {tensor.untyped_storage()._cdata for tensor in call.inputs}
-    others = {leaf.untyped_storage()._cdata for leaf in call.leaves if isinstance(leaf, Tensor)}
-    others |= {p.untyped_storage()._cdata for p in (*call.module.parameters(), *call.module.buffers())}
+    given = [*call.leaves, *call.module.parameters(), *call.module.buffers()]
+    others = {part.untyped_storage()._cdata for part in tensors_in(given)}
     moving = [nbytes for key, (nbytes, moves) in saved.items() if moves and key not in others]
     saved_inputs = [saved[key][1] for key in inputs if key in saved]
     return sum(moving), bool(saved_inputs), any(saved_inputs)

@@ -186,6 +186,12 @@ def quantized(kind: str, **attributes: Any) -> nn.Module:
     return model
 
 
+def with_sparse_buffer() -> nn.Module:
+    model = nn.Linear(2, 2)
+    model.register_buffer("mask", torch.eye(2).to_sparse())
+    return model
+
+
 MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "compile": (
         lambda: torch.compile(nn.Linear(2, 2)),
@@ -212,6 +218,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], str]] = {
     ),
     "meta": (on_meta, "parameter weight on the meta device"),
     "sparse": (lambda: nn.Sequential(nn.Embedding(4, 2, sparse=True)), "0 with sparse=True"),
+    "sparse buffer": (with_sparse_buffer, "buffer mask of layout sparse_coo"),
     "max_norm": (lambda: nn.Sequential(nn.Embedding(4, 2, max_norm=1.0)), "0 with max_norm=1.0"),
 }
 

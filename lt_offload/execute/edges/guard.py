@@ -33,6 +33,7 @@ from lt_offload import limits
 from lt_offload.execute.copies import Residency
 from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.tensors import LiveGroup, Weight
+from lt_offload.machine.accounting import tensors_in
 from lt_offload.machine.dispatch import DISPATCH_MODES, WatchingMode, unseen_by_dynamo
 from lt_offload.model.blocks import Structure
 from lt_offload.model.states import Place, tensor_at, tensors_of
@@ -504,7 +505,8 @@ def find_aliases(weights: Sequence[Tensor], others: Iterable[Tensor]) -> Aliases
     """
     storages = [weight.untyped_storage() for weight in weights]
     own = Counter(storage._cdata for storage in storages)
-    own.update(other.untyped_storage()._cdata for other in others if other.device.type == "cpu")
+    parts = (part for other in others for part in tensors_in(other) if part.device.type == "cpu")
+    own.update(part.untyped_storage()._cdata for part in parts)
     lone = torch.empty(1)
     alone = _count(lone.untyped_storage())
     extra = {s._cdata: _count(s) - alone + 1 - own[s._cdata] for s in storages}

@@ -24,6 +24,7 @@ from lt_offload import limits
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.tensors import Weight
+from lt_offload.machine.accounting import tensors_in
 from lt_offload.machine.dispatch import unseen_by_dynamo
 from lt_offload.model.options import for_replay, is_costly, travels
 from lt_offload.model.snapshot import version
@@ -350,7 +351,9 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
         starts, ends = ranges.starts, ranges.ends
         stay = {t.untyped_storage()._cdata for t in shared} if offloader is not None else ()
 
-        def pack(tensor: Tensor) -> Tensor | WeightAlias | Moved:
+        def pack(tensor: Tensor) -> Packed:
+            if tensor.layout is not torch.strided:
+                return _Sparse(tensor, pack)
             # By address, not by identity: what a linear layer saves is weight.t(), a new tensor every time.
             address = tensor.data_ptr()
             index = bisect_right(starts, address) - 1
@@ -362,10 +365,36 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
                     return tensor.detach()
             return offloader.take(tensor)
 
-        def unpack(packed: Tensor | WeightAlias | Moved) -> Tensor:
-            return packed if isinstance(packed, Tensor) else packed.unpack()
+        super().__init__(pack, _unpack)
 
-        super().__init__(pack, unpack)
+
+class _Sparse:
+    """A saved sparse tensor: its parts, which may be in the memory of weights."""
+
+    def __init__(self, tensor: Tensor, pack: Callable[[Tensor], Packed]) -> None:
+        with _no_modes():
+            self._parts = [pack(part.detach()) for part in tensors_in(tensor)]
+        self._shape, self._layout = tensor.shape, tensor.layout
+        self._sorted = self._layout is torch.sparse_coo and tensor.is_coalesced()
+
+    def unpack(self) -> Tensor:
+        """Return a tensor like the one that was saved."""
+        parts = [_unpack(part) for part in self._parts]
+        if self._layout is torch.sparse_coo:
+            return torch.sparse_coo_tensor(
+                parts[0], parts[1], self._shape, is_coalesced=self._sorted, check_invariants=False
+            )
+        first, second, values = parts
+        return torch.sparse_compressed_tensor(
+            first, second, values, self._shape, layout=self._layout, check_invariants=False
+        )
+
+
+Packed = Tensor | WeightAlias | Moved | _Sparse
+
+
+def _unpack(packed: Packed) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed.unpack()
 
 
 class _Ranges:

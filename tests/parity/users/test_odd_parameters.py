@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 
 import lt_offload
 from lt_offload.model.blocks import find_blocks
-from tests.support import plans
+from tests.support import plans, user_nets
 from tests.support.engines import Result, differences, installed
 
 WIDTH = 32
@@ -125,3 +126,32 @@ def test_gradients_that_do_not_come_leave_their_place_to_others(kind: str) -> No
         losses = loop(model, optimizer, batches(kind))
         engine.drain()
     assert differences(plain(kind), Result(losses, model, optimizer)) == []
+
+
+class Sparse(user_nets.Layer):
+    """Adds a sparse matrix, whose numbers are trained, to a weight (as PEFT's SHiRA), and multiplies with such."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers = nn.Parameter(torch.randn(40))
+        self.where: Tensor
+        self.register_buffer("where", torch.stack([torch.arange(40) % user_nets.HIDDEN, torch.arange(40) // 2]))
+
+    def inner(self, x: Tensor) -> Tensor:
+        shape = torch.Size((user_nets.HIDDEN, user_nets.HIDDEN))
+        trained = torch.sparse_coo_tensor(self.where, self.numbers, shape, check_invariants=False)
+        scaled = torch.sparse_coo_tensor(self.where, 0.5 * self.numbers, shape, check_invariants=False)
+        weight = torch.sparse.mm(trained, self.linear.weight) + scaled
+        return torch.tanh(x @ weight.t())
+
+
+@user_nets.with_every_budget
+def test_sparse_tensors_within_blocks(budget: str) -> None:
+    make = partial(user_nets.Net, Sparse)
+    assert differences(user_nets.plain(make), user_nets.by_budget(make, budget)) == []
+
+
+@user_nets.in_every_run
+def test_sparse_tensors_in_blocks_that_run_again(options: tuple[str, ...]) -> None:
+    make = partial(user_nets.Net, Sparse)
+    assert differences(user_nets.plain(make), user_nets.ours(make, options)) == []

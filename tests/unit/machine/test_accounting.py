@@ -52,6 +52,24 @@ def test_saved_tensors_live_until_the_backward() -> None:
     assert account.current == KB + y.nbytes
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CS")
+@pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr, torch.sparse_csc])
+def test_sparse_tensors_are_charged_by_their_parts(layout: torch.layout) -> None:
+    dense = torch.eye(8)
+    with Account() as account:
+        sparse = dense.to_sparse(layout=layout)
+        parts = [sparse.indices(), sparse.values()] if layout is torch.sparse_coo else [sparse.values()]
+        assert account.current >= sum(part.nbytes for part in parts) > 0
+        view = torch.sparse_coo_tensor(torch.arange(8).expand(2, 8), torch.ones(8), (8, 8), check_invariants=False)
+        before = account.current
+        again = torch.sparse_coo_tensor(
+            view._indices(), view._values(), (8, 8), check_invariants=False
+        )  # in the memory of those
+        assert account.current == before
+        del sparse, parts, view, again
+        assert account.current == 0
+
+
 def test_limit_refuses_before_the_allocation_is_kept() -> None:
     account = Account(limit=2 * KB)
     with account:
