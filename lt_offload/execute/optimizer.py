@@ -33,8 +33,7 @@ from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.edges.snapshots import Snapshots
 from lt_offload.execute.tensors import STATE_ALIGNMENT, States, Weight
 from lt_offload.machine.dispatch import unseen_by_dynamo
-from lt_offload.model.optimizers import DrawWatch, is_known, tried
-from lt_offload.model.states import of_none, of_parameters, put, tensors_of
+from lt_offload.model.optimizers import DrawWatch, is_known, of_none, of_parameters, put, tensors_of, tried
 from lt_offload.units import round_up
 
 State = Mapping[str, Any]

@@ -20,7 +20,7 @@ from lt_offload.errors import OverBudget
 from lt_offload.execute.device.base import Buffer, Cell, Device, Event
 from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.edges.snapshots import Snapshots
-from lt_offload.model.states import Place, tensor_at, tensors_of
+from lt_offload.model.optimizers import Place, tensor_at, tensors_of
 from lt_offload.schema.plan import ALIGNMENT
 from lt_offload.units import round_up
 

@@ -1,10 +1,13 @@
-"""Whether weights can be updated one by one: the optimizer is tried on a few small tensors, and no two may overlap."""
+"""Whether weights can be updated one by one: the optimizer is tried on a few small tensors, and no two may overlap.
+
+And what its states are: tensors of each parameter's, wherever they are in it, and entries of no parameter.
+"""
 
 from __future__ import annotations
 
 import pickle
 import random
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -20,7 +23,6 @@ from torch.utils._pytree import tree_leaves
 from lt_offload.machine.accounting import tensors_in
 from lt_offload.machine.dispatch import unseen_by_dynamo
 from lt_offload.model.snapshot import untouched
-from lt_offload.model.states import of_none
 
 _KNOWN = ("torch.optim.", "transformers.optimization.", "lt_offload.optim.")
 _SIDE = 8
@@ -302,3 +304,73 @@ def overlap(tensors: Iterable[tuple[str, Tensor]]) -> tuple[str, str] | None:
         if trained not in furthest or end > furthest[trained][0]:
             furthest[trained] = end, name
     return None
+
+
+# -- states --------------------------------------------------------------------------------------------------------
+
+Place = Any
+"""Where a tensor is in a state: a key, or for what is further down, in lists or dictionaries, a tuple of keys and
+indices, the first of which is a key of the state."""
+_SEQUENCES = (list, tuple, deque)
+
+
+def tensors_of(state: Mapping[Any, Any]) -> dict[Place, Tensor]:
+    """Return the tensors of ``state`` by their places; sparse ones are not among them, and stay where they are."""
+    found: dict[Place, Tensor] = {}
+    for key, value in list(state.items()):  # listed: another thread may be adding those that it has made
+        if isinstance(value, Tensor) and value.layout is torch.strided:
+            found[key] = value
+        elif isinstance(value, (dict, *_SEQUENCES)):
+            found.update(_below(value, (key,)))
+    return found
+
+
+def _below(value: Any, path: tuple[Any, ...]) -> Iterator[tuple[Place, Tensor]]:
+    if isinstance(value, Tensor) and value.layout is torch.strided:
+        yield path, value
+    elif isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _below(inner, (*path, key))
+    elif isinstance(value, _SEQUENCES):
+        for index, inner in enumerate(value):
+            yield from _below(inner, (*path, index))
+
+
+def tensor_at(state: Mapping[Any, Any], place: Place) -> Tensor | None:
+    """Return the tensor at ``place``; None if there is none."""
+    value = state.get(place)
+    if value is None and isinstance(place, tuple):
+        value = state
+        try:
+            for key in place:
+                value = value[key]
+        except (LookupError, TypeError):
+            return None
+    return value if isinstance(value, Tensor) else None
+
+
+def put(state: dict[Any, Any], place: Place, tensor: Tensor) -> None:
+    """Let ``tensor`` be what is at ``place``, where there is a tensor already."""
+    if not isinstance(place, tuple) or place in state:
+        state[place] = tensor
+        return
+    value: Any = tensor
+    for depth in reversed(range(len(place))):
+        holder: Any = state
+        for key in place[:depth]:
+            holder = holder[key]
+        if not isinstance(holder, tuple):
+            holder[place[depth]] = value
+            return
+        items = [value if index == place[depth] else item for index, item in enumerate(holder)]
+        value = type(holder)(*items) if hasattr(holder, "_fields") else type(holder)(items)
+
+
+def of_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """Return the states of the parameters, as far as there are any."""
+    return [state for key, state in list(optimizer.state.items()) if isinstance(key, Tensor)]
+
+
+def of_none(optimizer: Optimizer) -> dict[Any, Any]:
+    """Return the entries that belong to no parameter: counters, as a rule."""
+    return {key: value for key, value in list(optimizer.state.items()) if not isinstance(key, Tensor)}

@@ -27,7 +27,7 @@ from lt_offload.machine.driver import (
     use_expandable_segments,
     warm_up,
 )
-from lt_offload.model import states
+from lt_offload.model import optimizers as states
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import plainly
 from lt_offload.model.compiled import forget_compiled, is_compiled

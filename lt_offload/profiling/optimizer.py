@@ -26,8 +26,7 @@ from lt_offload.errors import ConfigError, OffloadError, named
 from lt_offload.machine.accounting import Account
 from lt_offload.machine.numa import MemoryNode, memory_node_of
 from lt_offload.machine.pages import map_pages
-from lt_offload.model.optimizers import is_known
-from lt_offload.model.states import of_none, of_parameters, put, tensors_of
+from lt_offload.model.optimizers import is_known, of_none, of_parameters, put, tensors_of
 from lt_offload.profiling.hardware import available_host_bytes
 from lt_offload.profiling.meters import Roofline, Stopwatch, fastest
 from lt_offload.schema.profile import HardwareProfile, OptimizerProfile

@@ -36,7 +36,7 @@ from lt_offload.execute.tensors import LiveGroup, Weight
 from lt_offload.machine.accounting import tensors_in
 from lt_offload.machine.dispatch import DISPATCH_MODES, WatchingMode, unseen_by_dynamo
 from lt_offload.model.blocks import Structure
-from lt_offload.model.states import Place, tensor_at, tensors_of
+from lt_offload.model.optimizers import Place, tensor_at, tensors_of
 
 GRADIENT = "p.grad"
 """Stands for the name of a state where the tensor is the sum of a weight's gradients."""

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from lt_offload import limits
 from lt_offload.execute.edges.guard import Guard
 from lt_offload.execute.optimizer import Updates
-from lt_offload.model.states import of_parameters
+from lt_offload.model.optimizers import of_parameters
 
 
 class EmptyStep:

@@ -30,7 +30,7 @@ from torch.optim import Optimizer
 from lt_offload.errors import CheckpointError
 from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.edges.snapshots import HostSnapshot
-from lt_offload.model.states import put, tensor_at, tensors_of
+from lt_offload.model.optimizers import put, tensor_at, tensors_of
 from lt_offload.strategy.checkpoint.foreign import reading
 from lt_offload.strategy.checkpoint.writer import Writer
 from lt_offload.units import format_bytes

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lt_offload.model.states import of_none, of_parameters, put, tensor_at, tensors_of
+from lt_offload.model.optimizers import of_none, of_parameters, put, tensor_at, tensors_of
 
 Pair = namedtuple("Pair", ("left", "right"))  # noqa: PYI024
 
