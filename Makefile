@@ -2,6 +2,7 @@
 # make test         run the tests, those that need a GPU on a fake one
 # make fake         only those, with ORDER=lazy, random:SEED or eager: when the fake GPU does what it is given
 # make full         run the tests with every row of the grids of which make test takes a sample (half an hour)
+# make newest       a few of the tests with the newest version of every dependency that pyproject.toml allows, in .venv/newest
 # make lint         check style and types
 # make docs         build the documentation into .venv/site, warnings are errors
 # make bench        what the engine costs on the emulated device, against plain Lightning (two minutes)
@@ -18,7 +19,17 @@ FAKE_OPTIONS ?=
 ALL_CORES := --numprocesses auto --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 
-.PHONY: quickstart test full fake gpu-fake lint docs bench papers gpu gpu-there clean
+NEWEST := .venv/newest/bin/python
+# A plan, a fit, runs of lt-finetune, reports, and what each dependency is used for.
+NEWEST_TESTS := \
+  tests/unit/planners/test_offmate.py::test_nothing_is_printed_while_programs_are_solved \
+  tests/unit/plan/test_solve.py::test_the_largest_fixture_is_near_its_bound \
+  tests/unit/profiling/test_hardware.py tests/unit/schema tests/unit/report/test_run_page.py \
+  tests/unit/cli/static tests/unit/cli/test_training.py \
+  tests/unit/finetune/test_load.py tests/unit/finetune/test_exporting.py tests/unit/finetune/data/test_sources.py \
+  tests/parity/lightning/test_lightning.py
+
+.PHONY: quickstart test full fake newest gpu-fake lint docs bench papers gpu gpu-there clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/quickstart.done
@@ -34,6 +45,15 @@ full: .venv/dev.done
 
 fake: .venv/dev.done
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gpu tests/fake_cuda --device fake --order $(ORDER) $(ALL_CORES) $(FAKE_OPTIONS)
+
+# constraints.txt holds what the other targets test; of PyTorch there is that one here, too, as its builds differ by machine.
+newest: | $(NEWEST)
+	@echo '== Installing the newest version of every dependency (a minute)'
+	grep '^torch==' constraints.txt >.venv/newest/torch.txt
+	$(NEWEST) -m pip --disable-pip-version-check install --quiet --upgrade --upgrade-strategy eager \
+	  --constraint .venv/newest/torch.txt --editable '.[lora,bnb,quickstart]' pytest pytest-xdist hypothesis plotly
+	$(NEWEST) -m pip check
+	OMP_NUM_THREADS=1 $(NEWEST) -m pytest $(ALL_CORES) $(NEWEST_TESTS)
 
 lint: .venv/dev.done
 	$(BIN)/ruff check .
@@ -66,6 +86,9 @@ clean:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo 'Python 3.11 or later is needed: make PYTHON=python3.11'; exit 1; }
 	@echo '== Making a virtual environment in .venv'
 	$(PYTHON) -m venv .venv
+
+$(NEWEST):
+	$(PYTHON) -m venv .venv/newest
 
 # PyTorch first and alone: the largest part, and everything else must fit the version that is there.
 .venv/torch.done: constraints.txt | .venv/bin/python
