@@ -19,6 +19,7 @@ from lt_offload.finetune.unused import refuse_unused
 from lt_offload.finetune.weights.left_out import KEY
 from lt_offload.finetune.weights.to_gguf.write import Bits, check_writable
 from lt_offload.strategy.checkpoint import files as checkpoint
+from lt_offload.strategy.checkpoint import sums
 from lt_offload.units import format_bytes, parse_bytes
 
 _NAMES = {"hf": "model", "adapter": "adapter", "gguf": "model.gguf"}
@@ -74,7 +75,10 @@ def export(
     if format == "gguf":
         config = load.load_config(app.model.name, app.model.architecture if app.model.init == "random" else None)
         check_writable(config, app.datamodule.tokenizer)
-    content = None if ckpt_path is None else checkpoint.load(ckpt_path, weights_only=True)
+    content = None
+    if ckpt_path is not None:
+        content = checkpoint.load(ckpt_path, weights_only=True)
+        sums.check(Path(ckpt_path), content, only="state_dict")
     if content is None:
         model = app.model.build()
     elif app.model.quantize is None and KEY not in content:

@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from lt_offload.errors import ConfigError
 from lt_offload.profiling.hardware import available_host_bytes
 from lt_offload.strategy.batch_size import record
+from lt_offload.strategy.checkpoint import sums
 from lt_offload.strategy.checkpoint.files import AtomicCheckpointIO, load_optimizer_state, local
 from lt_offload.strategy.checkpoint.foreign import check_checkpoint, check_optimizer, check_weights, loading_state
 from lt_offload.strategy.namespaces import NAMESPACES, bind
@@ -160,9 +161,12 @@ class Checkpoints(_Base):
             rank_zero_warn(f"offmate: {error}")
 
     def load_checkpoint(self, checkpoint_path: Any, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Read a checkpoint, which must be one of a Trainer."""
+        """Read a checkpoint, which must be one of a Trainer, and as it was written."""
         checkpoint: dict[str, Any] = super().load_checkpoint(checkpoint_path, *args, **kwargs)
         check_checkpoint(checkpoint, checkpoint_path)
+        if (file := local(checkpoint_path)) is not None:
+            training = self._module.trainer.state.fn == "fit"
+            sums.check(file, checkpoint, only=None if training else "state_dict")
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
