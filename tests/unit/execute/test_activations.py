@@ -60,6 +60,21 @@ def test_tensors_come_back_as_they_were(device: EmulatedDevice, own: bool) -> No
     assert pool.nbytes == 4096, "storages stand side by side in one buffer"
 
 
+def test_memory_is_let_go_of_when_its_copy_is_over(device: EmulatedDevice) -> None:
+    """Whoever is given it next, here by writing where the saved tensors were, comes after the copy."""
+    offloader, tensors = ActivationOffloader(device, HostPool(device), "0"), saved()
+    expected = {name: tensor.clone() for name, tensor in tensors.items()}
+    moved = [offloader.take(tensor) for tensor in tensors.values()]
+    offloader.leave(1)
+    offloader.released()
+    for name in ("whole", "other", "rows of a larger one"):
+        tensors[name].zero_()
+    offloader.fetch(2)
+    for each, (name, tensor) in zip(moved, expected.items(), strict=True):
+        assert torch.equal(each.unpack(), tensor), name
+    offloader.close()
+
+
 def test_one_call_copies_them_all_and_each_is_counted(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[int] = []
     copy_all = device.copy_all
