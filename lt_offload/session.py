@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from lt_offload.execute.engine import Engine
 from lt_offload.machine.driver import current
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import plainly, switched_off
+from lt_offload.model.compiled import hide_from_copies
 from lt_offload.model.parts import check_micro_batches
 from lt_offload.plan import Settings, check, make_plan
 from lt_offload.plan.orders import choose_parts, compared
@@ -125,6 +127,9 @@ def offloaded(
         yield engine
 
 
+_HOOKS = "_forward_pre_hooks"
+
+
 @contextmanager
 def _installed(
     model: nn.Module, optimizer: Optimizer, plan: Plan, structure: Structure, torch_device: torch.device
@@ -141,7 +146,11 @@ def _installed(
             iteration.close()
             iteration.enter_context(device.accounting())
 
+    def hide(state: dict[str, Any]) -> None:
+        state[_HOOKS] = OrderedDict((key, hook) for key, hook in state[_HOOKS].items() if hook is not begin)
+
     hooks = [model.register_forward_pre_hook(begin)]
+    shown = hide_from_copies(model, hide)
     try:
         with current(torch_device), plainly(model):
             engine.install()
@@ -154,6 +163,7 @@ def _installed(
         engine.abort()
         raise
     finally:
+        shown()
         for hook in hooks:
             hook.remove()
         engine.remove()

@@ -6,13 +6,14 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
-from lt_offload.model.compiled import is_compiled
+from lt_offload.model.compiled import cover, is_compiled
 from lt_offload.model.effects import Ambient, within
 from lt_offload.model.parts import Cut, Cutter
 from lt_offload.model.snapshot import version
@@ -172,10 +173,15 @@ def plainly(model: nn.Module) -> Iterator[None]:
     flags: list[tuple[Any, str]] = [(config, "use_cache") for config in configs.values()]
     flags += [(module, "gradient_checkpointing") for module in model.modules()]
     changed = [(owner, flag) for owner, flag in flags if getattr(owner, flag, None) is True]
+    undo = []
     for owner, flag in changed:
-        setattr(owner, flag, False)
+        if flag in vars(owner) and isinstance(owner, nn.Module):
+            undo.append(cover(owner, flag, False))
+        else:
+            setattr(owner, flag, False)
+            undo.append(partial(setattr, owner, flag, True))
     try:
         yield
     finally:
-        for owner, flag in changed:
-            setattr(owner, flag, True)
+        for put_back in undo:
+            put_back()

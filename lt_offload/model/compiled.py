@@ -2,11 +2,15 @@
 
 ``Module.compile()`` compiles the call, hooks included. What stands in for a block takes the place of the compiled call
 and calls it in turn, so that nothing of the stand-in becomes part of the compiled code.
+
+Attributes that modules have for the time being are none of a copy's: ``copy.deepcopy(model)`` in a callback, an average
+of weights or a pickled module are what plain PyTorch would make of the module.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -67,15 +71,77 @@ def called(module: nn.Module) -> Forward:
 def intercept(module: nn.Module, stand_in: Forward) -> Callable[[], None]:
     """Let calls of ``module`` run ``stand_in``; return a function that ends it."""
     entry = _entry(module)
-    own = vars(module).get(entry)
-    setattr(module, entry, _StandIn(module, entry, own, stand_in))
+    return cover(module, entry, _StandIn(module, entry, vars(module).get(entry), stand_in))
+
+
+def cover(module: nn.Module, name: str, value: Any) -> Callable[[], None]:
+    """Let ``module``, and no copy of it, have an attribute of its own; return a function that puts back what was there.
+
+    Nothing covers an attribute that is covered already.
+    """
+    attributes, missing = vars(module), object()
+    own = attributes.get(name, missing)
+
+    def uncovered(state: dict[str, Any]) -> None:
+        if state.get(name) is value:
+            del state[name]
+            if own is not missing:
+                state[name] = own
+
+    ended = hide_from_copies(module, uncovered)
+    attributes[name] = value
 
     def undo() -> None:
-        delattr(module, entry)
-        if own is not None:
-            setattr(module, entry, own)
+        uncovered(attributes)
+        ended()
 
     return undo
+
+
+def hide_from_copies(module: nn.Module, hide: Callable[[dict[str, Any]], None]) -> Callable[[], None]:
+    """Let ``hide`` change the attributes that copies of ``module`` get; return a function that ends it."""
+    attributes = vars(module)
+    own = attributes.get(_STATE)
+    state: _StateOfCopies = own if isinstance(own, _StateOfCopies) else _StateOfCopies(module, own)
+    attributes[_STATE] = state
+    state.hide.append(hide)
+
+    def undo() -> None:
+        state.hide.remove(hide)
+        if not state.hide and attributes.get(_STATE) is state:
+            del attributes[_STATE]
+            if state.own is not None:
+                attributes[_STATE] = state.own
+
+    return undo
+
+
+_STATE = "__getstate__"
+
+
+class _StateOfCopies:
+    """The ``__getstate__`` of a module: what copies and pickles of it are made of."""
+
+    def __init__(self, module: nn.Module, own: Any) -> None:
+        self._module, self.own = module, own
+        self.hide: list[Callable[[dict[str, Any]], None]] = []
+
+    def __call__(self) -> Any:
+        get: Any = partial(type(self._module).__getstate__, self._module) if self.own is None else self.own
+        state = get()
+        if not isinstance(state, dict):
+            return state
+        state = dict(state)
+        if state.get(_STATE) is self:
+            del state[_STATE]
+            if self.own is not None:
+                state[_STATE] = self.own
+        for hide in reversed(self.hide):
+            hide(state)
+        return state
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return getattr, (self._module, _STATE)  # where a module's class has a way of its own to make copies
 
 
 class _StandIn:

@@ -28,7 +28,7 @@ from lt_offload.model.compiled import is_compiled
 from lt_offload.model.objects import NOTHING, Contents, belongs_to_a_library, read, unchanged, write
 from lt_offload.model.snapshot import version as _version
 
-_INTERNAL = frozenset({"_parameters", "_buffers", "_modules", "forward", "_compiled_call_impl"})
+_INTERNAL = frozenset({"_parameters", "_buffers", "_modules", "forward", "_compiled_call_impl", "__getstate__"})
 """Attributes of ``nn.Module`` that a forward does not change, or that are looked at as a part of their own."""
 _CONTAINERS = (list, dict, set)
 _HOLDERS = (*_CONTAINERS, tuple)

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
-from lt_offload.model.compiled import is_compiled
+from lt_offload.model.compiled import cover, is_compiled
 
 IGNORED = -100
 LOSS_ARGUMENTS = ("num_items_in_batch", "ignore_index", "shift_labels")
@@ -161,15 +161,7 @@ def uses_causal_loss(model: nn.Module) -> bool:
 def intercept_loss(model: nn.Module, stand_in: Callable[..., Any]) -> Callable[[], None]:
     """Let ``model`` call ``stand_in`` in place of its loss, which comes first; return a function that ends it."""
     owner: Any = model
-    own = vars(owner).get("_loss_function")
-    owner.loss_function = _LossStandIn(owner.loss_function, stand_in)
-
-    def undo() -> None:
-        del owner._loss_function
-        if own is not None:
-            owner.loss_function = own
-
-    return undo
+    return cover(model, "_loss_function", _LossStandIn(owner.loss_function, stand_in))
 
 
 class _LossStandIn:

@@ -11,6 +11,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lt_offload import limits
 from lt_offload.errors import ConfigError
+from lt_offload.model.compiled import cover
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -200,7 +201,7 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
             undo.enter_context(_attribute(plugin, "_after_closure", shown_before_the_step))
             undo.enter_context(_attribute(plugin, "_clip_gradients", hidden))
         if _clips_by_hook(trainer):
-            undo.enter_context(_attribute(module, "configure_gradient_clipping", configure_gradient_clipping))
+            undo.callback(cover(module, "configure_gradient_clipping", configure_gradient_clipping))
         yield
 
 
