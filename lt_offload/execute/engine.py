@@ -198,7 +198,8 @@ class Engine(Controls):
         self.updates.move(hosted, _HOST)
         self.updates.move([param for _, param in self.structure.rest], self.device.torch_device)
         params = {weight.param for weight in self.weights}
-        self._step = EmptyStep(self.updates, params, self._after_step, delayed=self._window.delayed)
+        calls = self._begin_empty_step, self._after_step
+        self._step = EmptyStep(self.updates, params, *calls, delayed=self._window.delayed)
         saved = SavedStates(self.updates, self._guard, self._open, self.drain, self.invalidate)
         self._undo += [self._step.remove, saved.remove]
 
@@ -257,8 +258,9 @@ class Engine(Controls):
             finally:
                 self._reset()
                 self._forget_sums()
+                self._consumed.drop()
                 for weight in self.weights:
-                    weight.param.data = weight.host
+                    weight.param.data, weight.param.grad = weight.host, None
                 self.residency.run_releases()
                 self.residency.evict()
                 self.device.drain()  # a logger's finalize() reads weights next
@@ -287,7 +289,7 @@ class Engine(Controls):
         self._window.begin(last=last)
         with self._guard.suspended:
             self._forget_deferred()  # of a step that returned no loss
-            self._begin_gradients()
+            self._follow_gradients()
         try:
             with self._accounting:
                 self._accounting.enter_context(self.device.accounting(signature))
@@ -316,8 +318,10 @@ class Engine(Controls):
         self._within = False
         self._accounting.close()
         with self._guard.suspended:
+            gave = self._ran_backward or self._window.added > 0
             self._finish() if self._window.last else self._end_pass()
-            self._consumed.put()
+            if gave:
+                self._leave_gradients()
 
     def _after_step(self) -> None:
         """End the iteration before other hooks of ``optimizer.step()`` are called, which see weights as after it."""
@@ -342,6 +346,7 @@ class Engine(Controls):
             self._end_pass()
             if not self._window.added:
                 return
+            self._shown.take()
             if not self.residency.settled:
                 self.residency.settle()
             self._guard.halfway = True
@@ -480,8 +485,7 @@ class Engine(Controls):
         if self._frames.open:
             raise limits.FORWARDS.error("a forward had its backward before a later one")
         self._end_pass()
-        self._shown.take(final=False)
-        self._consumed.drop()
+        self._begin_gradients()
         self._begin_pass(self._deferred.waiting - 1)
 
         def run(index: int, original: Callable[..., Any], args: Any, kwargs: Any) -> tuple[AnyFrame, list[Tensor]]:
@@ -498,6 +502,7 @@ class Engine(Controls):
 
     def _begin_backward(self) -> None:
         self._fixed.check_hooks()
+        self._begin_gradients()
         if self.own_loop is not None:
             self.own_loop.begin_backward(updating=self._window.which == "updating")
         elif not self._within:
@@ -545,9 +550,7 @@ class Engine(Controls):
         self._fixed.check()
         self._guard.begin()
         if self.own_loop is not None and not self._waiting:
-            self._window.begin()
-            if self._window.added:
-                self._take_stand_ins(final=False)
+            self._begin_in_window()
 
     def _begin_deferred(self) -> None:
         assert self._deferred is not None

@@ -248,7 +248,6 @@ class Gradients:
         """Forget everything about an iteration that has not been finished."""
         for weight in weights:
             weight.seen, weight.grad = 0, None
-            weight.param.grad = None
         self._complete.clear()
         self._written.clear()
         self._arrived.clear()

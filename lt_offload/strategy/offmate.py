@@ -349,11 +349,14 @@ class OffmateStrategy(OneProcess, Checkpoints):
 
     def _take_over(self, plan: Plan) -> None:
         """Go on with ``plan``: weights and states are complete on the host in between."""
+        assert self.engine is not None
         self.finish_saves()
         rank_zero_info(f"offmate: {headline(plan)}")
+        window = self.engine.leave_window(self.optimizers[0])
         self._close_engine()
         gc.collect()  # or what refers to itself in the old engine would seem to hold weights
         self._install(self.optimizers[0], plan, plan.budget_bytes)
+        self.engine.enter_window(window)
 
     def _close_engine(self) -> None:
         engine, device = self.engine, self._device

@@ -1,5 +1,8 @@
 """What ``param.grad`` holds after a planned backward: a gradient that an update has consumed, and that says so.
 
+In plain PyTorch it stays until somebody clears it: a Trainer does that in its closure, after ``training_step``, and a
+loop of one's own where it likes to. So the stand-ins stay until the next backward begins, too.
+
 With None in its place ``clip_grad_norm_`` returns 0 and an edit of gradients edits nothing, without a word. The
 stand-in has shape, dtype and device of a gradient and raises on every use but printing, assignment and ``zero_grad()``.
 """
@@ -72,14 +75,18 @@ class StandIns:
 
     def __init__(self, weights: Sequence[Weight]) -> None:
         self._items = [(w.param, ConsumedGradient.of(w), w.label) for w in weights if w.param.requires_grad]
+        self._awaited = False
+        """They were put in place, and nobody has looked yet what has become of them."""
 
     def put(self) -> None:
         """Let every trainable weight have a consumed gradient."""
+        self._awaited = True
         for param, grad, _ in self._items:
             param.grad = grad
 
     def drop(self) -> None:
         """Let none have one."""
+        self._awaited = False
         for param, grad, _ in self._items:
             if param.grad is grad:
                 param.grad = None
@@ -99,6 +106,20 @@ class StandIns:
             if (param.grad is grad) is not present:
                 what = "removed or replaced before" if present else "to be used a second time by"
                 raise limits.GRADIENTS.error(f"the gradient of {label} was {what} optimizer.step()")
+
+    def give_way(self, *, adding: bool, cleared: bool) -> None:
+        """A backward begins, which gives new gradients.
+
+        Args:
+            adding: to those that the stand-ins stand for.
+            cleared: otherwise those have to have been cleared.
+
+        Raises:
+            UnsupportedError: if there are some to add to that are gone, or others that were not cleared.
+        """
+        if self._awaited and (adding or cleared):
+            self.check(present=adding)
+        self.drop()
 
 
 class OwnLoop:

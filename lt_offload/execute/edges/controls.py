@@ -223,7 +223,9 @@ class Controls(ABC):
         """Let ``param.grad`` be what the last updates have used, to be read before it is cleared."""
         with self.device.between():
             with self._guard.suspended:
-                self._shown.put_used()
+                self._consumed.drop()
+                if not self._shown.present:
+                    self._shown.put_used()
             yield
             with self._guard.suspended:
                 self._shown.drop()
@@ -242,11 +244,52 @@ class Controls(ABC):
             self._shown.take(final=final)
             self._consumed.drop()
 
-    def _begin_gradients(self) -> None:
-        """An iteration begins: nothing stands for gradients; if it did not already, they have been cleared."""
-        if self._consumed.gone:
+    def _leave_gradients(self) -> None:
+        """Let ``param.grad`` be what a pass or the updates have left, as far as it is kept, until it is cleared."""
+        if self._shown.present:
+            return
+        if self._window.delayed and self._window.added:
+            self._shown.put()
+        elif self._shown.used:
+            self._shown.put_used()
+        else:
+            self._consumed.put()
+
+    @property
+    def _cleared(self) -> bool:
+        """Whether that has been cleared."""
+        return self._shown.gone if self._shown.present else self._consumed.gone
+
+    def _follow_gradients(self) -> None:
+        """An iteration begins: gradients are what others have made of them by now."""
+        if self._window.added:
+            self._use_shown_sums()
+        elif self._cleared:
+            self._shown.drop()
             self._shown.use(())
-        self._consumed.drop()
+
+    def _use_shown_sums(self) -> None:
+        """Before a forward, in which sums cannot be written any more, adopt what was assigned to those shown."""
+        if self._shown.present:
+            self._shown.take(final=False)
+            self._shown.put()
+
+    def _begin_gradients(self) -> None:
+        """A backward begins: ``param.grad`` is nothing any more but what autograd makes it."""
+        if not self._shown.present:
+            self._consumed.give_way(adding=self._window.added > 0, cleared=self.own_loop is not None)
+        elif self._window.added:
+            self._shown.take(final=False)
+        else:
+            self._shown.drop()
+            self._shown.use(())
+
+    def _begin_empty_step(self) -> None:
+        """The optimizer's own step begins: there is nothing for it to use, also if no backward came before it."""
+        if self.own_loop is None:
+            with self._guard.suspended:
+                self._shown.take() if self._window.added else self._shown.drop()
+                self._consumed.drop()
 
     @contextmanager
     def _kept_gradients(self) -> Iterator[None]:
@@ -299,6 +342,15 @@ class Controls(ABC):
             raise limits.WINDOW.error("optimizer.step() was called before the last micro-batch of the window")
         return self._ran_backward or self._window.added > 0
 
+    def _begin_in_window(self) -> None:
+        """A forward of such a loop begins, and perhaps a window."""
+        self._window.begin()
+        if self._window.delayed and self._window.added:
+            if self._cleared:
+                self._forget_sums()
+                self._shown.drop()
+            self._use_shown_sums()
+
     def _take_stand_ins(self, *, final: bool) -> None:
         """Take what ``param.grad`` shows away; if a loop has done so already, forget the sums of gradients."""
         if self._shown.present:
@@ -341,7 +393,8 @@ class Controls(ABC):
         with self._guard.suspended:
             self.drain()
             held = [weight.total for weight in self.weights if weight.total is not None and weight.total.filled]
-            shown = {} if self._consumed.gone else self._shown.used
+            cleared = self._cleared
+            shown = {} if cleared else self._shown.used
             if self._window.added:
                 shown = {total.weight.param: total.host for total in held}
             sums = {param: total.clone() for param, total in shown.items()}
@@ -352,7 +405,7 @@ class Controls(ABC):
             rest = {param: param.grad.cpu() for _, param in self.structure.rest if param.grad is not None}
             for param in rest:
                 param.grad = None
-        return Begun(added=self._window.added, sums=sums, rest=rest)
+        return Begun(added=self._window.added, cleared=cleared, sums=sums, rest=rest)
 
     def enter_window(self, begun: Begun) -> None:
         """Go on in a window that another engine has begun."""
@@ -363,12 +416,13 @@ class Controls(ABC):
                     weight.total.filled = begun.added > 0
             if begun.sums and not begun.added:
                 self._shown.use(begun.sums)
-                self._consumed.put()  # they have not been cleared yet
             for param, grad in begun.rest.items():
                 param.grad = grad.to(param.device)
             self._window.added = begun.added
             if begun.added:
                 self.recorder.begin()
+            if not begun.cleared:
+                self._leave_gradients()
 
     @abstractmethod
     def finish(self) -> None:

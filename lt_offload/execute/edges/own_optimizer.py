@@ -23,14 +23,22 @@ class EmptyStep:
     Args:
         updates: of the engine.
         weights: of the engine.
+        begins: is called when the step proper begins.
         ended: is called when the step has ended, before hooks of users.
         delayed: whether updates come after the step.
     """
 
     def __init__(
-        self, updates: Updates, weights: set[nn.Parameter], ended: Callable[[], None], *, delayed: bool
+        self,
+        updates: Updates,
+        weights: set[nn.Parameter],
+        begins: Callable[[], None],
+        ended: Callable[[], None],
+        *,
+        delayed: bool,
     ) -> None:
-        self._updates, self._weights, self._delayed, self._ended = updates, weights, delayed, ended
+        self._updates, self._weights, self._delayed = updates, weights, delayed
+        self._begins, self._ended = begins, ended
         self._hidden: list[list[nn.Parameter]] = []
         self._before = updates.optimizer.register_step_pre_hook(self._before_step)
         self._after = updates.optimizer.register_step_post_hook(self._after_step)
@@ -78,6 +86,7 @@ class EmptyStep:
         return run
 
     def _begin(self) -> None:
+        self._begins()
         if self._delayed:
             self._updates.freeze()
         if self._updates.without_gradients and not self._hidden:

@@ -17,6 +17,8 @@ class Begun:
 
     added: int
     """How many there were."""
+    cleared: bool
+    """The gradients of the last backward have been cleared."""
     sums: dict[nn.Parameter, Tensor]
     """Of the gradients of weights; if there were none, what the last updates have used, where it is kept."""
     rest: dict[nn.Parameter, Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -183,6 +184,72 @@ def test_adapters_and_frozen_weights() -> None:
 
 class Norms(LightningModule):
     """Logs norms as the manual of Lightning shows."""
+
+
+# -- before the step after it ------------------------------------------------------------------------------------------
+
+
+def sizes(module: LightningModule, seen: list[Any]) -> None:
+    """As numbers, which take no device memory."""
+    seen += [None if p.grad is None else float(p.grad.norm()) for p in module.parameters()]
+
+
+LATER = ("on_train_batch_end", "on_train_batch_start", "training_step")
+
+
+def looking(place: str, act: Act, *, keeps: bool, make: Callable[[], Any] | None = None) -> tuple[Any, list[Any]]:
+    """Return a module that calls ``act`` in ``place``, and what that sees; ``keeps``: the plan is to keep gradients."""
+    module, seen = make() if make else seeded_module(**OPTIONS), list[Any]()
+    original = getattr(module, place)
+
+    @functools.wraps(original)
+    def look(*args: Any) -> Any:
+        act(module, seen)
+        return original(*args)
+
+    setattr(module, place, look)
+    if keeps:
+        module.on_before_zero_grad = types.MethodType(lambda self, optimizer: None, module)
+    return module, seen
+
+
+@pytest.mark.parametrize(("place", "settings"), sampling.grid(LATER, WINDOWS, count=3))
+def test_gradients_that_are_kept_are_shown_until_they_are_cleared(place: str, settings: dict[str, Any]) -> None:
+    module, expected = looking(place, sizes, keeps=True)
+    stock = fit("auto", module, **settings)
+    for memory, offload in zip(budgets(module), (False, True, True), strict=True):
+        module, found = looking(place, sizes, keeps=True)
+        ours = fit(OffmateStrategy(memory=memory, activation_offload=offload), module, **settings)
+        assert expected == found
+        assert differences(stock, ours) == []
+
+
+@pytest.mark.parametrize(("place", "settings"), sampling.grid(LATER, [{}, {"accumulate_grad_batches": 2}], count=3))
+def test_gradients_that_are_gone_are_refused_until_they_are_cleared(place: str, settings: dict[str, Any]) -> None:
+    for name in ("model.lm_head.weight", "model.model.layers.1.mlp.up_proj.weight"):
+
+        def norm(module: LightningModule, seen: list[Any], name: str = name) -> None:
+            gradient = module.get_parameter(name).grad
+            seen.append(None if gradient is None else gradient.norm())
+
+        module, seen = looking(place, norm, keeps=False)
+        memory = budgets(module)[0 if "head" in name else 2]
+        with pytest.raises(UnsupportedError, match=rf"the gradient of weight {name} was used by norm: .*zero_grad"):
+            fit(OffmateStrategy(memory=memory), module, **settings)
+        assert seen == ([] if place == "on_train_batch_end" else [None])
+
+
+def test_gradients_outside_the_blocks_are_always_there() -> None:
+    def classes(module: LightningModule, seen: list[Any]) -> None:
+        gradient = module.model.classifier.weight.grad
+        seen.append(None if gradient is None else float(gradient.norm()))
+
+    module, expected = looking("training_step", classes, keeps=False, make=Pictures)
+    fit("auto", module)
+    for memory in budgets(module):
+        ours, found = looking("training_step", classes, keeps=False, make=Pictures)
+        fit(OffmateStrategy(memory=memory), ours)
+        assert expected == found
 
 
 def test_norms_that_a_module_logs(tmp_path: Path) -> None:

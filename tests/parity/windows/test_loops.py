@@ -65,6 +65,51 @@ def test_windows_of_a_loop() -> None:
     require_equal(windows, accumulate=2)
 
 
+def weighted(model: nn.Module, optimizer: torch.optim.Optimizer, engine: Engine | None) -> None:
+    """Weight losses by what gradients are before the forward and after it, and clear them where loops do."""
+    for seed in range(6):
+        if seed == 2:
+            optimizer.zero_grad()
+        norms = [float(p.grad.norm()) for p in model.parameters() if p.grad is not None]
+        loss = model(**models.batch(model, seed=seed)).loss
+        norms += [float(p.grad.abs().max()) for p in model.parameters() if p.grad is not None]
+        if seed == 4:
+            optimizer.zero_grad()
+        (loss * (1 + sum(norms))).backward()
+        if seed == 5:
+            optimizer.step()
+
+
+def test_gradients_are_shown_until_the_next_backward() -> None:
+    require_equal(weighted, delayed=True)
+
+
+@pytest.mark.parametrize(
+    "options", [{"accumulate": 2}, {"accumulate": 2, "activation_offload": False}, {}, {"delayed": True}]
+)
+def test_gradients_that_are_not_there_are_refused_until_the_next_backward(options: dict[str, Any]) -> None:
+    windows = options.get("accumulate", 1)
+    with ours(**options) as (model, optimizer, _):
+        backward(model, 0)
+        if windows == 1:
+            optimizer.step()
+        loss = model(**models.batch(model, seed=1)).loss
+        with pytest.raises(UnsupportedError, match=r"the gradient of weight .*lm_head.weight was used by norm"):
+            model.lm_head.weight.grad.norm()
+        if windows == 1:
+            optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def test_gradients_that_are_not_cleared_are_refused() -> None:
+    with ours() as (model, optimizer, _):
+        backward(model, 0)
+        optimizer.step()
+        with pytest.raises(UnsupportedError, match=r"the gradient of weight .* was to be used a second time"):
+            backward(model, 1)
+
+
 def clip(model: nn.Module, engine: Engine | None, **options: Any) -> torch.Tensor:
     if engine is None:
         return nn.utils.clip_grad_norm_(model.parameters(), 0.1, **options)
