@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from lt_offload import __version__
 from lt_offload.cli import recipes
-from lt_offload.cli.progress import clear, keeping_quiet, status
+from lt_offload.cli.progress import clear, keeping_quiet, status, wrapped
 from lt_offload.cli.static.arguments import parse
 from lt_offload.cli.static.completion import ASK, OPTIONS, answers
 from lt_offload.cli.table import VERBS, Verb
@@ -109,7 +109,7 @@ def _fail(message: str, *, debug: bool, code: int) -> int:
     clear()
     if debug:
         traceback.print_exc()
-    print(f"error: {message}", file=sys.stderr)
+    print(wrapped(f"error: {message}"), file=sys.stderr)
     return code
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
-import shutil
 import sys
-import textwrap
 import warnings
 from pathlib import Path
 from typing import TextIO
 
-from lt_offload.cli.progress import clear, quiet, status
+from lt_offload.cli.progress import clear, quiet, status, wrapped
 from lt_offload.finetune.processes import is_first
 
 _PACKAGE = str(Path(__file__).resolve().parents[1])
@@ -54,17 +52,7 @@ class Messages(logging.Handler):
             status(message.removesuffix(" ..."))
             return
         clear()
-        print(_wrapped(message), file=sys.stderr, flush=True)
-
-
-def _wrapped(message: str) -> str:
-    """Return ``message`` in lines that a terminal does not break in the middle of words; as it is for a file."""
-    if not sys.stderr.isatty():
-        return message
-    width = shutil.get_terminal_size().columns
-    return "\n".join(
-        more for line in message.split("\n") for more in textwrap.wrap(line, width, replace_whitespace=False) or [""]
-    )
+        print(wrapped(message), file=sys.stderr, flush=True)
 
 
 def install() -> None:
@@ -112,7 +100,7 @@ def _show(
         return
     clear()
     told = " ".join(str(message).removeprefix(_PREFIX).split())
-    print(_wrapped(f"warning: {told}"), file=file or sys.stderr, flush=True)
+    print(wrapped(f"warning: {told}"), file=file or sys.stderr, flush=True)
 
 
 def _without_bars() -> None:

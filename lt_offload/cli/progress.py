@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TextIO
 
 _quiet: ContextVar[bool] = ContextVar("quiet", default=False)
 _ERASE = "\r\033[2K"
@@ -36,14 +38,15 @@ def say(message: str) -> None:
     """Tell something that stays."""
     if not quiet():
         clear()
-        print(message, file=sys.stderr, flush=True)
+        print(wrapped(message), file=sys.stderr, flush=True)
 
 
 def status(message: str) -> None:
     """Tell what goes on now.
 
-    On a terminal the next message takes the place of this one. Elsewhere it is a line, unless the one before it began
-    with the same word: one line for all that is measured, one for all that is planned.
+    On a terminal the next message takes the place of this one; nothing is said while a line of progress is drawn there.
+    Elsewhere it is a line, unless the one before it began with the same word: one line for all that is measured, one
+    for all that is planned.
     """
     if quiet():
         return
@@ -52,6 +55,8 @@ def status(message: str) -> None:
         sys.stderr.write(f"{_ERASE}{f'{message} ...'[: width - 1]}")
         sys.stderr.flush()
         _state["drawn"] = True
+        return
+    if _others_draw():
         return
     phase = message.split()[0]
     if phase != _state["phase"]:
@@ -67,8 +72,27 @@ def clear() -> None:
         sys.stderr.flush()
 
 
+def wrapped(message: str) -> str:
+    """Return ``message`` in lines that a terminal breaks between words, paths and names whole; as it is for a file."""
+    if not sys.stderr.isatty():
+        return message
+    width = shutil.get_terminal_size().columns
+    whole = {"replace_whitespace": False, "break_long_words": False, "break_on_hyphens": False}
+    return "\n".join(more for line in message.split("\n") for more in textwrap.wrap(line, width, **whole) or [""])
+
+
 def draws() -> bool:
     """Return whether a line can be drawn anew: on a terminal that nobody else draws on."""
-    plain = os.environ.get("TERM") == "dumb" or os.environ.keys() & {"NO_COLOR", "CI"}
     stream = sys.__stderr__
-    return stream is not None and sys.stderr is stream and stream.isatty() and not plain
+    return stream is not None and sys.stderr is stream and _can_be_drawn_on(stream)
+
+
+def _others_draw() -> bool:
+    """Return whether somebody has put something between us and a terminal, to draw a line of theirs."""
+    stream = sys.__stderr__
+    return stream is not None and sys.stderr is not stream and sys.stderr.isatty() and _can_be_drawn_on(stream)
+
+
+def _can_be_drawn_on(stream: TextIO) -> bool:
+    plain = os.environ.get("TERM") == "dumb" or os.environ.keys() & {"NO_COLOR", "CI"}
+    return stream.isatty() and not plain

@@ -56,6 +56,10 @@ class ProgressLine(ProgressBar):
         self._paused = self._pause_began = 0.0
         self._written = self._drawn = -math.inf
         self._total: int | None = None
+        self._peaks = (0, 0)
+        """Most device memory and RAM of the iterations so far."""
+        self._line = ""
+        """The last one that was drawn of a step."""
 
     # -- on and off --------------------------------------------------------------------------------------------------
 
@@ -86,7 +90,7 @@ class ProgressLine(ProgressBar):
         """Begin to count."""
         self._losses.clear()
         self._ends.clear()
-        self._paused, self._tokens_per_s = 0.0, None
+        self._paused, self._tokens_per_s, self._peaks = 0.0, None, (0, 0)
         self._ends.append(self.clock())
         self._written = -math.inf
         self._total = steps_of(trainer)
@@ -140,10 +144,17 @@ class ProgressLine(ProgressBar):
             self._stop(keep=False)
             return
         loss = trainer.callback_metrics.get("val_loss")
-        if loss is not None:
+        if loss is not None and not (_draws(self._console()) and _in_mid_epoch(trainer, self._total)):
             self._say(f"step {trainer.global_step}: held-out loss {float(loss):.4f}")
         if _draws(self._console()):
             self._show(self._parts(trainer, self._total), done=True)
+
+    def note(self, what: str) -> bool:
+        """Show ``what`` goes on in the place of the line; return whether it is drawn now."""
+        if self._live is None:
+            return False
+        self._draw(f"{what} ...")
+        return True
 
     # -- the line ----------------------------------------------------------------------------------------------------
 
@@ -168,9 +179,10 @@ class ProgressLine(ProgressBar):
         engine, plan = getattr(trainer.strategy, "engine", None), getattr(trainer.strategy, "plan", None)
         if engine is not None and plan is not None:
             on_gpu = trainer.strategy.root_device.type == "cuda"
-            device = of_budget(engine.stats.device_peak_bytes, plan.budget_bytes)
-            parts.append(f"{'GPU' if on_gpu else 'device'} {device}")
-            parts.append(f"RAM {of_budget(engine.stats.host_peak_bytes, plan.host_budget_bytes)}")
+            peaks = engine.stats.device_peak_bytes, engine.stats.host_peak_bytes
+            self._peaks = device, host = max(self._peaks[0], peaks[0]), max(self._peaks[1], peaks[1])
+            parts.append(f"{'GPU' if on_gpu else 'device'} {of_budget(device, plan.budget_bytes)}")
+            parts.append(f"RAM {of_budget(host, plan.host_budget_bytes)}")
         return parts
 
     def _show(self, parts: Sequence[str], *, plain: bool = True, done: bool = False) -> None:
@@ -197,7 +209,12 @@ class ProgressLine(ProgressBar):
         elif now - self._drawn < _LEAST_SECONDS and not done:
             return
         self._drawn = now
-        self._live.update(Text(fitted(parts, console.width), no_wrap=True, overflow="crop"), refresh=True)
+        self._line = fitted(parts, console.width)
+        self._draw(self._line)
+
+    def _draw(self, line: str) -> None:
+        assert self._live is not None
+        self._live.update(Text(line, no_wrap=True, overflow="crop"), refresh=True)
 
     def _say(self, sentence: str) -> None:
         """Leave a line that stays, above the one that is drawn anew."""
@@ -217,6 +234,7 @@ class ProgressLine(ProgressBar):
         live, self._live = self._live, None
         if live is not None:
             live.transient = not keep
+            live.update(Text(self._line, no_wrap=True, overflow="crop"))
             live.stop()
 
     def _console(self) -> Console:
@@ -225,6 +243,14 @@ class ProgressLine(ProgressBar):
         if self._live is not None:
             return self._live.console
         return Console(stderr=True)
+
+
+def _in_mid_epoch(trainer: Trainer, total: int | None) -> bool:
+    """Return whether an epoch of several in a run of ``total`` steps goes on: with its end another loss comes."""
+    batches, ends = trainer.num_training_batches, trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+    if ends or math.isinf(batches) or (total is not None and trainer.global_step >= total):
+        return False
+    return total is None or total * trainer.accumulate_grad_batches > batches
 
 
 def steps_of(trainer: Trainer) -> int | None:

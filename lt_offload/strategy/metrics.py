@@ -140,8 +140,8 @@ class Metrics(_Base):
         self._log("step_s", stats.iteration_s)
         if engine.plan.predicted.iteration_s > 0:
             self._log("step_vs_plan", stats.iteration_s / engine.plan.predicted.iteration_s)
-        self._log("device_peak_gb", stats.device_peak_bytes / 1e9, prog_bar=True)
-        self._log("host_peak_gb", stats.host_peak_bytes / 1e9, prog_bar=True)
+        self._log("device_peak_gb", stats.device_peak_bytes / 1e9)
+        self._log("host_peak_gb", stats.host_peak_bytes / 1e9)
         if stats.grad_norm is not None:
             self._log("grad_norm", stats.grad_norm)
 

@@ -99,7 +99,8 @@ class Replanning:
         self._corrections += 1
         self._profile = correct(self._profile, plan, traces)
         plan = _kept(plan, timed(plan, self._profile), found.sentence)
-        rank_zero_info(f"offmate: {found.sentence}; the profile is corrected")
+        if self._corrections == 1:  # of those that follow, only what changes the plan is of interest
+            rank_zero_info(f"offmate: {found.sentence}; the profile is corrected")
         better, plan = self._plan_again(engine, plan, steps_left)
         if better is None:
             return Correction(profile=self._profile, plan=plan, takes_over=False)

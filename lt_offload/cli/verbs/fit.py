@@ -9,7 +9,7 @@ from pathlib import Path
 from lt_offload.cli.app import App
 from lt_offload.cli.early import check_early
 from lt_offload.cli.outputs import make_folder
-from lt_offload.cli.progress import clear, status
+from lt_offload.cli.progress import clear, status, wrapped
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import processes
 from lt_offload.strategy.checkpoint import files as checkpoint
@@ -69,33 +69,34 @@ def fit(
             raise  # of a callback, say
         if first:
             newest = checkpoint.newest(app.run_dir / "checkpoints")
-            way = f"{newest} is complete, continue with lt-finetune {app.run_dir} --resume"
+            way = f"{newest} is complete, continue with\nlt-finetune {app.run_dir} --resume"
             hint = way if newest else "there is no checkpoint yet"
-            print(f"interrupted after step {trainer.global_step}; {hint}", file=sys.stderr)
+            print(wrapped(f"interrupted after step {trainer.global_step}; {hint}"), file=sys.stderr)
         return terminated if left.code == terminated else EXIT_CODES[signal.SIGINT]
     except BaseException as error:
         processes.end_others(trainer)
         clear()
         _put_back(app, before)
         if report := app.summary.end(trainer, error):
-            print(f"how far the run came: {report}", file=sys.stderr)
+            print(wrapped(f"how far the run came: {report}"), file=sys.stderr)
         raise
     clear()
     if not first:
         return 0
     if app.summary.first_step is None:
-        print(
+        nothing = (
             f"warning: there was nothing left to train at step {trainer.global_step}, in epoch "
             f"{trainer.current_epoch}, with trainer.max_steps={trainer.max_steps} and "
-            f"trainer.max_epochs={trainer.max_epochs}; raise what is reached",
-            file=sys.stderr,
+            f"trainer.max_epochs={trainer.max_epochs}; raise what is reached"
         )
+        print(wrapped(nothing), file=sys.stderr)
     report = None
     try:
         report = app.summary.end(trainer)
         if gains := run_gains(app.summary, trainer):
             write_report(app.run_dir, gains)
     finally:  # the last thing to be read, also if that failed or was cut short
+        clear()
         print_summary(app.summary, trainer, report)
     return 0 if app.summary.broken is None else 3
 

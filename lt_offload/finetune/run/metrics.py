@@ -99,7 +99,7 @@ class RunMetrics(Metrics, Callback):
             device = trainer.strategy.root_device
             peak = torch.cuda.max_memory_reserved(device) + beside_bytes(device)[0]  # as a system monitor shows it
             self.peaks["device_peak_bytes"] = peak
-            self._log("device_peak_gb", peak / 1e9, prog_bar=True)
+            self._log("device_peak_gb", peak / 1e9)
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Count the tokens since the last record, and look at its losses."""

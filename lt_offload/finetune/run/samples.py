@@ -13,6 +13,7 @@ from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities import rank_zero_info
 from lightning.pytorch.utilities.seed import isolate_rng
 
+from lt_offload.finetune.progress import ProgressLine
 from lt_offload.finetune.run.clock import RunClock
 from lt_offload.report.runs import SAMPLES, RunSample, without_later
 
@@ -69,7 +70,10 @@ class Samples(Callback):
         if not wanted:
             return
         before = self.clock.enter("samples")
-        rank_zero_info("writing a sample ..." if len(wanted) == 1 else f"writing {len(wanted)} samples ...")
+        what = "writing a sample" if len(wanted) == 1 else f"writing {len(wanted)} samples"
+        bar = trainer.progress_bar_callback
+        if not (isinstance(bar, ProgressLine) and bar.note(what)):
+            rank_zero_info(f"{what} ...")
         modes = [(module, module.training) for module in pl_module.modules()]
         pl_module.eval()
         try:

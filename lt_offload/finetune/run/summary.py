@@ -214,6 +214,8 @@ def print_summary(summary: RunSummary, trainer: Trainer, report: Path | None) ->
     console = Console(highlight=False)
     console.print(f"\n[bold]{'done' if summary.broken is None else 'done, in vain'}[/bold]")
     for name, value in (*summary.facts(trainer).items(), *_written(summary, trainer, report)):
+        if 2 + _LABEL + len(value) > console.width and console.is_terminal:  # whole, to be copied
+            value = f"\n    {value}"
         console.print(f"  {name:{_LABEL}}{value}", markup=False, soft_wrap=True)
 
 

@@ -319,7 +319,8 @@ def test_run_folder_metrics_and_replay(tmp_path: Path) -> None:
     assert float(columns["device_peak_gb"][-1]) * 1e9 == pytest.approx(trace.device_peak, rel=1e-6)
     order = [type(c).__name__ for c in run.trainer.callbacks]
     assert order.index("Metrics") < order.index("ModelCheckpoint")
-    assert {"tokens_per_s", "device_peak_gb", "host_peak_gb"} <= set(run.trainer.progress_bar_metrics)
+    assert set(run.trainer.progress_bar_metrics) == {"loss", "tokens_per_s"}, "80 columns have no room for more"
+    assert {"device_peak_gb", "host_peak_gb"} <= set(run.trainer.callback_metrics)
 
     again = fit(OffmateStrategy(plan=folder / "plan.json"))
     assert again.trainer.strategy.plan == plan

@@ -212,8 +212,12 @@ def test_what_goes_on_is_drawn_anew_on_a_terminal(monkeypatch: pytest.MonkeyPatc
     )
     terminal.seek(0)
     terminal.truncate()
-    told("lightning", messages.__file__, logging.INFO, "words that a terminal would break")
-    assert terminal.getvalue() == "words that a\nterminal would break\n"
+    told("lightning", messages.__file__, logging.INFO, "words that a terminal breaks-up in runs/a-long-name/b.ckpt")
+    assert terminal.getvalue() == "words that a\nterminal breaks-up\nin\nruns/a-long-name/b.ckpt\n"
+    other = Terminal()
+    monkeypatch.setattr(sys, "stderr", other)
+    status("writing")
+    assert other.getvalue() == "", "somebody draws a line of theirs"
 
 
 def test_warnings_of_libraries_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,7 @@ def interrupted(
     error = capsys.readouterr().err
     assert "interrupted after step 4" in error
     [folder] = Path("runs").iterdir()
-    assert f"continue with lt-finetune {folder} --resume" in error
+    assert f"continue with\nlt-finetune {folder} --resume\n" in error
     assert "was interrupted after step 4" in plain((folder / "report.html").read_text())
     assert torch.load(folder / "checkpoints" / "interrupted.ckpt")["global_step"] == 4
     return folder

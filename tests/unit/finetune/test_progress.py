@@ -15,6 +15,8 @@ from lt_offload import OffmateStrategy
 from lt_offload.finetune.data.module import FineTuneData
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.progress import ProgressLine, duration, fitted, of_budget
+from lt_offload.finetune.run.clock import RunClock
+from lt_offload.finetune.run.samples import Samples
 from tests.support import tiny
 
 
@@ -40,7 +42,15 @@ def ticking(step: float) -> Iterator[float]:
 
 
 def run(
-    folder: Path, *, terminal: bool, width: int = 80, seconds: float = 0.0, every: int = 1, planned: bool = False
+    folder: Path,
+    *,
+    terminal: bool,
+    width: int = 80,
+    seconds: float = 0.0,
+    every: int = 1,
+    planned: bool = False,
+    epoch: int | float = 1.0,
+    validated: int = 2,
 ) -> str:
     """What four steps with a validation in the middle and before them write; the clock goes on by a second per look."""
     line = ProgressLine(seconds)
@@ -48,13 +58,17 @@ def run(
     line.clock = lambda: next(clock)
     written = io.StringIO()
     line.console = Console(file=written, force_terminal=terminal, width=width, legacy_windows=False)
+    samples = Samples(RunClock(), None)
     strategy = OffmateStrategy(memory="2MB", solver_time_limit=1.0) if planned else "auto"
     fitting = Trainer(
-        accelerator="cpu", devices=1, strategy=strategy, max_steps=4, max_epochs=-1, callbacks=[line], logger=False,
-        enable_checkpointing=False, enable_model_summary=False, num_sanity_val_steps=-1, val_check_interval=2,
-        check_val_every_n_epoch=None, limit_val_batches=2, log_every_n_steps=every,
+        accelerator="cpu", devices=1, strategy=strategy, max_steps=4, max_epochs=-1, callbacks=[samples, line],
+        logger=False, enable_checkpointing=False, enable_model_summary=False, num_sanity_val_steps=-1,
+        limit_val_batches=2, val_check_interval=validated, check_val_every_n_epoch=None, limit_train_batches=epoch,
+        log_every_n_steps=every,
     )  # fmt: skip
-    data = FineTuneData(str(folder), path=str(folder / "text.txt"), max_length=32, validation_share=0.2)
+    data = FineTuneData(
+        str(folder), path=str(folder / "text.txt"), max_length=32, validation_share=0.2, sample_prompt="a"
+    )
     fitting.fit(FineTune(str(folder)), datamodule=data)
     return written.getvalue()
 
@@ -83,9 +97,16 @@ def test_a_terminal_has_one_line_that_is_drawn_anew(folder: Path) -> None:
     assert re.search(r"step 2: held-out loss \d\.\d{4}\n", text)
     frames = re.split(r"[\r\n]|\x1b\[2K|\x1b\[\d*A|\x1b\[\?25[hl]", text)
     assert max(map(len, frames)) < 80
-    assert [part for part in frames if part.startswith("step 4/4")]
+    assert "writing a sample ..." in frames
+    assert [part for part in frames if part][-1].startswith("step 4/4"), "what stays"
     narrow = run(folder, terminal=True, width=30)
     assert max(len(part) for part in re.split(r"[\r\n]|\x1b\[2K|\x1b\[\d*A|\x1b\[\?25[hl]", narrow)) < 31
+
+
+def test_a_terminal_keeps_one_held_out_loss_per_epoch(folder: Path) -> None:
+    for terminal, steps in ((True, ["2", "4"]), (False, ["1", "2", "3", "4"])):
+        text = run(folder, terminal=terminal, epoch=2, validated=1)
+        assert re.findall(r"step (\d): held-out loss", text) == steps
 
 
 @pytest.mark.parametrize("name", ["NO_COLOR", "CI"])

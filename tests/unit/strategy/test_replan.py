@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -97,8 +98,9 @@ def test_an_engine_that_stays_is_warm(asked: list[Settings]) -> None:
     assert due_after(replanning, engine) == 3
 
 
-def test_the_last_plan_is_corrected_too(asked: list[Settings]) -> None:
-    """Two plans take over at most; what an iteration of the second takes is known at the end."""
+def test_the_last_plan_is_corrected_too(asked: list[Settings], caplog: pytest.LogCaptureFixture) -> None:
+    """Two plans take over at most; what an iteration of the second takes is known at the end, and told once."""
+    caplog.set_level(logging.INFO)
     replanning, engine = Replanning(Settings(), PROFILE), FakeEngine()
     over = []
     for slower in range(1, 10):
@@ -118,6 +120,8 @@ def test_the_last_plan_is_corrected_too(asked: list[Settings]) -> None:
         assert engine.plan.predicted.iteration_s == pytest.approx(engine.trace().iteration_time)
     assert over == [True, True, False, False, False]
     assert len(asked) == 2
+    told = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert sum("the profile is corrected" in line for line in told) == 1
 
 
 @pytest.mark.parametrize(("steps", "limit"), [(float("inf"), 30.0), (1.0, 0.1 * 183), (0.05, None), (0.0, None)])
