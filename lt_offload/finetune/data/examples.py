@@ -22,7 +22,7 @@ from lt_offload import __version__
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.data.chat.conversations import other_keys
 from lt_offload.finetune.data.columns import Columns, FormatChoice, find_columns
-from lt_offload.finetune.data.formats import Encoder, Example
+from lt_offload.finetune.data.formats import Encoder, Example, as_conversations
 from lt_offload.finetune.data.rows import Places, RowFault
 from lt_offload.finetune.data.sources import Source, first_row, rows_of
 from lt_offload.finetune.processes import is_first
@@ -168,8 +168,8 @@ class Preparation:
                 first = _first_rows(source.table())[0] if source.is_table else next(source.rows(whole=True))
                 hint = self.hint(first, made.layout, source)
             report_bad(bad, len(made.table), places, skip=self.skip_bad_rows, hint=hint)
-        for note in made.notes:
-            _log.warning("%s=%r: %s", places.setting, places.path, note)
+        for note, count in made.notes.items():
+            _log.warning("%s=%r: %s (%d of %d rows)", places.setting, places.path, note, count, len(made.table))
         table = made.dataset.select_columns(["ids", "labels"])
         if bad:
             table = table.select(good)
@@ -192,7 +192,10 @@ class Preparation:
         plain = template is None or (format == "completion" and not layout.of_messages)
         by = "no chat template" if plain or template is None else f"chat template: {template.name}"
         learned = {"responses": "answers", "last": "the last answer", "all": "everything"}[self.encoder.train_on]
-        return f"{said}; {by}; learned: {learned}"
+        said = f"{said}; {by}; learned: {learned}"
+        if plain and template is not None:
+            said += f"; to train by the model's chat template: {as_conversations(layout)}"
+        return said
 
     # -- the cache --------------------------------------------------------------------------------------------------
 
@@ -219,10 +222,11 @@ class Preparation:
         return made
 
     def _make(self, table: Dataset, layout: Columns, source: Source, folder: Path) -> None:
+        import pyarrow.compute as pc
         from datasets import Features, List, Value
 
         tokens = List(Value("int32"))
-        features = Features({"ids": tokens, "labels": tokens, "fault": Value("string"), "note": Value("string")})
+        features = Features({"ids": tokens, "labels": tokens, "fault": Value("string"), "notes": List(Value("string"))})
         processes = None if self.num_proc in (None, 1) else min(self.num_proc, len(table))
         encoded = table.with_format("arrow").map(
             _Encoding(self.encoder, layout, source.is_table),
@@ -236,13 +240,13 @@ class Preparation:
             num_proc=processes,
             desc="Tokenizing",
         )
-        notes = [note for note in encoded.data.column("note").unique().to_pylist() if note is not None]
+        counted = pc.value_counts(pc.list_flatten(encoded.data.column("notes"))).to_pylist()
         files = [Path(file["filename"]) for file in encoded.cache_files]
         about = {
             "files": {file.name: file.stat().st_size for file in files},
             "rows": len(encoded),
             "counts": source.places.counts,
-            "notes": notes,
+            "notes": {each["values"]: each["counts"] for each in counted},
             "layout": {
                 "format": layout.format,
                 "columns": dict(layout.columns),
@@ -301,10 +305,12 @@ class Stream:
                     if len(bad) <= MOST_NAMED:
                         bad.append((number, f"{each}"))
                     continue
-                example, note = each
-                if note is not None and note not in notes:
-                    notes.add(note)
-                    _log.warning("%s=%r: %s", source.places.setting, source.places.path, note)
+                example, its_notes = each
+                for note in its_notes:
+                    if note not in notes:
+                        notes.add(note)
+                        where = source.places.name(number)
+                        _log.warning("%s=%r: %s (%s)", source.places.setting, source.places.path, note, where)
                 yield number + 1, example
             count += len(rows)
         if count == 0:
@@ -355,7 +361,8 @@ class Made:
 
     dataset: Dataset
     counts: list[int]
-    notes: list[str]
+    notes: dict[str, int]
+    """With the number of rows that they are of."""
     layout: Columns
 
     @property
@@ -400,7 +407,7 @@ class _Encoding:
             "ids": pa.array([each[0].ids if each else [] for each in good], tokens),
             "labels": pa.array([each[0].labels if each else [] for each in good], tokens),
             "fault": pa.array([str(each) if isinstance(each, RowFault) else None for each in made], pa.string()),
-            "note": pa.array([each[1] if each else None for each in good], pa.string()),
+            "notes": pa.array([each[1] if each else () for each in good], pa.list_(pa.string())),
         }
         return pa.table(columns)
 

@@ -18,6 +18,7 @@ from lt_offload.finetune.data.chat.conversations import (
     from_alpaca,
     from_chat,
     from_completion,
+    oddities,
     parse_messages,
 )
 from lt_offload.finetune.data.chat.spans import Locator
@@ -67,13 +68,13 @@ class Written:
         text: to be tokenised as a whole.
         learned: ranges of characters.
         plain: whether the tokenizer adds its own tokens, as the one that begins a text; a chat template writes them.
-        note: what was changed to write it.
+        notes: what was changed to write it, and what is unusual about it.
     """
 
     text: str
     learned: Sequence[Span]
     plain: bool = False
-    note: str | None = None
+    notes: tuple[str, ...] = ()
 
 
 class Encoder:
@@ -123,8 +124,7 @@ class Encoder:
             what = "plain text" if layout.format == "text" else "a prompt and a completion that are texts"
             hint = "; set it to null"
             if strings:
-                pair = f"{{instruction: {layout.columns['prompt']}, output: {layout.columns['completion']}}}"
-                hint += f", or make conversations of them: --data.columns '{pair}'"
+                hint += f", or make conversations of them: {as_conversations(layout)}"
             for name, given in (("template", self.explicit_template), ("system", self.system is not None)):
                 if given:
                     raise ConfigError(f"data.{name} has no place in data.format={layout.format}: it is {what}{hint}")
@@ -148,7 +148,7 @@ class Encoder:
         return found
 
     def encode(self, rows: Sequence[Row | RowFault], layout: Columns, *, from_table: bool) -> list[Any]:
-        """Return an :class:`Example` for each row, with a note or None; or the fault of a row that cannot be used.
+        """Return an :class:`Example` for each row, with its notes; or the fault of a row that cannot be used.
 
         Args:
             rows: of one data set; faults are handed on.
@@ -166,7 +166,7 @@ class Encoder:
         for plain in (True, False):
             numbers = [i for i, each in enumerate(made) if isinstance(each, Written) and each.plain is plain]
             for number, example in zip(numbers, self._tokenize([made[i] for i in numbers], plain), strict=True):
-                made[number] = (example, made[number].note)
+                made[number] = (example, made[number].notes)
         return made
 
     def write(self, row: Row, layout: Columns, *, from_table: bool = False) -> Written:
@@ -216,10 +216,12 @@ class Encoder:
         """
         assert self.template is not None, "check() comes first"
         assert self.locator is not None
+        notes = oddities(conversation)
         conversation, note = self.template.fit(conversation)
         turns = conversation.learned(self.train_on == "last")
         text, spans = self.locator.locate(conversation, turns)
-        return Written(text, [(0, len(text))] if self.train_on == "all" else spans, note=note)
+        learned = [(0, len(text))] if self.train_on == "all" else spans
+        return Written(text, learned, notes=(*notes, *([] if note is None else [note])))
 
     def prompt(
         self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None, *, ask: bool
@@ -301,6 +303,11 @@ class Encoder:
                 labels[first:stop] = ids[first:stop]
             examples.append(Example(ids=list(ids), labels=labels))
         return examples
+
+
+def as_conversations(layout: Columns) -> str:
+    """Return the flag that makes conversations of prompts and completions that are texts."""
+    return f"--data.columns '{{instruction: {layout.columns['prompt']}, output: {layout.columns['completion']}}}'"
 
 
 def _tokens_of(batch: Any, number: int, begin: int, end: int, length: int, count: int) -> tuple[int, int]:

@@ -70,6 +70,21 @@ class Conversation:
         return [i for i in (turns[-1:] if last_only else turns) if says_something(self.messages[i])]
 
 
+def oddities(conversation: Conversation) -> list[str]:
+    """Return what is unusual about a conversation and may be a mistake of its data."""
+    messages = [m for m in conversation.messages if m["role"] not in ("system", "developer")]
+    roles = [message["role"] for message in messages]
+    found = []
+    if roles[:1] == ["assistant"]:
+        found.append("a conversation begins with an answer, which nothing asks for")
+    if any(one == other and one in ("user", "assistant") for one, other in itertools.pairwise(roles)):
+        found.append("two messages of one side follow each other")
+    answers = [conversation.messages[number] for number in conversation.answers]
+    if len(answers) > 1 and not all(a.get("weight", 1) == 0 or says_something(a) for a in answers):
+        found.append("one answer of several is empty")
+    return found
+
+
 def says_something(message: Message) -> bool:
     """Return whether an answer has something to learn."""
     return bool(message.get("content", "").strip() or message.get("tool_calls")) and message.get("weight", 1) != 0

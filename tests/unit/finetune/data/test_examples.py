@@ -133,6 +133,46 @@ def test_what_was_found_is_said_in_one_line(tokenizer: str, path: Path, caplog: 
         )
 
 
+def test_texts_are_told_how_they_become_conversations(
+    tokenizer: str, path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    columns = {"prompt": "instruction", "completion": "output"}
+    flag = "--data.columns '{instruction: instruction, output: output}'"
+    bare = str(tiny.tokenizer(path.parent / "bare"))
+    with caplog.at_level(logging.INFO):
+        for each in (tokenizer, bare):
+            made(each, path, columns=columns)
+    first, second = (record.getMessage() for record in caplog.records)
+    assert first.endswith(f"; no chat template; learned: answers; to train by the model's chat template: {flag}")
+    assert second.endswith("; no chat template; learned: answers")
+
+
+def test_what_is_unusual_about_conversations_is_counted(
+    tokenizer: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    turns = ["u:a b:c", "b:c", "s:x b:c u:d b:e", "u:a u:b b:c", "u:a b: u:c b:d", "u:a b:c b: u:d b:e"]
+    roles = {"u": "user", "b": "assistant", "s": "system"}
+    rows = [{"messages": [{"role": roles[turn[0]], "content": turn[2:]} for turn in line.split(" ")]} for line in turns]
+    (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    said = {
+        "a conversation begins with an answer, which nothing asks for": (2, 2),
+        "two messages of one side follow each other": (2, 4),
+        "one answer of several is empty": (2, 5),
+    }
+
+    def told() -> list[str]:
+        warnings = [record.getMessage() for record in caplog.records if record.levelno > logging.INFO]
+        caplog.clear()
+        return [message.partition("': ")[2] for message in warnings]
+
+    found = made(tokenizer, tmp_path / "rows.jsonl")
+    assert told() == [f"{note} ({count} of 6 rows)" for note, (count, _) in said.items()]
+    data = FineTuneData(tokenizer, path=str(tmp_path / "rows.jsonl"), streaming=True, validation_rows=0)
+    [stream], _ = data.streams()
+    assert list(stream) == list(found)
+    assert told() == [f"{note} (rows.jsonl row {row})" for note, (_, row) in said.items()]
+
+
 def test_streams_give_the_same(tokenizer: str, path: Path, caplog: pytest.LogCaptureFixture) -> None:
     data = FineTuneData(tokenizer, path=str(path), streaming=True, validation_rows=0)
     [stream], validation = data.streams()
