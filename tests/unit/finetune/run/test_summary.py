@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import getpass
+import io
 import json
 import socket
 from array import array
@@ -34,6 +35,11 @@ def plan() -> Plan:
 def planned(plan: Plan | None) -> Any:
     strategy = SimpleNamespace(plan=plan, profile=PROFILE, trace=None, settings=Settings(recompute=False))
     return SimpleNamespace(strategy=strategy, global_step=7, is_global_zero=True)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
 
 
 def after(seconds: float) -> RunSummary:
@@ -79,7 +85,7 @@ def test_a_short_run_is_not_delayed(plan: Plan) -> None:
 
 
 def test_training_is_told_and_written(
-    folder: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    folder: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     summary = RunSummary(tmp_path)
     run = trainer(4, *summary.callbacks, num_sanity_val_steps=-1, val_check_interval=2, check_val_every_n_epoch=None)
@@ -100,6 +106,12 @@ def test_training_is_told_and_written(
     assert "sample         the quick" in out
     assert str(report) in out
     assert max(len(line) for line in out.splitlines() if str(tmp_path) not in line) <= 80
+    terminal = Terminal()
+    monkeypatch.setattr("sys.stdout", terminal)
+    monkeypatch.setenv("COLUMNS", str(len(str(report)) + 4))
+    monkeypatch.setenv("TERM", "xterm")
+    print_summary(summary, run, report)
+    assert f"\n    {report}\n" in terminal.getvalue(), "a path is on one line as long as it fits into one"
 
 
 def test_a_short_sanity_check_is_no_loss_before_training(folder: str, text: str) -> None:
