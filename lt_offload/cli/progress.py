@@ -77,8 +77,8 @@ def wrapped(message: str) -> str:
     if not sys.stderr.isatty():
         return message
     width = shutil.get_terminal_size().columns
-    whole = {"replace_whitespace": False, "break_long_words": False, "break_on_hyphens": False}
-    return "\n".join(more for line in message.split("\n") for more in textwrap.wrap(line, width, **whole) or [""])
+    wrap = textwrap.TextWrapper(width, replace_whitespace=False, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(more for line in message.split("\n") for more in wrap.wrap(line) or [""])
 
 
 def draws() -> bool:
