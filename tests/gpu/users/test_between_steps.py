@@ -10,16 +10,35 @@ import torch
 from lightning.pytorch import Callback
 from torch import Tensor
 
+from lt_offload import OffmateStrategy
 from lt_offload.execute.engine import Engine
 from lt_offload.plan import simulate
 from lt_offload.plan.correct import timed
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy import sample
+from lt_offload.strategy.metrics import LossCheck
+from tests.gpu.target import ROOM
 from tests.gpu.users.runs import USERS, Bench, check_way, in_both_ways, module
 from tests.parity.lightning.test_replan import FAST_COPIES, SLOW_COPIES, paced
 from tests.support.trainers import Run, differences
 
 pytestmark = [*USERS, pytest.mark.usefixtures("planned_once")]
+
+
+@pytest.mark.filterwarnings("ignore:.*loss of step . is not finite")
+def test_losses_are_noted_where_they_are(bench: Bench) -> None:
+    """A finite one, and then two that are not: nothing is read before somebody asks, and the first one stays."""
+    check = LossCheck()
+    for step, value in enumerate((1.0, float("nan"), 2.0, float("inf")), start=1):
+        check.note({"loss": torch.tensor(value, device=bench.device, requires_grad=True)}, step)
+        assert (check.first, check.is_finite) == (2 if step > 1 else 0, step % 2 == 1)
+    made = module()
+    step = made.training_step
+    made.training_step = lambda batch, batch_idx: (
+        step(batch, batch_idx) * (float("nan") if made.global_step == 2 else 1)
+    )
+    with pytest.warns(UserWarning, match="the loss of step 3 is not finite"):
+        bench.fit(OffmateStrategy(memory=ROOM, planner="resident", **bench.options), made, log_every_n_steps=2)
 
 
 class Reads(Callback):
