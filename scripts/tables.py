@@ -518,6 +518,7 @@ def pages(root: Path) -> dict[Path, str]:
     blocks = {
         "README.md": {"numbers": figures.headline(results)},
         "docs/benchmarks.md": {"numbers": render(root / "results")},
+        "docs/faq.md": {"home": figures.home(results.get("recipes", []))},
         "docs/gpu.md": {"mutants": figures.mutants(results.get("gpu-mutants", []))},
         "docs/limits.md": {"limits": limits.markdown()},
         "docs/quality.md": {"quality": quality(results.get("quality", []))},

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from lt_offload.units import format_bytes, format_seconds
+from lt_offload.profiling.hardware import load_hardware
+from lt_offload.units import format_bytes, format_seconds, parse_bytes
 
 Result = dict[str, Any]
 Results = Mapping[str, Sequence[Result]]
@@ -113,6 +114,26 @@ def _cell(case: dict[str, Any]) -> str:
         return "does not fit" if not case["reason"] else f"no: {case['reason']}"
     ratio = case["iteration_s"] / case["no_offload_s"]
     return f"{format_seconds(case['iteration_s'])} ({ratio:.2f}), {format_bytes(case['host_peak_bytes'])} RAM"
+
+
+HOME_DEVICE, HOME_RAM = parse_bytes("12GiB"), parse_bytes("32GB")
+
+
+def home(results: Sequence[Result]) -> str:
+    """Return what is trained at home: recipes planned for machines with a card of 12 GB and 32 GB of RAM at most."""
+    if not results:
+        return ""
+    head = ["recipe", "trains", "planned for", "device", "RAM", "tokens of an update", "time of an update"]
+    rows = ["| " + " | ".join(head) + " |", "|---|---|---|" + "---:|" * (len(head) - 3)]
+    for name, found in (item for result in results for item in result["figures"].items()):
+        machine = load_hardware(found["hardware"])
+        if machine.device_bytes <= HOME_DEVICE and machine.host_bytes <= HOME_RAM:
+            cells = [f"`{name}`", found["title"], f"`{found['hardware']}`"]
+            cells += [format_bytes(found[key]) for key in ("device_peak_bytes", "host_peak_bytes")]
+            cells += [f"{found['samples']} x {found['sequence_length']}", format_seconds(found["iteration_s"])]
+            rows.append("| " + " | ".join(cells) + " |")
+    made = "; ".join({origin(result): None for result in results})
+    return "\n".join([*rows, "", f"**Simulated**, by `python -m scripts.recipes.headers` ({made})."])
 
 
 BLOCKS: dict[str, Callable[[Sequence[Result]], str]] = {"fits": fits}

@@ -85,6 +85,21 @@ def test_every_public_name_is_in_the_reference() -> None:
     assert sorted(shown) == sorted(lt_offload.__all__)
 
 
+ASKED = ("12 GB and 32 GB of RAM", "Windows", "WSL2", "ROCm", "macOS", "MPS", "Fabric", "Several GPUs", "8-bit")
+OTHERS = ("Unsloth", "DeepSpeed", "FSDP", "TRL", "LLaMA-Factory", "axolotl")
+
+
+def test_what_people_ask_is_answered_where_they_look() -> None:
+    page = pages.read("docs/faq.md")
+    assert [word for word in (*ASKED, *OTHERS) if word not in page] == []
+    better = page.partition("## Where another tool is the better choice")[2]
+    assert not re.search(r"\d+(\.\d+)? ?(%|x\b|GB|times)", better), "no figure that no script of ours made"
+    assert "**Simulated**" in page
+    for where in ("README.md", "docs/index.md"):
+        assert re.search(r"\]\((docs/)?faq\.md\)", pages.read(where)), where
+    assert "- faq.md" in (pages.ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+
+
 # -- messages ---------------------------------------------------------------------------------------------------------
 
 

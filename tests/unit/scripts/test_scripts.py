@@ -308,7 +308,7 @@ def root(results: Path) -> Path:
     """A repository with the pages that have blocks of figures."""
     above = results.parent
     marks = {"README.md": "numbers", "docs/benchmarks.md": "numbers", "docs/limits.md": "limits"}
-    marks["docs/gpu.md"] = "mutants"
+    marks |= {"docs/gpu.md": "mutants", "docs/faq.md": "home"}
     (above / "docs").mkdir()
     for name, mark in marks.items():
         (above / name).write_text(f"# Title\n\n<!-- {mark} -->\nold\n<!-- /{mark} -->\n\nmore\n")
@@ -327,7 +327,7 @@ def test_pages_are_written_and_checked(
         return tables.main()
 
     assert run("--check") == 1
-    assert capsys.readouterr().err.count("out of date") == 7
+    assert capsys.readouterr().err.count("out of date") == 8
     page = root / "docs" / "benchmarks.md"
     assert "old" in page.read_text()
     assert run() == 0
@@ -360,6 +360,18 @@ def test_the_table_of_what_fits(tmp_path: Path) -> None:
     assert "| model | 8 GiB, small | 24 GiB, large |" in block
     assert "| `m` | no: more than 128GB of RAM | 3 s (1.50), 64 GB RAM |" in block
     assert "**Simulated**, 4 x 512 tokens, by `python -m scripts.docs.fits` (Some CPU, 2 cores" in block
+
+
+def test_what_is_trained_at_home_is_what_was_planned_for_such_a_machine() -> None:
+    plan = {"title": "A model", "samples": 16, "sequence_length": 256, "iteration_s": 3.0}
+    plan |= {"device_peak_bytes": 7e9, "host_peak_bytes": 20e9}
+    machines = {"large": "rtx-3090,ram=32GB", "rich": "rtx-3060,ram=64GB", "home": "rtx-3060,ram=32GB"}
+    result = {"date": "2025-01-31", "machine": MACHINE, "versions": {"torch": "2.11.0"}}
+    block = figures.home([result | {"figures": {name: plan | {"hardware": card} for name, card in machines.items()}}])
+    assert "| `home` | A model | `rtx-3060,ram=32GB` | 7 GB | 20 GB | 16 x 256 | 3 s |" in block
+    assert "`large`" not in block
+    assert "`rich`" not in block
+    assert "**Simulated**, by `python -m scripts.recipes.headers` (Some CPU, 2 cores" in block
 
 
 def test_the_pages_of_this_repository_are_up_to_date(monkeypatch: pytest.MonkeyPatch) -> None:
