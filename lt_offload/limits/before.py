@@ -136,6 +136,19 @@ def _compiled(run: Setup) -> str | None:
 
 
 @limit(
+    "a model or an optimizer that fabric.setup has wrapped, in offloaded()",
+    "model",
+    why="Fabric has moved the weights, and its wrappers stand between the loop and the blocks, and before the updates",
+    instead="give offloaded() the model and the optimizer before fabric.setup, and call them, loss.backward() and "
+    "optimizer.step() without Fabric",
+    training_only=False,
+)
+def _fabric(run: Setup) -> str | None:
+    wrapped = [thing for thing in (run.model, *run.optimizers) if _is_a(thing, {"_FabricModule", "_FabricOptimizer"})]
+    return f"{type(wrapped[0]).__name__} of Fabric" if wrapped else None
+
+
+@limit(
     "output_hidden_states, output_attentions",
     "model",
     why="collected outputs keep activations on the device that the plan moves away",

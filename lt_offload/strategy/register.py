@@ -16,6 +16,7 @@ from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from lt_offload.errors import UnsupportedError
 from lt_offload.strategy.namespaces import NAMESPACES, STRATEGY_NAME
 
 if TYPE_CHECKING:
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _REGISTRIES = {f"{namespace}.strategies": namespace for namespace in NAMESPACES}
 _COMMAND_LINES = {f"{namespace}.cli": namespace for namespace in NAMESPACES}
+_FABRIC = ("lightning.fabric.strategies", "lightning_fabric.strategies")
+_FOLLOWED = (*_REGISTRIES, *_COMMAND_LINES, *_FABRIC)
 
 
 def autoload() -> None:
@@ -36,7 +39,7 @@ def autoload() -> None:
 def install() -> None:
     """Register with the namespaces that are imported, now, and with the others when they are. Safe to call again."""
     try:
-        for name in (*_REGISTRIES, *_COMMAND_LINES):
+        for name in _FOLLOWED:
             if name in sys.modules:
                 _register(sys.modules[name])
         if not any(getattr(finder, "registers_offmate", False) for finder in sys.meta_path):
@@ -53,7 +56,7 @@ class _Finder:
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _REGISTRIES and fullname not in _COMMAND_LINES:
+        if fullname not in _FOLLOWED:
             return None
         for finder in sys.meta_path:
             find = getattr(finder, "find_spec", None)
@@ -84,6 +87,10 @@ def _register_after(spec: ModuleSpec) -> None:
 def _register(module: ModuleType) -> None:
     """Add the strategy to the registry of a ``strategies`` module, or to the classes that a ``cli`` module can name."""
     try:
+        if module.__name__ in _FABRIC:
+            said = "Is for Trainers: says what to use instead in a loop of Fabric's"
+            module.STRATEGY_REGISTRY.register(STRATEGY_NAME, _refuse_fabric, description=said, override=True)
+            return
         if module.__name__ in _COMMAND_LINES:
             _classes().named_classes(_COMMAND_LINES[module.__name__])
             return
@@ -101,6 +108,14 @@ def _register(module: ModuleType) -> None:
                 ours.introduce()
     except Exception:
         _log.debug("could not register %r with %s", STRATEGY_NAME, module, exc_info=True)
+
+
+def _refuse_fabric(**options: Any) -> None:
+    raise UnsupportedError(
+        "Fabric(strategy='offmate'): Fabric leaves the loop to you, and this strategy runs a Trainer's; use "
+        "lt_offload.offloaded(model, optimizer, batch) around your loop, with model and optimizer as they are before "
+        "fabric.setup"
+    )
 
 
 def _build(namespace: str, **options: Any) -> Any:

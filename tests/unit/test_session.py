@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from lightning.fabric import Fabric
 
 import lt_offload
 from lt_offload import session
-from lt_offload.errors import ConfigError
+from lt_offload.errors import ConfigError, UnsupportedError
 from lt_offload.model.blocks import find_blocks
 from tests.support import models, plans
 
@@ -90,5 +91,24 @@ def test_a_device_that_is_not_there_is_refused_before_anything_is_measured(monke
     with (
         pytest.raises(ConfigError, match="torch finds no GPU here"),
         lt_offload.offloaded(model, optimizer, batch, accelerator="cuda"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize("wrapped", ["both", "the model", "the optimizer"])
+def test_what_fabric_has_wrapped_is_refused_before_anything_is_measured(
+    wrapped: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session, "measure", lambda *_, **__: pytest.fail("measured"))
+    model, optimizer, batch = fresh()
+    theirs: Any = Fabric(accelerator="cpu").setup(model, optimizer)
+    given: tuple[Any, Any] = (
+        model if wrapped == "the optimizer" else theirs[0],
+        optimizer if wrapped == "the model" else theirs[1],
+    )
+    name = "FabricAdamW" if wrapped == "the optimizer" else "_FabricModule"
+    with (
+        pytest.raises(UnsupportedError, match=rf"{name} of Fabric: .*; give offloaded\(\) .* before fabric.setup"),
+        lt_offload.offloaded(*given, batch, accelerator="cpu"),
     ):
         pass

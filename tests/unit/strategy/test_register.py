@@ -90,6 +90,20 @@ CASES |= {
     for namespace, lines in zip(NAMESPACES, (COMMAND_LINES[::2], COMMAND_LINES[1::2]), strict=True)
 }
 CASES["lightning itself"] = ["import lt_offload", "import lightning as L", TRAINER, "show(trainer.strategy.namespace)"]
+CASES["Fabric"] = [
+    "import lt_offload",
+    *(
+        line
+        for name in ("lightning.fabric", "lightning_fabric")
+        for line in (
+            f"from {name} import Fabric",
+            "try:",
+            "    Fabric(strategy='offmate', accelerator='cpu')",
+            "except lt_offload.UnsupportedError as error:",
+            "    show(str(error))",
+        )
+    ),
+]
 CASES["imported twice"] = [
     "import sys, lt_offload",
     "for name in [n for n in sys.modules if n.startswith('lt_offload')]: del sys.modules[name]",
@@ -183,6 +197,13 @@ def test_both_namespaces_in_one_process(answers: dict[str, list[list[object]]]) 
 
 def test_the_umbrella_package(answers: dict[str, list[list[object]]]) -> None:
     assert answers["lightning itself"] == [["lightning.pytorch"]]
+
+
+def test_fabric_is_told_what_to_use_instead(answers: dict[str, list[list[object]]]) -> None:
+    for [message] in answers["Fabric"]:
+        assert "Fabric(strategy='offmate'): Fabric leaves the loop to you" in str(message)
+        assert "use lt_offload.offloaded(model, optimizer, batch) around your loop" in str(message)
+    assert len(answers["Fabric"]) == 2
 
 
 def test_a_second_copy_of_the_package_does_not_register_again(answers: dict[str, list[list[object]]]) -> None:
