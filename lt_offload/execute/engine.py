@@ -148,7 +148,7 @@ class Engine(Controls):
         layout = Layout(device, self.weights, self._blocks, plan, aliases.held)
         move_rest(self.model, self.structure, device.torch_device)
         if plan is not None:
-            device.limit_host(self._host_limit(plan))
+            device.limit_host(self._host_limit(plan) - plan.process_bytes)
         device.stays(*(param.detach() for _, param in self.structure.rest), *self.model.buffers())
         device.reserve(plan.arena_bytes if plan is not None else room(self._blocks, device.room))
         self.residency = Residency(device, layout, plan, self.updates)

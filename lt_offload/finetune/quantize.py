@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from lt_offload.errors import ConfigError
+from lt_offload.machine.pages import forget
 from lt_offload.model.quantized import BLOCK, bitsandbytes, check_layers, empty_layer, is_packed, packed_layers, prepare
 
 if TYPE_CHECKING:
@@ -80,8 +81,9 @@ def check_stored(config: PreTrainedConfig, quantize: Quantize | None) -> None:
 def quantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Let ``model`` have its layers in four bits, and all else in ``dtype``, in which it then computes; return it.
 
-    One layer at a time: a model whose weights are mapped from files needs room for the result and one weight more. A
-    GPU does the work, if there is one; the result is on the host. Layers of four bits stay as they are.
+    One layer at a time: a model whose weights are mapped from files needs room for the result and one weight more, as
+    what has been read of the files is let go. A GPU does the work, if there is one; the result is on the host. Layers
+    of four bits stay as they are.
 
     Args:
         model: a Hugging Face model, its weights on the host, in any dtype.
@@ -102,6 +104,7 @@ def quantized(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         new.weight = bnb.nn.Params4bit(weight, requires_grad=False, quant_type="nf4", blocksize=BLOCK, module=new)
         new.weight = new.weight.to(worker).to("cpu")
         new.quant_state = new.weight.quant_state
+        forget(layer.weight.detach())
         if layer.bias is not None:
             new.bias = nn.Parameter(layer.bias.detach().to(dtype), requires_grad=False)
         new.train(layer.training)

@@ -12,9 +12,11 @@ long.
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import mmap
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -23,6 +25,7 @@ from lt_offload.units import round_up
 _STRIDE, _PERIOD = 17, 64
 """Mapping k begins at a page whose number is ``k * _STRIDE`` modulo ``_PERIOD``."""
 _serial = itertools.count()
+_MAPS = Path("/proc/self/maps")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,3 +63,24 @@ def map_pages(nbytes: int) -> Pages:
     first = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr() // mmap.PAGESIZE
     lead = (next(_serial) * _STRIDE - first) % _PERIOD
     return Pages(memory=memoryview(memory), start=lead * mmap.PAGESIZE, nbytes=count * mmap.PAGESIZE)
+
+
+def forget(tensor: torch.Tensor) -> None:
+    """Take the pages of ``tensor`` out of memory if they are those of a file; whoever reads it again reads the file.
+
+    Other memory stays as it is, and so does what shares a page with another tensor.
+    """
+    first = round_up(tensor.data_ptr(), mmap.PAGESIZE)
+    last = (tensor.data_ptr() + tensor.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
+    if tensor.is_contiguous() and first < last and _in_file(first, last):
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), mmap.MADV_DONTNEED)
+
+
+def _in_file(first: int, last: int) -> bool:
+    """Return whether the addresses are in one mapping of a file."""
+    for line in _MAPS.read_text().splitlines() if _MAPS.exists() else ():
+        addresses, _, _, _, inode, *_ = line.split()
+        start, end = (int(address, 16) for address in addresses.split("-"))
+        if start <= first and last <= end:
+            return inode != "0"
+    return False

@@ -25,7 +25,7 @@ def explain_infeasible(request: Request, planner: PlannerName) -> InfeasibleErro
         needed_ram = smallest_ram(profile, allowed)
         return InfeasibleError(
             f"host_memory={ram} is too small for {asked}: the host copies of the parameters, and what travels, need at "
-            f"least host_memory={as_setting(needed_ram)}"
+            f"least host_memory={as_setting(needed_ram)}{_of_process(profile)}"
             + _smaller_precision(profile, allowed, request.host_budget_bytes),
             needed_host_bytes=needed_ram,
         )
@@ -51,6 +51,12 @@ def explain_infeasible(request: Request, planner: PlannerName) -> InfeasibleErro
         f"memory={memory} is too small for {asked} with host_memory={ram}: {'; '.join(ways)}",
         needed_bytes=least.device_bytes,
     )
+
+
+def _of_process(profile: Profile) -> str:
+    """Return what of a need for RAM is the process's own, in words."""
+    own = profile.hardware.process_bytes
+    return f", the {format_bytes(own)} of Python, PyTorch and libraries included" if own else ""
 
 
 def as_setting(nbytes: int) -> str:

@@ -10,8 +10,8 @@ from typing import get_args
 
 from lt_offload.errors import ConfigError, UnsupportedError
 from lt_offload.schema.plan import PlannerName
-from lt_offload.schema.profile import HardwareProfile
-from lt_offload.units import parse_bytes
+from lt_offload.schema.profile import EMULATED, HardwareProfile
+from lt_offload.units import format_bytes, parse_bytes
 
 PLANNERS: tuple[PlannerName, ...] = get_args(PlannerName)
 """All planners."""
@@ -66,6 +66,15 @@ class Settings:
     def device_budget(self, machine: HardwareProfile) -> int:
         """Return the bytes of device memory that a plan for ``machine`` may use."""
         return machine.device_bytes if self.memory is None else parse_bytes(self.memory, least=1)
+
+    def check_card(self, machine: HardwareProfile) -> None:
+        """Raise ``ConfigError`` if the budget is more than the card has; the emulated device has what RAM is free."""
+        budget, has = self.device_budget(machine), machine.device_bytes
+        if budget > has and machine.name != EMULATED:
+            raise ConfigError(
+                f"memory={format_bytes(budget)} is more than {machine.name} has; set memory={has // 10**6}MB, all of "
+                "it, or less, or plan for another card"
+            )
 
     def host_budget(self, machine: HardwareProfile) -> int:
         """Return the bytes of RAM that a plan for ``machine`` may use."""

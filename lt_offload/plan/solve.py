@@ -94,7 +94,8 @@ def solve(
     Raises:
         InfeasibleError: if no plan fits; says what would.
         UnsupportedError: if there is no such ``planner``, or it does not apply to this model and budget.
-        ConfigError: if a size cannot be read, switches leave a block without options, or ``time_limit`` is too short.
+        ConfigError: if a size cannot be read, ``memory`` is more than the card has, switches leave a block without
+            options, or ``time_limit`` is too short.
     """
     settings = Settings(
         memory=memory,
@@ -108,6 +109,7 @@ def solve(
         delayed=delayed,
         time_limit=time_limit,
     )
+    settings.check_card(profile.hardware)
     return make_plan(profile, settings)
 
 
@@ -424,9 +426,9 @@ class _Selection:
             limit = f"solver_time_limit={self.request.settings.time_limit:g} s"
             notes.append(f"{limit} ended planning before: {', '.join(dict.fromkeys(self.candidates.cut))}")
         hardware = self.profile.hardware
-        pinnable, needed = hardware.pinnable_bytes, best.trace.host_peak
+        pinnable, needed = hardware.pinnable_bytes, best.trace.host_peak - hardware.process_bytes
         # Without a limit of its own it is all that was measured as free, of which a host_memory by hand may be more.
-        if hardware.host_bytes > pinnable and needed > pinnable:
+        if hardware.host_bytes - hardware.process_bytes > pinnable and needed > pinnable:
             notes.append(
                 f"only {format_bytes(pinnable)} of RAM may be pinned of the {format_bytes(needed)} that are needed: "
                 f"copies of the other {format_bytes(needed - pinnable)} are slower than predicted"

@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from lt_offload.errors import ConfigError, UnsupportedError
 from lt_offload.resources import is_file, shipped_files
-from lt_offload.schema.profile import HardwareProfile
+from lt_offload.schema.profile import EMULATED, HardwareProfile
 from lt_offload.schema.profile import problems_of_machine as problems
 from lt_offload.suggest import nearest
 from lt_offload.units import format_bytes, parse_bytes
@@ -161,9 +161,10 @@ def measure_hardware(
     cuda = target.type == "cuda"
     if on_progress is not None:
         on_progress("measuring copies between host and device")
-    host = available_host_bytes()
+    free = available_host_bytes()
+    host = free + taken_host_bytes().private
     with current(target):
-        limit = find_pin_limit(register, unregister, host_bytes=host) if cuda else PinLimit(nbytes=host, how="")
+        limit = find_pin_limit(register, unregister, host_bytes=free) if cuda else PinLimit(nbytes=free, how="")
         node = memory_node_of(target)
         try:
             links = measure_links(target, pinned=limit.nbytes >= LOCKED_BYTES, node=node)
@@ -175,16 +176,17 @@ def measure_hardware(
         f"{format_bytes(links.d2h_alone)}/s to the host"
     ]
     return HardwareProfile(
-        name=torch.cuda.get_device_name(target) if cuda else "emulated",
-        device_bytes=torch.cuda.mem_get_info(target)[1] if cuda else host,
+        name=torch.cuda.get_device_name(target) if cuda else EMULATED,
+        device_bytes=torch.cuda.mem_get_info(target)[1] if cuda else free,
         host_bytes=host,
-        pinnable_bytes=limit.nbytes,
+        pinnable_bytes=host if limit.nbytes == free else limit.nbytes,
         h2d_bytes_per_s=links.h2d,
         d2h_bytes_per_s=links.d2h,
         h2d_alone_bytes_per_s=links.h2d_alone,
         d2h_alone_bytes_per_s=links.d2h_alone,
         staged_bytes_per_s=links.staged,
         context_bytes=context_bytes(target) if cuda else 0,
+        process_bytes=taken_host_bytes().all,
         source="; ".join([*source, f"page-locked memory: {limit.how}"] if limit.how else source),
     )
 
@@ -242,6 +244,23 @@ def available_host_bytes() -> int:
     import psutil  # type: ignore[import-untyped]
 
     return max(0, min(int(psutil.virtual_memory().available), *_cgroup_bytes(_CGROUP)))
+
+
+class TakenHostBytes(NamedTuple):
+    """RAM that this process takes."""
+
+    all: int
+    """As system monitors show it."""
+    private: int
+    """What no file backs, so that it does not count as free."""
+
+
+def taken_host_bytes() -> TakenHostBytes:
+    """Return the RAM that this process takes."""
+    import psutil
+
+    found = psutil.Process().memory_info()
+    return TakenHostBytes(all=found.rss, private=max(0, found.rss - getattr(found, "shared", 0)))
 
 
 def total_host_bytes() -> int:

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import psutil  # type: ignore[import-untyped]
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -39,7 +38,7 @@ from lt_offload.model.snapshot import untouched
 from lt_offload.profiling.block_cost import BlockCost, discard, measure_block, measure_with_loss, storage_bytes
 from lt_offload.profiling.capture import Capture, Run, Tail, capture
 from lt_offload.profiling.contention import measure_contention
-from lt_offload.profiling.hardware import measure_hardware
+from lt_offload.profiling.hardware import measure_hardware, taken_host_bytes
 from lt_offload.profiling.host_reads import Readers
 from lt_offload.profiling.meters import Meter, Stopwatch
 from lt_offload.profiling.optimizer import OptimizerFactory, StateSizes, build_optimizer, measure_optimizer
@@ -205,14 +204,12 @@ def _stage(device: torch.device, module: nn.Module) -> AbstractContextManager[No
 
 
 def _with_model(machine: HardwareProfile, model: nn.Module, optimizer: Optimizer) -> HardwareProfile:
-    """Return ``machine`` with the RAM that weights and optimizer states take already: plans count them once more."""
+    """Return ``machine`` without the RAM that weights and optimizer states take already: plans count them anyway."""
     found = (tensor for state in states.of_parameters(optimizer) for tensor in states.tensors_of(state).values())
     on_host = storage_bytes(tensor for tensor in (*tensors_of(model), *found) if tensor.device.type == "cpu")
-    memory = psutil.Process().memory_info()
-    # What is mapped from files counts as free.
-    held = max(0, min(on_host, memory.rss - getattr(memory, "shared", 0)))
-    free, pinnable = machine.host_bytes, machine.pinnable_bytes
-    return replace(machine, host_bytes=free + held, pinnable_bytes=free + held if pinnable == free else pinnable)
+    taken = taken_host_bytes()
+    # Of weights that are pages of a file, some may never have been read.
+    return replace(machine, process_bytes=max(taken.all - on_host, taken.private - min(taken.private, on_host)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -102,13 +102,19 @@ def brief(plan: Plan) -> str:
     text = (
         f"Plan: {_inputs(plan)}. {_time(plan)} Device memory: {format_bytes(found.device_peak_bytes)} of "
         f"{format_bytes(plan.budget_bytes)}; RAM: {format_bytes(found.host_peak_bytes)} of "
-        f"{format_bytes(plan.host_budget_bytes)}. Copied: {dict(_traffic(plan))['copies']}. "
+        f"{format_bytes(plan.host_budget_bytes)}{_own(plan)}. Copied: {dict(_traffic(plan))['copies']}. "
         f"Activations {activations}. Tensors updated: {', '.join(updates) or 'none'}."
     )
     lines = textwrap.wrap(text, _BRIEF_WIDTH, break_long_words=False, break_on_hyphens=False)
     if plan.batch_curve:
         lines += ["", "Batch sizes:", *_fields(_batch_sizes(plan))]
     return "\n".join(lines)
+
+
+def _own(plan: Plan) -> str:
+    """Return what of the RAM is the process's own, in words."""
+    own = plan.process_bytes
+    return f", {format_bytes(own)} of it for Python, PyTorch and libraries" if own else ""
 
 
 def _time(plan: Plan) -> str:
@@ -171,10 +177,10 @@ def _memory(plan: Plan) -> Iterator[tuple[str, str]]:
             f"{packing.waste:.1%} more; transfers per iteration: {packing.transfers} for {packing.tensors} weights and "
             "states",
         )
-    ram = f"{format_bytes(found.host_peak_bytes)} of {format_bytes(plan.host_budget_bytes)}"
+    ram = f"{format_bytes(found.host_peak_bytes)} of {format_bytes(plan.host_budget_bytes)}{_own(plan)}"
     arriving = sum(op.bytes for op in plan.ops if op.payload == "grad" and not op.writes_gradients)
     if arriving:
-        ram += f": {format_bytes(plan.gradient_bytes)} for gradients, in which {format_bytes(arriving)} take turns"
+        ram += f"; {format_bytes(plan.gradient_bytes)} for gradients, in which {format_bytes(arriving)} take turns"
     yield "host memory", ram
 
 

@@ -296,7 +296,7 @@ class BatchPoint:
     """Why it was chosen or not."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Plan:
     """One planned iteration. See the module's first lines for what the ops mean."""
 
@@ -335,6 +335,8 @@ class Plan:
     """Threads with which the host shall update; 0: as many as torch uses, or the plan does not say."""
     context_bytes: int = 0
     """Device memory that is left to the context and to workspaces of libraries; 0 in plans that do not say."""
+    process_bytes: int = 0
+    """RAM that the process takes before the first tensor; part of what the plan needs. 0 in plans that do not say."""
     window: int = 1
     """Passes per update that it was made for. With more than one it serves any number; see the first lines."""
     forwards: int = 1
@@ -429,6 +431,18 @@ class Plan:
         from lt_offload.schema.explain import explain
 
         return explain(self)
+
+    def __repr__(self) -> str:
+        """Return one line; all of a plan is a hundred pages."""
+        from lt_offload.schema.explain import headline
+
+        return f"<Plan for {self.model}: {headline(self)}>"
+
+    def _repr_html_(self) -> str:
+        """Return what a notebook shows."""
+        from lt_offload.schema.picture import picture
+
+        return picture(self)
 
 
 def _settles(op: Op, moving: set[int]) -> bool:

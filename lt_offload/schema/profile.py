@@ -17,6 +17,7 @@ from pydantic import ConfigDict
 
 from lt_offload.schema.files import MOST_NUMBER, load_json, save_json
 from lt_offload.schema.lanes import LaneName
+from lt_offload.units import format_bytes
 
 PROFILE_SCHEMA = 2
 
@@ -179,6 +180,10 @@ class OptimizerProfile:
     """The same speed by number of threads, where it is known: fewer take less of the host's memory from copies."""
 
 
+EMULATED = "emulated"
+"""The name of a machine whose device is emulated in RAM."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareProfile:
     """One machine: measured by ``profile.hardware``, or read from ``configs/hardware/*.yaml``."""
@@ -189,7 +194,7 @@ class HardwareProfile:
     device_bytes: int
     """Memory of the device."""
     host_bytes: int
-    """RAM that training may take."""
+    """RAM that the process may take in all."""
     pinnable_bytes: int
     """RAM that may be pinned; equals ``host_bytes`` where there is no limit. What comes first gets it."""
     h2d_bytes_per_s: float
@@ -205,6 +210,8 @@ class HardwareProfile:
     """The slower direction while both are busy, for RAM that cannot be pinned; 0: not measured."""
     context_bytes: int = 0
     """Device memory taken before the first tensor: context, kernels, library workspaces."""
+    process_bytes: int = 0
+    """RAM that the process takes before the first tensor: Python, PyTorch, libraries, the host's side of CUDA."""
     flops_per_s: dict[str, float] = field(default_factory=dict)
     """Sustained matrix multiplication rate per dtype, for estimated profiles."""
     device_memory_bytes_per_s: float = 0.0
@@ -253,7 +260,7 @@ class Contention:
         return {"compute": self.compute, "h2d": self.h2d, "d2h": self.d2h, "host": self.host}.get(lane, 0.0)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Profile:
     """Everything the planner needs to know."""
 
@@ -307,6 +314,15 @@ class Profile:
         share = min(1.0, self.contention.host * speed / self.optimizer.host_bytes_per_s)
         optimizer = replace(self.optimizer, host_threads=threads, host_bytes_per_s=speed)
         return replace(self, optimizer=optimizer, contention=replace(self.contention, host=share))
+
+    def __repr__(self) -> str:
+        """Return one line; all of a profile is many pages."""
+        weights = format_bytes(sum(tensor.bytes for tensor in self.tensors))
+        how = "estimated" if self.estimated else "measured"
+        return (
+            f"<Profile of {self.model}: {len(self.blocks)} blocks, {weights} in {len(self.tensors)} tensors, "
+            f"batch {self.batch_size} x {self.sequence_length} tokens, {how} for {self.hardware.name}>"
+        )
 
     def save(self, path: str | Path) -> Path:
         """Write JSON."""

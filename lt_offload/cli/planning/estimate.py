@@ -13,7 +13,7 @@ from lt_offload.finetune.module import check_data
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.what_if import Solver
 from lt_offload.strategy.windows import asked
-from lt_offload.units import format_bytes, parse_bytes
+from lt_offload.units import format_bytes
 
 if TYPE_CHECKING:
     from lt_offload.cli.app import App
@@ -102,12 +102,14 @@ def settings_of(app: App) -> Settings:
 def device_budget(settings: Settings, memory: str | None, machine: HardwareProfile) -> int:
     """Return the device budget: ``memory`` if that was asked for, else the recipe's as far as the device has it."""
     has = machine.device_bytes
-    budget = settings.device_budget(machine) if memory is None else parse_bytes(memory)
+    if memory is not None:
+        settings = replace(settings, memory=memory)
+        settings.check_card(machine)
+    budget = settings.device_budget(machine)
     if budget > has and memory is None:
         say(f"{machine.name} has {format_bytes(has)}, not {format_bytes(budget)} as in the recipe")
         budget = has
-    more = f", although it has {format_bytes(has)}" if budget > has else ""  # a question about another card
-    say(f"planning for {format_bytes(budget)} on {machine.name}{more}")
+    say(f"planning for {format_bytes(budget)} on {machine.name}")
     return budget
 
 

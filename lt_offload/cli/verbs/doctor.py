@@ -13,7 +13,7 @@ from lt_offload.cli.progress import clear, status
 from lt_offload.machine.numa import memory_node_of
 from lt_offload.machine.pinning import advice, is_wsl2, memlock_bytes
 from lt_offload.profiling.hardware import measure_machine, save_hardware
-from lt_offload.schema.profile import HardwareProfile
+from lt_offload.schema.profile import EMULATED, HardwareProfile
 from lt_offload.units import format_bytes
 
 
@@ -35,7 +35,7 @@ def doctor(*, save: str | None = None) -> int:
         table.add_row(what, value)
     Console().print(table)
     print(f"Source: {machine.source}.")
-    if machine.name == "emulated":
+    if machine.name == EMULATED:
         print("No GPU here: the emulated device runs the same plans with the same numbers, under a hard budget in RAM.")
     elif machine.pinnable_bytes < machine.host_bytes:
         print(
@@ -54,7 +54,7 @@ def rows(machine: HardwareProfile) -> list[tuple[str, str]]:
         ("device memory", format_bytes(machine.device_bytes)),
         ("taken before the first tensor", format_bytes(machine.context_bytes)),
         ("RAM that training may take", format_bytes(machine.host_bytes)),
-        *([] if machine.name == "emulated" else [("RAM that may be pinned", format_bytes(machine.pinnable_bytes))]),
+        *([] if machine.name == EMULATED else [("RAM that may be pinned", format_bytes(machine.pinnable_bytes))]),
         ("host to device, other direction busy", f"{format_bytes(machine.h2d_bytes_per_s)}/s"),
         ("device to host, other direction busy", f"{format_bytes(machine.d2h_bytes_per_s)}/s"),
         *([("RAM that is not pinned, either way", f"{format_bytes(staged)}/s")] if staged else []),

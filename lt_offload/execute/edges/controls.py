@@ -463,10 +463,11 @@ class Controls(ABC):
 
     @property
     def host_bytes(self) -> int:
-        """Host memory that training holds: weights, gradients, optimizer states, activations, what is set aside."""
+        """RAM of the process: its own, weights, gradients, optimizer states, activations, what is set aside."""
         updates = self.updates
         states = updates.bytes(w for w in self.weights if w.index in self._updated_on_host) if updates else 0
-        return self.device.host_bytes + states + self.residency.snapshots.nbytes
+        own = self.plan.process_bytes if self.plan is not None else 0
+        return own + self.device.host_bytes + states + self.residency.snapshots.nbytes
 
     def trace(self) -> Trace:
         """Return the last complete iteration, measured."""

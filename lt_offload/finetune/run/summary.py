@@ -132,7 +132,9 @@ class RunSummary(Callback):
     def facts(self, trainer: Trainer) -> dict[str, str]:
         """Return what is known about the finished run, as a person reads it."""
         plan: Plan | None = getattr(trainer.strategy, "plan", None)
-        seconds, peaks = self.clock.seconds, self.metrics.peaks
+        seconds, peaks = self.clock.seconds, dict(self.metrics.peaks)
+        if "host_peak_bytes" in peaks and trainer.strategy.root_device.type == "cuda":  # else the device is in RAM, too
+            peaks["host_peak_bytes"] = max(peaks["host_peak_bytes"], process_peak())
         facts = {"steps": f"{trainer.global_step}, {format_seconds(seconds['steps'] + seconds['between'])} of training"}
         if several(trainer):
             facts["processes"] = f"{trainer.world_size}; tokens are those of all, times and memory those of the first"

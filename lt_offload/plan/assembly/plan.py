@@ -78,6 +78,7 @@ def build(
         estimated=profile.estimated,
         host_threads=profile.optimizer.host_threads,
         context_bytes=profile.hardware.context_bytes + profile.page_table_bytes,
+        process_bytes=profile.hardware.process_bytes,
         chunk_tokens=profile.blocks[-1].option(decisions.blocks[-1].option).chunk_tokens,
         graphed=tuple(index for index, block in enumerate(profile.blocks) if block.graphed),
         notes=tuple(_notes(copies, profile)),

@@ -134,7 +134,7 @@ def _with_fixed(framework: Bytes, plan: Plan, profile: Profile) -> Bytes:
 
 
 def host_bytes(plan: Plan, profile: Profile) -> int:
-    """Return the bytes of RAM that hold weights, optimizer states, gradients, their sums and activations.
+    """Return the bytes of RAM that the process takes: with weights, states, gradients, their sums and activations.
 
     Sums that stay on the device have a host copy, too, as states have.
     """
@@ -164,7 +164,7 @@ def lasting_host_bytes(options: tuple[OptionName, ...], written: Iterable[int], 
 
     States that stay on the device have a host copy as well: it is needed when they make room for a validation.
     """
-    total = sum(tensor.bytes + tensor.state_bytes for tensor in profile.tensors)
+    total = profile.hardware.process_bytes + sum(tensor.bytes + tensor.state_bytes for tensor in profile.tensors)
     total += sum(profile.tensors[index].bytes for index in written)
     for block, option in zip(profile.blocks, options, strict=True):
         total += block.option(option).offload_bytes if block.has_backward else 0

@@ -18,7 +18,7 @@ SETTINGS: dict[str, Any] = {"max_epochs": 2, "limit_train_batches": 3, "limit_va
 
 def offmate(**options: Any) -> OffmateStrategy:
     """What is free changes from run to run, a saved plan does not."""
-    return OffmateStrategy(**{"memory": 1 << 30, "host_memory": 1 << 32} | options)
+    return OffmateStrategy(**{"memory": 1 << 30, "host_memory": 1 << 34} | options)
 
 
 def run(strategy: Any, parts: int = 1, **settings: Any) -> trainers.Run:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,29 @@ def test_layers_are_those_that_transformers_makes(folder: Path, dtype: Any) -> N
     assert ours.lm_head.weight.dtype == ours.model.norm.weight.dtype == ours.config.dtype == numbers
     batch = models.batch(ours)
     assert torch.equal(ours.eval()(**batch).logits, theirs.train()(**batch).logits)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_loading_lets_go_of_what_it_has_read(folder: Path, tmp_path: Path) -> None:
+    """All weights of the files were in memory beside the result once: 1.3 times the model, not 0.3 times."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    def pages_of_files() -> int:
+        found = re.search(r"RssFile:\s+(\d+)", Path("/proc/self/status").read_text())
+        assert found is not None
+        return 1024 * int(found[1])
+
+    sizes = {"hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 4, "vocab_size": 256}
+    LlamaForCausalLM(LlamaConfig(num_hidden_layers=4, **sizes)).to(torch.bfloat16).save_pretrained(tmp_path)
+    stored = load.load_model(str(tmp_path), as_stored=True)
+    expected = torch.cat([parameter.detach().flatten() for parameter in stored.parameters()])  # reads all of it
+    built(folder)  # loads libraries
+    with_all = pages_of_files()
+    model = quantize.quantized(stored, torch.bfloat16)
+    assert pages_of_files() < with_all - 0.8 * expected.nbytes
+    assert len(list(packed_layers(model))) == 28
+    again = load.load_model(str(tmp_path), as_stored=True)
+    assert torch.equal(torch.cat([parameter.detach().flatten() for parameter in again.parameters()]), expected)
 
 
 def test_adapters_are_trained_and_nothing_else(folder: Path) -> None:

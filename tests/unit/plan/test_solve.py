@@ -285,6 +285,13 @@ def test_sizes_are_parsed() -> None:
         solve(LLAMA, host_memory=-1)
 
 
+def test_a_budget_is_not_more_than_the_card_has() -> None:
+    card = replace(LLAMA, hardware=replace(LLAMA.hardware, name="rtx-3060-12gb", device_bytes=12884901888))
+    with pytest.raises(ConfigError, match=r"memory=24 GB is more than rtx-3060-12gb has; set memory=12884MB, all of"):
+        solve(card, memory="24GB")
+    assert solve(card, memory="12884MB", time_limit=0.01).budget_bytes == 12884 * 10**6
+
+
 def test_a_short_time_limit_still_gives_a_plan() -> None:
     plan = solve(LLAMA, memory="8GB", time_limit=0.01)
     assert check(plan, LLAMA) == []

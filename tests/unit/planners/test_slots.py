@@ -237,4 +237,4 @@ def test_a_plan_is_found_that_needs_to_share() -> None:
     assert tight.gradient_bytes == 1024 < ample.gradient_bytes
     assert tight.predicted.host_peak_bytes == lasting + 1024
     assert tight.predicted.iteration_s >= ample.predicted.iteration_s
-    assert "1.02 kB for gradients, in which 6 kB take turns" in " ".join(explain(tight).split())
+    assert "; 1.02 kB for gradients, in which 6 kB take turns" in " ".join(explain(tight).split())

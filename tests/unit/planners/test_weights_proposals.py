@@ -14,6 +14,7 @@ from lt_offload.plan.iteration.decisions import Decisions
 from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.request import NotApplicable, Proposal, Request, allowed_options
 from lt_offload.plan.planners.timed_plan import timed_plan
+from lt_offload.plan.planners.weights import propose as proposing
 from lt_offload.plan.planners.weights.propose import propose_greedy, propose_l2l
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.verify.check import check
@@ -186,3 +187,18 @@ def test_a_large_model() -> None:
     assert 24 < times.pop("l2l") < 26
     # Without any offload it would be 11.88 s.
     assert 11.8 < min(times.values()) < 12.5
+
+
+def test_greedy_schedules_once_where_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    scheduled: list[Decisions] = []
+
+    def estimated_s(decisions: Decisions, asked: Request) -> float:
+        scheduled.append(decisions)
+        return 1e9 - len(scheduled)
+
+    monkeypatch.setattr(proposing, "estimated_s", estimated_s)
+    asked = request(small_profile(8), 12_000)
+    propose_greedy(replace(asked, deadline=0.0))
+    assert len(scheduled) == 1
+    propose_greedy(asked)
+    assert len(scheduled) > 2

@@ -35,6 +35,7 @@ def test_shipped_descriptions_are_complete_and_sourced(name: str) -> None:
     assert found.name == name
     assert found.source
     numbers = (found.device_bytes, found.context_bytes, found.host_bytes, found.pinnable_bytes, found.h2d_bytes_per_s)
+    assert found.process_bytes == 2 * 10**9
     rates = (found.d2h_bytes_per_s, found.device_memory_bytes_per_s, found.host_memory_bytes_per_s)
     assert all(number > 0 for number in (*numbers, *rates, *found.flops_per_s.values()))
     assert "float32" in found.flops_per_s
@@ -99,7 +100,8 @@ def test_this_machine() -> None:
     assert said == ["measuring copies between host and device"]
     assert found.name == "emulated"
     assert found.context_bytes == 0
-    assert 0 < found.host_bytes == found.pinnable_bytes == found.device_bytes
+    assert 0 < found.device_bytes < found.host_bytes == found.pinnable_bytes  # what the process has is part of the RAM
+    assert 0 < found.process_bytes < found.host_bytes
     assert found.h2d_bytes_per_s > 1e7
     assert found.d2h_bytes_per_s > 1e7
     assert found.staged_bytes_per_s == 0
@@ -142,13 +144,13 @@ def test_shipped_hosts_are_sourced_and_never_speed_a_link_up(name: str) -> None:
         assert line.startswith("source: ") or "# " in line, line
     promised = re.fullmatch(r".*-(\d+)gb", name)
     if promised:
-        assert found.host_bytes == found.pinnable_bytes == int(promised[1]) << 30
+        assert found.host_bytes == found.pinnable_bytes == int(promised[1]) * 10**9
 
 
 def test_changes_to_a_machine() -> None:
     found = load_hardware("rtx-4060ti,host=ddr4-64,host=pcie3-x8")
     assert found.name == "rtx-4060ti-16gb, ddr4-64gb, pcie3-x8"
-    assert found.host_bytes == 64 << 30
+    assert found.host_bytes == 64 * 10**9
     assert found.h2d_bytes_per_s == found.d2h_bytes_per_s == 5.2e9
     assert load_hardware("rtx-4060ti,host=pcie4-x16").h2d_bytes_per_s == load_hardware("rtx-4060ti").h2d_bytes_per_s
     found = load_hardware("h200, ram=48GB, link=6GB")
@@ -192,7 +194,7 @@ def test_a_machine_survives_its_file(name: str, tmp_path: Path) -> None:
     path = save_hardware(machine, tmp_path / "new" / "mine.yaml")
     assert load_hardware(path) == machine
     numbers = [line for line in path.read_text().splitlines() if re.fullmatch(r"\w+: [\d.e+]+.*", line)]
-    assert len(numbers) == 11
+    assert len(numbers) == 12
     assert all(re.search(r"  # [\d.]+ [kMGT]?B(/s)?$", line) for line in numbers)
 
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from xml.etree import ElementTree
 
 import pytest
 
 from lt_offload.plan import explain, solve
 from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.iteration.decisions import BlockDecision, TensorDecision
-from lt_offload.schema.explain import brief
+from lt_offload.schema.explain import brief, headline
+from lt_offload.schema.lanes import LANES
 from lt_offload.schema.plan import Alternative, Plan, Prediction, TensorGroup
 from tests.support.profiles.fixtures import llama7b_b4
 from tests.support.profiles.small import HUGE, changed, intervals, resident, small_profile
@@ -111,3 +113,16 @@ def test_many_tensors_per_block_wrap() -> None:
     ops[updates[0].id] = replace(updates[0], groups=(len(plan.groups),))
     wide = replace(plan, ops=tuple(ops), update_places=tuple(places), groups=(*plan.groups, many))  # type: ignore[arg-type]
     assert max(len(line) for line in explain(wide).splitlines()) <= 100
+
+
+def test_a_notebook_shows_words_and_a_picture() -> None:
+    profile = small_profile(8)
+    plan = solve(profile, memory=26_000, time_limit=0.1)
+    assert repr(plan) == f"<Plan for small: {headline(plan)}>"
+    assert len(repr(profile)) < 200
+    assert "8 blocks" in repr(profile)
+    page = plan._repr_html_()
+    assert len(page) < 10_000
+    assert "An iteration takes" in page
+    assert page.count("<rect") == 2 * (len(LANES) + 2)
+    ElementTree.fromstring(f"<div>{page}</div>")

@@ -297,7 +297,7 @@ class Program:
         """Fix the budgets that are not minimised; both are variables, so that a solved program can begin again."""
         fixed = (
             ("device", self.device_budget, budget_bytes and room_within(budget_bytes, self.profile)),
-            ("host", self.host_budget, host_budget_bytes),
+            ("host", self.host_budget, host_budget_bytes and host_budget_bytes - self.profile.hardware.process_bytes),
         )
         for objective, budget, count in fixed:
             if budget is not None and count is not None and objective != self.objective:

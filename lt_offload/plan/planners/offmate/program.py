@@ -73,11 +73,15 @@ class RelaxedPrograms:
 def lower_bound(profile: Profile, config: OffmateConfig, program: type[Program] = Program) -> float:
     """Return the seconds that no iteration within the budgets and the transfer windows can beat.
 
-    Solves the relaxation only. Errors as :func:`solve_offmate`.
+    Solves the relaxation only.
+
+    Raises:
+        InfeasibleError: if the budgets are too small; what would do is not looked for.
+        ConfigError: as :func:`solve_offmate`.
     """
     search = _ProgramSearch(profile, config, program)
     if not search.relax("simplex"):
-        raise _infeasible(profile, config, program)
+        raise InfeasibleError(f"{profile.model} does not fit: its relaxed program has no solution")
     return search.bound * search.program.seconds_unit
 
 
@@ -112,7 +116,7 @@ def smallest_host_budget(profile: Profile, config: OffmateConfig, program: type[
         raise InfeasibleError(
             f"memory={_format(config.budget_bytes)} is too small for {profile.model} with any host memory"
         )
-    return search.budget()
+    return search.budget() + profile.hardware.process_bytes
 
 
 class _ProgramSearch:

@@ -87,7 +87,7 @@ def propose_greedy(request: Request) -> list[Proposal]:
     least = math.inf
     failed: Counter[str] = Counter()
     for selection in sorted(fitting, key=lambda selection: selection.least_s):
-        if found and selection.least_s >= min(least, request.beat_s):
+        if found and (selection.least_s >= min(least, request.beat_s) or request.late):
             break
         if failed[selection.place] >= (_HASTE if hopeless(least, request.beat_s) else _PATIENCE):
             continue
@@ -121,7 +121,7 @@ def _selections(request: Request) -> tuple[list[_GreedySelection], int]:
         for options in levels:
             setting = Setting(profile=request.profile, options=options, host=where == "host")
             chain = setting.chain(request.capacity_bytes)
-            if found and chain.compute_s >= request.beat_s:
+            if found and (chain.compute_s >= request.beat_s or request.late):
                 break
             for margin in _MARGINS[where]:
                 try:

@@ -1,0 +1,58 @@
+"""A plan as a small picture in HTML, for the end of a notebook's cell. It needs neither script nor file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from typing import TYPE_CHECKING
+
+from lt_offload.schema.explain import brief
+from lt_offload.schema.lanes import LANES
+from lt_offload.units import format_bytes, format_seconds
+
+if TYPE_CHECKING:
+    from lt_offload.schema.plan import Plan
+
+_LABEL, _BAR, _ROW = 170, 320, 22
+"""Pixels: where bars begin, how long a full one is, and from one row to the next."""
+_COLORS = {"time": "#4c78a8", "memory": "#f58518"}
+
+
+def picture(plan: Plan) -> str:
+    """Return ``plan`` in words, and how busy each lane and how full each memory is as bars."""
+    rows = list(_rows(plan))
+    drawn = "".join(_row(number, *row) for number, row in enumerate(rows))
+    label = "; ".join(f"{name}: {what}" for name, what, _, _ in rows)
+    return (
+        f'<pre style="white-space:pre-wrap">{escape(brief(plan))}</pre>'
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 760 {_ROW * len(rows) + 4}" width="100%" '
+        f'style="max-width:760px" role="img" aria-label="{escape(label)}" font-family="sans-serif" font-size="12" '
+        f'fill="currentColor">{drawn}</svg>'
+    )
+
+
+def _rows(plan: Plan) -> Iterator[tuple[str, str, float, str]]:
+    """Yield name, figures, share and kind of each bar."""
+    found = plan.predicted
+    busy: dict[str, float] = {}
+    for op, count in zip(plan.ops, plan.counts, strict=True):
+        busy[op.lane] = busy.get(op.lane, 0.0) + count * op.seconds
+    for lane in LANES:
+        seconds = busy.get(lane.name, 0.0)
+        share = seconds / found.iteration_s if found.iteration_s else 0.0
+        yield lane.title, f"{format_seconds(seconds)} of {format_seconds(found.iteration_s)}", share, "time"
+    for name, used, budget in (
+        ("device memory", found.device_peak_bytes, plan.budget_bytes),
+        ("RAM", found.host_peak_bytes, plan.host_budget_bytes),
+    ):
+        yield name, f"{format_bytes(used)} of {format_bytes(budget)}", used / budget if budget else 0.0, "memory"
+
+
+def _row(number: int, name: str, what: str, share: float, kind: str) -> str:
+    top, width = number * _ROW + 4, _BAR * min(share, 1.0)
+    return (
+        f'<text x="0" y="{top + 12}">{escape(name)}</text>'
+        f'<rect x="{_LABEL}" y="{top}" width="{_BAR}" height="{_ROW - 8}" fill="currentColor" opacity="0.12"/>'
+        f'<rect x="{_LABEL}" y="{top}" width="{width:.0f}" height="{_ROW - 8}" fill="{_COLORS[kind]}"/>'
+        f'<text x="{_LABEL + _BAR + 8}" y="{top + 12}">{escape(what)}</text>'
+    )
