@@ -66,6 +66,7 @@ def _converted(source: Path, name: str, target: Path) -> Path:
 
 def _convert(source: Path, name: str, target: Path) -> None:
     """Write the GGUF file ``source`` as a model folder ``target``, which appears at once and complete."""
+    _check_rotations(source, name)
     print(f"Converting {source.name} once, to {target} (about a minute) ...", flush=True)
     with in_words(name):
         model, tokenizer = _read(source)
@@ -76,6 +77,23 @@ def _convert(source: Path, name: str, target: Path) -> None:
     except OSError:
         if not target.exists():  # else another process was faster
             raise
+
+
+def _check_rotations(source: Path, name: str) -> None:
+    """Raise ``ConfigError`` if positions are scaled, which transformers does not read: it would load another model."""
+    import gguf
+
+    try:
+        reader = gguf.GGUFReader(source)
+    except (ValueError, OSError, IndexError, KeyError):
+        return  # transformers says what is wrong with the file
+    factors = [tensor.name for tensor in reader.tensors if tensor.name.startswith("rope_f")]
+    kinds = [field.contents() for key, field in reader.fields.items() if key.endswith(".rope.scaling.type")]
+    if factors or any(kind != "none" for kind in kinds):
+        raise ConfigError(
+            f"model {name!r} scales its rotary embeddings ({(factors or kinds)[0]}), which transformers does not read "
+            "from GGUF files; give the folder or the name of the model that it was made of"
+        )
 
 
 def _read(source: Path) -> tuple[Any, Any]:

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from lt_offload.errors import ConfigError
+from lt_offload.finetune import load
 from lt_offload.finetune.export import export
 from lt_offload.finetune.weights.to_gguf.families import FAMILIES
 from tests.unit.finetune.to_gguf import tokenizers
@@ -115,7 +116,8 @@ def test_phi_is_written_as_it_is(tmp_path: Path) -> None:
     assert said(path, "phi2.rope.dimension_count") == 4
 
 
-def test_rotary_frequencies_of_llama_3(tmp_path: Path) -> None:
+def test_scaled_rotary_embeddings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     model = build("llama", rope_parameters=LLAMA3, rope_theta=None)
     path = export(model, tokenizers.build("llama-bpe"), tmp_path / "one.gguf", format="gguf")
     size = model.config.head_dim
@@ -124,6 +126,14 @@ def test_rotary_frequencies_of_llama_3(tmp_path: Path) -> None:
     assert factors.min() == 1
     assert factors.max() == 8
     assert torch.allclose(plain / factors, model.model.rotary_emb.inv_freq, rtol=1e-6, atol=0)
+    with pytest.raises(ConfigError, match=r"scales its rotary embeddings \(rope_freqs\.weight\), which transfo"):
+        load.load_model(str(path))
+    linear = {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}
+    model = build("llama", rope_parameters=linear, rope_theta=None)
+    path = export(model, tokenizers.build("llama-bpe"), tmp_path / "two.gguf", format="gguf")
+    assert said(path, "llama.rope.scaling.factor") == 2
+    with pytest.raises(ConfigError, match=r"scales its rotary embeddings \(linear\)"):
+        load.load_config(str(path))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
