@@ -68,14 +68,13 @@ def export(
     whole: Any = model
     adapted = hasattr(whole, "merge_and_unload")
     target = check_target(folder, format)
+    check_form(format, merge=merge or not adapted, quantize=quantize)
     if format == "adapter" and not adapted:
         raise ConfigError(
             "--format adapter: the model has no adapters, as the recipe has neither model.lora nor model.adapter; "
             "leave the flag out to export the model"
         )
     if adapted and (format == "adapter" or not merge):
-        if format == "gguf":
-            raise ConfigError("--format gguf holds whole models; leave out --merge false, or export --format adapter")
         if dtype is not None:
             raise ConfigError(
                 f"--dtype {dtype} is for whole models; adapters are written in float32, as they are trained"
@@ -86,8 +85,6 @@ def export(
         return target
     if format == "gguf":
         check_writable(base_of(whole).config, tokenizer)
-    elif quantize is not None:
-        raise ConfigError(f"--quantize {quantize} is for GGUF files; name one with --output, e.g. model.gguf")
     with _plain(whole), _stopping_at(ends, whole):
         if any(True for _ in packed_layers(whole)):
             whole = dequantized(whole)
@@ -105,6 +102,14 @@ def export(
                 whole.save_pretrained(new, max_shard_size=shard_bytes)
                 tokenizer.save_pretrained(new)
     return target / GGUF_FILE if format == "gguf" and target.is_dir() else target
+
+
+def check_form(format: Format, *, merge: bool, quantize: Bits | None) -> None:
+    """Raise ``ConfigError`` if nothing of ``format`` is like that."""
+    if format == "gguf" and not merge:
+        raise ConfigError("--format gguf holds whole models; leave out --merge false, or export --format adapter")
+    if format != "gguf" and quantize is not None:
+        raise ConfigError(f"--quantize {quantize} is for GGUF files; name one with --output, e.g. model.gguf")
 
 
 def check_target(folder: str | Path, format: Format = "hf") -> Path:

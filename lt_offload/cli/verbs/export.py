@@ -12,7 +12,7 @@ from lt_offload.cli.app import App
 from lt_offload.cli.early import check_early
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
-from lt_offload.finetune.export import ExportDtype, Format, check_target
+from lt_offload.finetune.export import ExportDtype, Format, check_form, check_target
 from lt_offload.finetune.export import export as write
 from lt_offload.finetune.module import FineTune
 from lt_offload.finetune.unused import refuse_unused
@@ -60,8 +60,7 @@ def export(
     format = format or ("gguf" if output is not None and output.endswith(".gguf") else "hf")
     kind = "adapter" if not merge else format
     target = check_target(output or _default_output(app, kind), format)
-    if quantize is not None and format != "gguf":
-        raise ConfigError(f"--quantize {quantize} is for GGUF files; name one with --output, e.g. model.gguf")
+    check_form(format, merge=merge, quantize=quantize)
     parse_bytes(max_shard_size, setting="max_shard_size", least=1)  # a slip is noticed before anything slow
     if (format == "adapter" or not merge) and app.model.lora is None and app.model.adapter is None:
         raise ConfigError(

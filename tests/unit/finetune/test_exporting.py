@@ -105,6 +105,7 @@ def test_a_checkpoint_is_exported_as_it_was_trained(recipe: str, capsys: pytest.
     assert [name for name, tensor in stored.items() if not torch.equal(tensor, state[name].bfloat16())] == []
     for output, message in (("out", "is not an empty folder"), ("out.gguf", "exists; choose another name")):
         assert message in fails(capsys, *export, output, "--format", "gguf")
+    assert "holds whole models; leave out --merge false" in fails(capsys, *export, "other.gguf", "--merge", "false")
     assert "--format hf writes a folder" in fails(capsys, *export, "other.gguf", "--format", "hf")
     assert "--quantize q8_0 is for GGUF files; name one" in fails(capsys, *export, "other", "--quantize", "q8_0")
     assert "does not fit this model" in fails(capsys, *export, "other", "--model.new_tokens=[<a>]")
