@@ -65,8 +65,8 @@ def on_post_page(output: str, page: Any, **_: Any) -> str:
 
 def exit_codes() -> str:
     """Return what the exit codes of ``lt-finetune`` mean, in the words of its help."""
-    rows = (f"| {code} | {meaning} |" for code, meaning in EXIT_CODES.items())
-    return "\n".join(["| code | |", "|---|---|", *rows])
+    rows = ("| {} | {} |".format(code, meaning.replace("|", "\\|")) for code, meaning in EXIT_CODES.items())
+    return "\n".join(["| code | meaning |", "|---|---|", *rows])
 
 
 def recipe_table() -> str:

@@ -134,3 +134,9 @@ def test_the_page_quotes_messages() -> None:
 @pytest.mark.parametrize("message", QUOTED)
 def test_a_quoted_message_is_one_of_the_package(message: str) -> None:
     assert message in messages()
+
+
+def test_no_row_of_the_exit_codes_has_more_cells_than_its_head() -> None:
+    rows = [row.replace(r"\|", "") for row in hooks.exit_codes().splitlines()]
+    assert len(rows) > 6
+    assert {row.count("|") for row in rows} == {3}

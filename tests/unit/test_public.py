@@ -98,3 +98,8 @@ def test_releases_of_attackers_are_never_installed() -> None:
     assert len(of_lightning) == 2
     for each in of_lightning:
         assert [v for v in ("2.6.1", "2.6.2", "2.6.3", "2.6.4") if v in each.specifier] == ["2.6.1", "2.6.4"]
+
+
+def test_the_extra_of_the_documentation_has_what_breaks_the_lines_of_signatures() -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert "ruff" in [Requirement(text).name for text in project["optional-dependencies"]["docs"]]
