@@ -18,7 +18,8 @@ from lt_offload.units import format_bytes
 def explain_infeasible(request: Request, planner: PlannerName) -> InfeasibleError:
     """Return the error for a request that no plan of ``planner`` fits into."""
     profile, allowed = request.profile, request.allowed
-    asked = f"{profile.model} with batch_size={profile.batch_size} and sequence_length={profile.sequence_length}"
+    length = f" and sequence_length={profile.sequence_length}" if profile.sequence_length > 1 else ""
+    asked = f"{profile.model} with batch_size={profile.batch_size}{length}"
     memory, ram = format_bytes(request.budget_bytes), format_bytes(request.host_budget_bytes)
     least = smallest(profile, allowed, host_update=request.settings.host_update, host_budget=request.host_budget_bytes)
     if least is None:

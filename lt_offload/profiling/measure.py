@@ -461,14 +461,18 @@ def _main_dtype(model: nn.Module) -> str:
 
 
 def extent(batch: Any) -> tuple[int, int]:
-    """Return batch size and sequence length: the sizes of the token ids, or of the first tensor that has two."""
+    """Return batch size and sequence length: the sizes of the token ids, or of the first tensor that has two.
+
+    Images and rows of features are no sequences: their length is 1.
+    """
     leaves = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
     if isinstance(batch, Mapping) and isinstance(batch.get("input_ids"), Tensor):
         leaves.insert(0, batch["input_ids"])
-    shape = next((leaf.shape for leaf in leaves if leaf.ndim >= 2), None)
-    if shape is None:
-        shape = torch.Size([*(leaves[0].shape[:1] if leaves else ()), 1, 1])
-    return shape[0], shape[1]
+    first = next((leaf for leaf in leaves if leaf.ndim >= 2), None)
+    if first is None:
+        return next((leaf.shape[0] for leaf in leaves[:1] if leaf.ndim), 1), 1
+    of_tokens = first.ndim == (3 if first.is_floating_point() else 2)
+    return first.shape[0], first.shape[1] if of_tokens else 1
 
 
 def _silent(_message: str) -> None:

@@ -15,6 +15,7 @@ from lt_offload.report.drawing import COLORS, Line, lines, page, unbroken
 from lt_offload.report.run_page import loss_figure, memory_figure, plainly, validation
 from lt_offload.report.runs import METRICS, Curve, RunFolder, read_run
 from lt_offload.report.tables import NONE, pairs, section, table
+from lt_offload.schema.explain import samples_of
 from lt_offload.schema.plan import Plan
 from lt_offload.units import format_bytes, format_seconds
 
@@ -124,7 +125,7 @@ def plan_differences(found: RunComparison) -> list[Row]:
         ("planner", lambda plan: plan.planner),
         ("device budget", lambda plan: format_bytes(plan.budget_bytes)),
         ("RAM budget", lambda plan: format_bytes(plan.host_budget_bytes)),
-        ("batch", lambda plan: f"{plan.batch_size} x {plan.sequence_length} tokens"),
+        ("batch", samples_of),
         ("micro-batches", lambda plan: str(plan.micro_batches)),
         ("iteration, planned", lambda plan: format_seconds(plan.predicted.iteration_s)),
         ("lower bound", lambda plan: format_seconds(plan.predicted.lower_bound_s)),

@@ -13,6 +13,7 @@ from lt_offload.plan.what_if import Gain
 from lt_offload.report import tables, timeline
 from lt_offload.report.drawing import Line, lines, page, unbroken
 from lt_offload.report.tables import NONE, bar_list, section, table
+from lt_offload.schema.explain import samples_of
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
@@ -58,8 +59,7 @@ def header(title: str, kind: str, details: Iterable[str]) -> str:
 
 def about(plan: Plan, profile: Profile) -> list[str]:
     """Return what the plan is for, in a few words."""
-    tokens = f"{plan.batch_size} × {plan.sequence_length} tokens"
-    return [tokens, profile.dtype, profile.optimizer.name, profile.hardware.name]
+    return [samples_of(plan, "×"), profile.dtype, profile.optimizer.name, profile.hardware.name]
 
 
 def sections(

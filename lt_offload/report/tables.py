@@ -10,6 +10,7 @@ from itertools import groupby
 
 from lt_offload.plan.what_if import Gain
 from lt_offload.report.perfetto import LANES
+from lt_offload.schema.explain import samples_of
 from lt_offload.schema.lanes import LaneName
 from lt_offload.schema.plan import Payload, Plan, UpdatePlace
 from lt_offload.schema.profile import Profile
@@ -319,7 +320,7 @@ def settings(plan: Plan, profile: Profile) -> str:
         ("planner", plan.planner),
         ("device budget", format_bytes(plan.budget_bytes)),
         ("host budget", format_bytes(plan.host_budget_bytes)),
-        ("batch", f"{plan.batch_size} × {plan.sequence_length} tokens"),
+        ("batch", samples_of(plan, "×")),
         *_fixed(plan, profile),
         ("optimizer", optimizer.name),
         ("update on the host", f"{format_bytes(optimizer.host_bytes_per_s)}/s"),

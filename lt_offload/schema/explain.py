@@ -14,6 +14,7 @@ from lt_offload.units import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from lt_offload.schema.plan import Alternative, Op, Plan, UpdatePlace
+    from lt_offload.schema.profile import Profile
 
 WIDTH = 100
 _BRIEF_WIDTH = 79
@@ -134,10 +135,14 @@ def _time(plan: Plan) -> str:
 # -- totals ----------------------------------------------------------------------------------------------------------
 
 
+def samples_of(what: Plan | Profile, times: str = "x") -> str:
+    """Return the size of a batch, in words; what has no length has no tokens."""
+    return f"{what.batch_size} {f'{times} {what.sequence_length} tokens' if what.sequence_length > 1 else 'samples'}"
+
+
 def _inputs(plan: Plan) -> str:
-    tokens = f"batch {plan.batch_size} x {plan.sequence_length} tokens"
-    if plan.micro_batches > 1:
-        tokens = f"{plan.micro_batches} micro-batches of {plan.batch_size} x {plan.sequence_length} tokens"
+    samples = samples_of(plan)
+    tokens = f"batch {samples}" if plan.micro_batches == 1 else f"{plan.micro_batches} micro-batches of {samples}"
     if plan.forwards > 1:
         tokens += f", {plan.forwards} forwards each"
     if plan.parts > 1:

@@ -317,11 +317,13 @@ class Profile:
 
     def __repr__(self) -> str:
         """Return one line; all of a profile is many pages."""
+        from lt_offload.schema.explain import samples_of
+
         weights = format_bytes(sum(tensor.bytes for tensor in self.tensors))
         how = "estimated" if self.estimated else "measured"
         return (
             f"<Profile of {self.model}: {len(self.blocks)} blocks, {weights} in {len(self.tensors)} tensors, "
-            f"batch {self.batch_size} x {self.sequence_length} tokens, {how} for {self.hardware.name}>"
+            f"batch {samples_of(self)}, {how} for {self.hardware.name}>"
         )
 
     def save(self, path: str | Path) -> Path:

@@ -407,6 +407,8 @@ class OffmateStrategy(OneProcess, Checkpoints):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a training step; if no update follows, begin what ends after its backward."""
+        if self._replanning is not None:
+            self._replanning.saw(args)
         with ExitStack() as opened:
             if self.engine is not None and self._trainer.fit_loop._skip_backward:
                 opened.enter_context(self.engine.iteration(signature=self._signature))

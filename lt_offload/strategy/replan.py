@@ -20,12 +20,14 @@ from torch.optim import Optimizer
 from lt_offload.errors import ConfigError, InfeasibleError, UnsupportedError
 from lt_offload.execute.engine import Engine
 from lt_offload.plan import Settings, make_plan
-from lt_offload.plan.correct import compare, correct, timed
+from lt_offload.plan.correct import TOLERANCE, Comparison, compare, correct, timed
 from lt_offload.plan.windows import has_windows
+from lt_offload.profiling.measure import extent
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
 from lt_offload.strategy import sample
+from lt_offload.units import format_seconds, round_up
 
 _WARM_UP = 2
 """Iterations of an engine that do not count: optimizer states are made, and memory is touched for the first time."""
@@ -69,7 +71,25 @@ class Replanning:
         self._skip = _WARM_UP
         self._seen = 0
         self._traces: list[Trace] = []
+        self._lengths: list[int] = []
+        """Of the batches that were trained on, in tokens."""
         self._corrections = self._plans = 0
+
+    def saw(self, batch: Any) -> None:
+        """Take note of a batch that is trained on."""
+        self._lengths.append(extent(batch)[1])
+
+    def _sentence(self, found: Comparison) -> str:
+        """Return what differs and why: rows that are shorter than planned explain it better than lanes."""
+        longest, planned = max(self._lengths, default=0), self._profile.sequence_length
+        if self._corrections or not 0 < longest < (1 - TOLERANCE) * planned:
+            return found.sentence
+        enough = round_up(longest, 8)
+        return (
+            f"an iteration takes {format_seconds(found.measured_s)}, planned were {format_seconds(found.planned_s)}: "
+            f"rows are {longest} tokens long at most, planned were {planned}; if none is longer, plan for {enough} "
+            f"(--data.max_length {enough})"
+        )
 
     def due(self, engine: Engine) -> bool:
         """Take the record of the iteration that has ended; return whether there are enough to compare."""
@@ -91,21 +111,22 @@ class Replanning:
         assert plan is not None
         self._traces = []
         found = compare(plan, self._profile, traces)
+        sentence = self._sentence(found)
         if found.agrees or self._corrections == _CORRECTIONS:
             self.over = True
             if not found.iteration_agrees:
-                _log.warning("offmate: %s", found.sentence)
+                _log.warning("offmate: %s", sentence)
             return None
         self._corrections += 1
         self._profile = correct(self._profile, plan, traces)
-        plan = _kept(plan, timed(plan, self._profile), found.sentence)
+        plan = _kept(plan, timed(plan, self._profile), sentence)
         if self._corrections == 1:  # of those that follow, only what changes the plan is of interest
-            rank_zero_info(f"offmate: {found.sentence}; the profile is corrected")
+            rank_zero_info(f"offmate: {sentence}; the profile is corrected")
         better, plan = self._plan_again(engine, plan, steps_left)
         if better is None:
             return Correction(profile=self._profile, plan=plan, takes_over=False)
         self._skip, self._seen = _WARM_UP, 0
-        return Correction(profile=self._profile, plan=_kept(plan, better, found.sentence), takes_over=True)
+        return Correction(profile=self._profile, plan=_kept(plan, better, sentence), takes_over=True)
 
     def _plan_again(self, engine: Engine, plan: Plan, steps_left: float) -> tuple[Plan | None, Plan]:
         """Return a plan that is worth taking over, if there is one, and ``plan`` with what was learnt about it."""

@@ -19,7 +19,7 @@ from torch import Tensor
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.data import sources
-from lt_offload.finetune.data.batches.collate import Fill, Pad
+from lt_offload.finetune.data.batches.collate import Fill, Pad, padded_width
 from lt_offload.finetune.data.batches.documents import Documents
 from lt_offload.finetune.data.batches.loaders import ResumableLoader, held_out_loader
 from lt_offload.finetune.data.batches.order import ResumableBatches, Silenced
@@ -476,7 +476,7 @@ class FineTuneData(LightningDataModule):
     def worst_case_batch(self) -> Batch:
         """Return the largest batch that can come: what a plan must have room for. The tokens are arbitrary."""
         assert self._train is not None or self._streamed is not None, "setup() comes first"
-        shape = (self.batch_size, self.max_length)
+        shape = (self.batch_size, self._widest)
         generator = torch.Generator().manual_seed(self.seed)
         ids = torch.randint(len(self.tokenizer), shape, generator=generator)
         batch = {"input_ids": ids, "labels": ids.clone()}
@@ -491,6 +491,15 @@ class FineTuneData(LightningDataModule):
         if sizes_for(self.trainer) is not None:
             batch[TOKENS] = torch.tensor(trained_tokens(batch))
         return batch
+
+    @property
+    def _widest(self) -> int:
+        """Columns of the widest batch: rows that are not packed may all be shorter than they could be."""
+        if self.pack or self._train is None:
+            return self.max_length
+        rows = [rows for rows in (self._train, self._validation) if rows]
+        longest = max((int(each.lengths.max()) for each in rows), default=self.max_length)
+        return padded_width(longest, self.max_length)
 
     @property
     def _collate(self) -> Pad | Fill:

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -44,7 +45,7 @@ def known(trainer: Any, optimizer: Any, *args: Any, **options: Any) -> Profile:
 
 def known_plan(profile: Profile, settings: Settings) -> Plan:
     """Plan, but only once for the same question."""
-    key = repr((profile, settings))
+    key = repr((asdict(profile), settings))
     if key not in PLANS:
         PLANS[key] = make_plan(profile, settings)
     return PLANS[key]

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +102,7 @@ def sizes() -> Profile:
 
 def known_plan(profile: Profile, settings: Settings) -> Plan:
     """Plan, but only once for the same question."""
-    key = repr((profile, settings))
+    key = repr((asdict(profile), settings))
     if key not in _plans:
         _plans[key] = make_plan(profile, settings)
     return _plans[key]

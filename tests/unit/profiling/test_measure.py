@@ -12,7 +12,7 @@ import lt_offload
 from lt_offload.errors import ConfigError, ModelError
 from lt_offload.machine.accounting import Account
 from lt_offload.profiling.hardware import load_hardware
-from lt_offload.profiling.measure import profile
+from lt_offload.profiling.measure import extent, profile
 from lt_offload.schema.profile import BlockProfile, Profile
 from tests.support import models
 
@@ -329,6 +329,22 @@ class Plain(nn.Module):
         for index in self.order:
             hidden = self.stack[index](hidden)
         return (self.out(self.norm(hidden)).mean(),)
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ({"mask": torch.ones(4, 1, 7, 7), "input_ids": torch.zeros(4, 7, dtype=torch.long)}, (4, 7)),
+        ((torch.zeros(8, 3, 32, 32), torch.zeros(8, dtype=torch.long)), (8, 1)),
+        ((torch.zeros(8, 3, 32, 32, dtype=torch.uint8),), (8, 1)),
+        ((torch.zeros(8, 64), torch.zeros(8, 10)), (8, 1)),
+        ((torch.zeros(8, 50, 16),), (8, 50)),
+        ((torch.zeros(8, dtype=torch.long), torch.tensor(0.5)), (8, 1)),
+        (torch.tensor(0.5), (1, 1)),
+    ],
+)
+def test_only_tokens_and_sequences_of_vectors_have_a_length(batch: Any, expected: tuple[int, int]) -> None:
+    assert extent(batch) == expected
 
 
 def test_other_models_and_batches_work_and_keep_their_running_statistics() -> None:

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_only
 
 from lt_offload.errors import InfeasibleError
@@ -162,3 +163,19 @@ def test_the_steps_that_are_left() -> None:
     assert steps_left(trainer(3)) == 0
     assert steps_left(trainer(float("inf"))) == float("inf")
     assert steps_left(trainer(-1)) == float("inf"), "an iterable data set without an end"
+
+
+def test_rows_that_are_shorter_than_planned_are_said_instead_of_a_lane(
+    asked: list[Settings], caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    replanning, engine = Replanning(Settings(), replace(PROFILE, sequence_length=512)), FakeEngine(replaceable=False)
+    for length in (40, 53):
+        replanning.saw([{"input_ids": torch.zeros(2, length, dtype=torch.long)}])
+    due_after(replanning, engine)
+    found = replanning.correct(engine, 1e6)  # type: ignore[arg-type]
+    assert found is not None
+    why = "rows are 53 tokens long at most, planned were 512; if none is longer, plan for 56 (--data.max_length 56)"
+    assert why in caplog.text
+    assert any(why in note for note in found.plan.notes)
+    assert "compute" not in caplog.text

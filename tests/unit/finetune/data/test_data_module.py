@@ -151,11 +151,21 @@ def test_the_worst_case_is_as_large_as_batches_get(tokenizer: str, alpaca: str, 
         assert sorted(batch) == sorted(worst)
         assert all(batch[key].numel() <= worst[key].numel() for key in batch)
         assert all(batch[key].dtype == worst[key].dtype for key in batch)
-    assert worst["input_ids"].shape == (2, 300)
+    width = 300 if pack else max(batch["input_ids"].shape[1] for batch in data.train_dataloader())
+    assert worst["input_ids"].shape == (2, width)
     if not pack:
         assert 0 < int((worst["attention_mask"] == 0).sum()) < worst["attention_mask"].numel()
     data.batch_size = 5  # as a plan may choose
-    assert data.worst_case_batch()["input_ids"].shape == (5, 300)
+    assert data.worst_case_batch()["input_ids"].shape == (5, width)
+
+
+def test_the_worst_case_of_padded_rows_is_that_of_the_longest_row(tokenizer: str, alpaca: str) -> None:
+    """Not of data.max_length: what is planned is what the data have."""
+    data = made(tokenizer, path=alpaca, format="alpaca", pack=False, max_length=4096, batch_size=2)
+    loaders = data.train_dataloader(), data.val_dataloader()
+    widest = max(batch["input_ids"].shape[1] for loader in loaders for batch in loader)
+    assert data.worst_case_batch()["input_ids"].shape == (2, widest)
+    assert widest < 1000
 
 
 def test_own_validation_data(tokenizer: str, text: str, tmp_path: Path) -> None:
