@@ -123,17 +123,19 @@ def home(results: Sequence[Result]) -> str:
     """Return what is trained at home: recipes planned for machines with a card of 12 GB and 32 GB of RAM at most."""
     if not results:
         return ""
-    head = ["recipe", "trains", "planned for", "device", "RAM", "tokens of an update", "time of an update"]
+    head = ["recipe", "trains", "on", "device", "RAM", "time of an update"]
     rows = ["| " + " | ".join(head) + " |", "|---|---|---|" + "---:|" * (len(head) - 3)]
+    sizes: dict[str, None] = {}
     for name, found in (item for result in results for item in result["figures"].items()):
         machine = load_hardware(found["hardware"])
         if machine.device_bytes <= HOME_DEVICE and machine.host_bytes <= HOME_RAM:
-            cells = [f"`{name}`", found["title"], f"`{found['hardware']}`"]
+            cells = [f"`{name}`", found["title"], f"`{found['hardware'].partition(',')[0]}`"]
             cells += [format_bytes(found[key]) for key in ("device_peak_bytes", "host_peak_bytes")]
-            cells += [f"{found['samples']} x {found['sequence_length']}", format_seconds(found["iteration_s"])]
-            rows.append("| " + " | ".join(cells) + " |")
+            rows.append("| " + " | ".join([*cells, format_seconds(found["iteration_s"])]) + " |")
+            sizes[f"{found['samples']} x {found['sequence_length']}"] = None
     made = "; ".join({origin(result): None for result in results})
-    return "\n".join([*rows, "", f"**Simulated**, by `python -m scripts.recipes.headers` ({made})."])
+    update = f"An update has {' or '.join(sizes)} tokens."
+    return "\n".join([*rows, "", f"**Simulated**, by `python -m scripts.recipes.headers` ({made}). {update}"])
 
 
 BLOCKS: dict[str, Callable[[Sequence[Result]], str]] = {"fits": fits}
