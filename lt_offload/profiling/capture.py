@@ -8,6 +8,7 @@ block's graph by another way than its output is a use that cannot be trained exa
 from __future__ import annotations
 
 import itertools
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -69,6 +70,8 @@ class Capture:
     """Per block: it must not run a second time for its backward, nor without a graph."""
     held: int
     """Bytes of what the model returned, which its caller may hold until it has called the model again."""
+    lasting: int
+    """Bytes of blocks' outputs that are held beyond the backward (in an attribute), with the gradients they retain."""
     tail: Tail
     with_loss: Mapping[OptionName, Call]
     """What the last block is called with under the options by which it computes the loss, too, where it may."""
@@ -193,6 +196,7 @@ class _CallRecorder:
             self.seams.check_gradients()
         else:
             self.seams.check_results(result)
+        self.seams.let_go()
         waiting = self._forwards if self._followed else self._forwards[:-1]
         if waiting and self.seams.once:
             name = self.blocks[min(self.seams.once)].name
@@ -205,6 +209,7 @@ class _CallRecorder:
             between=last.between,
             once=tuple(index in self.seams.once for index in range(len(self.blocks))),
             held=held,
+            lasting=last.lasting(),
             tail=tail,
             with_loss=self.watch.calls(last.calls[-1]),
             forwards=len(self._forwards),
@@ -233,6 +238,8 @@ class _ModelCall:
         self._users: Counter[int | None] = Counter()
         """By storage, how many blocks were given it as an activation."""
         self._sizes: dict[int | None, int] = {}
+        self._outputs: list[weakref.ref[Tensor]] = []
+        """What blocks but the last have returned, as the model sees it."""
         self._copies: set[int | None] = set()
         """Storages that calls hold, which training would not have."""
         self._returned: set[int | None] = set()
@@ -258,6 +265,13 @@ class _ModelCall:
     def several_bytes(self) -> int:
         """Bytes of activations that several blocks are given: they stay until the first of these has its backward."""
         return sum(self._sizes[storage] for storage, users in self._users.items() if users > 1)
+
+    def lasting(self) -> int:
+        """Return the bytes of outputs of blocks but the last that somebody holds, and of the gradients they retain."""
+        self._graph.clear()  # what operations between blocks save goes with their backward, which was not run
+        alive = [output for held in self._outputs if (output := held()) is not None]
+        retained = sum(output.nbytes for output in alive if output.retains_grad)
+        return retained + sum({self._account.serial(output): output.nbytes for output in alive}.values())
 
     def run(self, index: int, block: Block, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one block."""
@@ -290,6 +304,8 @@ class _ModelCall:
         if call.has_backward:
             position = itertools.count()
             out = tree_map(lambda leaf: self._connect(leaf, index, call, position), out)
+        if not last:
+            self._outputs += [weakref.ref(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         self._last_output = BlockOutput(out)
         if last:
             recorder.watch.begin(out)

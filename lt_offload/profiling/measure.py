@@ -287,6 +287,7 @@ def assemble(
         hardware=hardware,
         shared_bytes=measured.captured.between
         + measured.captured.held
+        + measured.captured.lasting
         + measured.captured.waiting
         + storage_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
         + storage_bytes(model.buffers())

@@ -59,6 +59,10 @@ class Seams:
         self._inputs: list[tuple[Any, int, int]] = []
         """Per activation that a block was given: the node it comes from, which output of it, how often it is used."""
 
+    def let_go(self) -> None:
+        """Let go of the model's graph, when all has been checked."""
+        self._inputs.clear()
+
     def run(
         self, index: int, call: Call, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:

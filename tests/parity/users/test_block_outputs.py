@@ -13,7 +13,7 @@ import transformers
 from torch import Tensor, nn
 
 import lt_offload
-from tests.support.engines import differences
+from tests.support.engines import Result, differences
 from tests.support.user_nets import (
     VOCAB,
     Layer,
@@ -23,11 +23,13 @@ from tests.support.user_nets import (
     deep_supervision,
     fault,
     in_every_run,
+    measured,
     ordinary,
     ours,
     plain,
     refusal,
     rows,
+    seed,
 )
 
 
@@ -166,3 +168,36 @@ def test_a_masked_language_model(budget: str) -> None:
 @pytest.mark.parametrize("budget", ["tight", "middle", "resident"])
 def test_an_encoder_whose_output_every_layer_of_a_decoder_uses(budget: str) -> None:
     assert differences(plain(t5), by_budget(t5, budget)) == []
+
+
+class Retaining(Net):
+    """Keeps what its layers return until its next forward, with the gradients: a probe of activations."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        x = self.embed(ids)
+        self.kept: list[Tensor] = []
+        for layer in self.layers:
+            x = layer(x)
+            x.retain_grad()
+            self.kept.append(x)
+        return {"loss": F.cross_entropy(self.head(x).flatten(0, 1), labels.flatten())}
+
+
+@pytest.mark.parametrize("switches", [{}, {"activation_offload": False}])
+def test_outputs_that_are_kept_with_their_gradients_are_in_the_smallest_budget(switches: dict[str, Any]) -> None:
+    def look(model: nn.Module, optimizer: torch.optim.Optimizer, batches: list[dict[str, Tensor]]) -> list[Tensor]:
+        losses = ordinary(model, optimizer, batches)
+        assert isinstance(model, Retaining)
+        return losses + [x.grad.clone() for x in model.kept if x.grad is not None]
+
+    profile, _ = measured(Retaining)
+    with pytest.raises(lt_offload.InfeasibleError) as caught:
+        lt_offload.solve(profile, memory=1000, **switches)
+    plan = lt_offload.solve(profile, memory=caught.value.needed_bytes, **switches)
+    model = Retaining()
+    optimizer = adamw(model)
+    with lt_offload.offloaded(model, optimizer, rows()[0], plan=plan, accelerator="cpu"):
+        seed()
+        losses = look(model, optimizer, rows())
+    assert len(losses) == 4 + len(model.kept)
+    assert differences(plain(Retaining, look), Result(losses, model, optimizer)) == []
