@@ -16,7 +16,7 @@ import shutil
 import stat
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Set
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -70,15 +70,21 @@ def prepare(folder: Path) -> None:
     except OSError as error:
         raise CheckpointError(_explained(folder / "*", error)) from error
     for leftover in folder.glob(f".*{_SUFFIX}"):
-        seen = leftover.lstat()
-        if not stat.S_ISREG(seen.st_mode) or seen.st_uid != os.geteuid():
-            continue
-        with leftover.open("rb") as file:
-            try:
-                fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                continue  # a run that lives is writing it
-            leftover.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another run that starts has been faster
+            _remove_leftover(leftover)
+
+
+def _remove_leftover(path: Path) -> None:
+    """Remove ``path`` if it is a file of this user's that no living process writes."""
+    seen = path.lstat()
+    if not stat.S_ISREG(seen.st_mode) or seen.st_uid != os.geteuid():
+        return
+    with path.open("rb") as file:
+        try:
+            fcntl.flock(file.fileno(), fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return
+        path.unlink(missing_ok=True)
 
 
 @dataclass(slots=True)

@@ -159,6 +159,8 @@ def test_what_others_have_left_stays(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr("os.geteuid", lambda: tmp_path.stat().st_uid + 1)
     checkpoint.prepare(tmp_path)
     assert len(list(tmp_path.iterdir())) == 4
+    monkeypatch.setattr(Path, "glob", lambda folder, _: [folder / "removed by another run"])
+    checkpoint.prepare(tmp_path)
 
 
 def test_a_folder_that_can_be_made_is_left_to_who_saves(tmp_path: Path) -> None:
