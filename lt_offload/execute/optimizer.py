@@ -400,8 +400,17 @@ class Updates:
         return limits.RANDOM_UPDATE.error(f"optimizer {type(self.optimizer).__name__} draws random numbers")
 
     def _attributes(self) -> dict[str, Any]:
-        """Return the attributes that a step of tensors of its own may find: counters of steps, above all."""
-        return {name: value for name, value in vars(self.optimizer).items() if name not in _OWN}
+        """Return the attributes that a step of tensors of its own may find: counters of steps, above all.
+
+        A dictionary with tensors is each step's own. bitsandbytes brings its tables to the device of what it updates,
+        and updates on the host run beside those on the device.
+        """
+        found = {name: value for name, value in vars(self.optimizer).items() if name not in _OWN}
+        return found | {
+            name: dict(value)
+            for name, value in found.items()
+            if type(value) is dict and any(isinstance(part, Tensor) for part in value.values())
+        }
 
     def move(self, params: Iterable[nn.Parameter], device: torch.device) -> None:
         """Bring the states of ``params`` to ``device``; counters of steps as ``Optimizer.load_state_dict`` does it."""

@@ -101,6 +101,7 @@ class Generator:
     """One of ``torch.cuda.default_generators``."""
 
     def __init__(self, index: int) -> None:
+        self._cdata = id(self)
         self.device = C.device("cuda", index)
         self._index = index
 

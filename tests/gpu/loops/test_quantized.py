@@ -23,10 +23,10 @@ class Quantized(Bench):
 
     def plan(self, way: str, switches: dict[str, Any] | None = None, **options: Any) -> Plan:
         """Updates that have other bits on the host are left to the device: its kernels are not those of the host."""
-        only = {"host_update": False} if "eight_bits" in options else {}
+        only = {"host_update": options["eight_bits"] == "anywhere"} if "eight_bits" in options else {}
         return super().plan(way, (switches or {}) | only, **options)
 
-    def fresh(self, on_device: bool = False, eight_bits: bool = False, **options: Any) -> tuple[nn.Module, Optimizer]:  # type: ignore[override]
+    def fresh(self, on_device: bool = False, eight_bits: str = "", **options: Any) -> tuple[nn.Module, Optimizer]:  # type: ignore[override]
         sizes: dict[str, Any] = {"layers": 4, "hidden_size": 256, "intermediate_size": 768}
         model = models.build(**sizes) if eight_bits else quantized.adapted(**sizes, **options)
         model = model.to(self.device) if on_device else model
@@ -50,14 +50,27 @@ def test_adapters_on_four_bits(dtype: torch.dtype, way: str, quantised: Quantize
 
 @in_both_ways
 def test_states_of_eight_bits(way: str, quantised: Quantized) -> None:
-    expected, _ = quantised.plainly(plain_steps, eight_bits=True)
-    found, _ = quantised.ours(way, plain_steps, eight_bits=True)
+    expected, _ = quantised.plainly(plain_steps, eight_bits="device")
+    found, _ = quantised.ours(way, plain_steps, eight_bits="device")
     assert same(expected.losses, found.losses)
     assert same(expected.model.state_dict(), found.model.state_dict())
     states = [result.optimizer.state_dict()["state"] for result in (expected, found)]
     assert same(*states)
     weight = found.model.get_parameter("lm_head.weight")
     assert found.optimizer.state[weight]["state1"].dtype == torch.uint8
+
+
+def test_states_of_eight_bits_on_host_and_device(quantised: Quantized) -> None:
+    """Updates of both run at the same time; their tables are brought to where each is. The host's have other bits."""
+    expected, _ = quantised.plainly(plain_steps, eight_bits="anywhere")
+    found, _ = quantised.ours("tight", plain_steps, eight_bits="anywhere")
+    places = quantised.plan("tight", {"accumulate": 1}, eight_bits="anywhere").update_places
+    assert {"host"} < {place for place in places if place is not None}
+    torch.testing.assert_close([loss.cpu() for loss in found.losses], expected.losses, rtol=1e-2, atol=0.0)
+    for param in found.model.parameters():
+        state = found.optimizer.state[param]
+        held = [value for value in state.values() if isinstance(value, torch.Tensor)]
+        assert {value.device.type for value in held} == {"cpu"}
 
 
 def test_generation_from_four_bits(quantised: Quantized) -> None:
