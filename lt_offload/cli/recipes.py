@@ -145,6 +145,20 @@ def gigabytes(recipe: Path) -> int:
     return 0 if memory is None else parse_bytes(memory) // 10**9
 
 
+def ram_gigabytes(recipe: Path) -> int:
+    """Return how many GB of RAM the plan in a recipe's header takes; 0 if it says nothing."""
+    found = re.search(r"\((\d+) GB of RAM\)", describe(recipe))
+    return int(found[1]) if found else 0
+
+
+def largest_within(device_bytes: int, ram_bytes: int) -> str | None:
+    """Return the shipped recipe that makes the most of a card and of RAM without taking more; None if there is none."""
+    sizes = {name: (gigabytes(path), ram_gigabytes(path)) for name, path in shipped().items()}
+    fitting = {n: (gpu, ram) for n, (gpu, ram) in sizes.items() if ram and gpu * 1e9 <= device_bytes}
+    fitting = {n: size for n, size in fitting.items() if size[1] * 1e9 <= ram_bytes}
+    return max(fitting, key=lambda name: fitting[name], default=None)
+
+
 def describe(recipe: Path) -> str:
     """Return the first line of a recipe's header comment."""
     first = recipe.read_text(encoding="utf-8").splitlines()[0]

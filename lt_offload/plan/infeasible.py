@@ -62,6 +62,8 @@ def _of_process(profile: Profile) -> str:
 
 def as_setting(nbytes: int) -> str:
     """Return ``nbytes``, rounded up, as the settings accept it."""
+    if nbytes >= 10**10 or not nbytes % 10**9:  # as people write sizes of RAM
+        return f"{math.ceil(nbytes / 1e8) / 10:g}GB"
     return f"{math.ceil(nbytes / 1e6)}MB" if nbytes >= 10**8 else f"{math.ceil(nbytes / 1e3)}KB"
 
 
@@ -73,11 +75,17 @@ def smallest_ram(profile: Profile, allowed: Allowed) -> int:
 
 _LOW = "bfloat16 weights and "
 _PRECISIONS = (
-    ("fp32 weights", "float32", 4, 8),
-    (_LOW + "lt_offload.AdamW, which keeps fp32 masters", "bfloat16", 2, 12),
-    (_LOW + "lt_offload.AdamW(stochastic_rounding=True)", "bfloat16", 2, 8),
-    (_LOW + "moments, as torch.optim.AdamW has them", "bfloat16", 2, 4),
-)
+    ("fp32 weights (--model.dtype float32)", "float32", 4, 8),
+    (
+        _LOW + "lt_offload.AdamW, which keeps fp32 masters (--model.dtype bfloat16 --model.master_weights true)",
+        "bfloat16", 2, 12,
+    ),
+    (
+        _LOW + "lt_offload.AdamW(stochastic_rounding=True) (--model.dtype bfloat16 --model.stochastic_rounding true)",
+        "bfloat16", 2, 8,
+    ),
+    (_LOW + "moments, as torch.optim.AdamW has them (--model.dtype bfloat16)", "bfloat16", 2, 4),
+)  # fmt: skip
 """Ways to train with Adam, the most precise first: bytes per parameter of the weight, and of the optimizer's state."""
 
 

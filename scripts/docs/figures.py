@@ -138,7 +138,25 @@ def home(results: Sequence[Result]) -> str:
     return "\n".join([*rows, "", f"**Simulated**, by `python -m scripts.recipes.headers` ({made}). {update}"])
 
 
-BLOCKS: dict[str, Callable[[Sequence[Result]], str]] = {"fits": fits}
+def by_ram(results: Sequence[Result]) -> str:
+    """Return which models are trained how on a card of 12 GB with the RAM of home machines."""
+    if not results:
+        return ""
+    settings = results[0]["settings"]
+    head = ["model", "what is trained", *(f"{ram.removesuffix('GB')} GB of RAM" for ram in settings["rams"])]
+    rows = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
+    for result in results:
+        for way in settings["ways"]:
+            found = {row["ram"]: row for row in result["figures"]["rows"] if row["way"] == way}
+            fits = ["no" if found[ram]["iteration_s"] is None else "yes" for ram in settings["rams"]]
+            rows.append(f"| `{result['settings']['model']}` | {way} | {' | '.join(fits)} |")
+    made = "; ".join({origin(result): None for result in results})
+    size, length = settings["batch"]
+    how = f"`{settings['card']}`, {size} x {length} tokens, {settings['left']:.0%} of the RAM for training"
+    return "\n".join([*rows, "", f"**Simulated**, {how}, by `python -m scripts.docs.fits --home` ({made})."])
+
+
+BLOCKS: dict[str, Callable[[Sequence[Result]], str]] = {"fits": fits, "home": by_ram}
 """Blocks of docs/will-it-fit.md by the kind of result they show."""
 
 

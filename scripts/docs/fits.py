@@ -1,8 +1,9 @@
 """What fits into which card: plans every shipped model on cards of 8 to 24 GB, from configurations alone.
 
-python -m scripts.docs.fits [--models NAME ...] [--seconds 30]
+python -m scripts.docs.fits [--models NAME ...] [--seconds 30]             on cards of 8 to 24 GB, with 128 GB of RAM
+python -m scripts.docs.fits --home [--models NAME ...] [--seconds 30]      on a card of 12 GB, by RAM, 4-bit weights too
 
-Everything is simulated. Times are those of the cards' descriptions (configs/hardware/), each with 128 GB of RAM.
+Everything is simulated. Times are those of the cards' descriptions (configs/hardware/).
 """
 
 from __future__ import annotations
@@ -15,29 +16,49 @@ from lt_offload.errors import InfeasibleError
 from lt_offload.profiling.from_config import load_model_config
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.resources import shipped_files
+from lt_offload.schema.profile import HardwareProfile, Profile
+from lt_offload.units import parse_bytes
 from scripts.common import arguments, save
 
 CARDS = ("rtx-3070-8gb", "rtx-3060-12gb", "rtx-4060ti-16gb", "rtx-3090")
 RAM = "128GB"
+HOME_CARD = "rtx-3060-12gb"
+HOME_RAM = ("16GB", "32GB", "64GB", "128GB")
 BATCH = (4, 512)
+_LORA = {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
 WAYS: dict[str, dict[str, Any]] = {
     "All weights, float32": {"dtype": "float32", "optimizer": "adamw"},
     "All weights, bfloat16 with float32 masters": {"dtype": "bfloat16", "optimizer": lt_offload.AdamW},
     "LoRA of rank 8 on bfloat16 weights": {
         "dtype": "bfloat16",
         "optimizer": "adamw",
-        "lora": {"r": 8, "lora_alpha": 16, "target_modules": "all-linear", "task_type": "CAUSAL_LM"},
+        "lora": _LORA,
     },
 }
+HOME_WAYS = WAYS | {
+    "LoRA of rank 8 on 4-bit weights (QLoRA)": {
+        "dtype": "bfloat16",
+        "optimizer": "adamw",
+        "lora": _LORA,
+        "quantize": "nf4",
+    },
+}
+_LEFT = 0.9
+"""Part of a home machine's RAM that training gets; the rest is the system's."""
+
+
+def profiled(model: str, way: str, machine: HardwareProfile) -> Profile:
+    """Return the estimated profile of ``model`` on ``machine``."""
+    size, length = BATCH
+    return lt_offload.profile_config(
+        load_model_config(model), batch_size=size, sequence_length=length, hardware=machine, **HOME_WAYS[way]
+    )
 
 
 def case(model: str, way: str, card: str, seconds: float) -> dict[str, Any]:
     """Plan ``model`` on ``card`` and return the figures of a row."""
     machine = load_hardware(f"{card},ram={RAM}")
-    size, length = BATCH
-    profile = lt_offload.profile_config(
-        load_model_config(model), batch_size=size, sequence_length=length, hardware=machine, **WAYS[way]
-    )
+    profile = profiled(model, way, machine)
     found: dict[str, Any] = {"model": model, "way": way, "card": card, "reason": "", "iteration_s": None}
     try:
         plan = lt_offload.solve(profile, memory=machine.device_bytes, time_limit=seconds)
@@ -54,13 +75,39 @@ def case(model: str, way: str, card: str, seconds: float) -> dict[str, Any]:
     }
 
 
+def home(model: str, way: str, seconds: float) -> list[dict[str, Any]]:
+    """Plan ``model`` on a card of 12 GB with the RAM of home machines and return a row for each."""
+    machine = load_hardware(HOME_CARD)
+    profile = profiled(model, way, machine)
+    rows = []
+    for ram in HOME_RAM:
+        found: dict[str, Any] = {"model": model, "way": way, "ram": ram, "iteration_s": None}
+        try:
+            left = int(_LEFT * parse_bytes(ram))
+            plan = lt_offload.solve(profile, memory=machine.device_bytes, host_memory=left, time_limit=seconds)
+        except InfeasibleError as error:
+            rows.append(found | {"needed_host_bytes": error.needed_host_bytes})
+            continue
+        predicted = plan.predicted
+        rows.append(found | {"iteration_s": predicted.iteration_s, "host_peak_bytes": predicted.host_peak_bytes})
+    return rows
+
+
 def main() -> None:
     """Plan all and write a result file per model."""
     parser = arguments(__doc__)
     known = sorted(shipped_files("configs/models", ".json"))
     parser.add_argument("--models", nargs="+", choices=known, default=known)
     parser.add_argument("--seconds", type=float, default=30.0, help="for each plan")
+    parser.add_argument("--home", action="store_true", help="by RAM instead of by card")
     options = parser.parse_args()
+    if options.home:
+        settings = {"card": HOME_CARD, "rams": HOME_RAM, "ways": list(HOME_WAYS), "batch": BATCH, "left": _LEFT}
+        settings["seconds"] = options.seconds
+        for model in options.models:
+            rows = [row for way in HOME_WAYS for row in home(model, way, options.seconds)]
+            print(save(f"home-{model}", "home", settings | {"model": model}, {"rows": rows}, options.results))
+        return
     cards = [{"name": card, "bytes": load_hardware(card).device_bytes} for card in CARDS]
     settings = {"cards": cards, "ways": list(WAYS), "batch": BATCH, "seconds": options.seconds}
     for model in options.models:

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from lt_offload.cli import recipes
 from lt_offload.cli.outputs import check_output
 from lt_offload.cli.planning.estimate import device_budget, estimate, parts_of, settings_of, solver
 from lt_offload.cli.planning.sweep import plan_sweep
 from lt_offload.cli.progress import clear, status
-from lt_offload.errors import ConfigError
+from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.sweep import parse_sweep
 from lt_offload.plan.what_if import gains
 from lt_offload.schema.explain import brief
@@ -75,10 +76,11 @@ def plan(
     from lt_offload.plan import simulate
     from lt_offload.report.perfetto import save_perfetto
 
-    if getattr(app.trainer.strategy, "batch_size", None) == "auto":
-        profile, made = _with_best_batch(app, memory, hardware)
-    else:
-        profile, made = _with_parts(app, memory, hardware)
+    best = getattr(app.trainer.strategy, "batch_size", None) == "auto"
+    try:
+        profile, made = (_with_best_batch if best else _with_parts)(app, memory, hardware)
+    except InfeasibleError as error:
+        raise _with_recipe(error, app, hardware) from None
     clear()
     print(made.explain() if explain else f"{brief(made)}\n--explain shows it block by block.")
     if save is not None:
@@ -92,6 +94,18 @@ def plan(
         bought = gains(made, profile, solver(app, _GAIN_SECONDS), say=status)
         print(f"report: {write_plan_report(report, made, profile, simulated, bought)}")
     return 0
+
+
+def _with_recipe(error: InfeasibleError, app: App, hardware: str | None) -> InfeasibleError:
+    """Return ``error`` with a recipe that the machine has the RAM for, if that is what is short."""
+    if error.needed_host_bytes is None or hardware is None:
+        return error
+    from lt_offload.profiling.hardware import load_hardware
+
+    machine = load_hardware(hardware)
+    name = recipes.largest_within(machine.device_bytes, settings_of(app).host_budget(machine))
+    more = f"; of the recipes that come with lt_offload, {name} fits" if name else ""
+    return InfeasibleError(f"{error}{more}", needed_bytes=error.needed_bytes, needed_host_bytes=error.needed_host_bytes)
 
 
 def _with_parts(app: App, memory: str | None, hardware: str | None) -> tuple[Profile, Plan]:

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -25,11 +26,19 @@ def cli(*args: str, cwd: Path | None = None) -> subprocess.CompletedProcess[str]
     return subprocess.run([*PROGRAM, *args], capture_output=True, text=True, cwd=cwd, env=environment, check=False)
 
 
-def test_ls_shows_every_recipe_with_its_first_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ls_shows_every_recipe_with_its_first_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("psutil.virtual_memory", lambda: SimpleNamespace(total=32 * 10**9))
     assert main(["ls"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
-    shown = {line.split()[0]: line for line in lines}
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if line.startswith(("  ", "* ")) and "of this machine" not in line]
+    shown = {line[2:].split()[0]: line for line in lines}
     assert len(shown) == len(lines)
+    small = [name for name, path in recipes.shipped().items() if recipes.ram_gigabytes(path) <= 32]
+    assert {name for name, line in shown.items() if line.startswith("  ")} == set(small) >= {"llama3-8b-qlora-8gb"}
+    assert out.index("llama3-8b-lora-12gb") < out.index("bloom-3b-12gb"), "what the machine has the RAM for comes first"
+    assert "* more RAM than the 32 GB of this machine" in out
     assert shown.keys() == recipes.shipped().keys()
     for name, path in recipes.shipped().items():
         assert recipes.describe(path)
@@ -38,7 +47,7 @@ def test_ls_shows_every_recipe_with_its_first_line(capsys: pytest.CaptureFixture
     found = {recipe.pop("name"): recipe for recipe in json.loads(capsys.readouterr().out)}
     assert found.keys() == shown.keys()
     path = recipes.shipped()["phi2-8gb"]
-    assert found["phi2-8gb"] == {"gpu_gb": 8, "about": recipes.describe(path), "file": str(path)}
+    assert found["phi2-8gb"] == {"gpu_gb": 8, "ram_gb": 58, "about": recipes.describe(path), "file": str(path)}
 
 
 def test_nothing_slow_is_imported_for_answers_that_need_nothing_slow(tmp_path: Path) -> None:

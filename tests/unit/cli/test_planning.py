@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lt_offload.cli import recipes
 from lt_offload.cli.main import main
 from lt_offload.cli.verbs import doctor
 from lt_offload.plan.sweep import Sweep
@@ -188,3 +189,16 @@ def test_doctor_writes_a_machine_that_plans_are_made_for(
     assert Plan.load("plan.json").host_budget_bytes == 48 * 10**9
     assert "all is one word too many: lt-finetune doctor [--save SAVE]" in fails(capsys, "doctor", "all")
     assert "--save needs a value: lt-finetune doctor [--save SAVE]" in fails(capsys, "doctor", "--save")
+
+
+def test_too_little_ram_names_a_recipe_that_fits(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", recipe, "--hardware", "rtx-3060,ram=1.9GB"]) == 2
+    assert "the 2 GB of Python, PyTorch and libraries included" in capsys.readouterr().err
+    assert recipes.largest_within(12 * 10**9, 32 * 10**9) == "llama3-8b-lora-12gb"
+    assert recipes.largest_within(12 * 10**9, 16 * 10**9) in ("llama3-8b-qlora-8gb", "qwen3-4b-qlora-8gb")
+    assert recipes.largest_within(12 * 10**9, 4 * 10**9) is None
+    flags = ["--model.architecture", "llama2-7b", "--trainer.strategy.host_memory", "32GB"]
+    assert main(["plan", recipe, "--hardware", "rtx-3060", *flags]) == 2
+    said = capsys.readouterr().err
+    assert "of the recipes that come with lt_offload, llama3-8b-lora-12gb fits" in said
+    assert re.search(r"at least host_memory=[\d.]+GB", said)

@@ -23,7 +23,7 @@ from lt_offload.plan.planners.offmate.config import OffmateConfig
 from lt_offload.plan.planners.request import allowed_options
 from lt_offload.plan.settings import Settings
 from lt_offload.schema.profile import Profile
-from lt_offload.units import format_bytes
+from lt_offload.units import format_bytes, parse_bytes
 from tests import sampling
 from tests.support.profiles.fixtures import GB, llama7b_b4
 from tests.support.profiles.golden_plans import clock_stopped
@@ -104,30 +104,30 @@ def test_the_error_names_inputs_that_would_fit() -> None:
 
 
 def test_too_little_ram_is_named() -> None:
-    with pytest.raises(InfeasibleError, match=r"host_memory=1 GB is too small .* at least host_memory=\d+MB"):
+    with pytest.raises(InfeasibleError, match=r"host_memory=1 GB is too small .* at least host_memory=[\d.]+GB"):
         solve(LLAMA, memory="10GB", host_memory="1GB")
 
 
 @pytest.mark.parametrize(
     ("share", "precision"),
     [
-        (0.9, r"lt_offload\.AdamW\(stochastic_rounding=True\), 12 bytes per parameter, .* instead of 16, "),
-        (0.7, r"moments, as torch\.optim\.AdamW has them, 8 bytes per parameter, "),
-        (0.1, r"moments, as torch\.optim\.AdamW has them, 8 bytes per parameter, "),
+        (0.9, r"\(--model.dtype bfloat16 --model.stochastic_rounding true\), 12 bytes per .* instead of 16, "),
+        (0.7, r"moments, as torch\.optim\.AdamW has them \(--model.dtype bfloat16\), 8 bytes per parameter, "),
+        (0.1, r"moments, as torch\.optim\.AdamW has them \(--model.dtype bfloat16\), 8 bytes per parameter, "),
     ],
 )
 def test_too_little_ram_names_the_precision_that_needs_less(share: float, precision: str) -> None:
     with pytest.raises(InfeasibleError) as caught:
         solve(LLAMA, memory="10GB", host_memory="1GB")
-    least = re.search(r"at least host_memory=(\d+)MB; with", str(caught.value))
+    least = re.search(r"at least host_memory=([\d.]+GB); with", str(caught.value))
     assert least is not None
-    budget = int(share * int(least[1]))
+    budget = int(share * parse_bytes(least[1]))
     with pytest.raises(InfeasibleError, match=precision) as caught:
-        solve(LLAMA, memory="10GB", host_memory=f"{budget}MB")
-    other = re.search(r"host_memory=(\d+)MB is the least(; adapters \(LoRA\) need far less)?$", str(caught.value))
+        solve(LLAMA, memory="10GB", host_memory=budget)
+    other = re.search(r"host_memory=([\d.]+[GM]B) is the least(; adapters \(LoRA\) need far less)?$", str(caught.value))
     assert other is not None
     assert (other[2] is None) == (share > 0.5)
-    assert (int(other[1]) <= budget) == (share > 0.5)
+    assert (parse_bytes(other[1]) <= budget) == (share > 0.5)
 
 
 @pytest.mark.parametrize("host_memory", ["17.3GB", "20GB"])

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from lt_offload.errors import InfeasibleError
-from lt_offload.plan import solve
+from lt_offload.plan import Settings
+from lt_offload.plan import make_plan as plans
 from lt_offload.plan.what_if import MORE_MEMORY, MORE_RAM, gains, with_faster_link, with_faster_update
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
@@ -18,7 +19,8 @@ PROFILE = make_profile(layers=8, tensors_per_layer=2)
 
 
 def solver(profile: Profile, memory: int, host_memory: int) -> Plan:
-    return solve(profile, memory=memory, host_memory=host_memory, time_limit=5)
+    """Plan for more memory than the card has, too."""
+    return plans(profile, Settings(memory=memory, host_memory=host_memory, time_limit=5))
 
 
 def test_what_is_short_is_what_pays() -> None:

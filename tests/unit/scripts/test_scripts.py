@@ -581,3 +581,14 @@ def test_the_bench_on_the_emulated_device_measures_every_case(
         (case, 1.0 if case == "plain" else 2.0) for case in cases
     ]
     assert "link 4 GB per s" in capsys.readouterr().out
+
+
+def test_what_fits_is_told_by_ram() -> None:
+    found = (("LoRA", None, "16GB"), ("LoRA", 2.0, "32GB"), ("All", None, "16GB"), ("All", None, "32GB"))
+    rows = [{"way": way, "ram": ram, "iteration_s": seconds} for way, seconds, ram in found]
+    settings = {"model": "tiny", "card": "rtx-3060-12gb", "rams": ["16GB", "32GB"], "ways": ["All", "LoRA"]}
+    settings |= {"batch": [4, 512], "left": 0.9}
+    result = {"date": "2025-01-31", "machine": MACHINE, "versions": {"torch": "2.11.0"}, "settings": settings}
+    said = figures.by_ram([result | {"figures": {"rows": rows}}]).splitlines()
+    assert said[2:4] == ["| `tiny` | All | no | no |", "| `tiny` | LoRA | no | yes |"]
+    assert "90% of the RAM" in said[-1]
