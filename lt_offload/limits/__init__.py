@@ -42,6 +42,7 @@ from lt_offload.limits.running import (
     UNTRIED,
     WINDOW,
     WITHOUT_GRADIENT,
+    WRITTEN_WEIGHTS,
     check_call,
 )
 from lt_offload.limits.table import LIMITS, Limit, Setup, check, markdown
@@ -83,6 +84,7 @@ __all__ = [
     "WINDOW",
     "MICRO_BATCHES",
     "WITHOUT_GRADIENT",
+    "WRITTEN_WEIGHTS",
     "Limit",
     "Setup",
     "check",

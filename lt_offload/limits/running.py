@@ -100,6 +100,11 @@ DURING_FORWARD = while_running(
     why="a block that runs again would see other weights than the first time",
     instead="write before the forward or after optimizer.step()",
 )
+WRITTEN_WEIGHTS = while_running(
+    "weights written within the step: weight.data.clamp_() in a forward, nn.Embedding(max_norm=...) outside the blocks",
+    why="blocks compute with copies of weights, and the step runs once more, to be measured",
+    instead="write in on_train_batch_end, or in a loop of one's own after optimizer.step()",
+)
 GRADIENTS = while_running(
     "gradients in a loop of one's own without delayed=True: torch's clipping functions, edits, reading p.grad; "
     "GradScaler; p.grad after its update",

@@ -24,6 +24,20 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
+
+def writes(func: Any, position: int, positional: int, kwargs: dict[str, Any]) -> bool:
+    """Return whether operation ``func`` writes its argument number ``position``, counted over args and kwargs."""
+    schema = func._schema
+    if not schema.is_mutable:
+        return False
+    if position < positional:
+        argument = schema.arguments[position]
+    else:
+        name = list(kwargs)[position - positional]
+        argument = next(a for a in schema.arguments if a.name == name)
+    return argument.alias_info is not None and argument.alias_info.is_write
+
+
 _guards: Any = torch._C._dynamo.guards
 _eval_frame: Any = torch._C._dynamo.eval_frame
 _Mode = TypeVar("_Mode", bound=TorchDispatchMode)

@@ -32,7 +32,7 @@ from lt_offload.model.options import is_activation
 from lt_offload.model.parts import Cutter, cutters, in_parts
 from lt_offload.profiling.logits import LogitsWatch
 from lt_offload.profiling.meters import Lap, Meter
-from lt_offload.profiling.seams import Interface, Seams
+from lt_offload.profiling.seams import Interface, Seams, WrittenWeights
 from lt_offload.schema.profile import OptionName
 
 Run = Callable[[Any], Any]
@@ -117,7 +117,8 @@ def capture(
             stack.callback(intercept(block.module, recorder.wrap(index, block)))
         stack.callback(recorder.watch.install())
         with recorder.account, torch.enable_grad():
-            result = run(batch)
+            with WrittenWeights(structure):
+                result = run(batch)
             return recorder.finish(result)
 
 

@@ -24,7 +24,7 @@ from typing_extensions import override
 
 from lt_offload import limits
 from lt_offload.errors import OffloadError
-from lt_offload.machine.dispatch import unseen_by_dynamo
+from lt_offload.machine.dispatch import unseen_by_dynamo, writes
 from lt_offload.model.blocks import Block, Structure
 from lt_offload.model.calls import Call, edges, tensors_of
 from lt_offload.model.effects import Effects, InnerHooks, Snapshot
@@ -409,3 +409,32 @@ def _note(reached: set[int], index: int, _gradient: Tensor) -> None:
 
 def _detached(leaf: Any) -> Any:
     return leaf.detach() if isinstance(leaf, Tensor) else leaf
+
+
+@unseen_by_dynamo
+class WrittenWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Refuses a step that writes weights, by ``.data`` as well, which moves no version.
+
+    Args:
+        structure: the model's blocks, and its parameters outside of them.
+    """
+
+    def __init__(self, structure: Structure) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._weights = dict([*structure.tensors, *structure.rest])
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            for position, argument in enumerate((*args, *kwargs.values())):
+                if writes(func, position, len(args), kwargs):
+                    self._check(func, argument if isinstance(argument, (list, tuple)) else [argument])
+        return func(*args, **kwargs)
+
+    def _check(self, func: Any, written: Sequence[Any]) -> None:
+        memory = {tensor.untyped_storage()._cdata for tensor in written if type(tensor) in (Tensor, nn.Parameter)}
+        for name, weight in self._weights.items():
+            if torch._C._has_storage(weight) and weight.untyped_storage()._cdata in memory:
+                raise limits.WRITTEN_WEIGHTS.error(f"weight {name} is written by {func} within the step")

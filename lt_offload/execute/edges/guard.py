@@ -34,7 +34,7 @@ from lt_offload.execute.copies import Residency
 from lt_offload.execute.optimizer import Updates
 from lt_offload.execute.tensors import LiveGroup, Weight
 from lt_offload.machine.accounting import tensors_in
-from lt_offload.machine.dispatch import DISPATCH_MODES, WatchingMode, unseen_by_dynamo
+from lt_offload.machine.dispatch import DISPATCH_MODES, WatchingMode, unseen_by_dynamo, writes
 from lt_offload.model.blocks import Structure
 from lt_offload.model.optimizers import Place, tensor_at, tensors_of
 
@@ -337,7 +337,7 @@ class _Operations(TorchDispatchMode):
                 owned = guard.find(tensor)
                 on_gpu |= owned is None and tensor.device.type != "cpu"
                 if owned is not None:
-                    touched[owned] = touched.get(owned, False) or _writes(func, position, len(args), kwargs)
+                    touched[owned] = touched.get(owned, False) or writes(func, position, len(args), kwargs)
         if not touched:
             return func(*args, **kwargs)
         # In plain PyTorch, where the model fits, weight and tensor would be on one device and this would work.
@@ -419,19 +419,6 @@ def _tensors(argument: Any) -> Iterator[Tensor]:
         for item in argument:
             if isinstance(item, Tensor):
                 yield item
-
-
-def _writes(func: Any, position: int, positional: int, kwargs: dict[str, Any]) -> bool:
-    """Return whether operation ``func`` writes its argument number ``position``, counted over args and kwargs."""
-    schema = func._schema
-    if not schema.is_mutable:
-        return False
-    if position < positional:
-        argument = schema.arguments[position]
-    else:
-        name = list(kwargs)[position - positional]
-        argument = next(a for a in schema.arguments if a.name == name)
-    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 class _Suspended(threading.local):

@@ -1,4 +1,4 @@
-"""A loss that reads weights outside their block, and plans that are replayed: exact, or refused before training."""
+"""A loss that reads weights outside their block, steps that write them, plans that are replayed: exact, or refused."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from lt_offload.errors import UnsupportedError
 from tests.support.engines import differences
 from tests.support.user_nets import (
     HIDDEN,
+    Layer,
     Net,
     adamw,
     by_budget,
@@ -113,3 +114,39 @@ def test_settings_that_a_replayed_plan_leaves_no_room_for(settings: dict[str, An
     context = lt_offload.offloaded(model, adamw(model), rows()[0], plan=plan, accelerator="cpu", **settings)
     with pytest.raises(lt_offload.ConfigError, match=message), context:
         pass
+
+
+class Clamping(Layer):
+    """Keeps its weight within bounds by ``.data``, which says the same in a second run and moves no version."""
+
+    def inner(self, x: Tensor) -> Tensor:
+        self.linear.weight.data.clamp_(-0.1, 0.1)
+        return super().inner(x)
+
+
+class Normalizing(Net):
+    """Normalizes its head's weight in the forward, with ``.data`` or under ``no_grad``."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        weight = self.head.weight
+        with torch.no_grad():
+            (weight.data if self.way == "data" else weight).copy_(F.normalize(weight.data, dim=1))
+        return super().forward(ids, labels)
+
+
+WRITTEN: dict[str, tuple[Callable[[], Net], str]] = {
+    "in a block": (partial(Net, Clamping), "layers.0.linear.weight is written by aten.clamp_"),
+    "outside it": (partial(Normalizing, "data"), "head.weight is written by aten.copy_"),
+    "without data": (partial(Normalizing, "no_grad"), "head.weight is written by aten.copy_"),
+}
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+def test_weights_that_a_step_writes_are_refused_before_training(name: str) -> None:
+    make, what = WRITTEN[name]
+    assert f"weight {what}" in (message := refusal(make))
+    assert "after optimizer.step()" in message
