@@ -59,6 +59,13 @@ class Race(OffloadError, AssertionError):
     """Two accesses to one buffer, at least one of them a write, are not ordered by events."""
 
 
+BEYOND_THE_PLAN = (
+    "what callbacks, attributes and kept outputs hold on the device between steps is in no plan: let go of it, keep a "
+    "copy on the host (.cpu()), or set memory= to more"
+)
+"""The way out of an ``OverBudget`` in the middle of training, for the end of its sentence."""
+
+
 def first_line(error: BaseException) -> str:
     """Return the first line of what ``error`` says, or the name of its class where it says nothing."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -248,7 +248,10 @@ class States:
         assert self.slot is not None
         needed = sum(round_up(tensor.nbytes, STATE_ALIGNMENT) for tensor in found.values())
         if needed > self.room:
-            raise OverBudget(f"{self.label} takes {needed} bytes of the arena; the plan has kept {self.room} for it")
+            raise OverBudget(
+                f"{self.label} takes {needed} bytes of the arena, and the plan has kept {self.room}: it has grown "
+                "since it was measured; save a checkpoint at this size and go on from it, which plans anew"
+            )
         self.names, self.known = tuple(found), list(found.values())
         with plain_torch():
             places = zip(self.known, _starts(self.known), strict=True)

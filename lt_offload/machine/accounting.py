@@ -45,6 +45,7 @@ class Account(TorchDispatchMode):
         device_type: charge only tensors on this type of device, e.g. ``"cuda"``; None charges all.
         timeline: keep every charge and discharge for :meth:`peak_without`.
         what: the memory's name in errors, with the setting to change.
+        hint: the way out, at the end of errors.
     """
 
     def __init__(
@@ -54,10 +55,11 @@ class Account(TorchDispatchMode):
         device_type: str | None = None,
         timeline: bool = False,
         what: str = "device memory",
+        hint: str = "",
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.limit = limit
-        self._what = what
+        self._what, self._hint = what, f"; {hint}" if hint else ""
         self._device_type = device_type
         self._live: dict[int, _Charge] = {}
         self._dead: deque[_Charge] = deque()
@@ -187,6 +189,7 @@ class Account(TorchDispatchMode):
             raise OverBudget(
                 f"{what} needs {format_bytes(nbytes)} ({nbytes} bytes) of {self._what}, but "
                 f"{format_bytes(self._current)} of {format_bytes(self.limit)} ({self.limit} bytes) are in use"
+                + self._hint
             )
 
     def _charge(self, storage: torch.UntypedStorage, *, free: bool, cause: object) -> None:

@@ -56,6 +56,10 @@ from lt_offload.schema.profile import (
 ALLOCATOR_SLACK = 0.02
 """Part of the memory of a GPU that plans leave to torch's allocator; an emulated device has none."""
 
+LEAST_SLACK = (3 * 20 + 2) << 20
+"""Bytes that plans for a GPU leave to torch's allocator at least. It maps 20 MiB at a time, and 2 MiB for small
+tensors: pieces that the arena ends in, that what runs begins and ends in, and that small tensors are in."""
+
 Progress = Callable[[str], None]
 
 
@@ -293,7 +297,9 @@ def assemble(
         + storage_bytes(model.buffers())
         + sum(p.nbytes * (2 if p.requires_grad else 1) + sizes.of(p) for _, p in structure.rest),
         page_table_bytes=_page_tables(structure, sizes) if gpu else 0,
-        slack_bytes=max(cost.slack_bytes for cost in (*measured.costs, *measured.with_loss)),
+        slack_bytes=max(
+            LEAST_SLACK if gpu else 0, *(cost.slack_bytes for cost in (*measured.costs, *measured.with_loss))
+        ),
         slack_share=ALLOCATOR_SLACK if gpu else 0.0,
         forwards=measured.captured.forwards,
         deferred_forwards=measured.captured.deferred,

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from typing_extensions import override
 
-from lt_offload.errors import ConfigError, OverBudget, UnsupportedError
+from lt_offload.errors import BEYOND_THE_PLAN, ConfigError, OverBudget, UnsupportedError
 from lt_offload.execute.device.arena import Arena, ArenaBuffer
 from lt_offload.execute.device.base import AllocatorEvents, Buffer, Cell, Device, Event, Lane
 from lt_offload.execute.device.cuda_runtime import CudaRuntime
@@ -392,7 +392,8 @@ class CudaDevice(Device):
         try:
             yield
         except torch.OutOfMemoryError as error:
-            raise OverBudget(f"the budget of {format_bytes(self.budget)} is used up: {error}") from error
+            used = f"the budget of {format_bytes(self.budget)} is used up"
+            raise OverBudget(f"{used}; {BEYOND_THE_PLAN} ({error})") from error
         if signature not in self._seen and not self._closed:
             self._seen.add(signature)
             self._context.follow(self._host.locked_bytes)

@@ -17,7 +17,7 @@ from typing import Any, Literal, cast
 import torch
 from typing_extensions import override
 
-from lt_offload.errors import OverBudget, UnsupportedError
+from lt_offload.errors import BEYOND_THE_PLAN, OverBudget, UnsupportedError
 from lt_offload.execute.device.arena import Arena, ArenaBuffer, Freed
 from lt_offload.execute.device.base import Buffer, Cell, Device, Event, Lane
 from lt_offload.execute.device.lanes import UNORDERED, CallerLanes, Lanes, Task, plain_torch
@@ -41,7 +41,7 @@ class DeviceAccount(Account):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, limit: int, lanes: Lanes) -> None:
-        super().__init__(limit=limit)
+        super().__init__(limit=limit, hint=BEYOND_THE_PLAN)
         self._lanes = lanes
         self.everything = True
         """Whether all that operations make is device memory, or only what they make from device memory."""

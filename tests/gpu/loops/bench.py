@@ -21,7 +21,7 @@ from lt_offload.errors import InfeasibleError
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests.gpu.target import ROOM, Target
-from tests.gpu.users.runs import SEGMENTS, equal_updates
+from tests.gpu.users.runs import equal_updates
 from tests.support import models
 from tests.support.engines import Result, differences, equal
 
@@ -140,12 +140,10 @@ class Bench:
 
     @contextmanager
     def within(self, way: str, here: Here, accumulate: int = 1, **options: Any) -> Iterator[Here]:
-        """Run what is within by a plan, with room for what an allocator maps at once on top."""
+        """Run what is within by a plan."""
         delayed = options.pop("delayed", False)
         switches: dict[str, Any] = {"accumulate": accumulate} | ({"delayed": True} if delayed else {})
         plan = self.plan(way, switches, **options)
-        if self.target.cuda:
-            plan = replace(plan, budget_bytes=plan.budget_bytes + SEGMENTS)
         with lt_offload.offloaded(
             here.model,
             here.optimizer,

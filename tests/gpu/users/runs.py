@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import gc
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,6 @@ USERS = [
 
 Scene = Callable[[Any], Any]
 
-SEGMENTS = 3 * (20 << 20)
-"""Torch's allocator maps 20 MiB of a GPU at a time, for each stream and size of blocks: much of small budgets."""
-
 _TIGHT = 0.5
 
 
@@ -50,16 +47,13 @@ def module(seed: int = 7, **options: Any) -> Any:
     return trainers.seeded_module(seed, **MODEL | options)
 
 
-class Roomy(OffmateStrategy):
-    """Plans for ``memory``, and then may take what an allocator maps at once on top, so that tests can be small."""
+class Noted(OffmateStrategy):
+    """Keeps its first plan."""
 
     first: Plan | None = None
-    """What training began with: a plan that follows it has more room."""
 
     def _make_plan(self, profile: Profile) -> Plan:
-        plan = super()._make_plan(profile)
-        on_gpu = self.root_device.type == "cuda"
-        self.first = replace(plan, budget_bytes=plan.budget_bytes + SEGMENTS * on_gpu)
+        self.first = super()._make_plan(profile)
         return self.first
 
 
@@ -109,7 +103,7 @@ class Bench:
         options = self.options | options
         if way == "resident":
             return OffmateStrategy(memory=ROOM, planner="resident", **options | {"host_update": False})
-        return Roomy(memory=self.tight(probe, share, **options), **options)
+        return Noted(memory=self.tight(probe, share, **options), **options)
 
     @property
     def options(self) -> dict[str, Any]:
@@ -146,7 +140,7 @@ class Bench:
 
 def check_way(way: str, strategy: OffmateStrategy) -> None:
     """Say so if a plan is not what ``way`` is there for."""
-    plan = strategy.first if isinstance(strategy, Roomy) else strategy.plan
+    plan = strategy.first if isinstance(strategy, Noted) else strategy.plan
     assert plan is not None
     travels = any(op.lane in ("h2d", "d2h") for op in plan.ops)
     assert travels == (way == "tight"), plan.explain()

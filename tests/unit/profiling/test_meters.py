@@ -9,9 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import LlamaConfig
 
 from lt_offload.profiling import block_cost as trial
 from lt_offload.profiling import meters
+from lt_offload.profiling.from_config import profile_config
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import profile
 from lt_offload.profiling.meters import LAUNCH_SECONDS, Roofline, Stopwatch, Watch, fastest, scatter
@@ -171,3 +173,9 @@ def test_the_profile_has_the_largest_waste_of_all_blocks(monkeypatch):
     found = profile(model, models.batch(model), optimizer=torch.optim.SGD(model.parameters(), lr=0.1), device="cpu")
     assert found.slack_bytes == made[-1]
     assert len(made) > 4
+
+
+def test_a_gpu_has_room_for_what_its_allocator_maps_at_once():
+    config = LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64)
+    found = profile_config(config, batch_size=1, sequence_length=8, dtype="float32", hardware="rtx-3060")
+    assert found.slack_bytes == 62 << 20
