@@ -80,10 +80,15 @@ def _machine(memory: str | None, host_memory: str | None, hardware: str | None) 
     else:
         if hardware is None:
             hardware = _card(memory)
-            say(f"planning for {hardware}; --hardware names another")
+            say(f"there is no GPU here: planning for {hardware}; --hardware names another")
         if host_memory is not None:
             hardware = f"{hardware},ram={host_memory}"
         profile = load_hardware(hardware)
+    if memory is not None and parse_bytes(memory) < profile.context_bytes:
+        raise ConfigError(
+            f"memory={memory!r} is not enough for any model: on {profile.name} CUDA takes "
+            f"{format_bytes(profile.context_bytes)} before the first weight; give more, e.g. --memory 2GB"
+        )
     return Machine(profile, hardware, memory or f"{profile.device_bytes // 10**9}GB", host_memory)
 
 

@@ -256,3 +256,11 @@ def test_a_header_is_replaced_and_read() -> None:
     assert (title_of(text), hardware_of(text)) == ("A model", "rtx-3060,ram=28GB")
     assert figures.tokens_per_s == 4096
     assert hardware_of("# A\nmodel: {}") is None
+
+
+def test_memory_that_cuda_takes_alone_is_refused_before_anything_is_planned(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    error = fails(capsys, "new", str(model), "--memory", "60MB")
+    assert "memory='60MB' is not enough for any model: on rtx-" in error
+    assert "CUDA takes 500 MB before the first weight; give more, e.g. --memory 2GB" in error
