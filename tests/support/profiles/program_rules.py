@@ -59,7 +59,12 @@ def random_profile(rng: np.random.Generator, model: str) -> Profile:
             for block in range(head + 1)
         ),
         optimizer=replace(ADAM_3060, scratch_ratio=float(rng.choice([0.0, 1.0]))),
-        hardware=replace(RTX_3060, h2d_bytes_per_s=rng.uniform(3, 20) * GB, context_bytes=int(0.1 * GB)),
+        hardware=replace(
+            RTX_3060,
+            h2d_bytes_per_s=rng.uniform(3, 20) * GB,
+            context_bytes=int(0.1 * GB),
+            device_bytes=int(1000 * GB),  # more than any budget that is tried
+        ),
         shared_bytes=int(0.05 * GB),
     )
 

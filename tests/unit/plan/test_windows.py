@@ -49,7 +49,6 @@ def test_plans_keep_their_budgets_and_say_what_the_simulator_says(seed: int, mod
     profile = random_profile(np.random.default_rng(seed), KINDS[seed])
     profile = replace(
         profile,
-        hardware=replace(profile.hardware, device_bytes=10**12),  # more than any of the budgets
         contention=Contention(compute=0.1, h2d=0.5, d2h=0.5, host=0.9) if seed % 2 else Contention(),
     )
     for memory in budgets(profile, **mode):
