@@ -11,7 +11,7 @@ import itertools
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -117,9 +117,20 @@ def capture(
             stack.callback(intercept(block.module, recorder.wrap(index, block)))
         stack.callback(recorder.watch.install())
         with recorder.account, torch.enable_grad():
-            with WrittenWeights(structure):
+            with WrittenWeights(structure), _whole_backwards():
                 result = run(batch)
             return recorder.finish(result)
+
+
+@contextmanager
+def _whole_backwards() -> Iterator[None]:
+    """Refuse by name that a step differentiates through blocks: here, where they have no graph, torch finds no way."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "differentiated Tensor" in str(error):
+            raise limits.PARTIAL_BACKWARD.error("the step calls torch.autograd.grad") from error
+        raise
 
 
 class _CallRecorder:

@@ -21,6 +21,7 @@ from tests.support.user_nets import (
     ours,
     plain,
     recorded_or_run_again,
+    refusal,
     with_every_budget,
 )
 
@@ -177,3 +178,16 @@ class Between(Net):
 @pytest.mark.parametrize("name", PARTIAL)
 def test_other_ways_to_differentiate_are_refused(name: str, options: tuple[str, ...]) -> None:
     assert "call loss.backward()" in fault(options, PARTIAL[name], Between)
+
+
+class Penalized(Between):
+    """Penalizes the gradient of the layers' input within the step."""
+
+    def forward(self, ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        loss = super().forward(ids, labels)["loss"]
+        (gradient,) = torch.autograd.grad(loss, self.between, retain_graph=True)
+        return {"loss": loss + gradient.norm()}
+
+
+def test_differentiating_within_the_step_is_refused_before_training() -> None:
+    assert "the step calls torch.autograd.grad: a block's backward" in refusal(Penalized)
