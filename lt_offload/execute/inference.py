@@ -13,7 +13,7 @@ from lt_offload.execute.copies import Transfer
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.groups import Layout
 from lt_offload.execute.tensors import LiveGroup, Weight, distinct
-from lt_offload.model.effects import ambient, within
+from lt_offload.model.state.contexts import ambient, within
 from lt_offload.schema.plan import ALIGNMENT
 from lt_offload.units import format_bytes, round_up
 

@@ -195,9 +195,21 @@ EXCHANGED_MEMORY = while_running(
     instead="keep a clone (backup = param.data.clone()), write with param.data.copy_(...), share before training",
 )
 OTHER_SECOND_RUN = while_running(
-    "blocks whose second run differs: by state in globals and helper objects",
+    "blocks whose second run differs: by state in global variables and closures",
     why="a block may run a second time for its backward",
     instead="draw from torch's generators, keep state in attributes or buffers",
+)
+REWRITTEN = while_running(
+    "arguments (positions, masks) and buffers of a block that are written to between its forward and its backward, and "
+    "were not in the sample's step",
+    why="the block runs again for its backward, and what they held is gone",
+    instead="write out of place (positions = positions + 1), or before the forward",
+)
+MODES = while_running(
+    "function and dispatch modes of one's own around a training call that the sample's step did not have, where the "
+    "plan runs a block twice",
+    why="the block runs again for its backward, and would call the mode again",
+    instead="enter the mode inside the step, from the first one on, so that the plan is made for it",
 )
 IN_PLACE_INPUT = while_running(
     "blocks that write to their input",

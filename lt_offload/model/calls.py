@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -14,10 +14,21 @@ from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
 from lt_offload.model.compiled import cover, is_compiled
-from lt_offload.model.effects import Ambient, within
 from lt_offload.model.parts import Cut, Cutter
 from lt_offload.model.snapshot import version
+from lt_offload.model.state.contexts import Ambient, within
+from lt_offload.model.state.effects import Rest
 from lt_offload.schema.profile import COLLECTED_BELOW
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstRun:
+    """What tells whether a block gives the same once more."""
+
+    draws: list[Tensor]
+    """States of the generators before it ran, by :meth:`Call.draws`."""
+    sums: list[int]
+    """Of its outputs' bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +53,10 @@ class Call:
     """
     kernels: set[str] = field(default_factory=set)
     """``{"graph"}`` once it is known that without a graph the numbers are others, of other kernels."""
+    seen: list[Rest] = field(default_factory=list)
+    """What it has seen of its modules, which others may have changed since, if that is known."""
+    given: list[FirstRun] = field(default_factory=list)
+    """What it has drawn and returned, if it would do so again unless something changes that nobody can know."""
     cutter: Cutter | None = None
     """Cuts the batch in parts; None: the block takes all of it."""
 
@@ -67,6 +82,20 @@ class Call:
         large = [size for size in sizes if size >= COLLECTED_BELOW]
         return sum(sizes) - sum(large) + max(large, default=0)
 
+    def draws(self) -> list[Tensor]:
+        """Return the states of torch's global generators that the block may draw from."""
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._gpus)]
+
+    def draw_from(self, states: list[Tensor]) -> None:
+        """Let the block draw what follows these states."""
+        torch.set_rng_state(states[0])
+        for device, state in zip(self._gpus, states[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+    @property
+    def _gpus(self) -> list[torch.device]:
+        return sorted({leaf.device for leaf in self.leaves if isinstance(leaf, Tensor) and leaf.is_cuda}, key=str)
+
     def cut(self) -> Cut | None:
         """Return how the batch is cut; None if it is not."""
         return None if self.cutter is None else self.cutter.cut(*tree_unflatten(self.leaves, self.spec))
@@ -74,6 +103,10 @@ class Call:
     def parts(self, cut: Cut) -> list[Call]:
         """Return the calls of the parts."""
         return [replace(self, leaves=tree_leaves(arguments), cutter=None) for arguments in cut.calls()]
+
+    def as_called(self) -> AbstractContextManager[None]:
+        """Enclose runs that see the block's modules as they were at the call."""
+        return self.seen[0].restored() if self.seen else nullcontext()
 
     def run(self, inputs: Sequence[Tensor]) -> Any:
         """Call the block on ``inputs``."""
@@ -113,6 +146,18 @@ class BlockOutput:
 def tensors_of(out: Any) -> list[Tensor]:
     """Return the tensors among what a block returned, in their order."""
     return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+
+
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Integers of so many bytes."""
+
+
+def bit_sums(outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the sums of the tensors' bits, taken as integers of their size: the same in any order, and no copy."""
+    plain = [t for t in outputs if type(t) is Tensor and t.layout == torch.strided and t.element_size() in _BITS]
+    bits = [_BITS[tensor.element_size()] for tensor in plain]
+    with torch.no_grad(), torch._C._DisableTorchDispatch():  # these few bytes are in no plan
+        return [tensor.view(kind).sum(dtype=kind) for tensor, kind in zip(plain, bits, strict=True)]
 
 
 def edges(roots: Iterable[Any]) -> Iterator[tuple[Any, int]]:

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from lt_offload.machine.accounting import tensors_in
 from lt_offload.machine.dispatch import unseen_by_dynamo
-from lt_offload.model.calls import Call
+from lt_offload.model.calls import Call, bit_sums
 from lt_offload.model.options import for_replay, is_costly, travels
 from lt_offload.model.parts import Cut, Rows
 from lt_offload.profiling.meters import Lap, Meter, Watch, fastest, scatter
@@ -38,6 +38,8 @@ class BlockCost:
     output_bytes: int
     launch_s: float
     options: tuple[OptionProfile, ...]
+    once: bool = False
+    """It must not run a second time for its backward."""
     slack_bytes: int = 0
     """Device memory that torch's allocator has held beyond what it has allocated, at most."""
     scatter: float = 0.0
@@ -68,6 +70,7 @@ class _Figures:
 
 def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
     """Run ``call`` under every option that can pay and return what it costs; ``once``: only those that run it once."""
+    once = once or not _gives_the_same(call)
     keep = _measure(call, "keep", meter, timed=True)
     measured = [keep]
     input_bytes = storage_bytes(call.inputs)
@@ -86,6 +89,7 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
         except _OtherOperations as error:  # the block trains without this option
             _log.info("%s has no option mixed: %s", type(call.module).__name__, error)
     return BlockCost(
+        once=once,
         input_bytes=input_bytes,
         output_bytes=keep.output_bytes,
         launch_s=max(keep.forward.launch_s, keep.backward.launch_s),
@@ -93,6 +97,17 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
         slack_bytes=max(figures.slack for figures in measured),
         scatter=max(figures.scatter for figures in measured),
     )
+
+
+def _gives_the_same(call: Call) -> bool:
+    """Return whether the block still gives what it gave in the model's run, from the same state and the same draws."""
+    if not call.given or call.cutter is not None or call.compiled:
+        return True
+    call.draw_from(call.given[0].draws)
+    same = [int(total) for total in bit_sums(_Trial(call, "keep").forward())] == call.given[0].sums
+    if not same:
+        _log.info("%s runs once per iteration: after the step it gives other numbers", type(call.module).__name__)
+    return same
 
 
 def measure_with_loss(call: Call, name: OptionName, chunk_tokens: int, meter: Meter) -> BlockCost:

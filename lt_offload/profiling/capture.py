@@ -26,10 +26,10 @@ from lt_offload.machine.accounting import Account
 from lt_offload.model.blocks import Block, Structure
 from lt_offload.model.calls import BlockOutput, Call
 from lt_offload.model.compiled import Forward, intercept, is_compiled, uncompiled
-from lt_offload.model.effects import ambient, within
 from lt_offload.model.location import brought
 from lt_offload.model.options import is_activation
 from lt_offload.model.parts import Cutter, cutters, in_parts
+from lt_offload.model.state.contexts import ambient, within
 from lt_offload.profiling.logits import LogitsWatch
 from lt_offload.profiling.meters import Lap, Meter
 from lt_offload.profiling.seams import Interface, Seams, WrittenWeights
@@ -208,11 +208,14 @@ class _CallRecorder:
             self.seams.check_gradients()
         else:
             self.seams.check_results(result)
+        self.seams.find_rewritten()
         self.seams.let_go()
         waiting = self._forwards if self._followed else self._forwards[:-1]
         if waiting and self.seams.once:
-            name = self.blocks[min(self.seams.once)].name
-            raise limits.FORWARDS.error(f"block {name}, which must run once for its hooks, is in a forward that waits")
+            index, why = min(self.seams.once.items())
+            raise limits.FORWARDS.error(
+                f"block {self.blocks[index].name}, which must run once {why}, is in a forward that waits"
+            )
         largest = max(self._forwards, key=lambda forward: forward.input_bytes)
         return Capture(
             calls=tuple(largest.calls),
@@ -356,6 +359,7 @@ class _ModelCall:
         signature = (
             repr(block.module),
             is_compiled(block.module),
+            tuple(module.training for module in block.module.modules()),
             tuple((p.shape, p.dtype, p.requires_grad) for p in parameters),
             tuple(_describe(leaf) for leaf in leaves),
             spec,

@@ -346,7 +346,7 @@ def _block_costs(captured: Capture, device: torch.device, meter: Meter, say: Pro
     for call in captured.calls:
         if id(call) not in known:
             say(f"measuring {type(call.module).__name__} ({len(known) + 1} of {distinct} kinds of blocks)")
-            with _staged(tensors_of(call.module), device):
+            with _staged(tensors_of(call.module), device), call.as_called():
                 known[id(call)] = measure_block(call, meter, once=id(call) not in repeatable)
     return [known[id(call)] for call in captured.calls]
 
@@ -374,10 +374,11 @@ def _block_profiles(structure: Structure, measured: Measured) -> tuple[BlockProf
         grad = max((p.nbytes for p in block.module.parameters() if p.requires_grad), default=0)
         options = [_with_tail(option, cost, tail, grad) if last else option for option in cost.options]
         chained = captured.chained[index]
+        once = captured.once[index] or cost.once
         nothing = discard(cost) if chained and not last else None
         options += [nothing] if nothing else []
         options += [option for cost in measured.with_loss for option in cost.options] if last else []
-        options = [option for option in options if option.name in RECORDED or not captured.once[index]]
+        options = [option for option in options if option.name in RECORDED or not once]
         profiles.append(
             BlockProfile(
                 name=block.name,

@@ -9,6 +9,7 @@ such a use.
 from __future__ import annotations
 
 import logging
+import weakref
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -26,10 +27,10 @@ from lt_offload import limits
 from lt_offload.errors import OffloadError
 from lt_offload.machine.dispatch import unseen_by_dynamo, writes
 from lt_offload.model.blocks import Block, Structure
-from lt_offload.model.calls import Call, edges, tensors_of
-from lt_offload.model.effects import Effects, InnerHooks, Snapshot
+from lt_offload.model.calls import Call, FirstRun, bit_sums, edges, tensors_of
 from lt_offload.model.parts import check_rows
 from lt_offload.model.snapshot import version
+from lt_offload.model.state.effects import Effects, InnerHooks, Rest, Snapshot
 
 _log = logging.getLogger(__name__)
 
@@ -47,8 +48,10 @@ class Seams:
         self._aside = aside
         self._reached: set[int] = set()
         """Blocks that a gradient has reached inside."""
-        self.once: set[int] = set()
-        """Blocks that must not run a second time for their backward, nor without a graph."""
+        self.once: dict[int, str] = {}
+        """Blocks that must not run a second time for their backward, nor without a graph, and why."""
+        self._given: list[tuple[int, list[tuple[weakref.ref[Tensor], int]], Rest]] = []
+        """Per run of a block: the tensors that it was called with, their versions, and what it has seen besides."""
         self._compared: dict[int, Call] = {}
         """Calls that have run without a graph and with one, by their identity."""
         names: dict[nn.Parameter, int] = Counter(p for b in structure.blocks for p in {*b.module.parameters()})
@@ -56,12 +59,15 @@ class Seams:
         """Weights of several blocks."""
         self._cast: dict[nn.Parameter, int] = {}
         """Those that a block has cast, by the block."""
+        self._rest = Rest([])
+        """What the last block has seen."""
         self._inputs: list[tuple[Any, int, int]] = []
         """Per activation that a block was given: the node it comes from, which output of it, how often it is used."""
 
     def let_go(self) -> None:
         """Let go of the model's graph, when all has been checked."""
         self._inputs.clear()
+        self._given.clear()
 
     def run(
         self, index: int, call: Call, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -73,6 +79,7 @@ class Seams:
         """
         limits.check_call(self._blocks[index].name, kwargs)
         leaves, spec = tree_flatten((args, kwargs))
+        given = [(weakref.ref(leaf), version(leaf)) for leaf in leaves if isinstance(leaf, Tensor)]
         origins = [(leaves[slot].grad_fn, int(leaves[slot].output_nr)) for slot in call.slots]
         entered = []
         for slot, need in zip(call.slots, call.needs_grad, strict=True):
@@ -92,6 +99,7 @@ class Seams:
             return forward(*args, **kwargs)
 
         out = self._run_twice(index, call, run)
+        self._given.append((index, given, self._rest))
         if self._shared and call.contexts.autocasts and call.contexts.caches_casts:
             self._check_casts(index, out)
         uses = _uses(entered, out)
@@ -109,23 +117,27 @@ class Seams:
         Raises:
             UnsupportedError: if outputs differ by a bit even so, or the block writes to its input.
         """
-        block = self._blocks[index]
+        block, self._rest = self._blocks[index], Rest([])
         if call.compiled or not (_has_values(call) or id(call) not in self._compared):
             return self._run_kept(index, call, forward)  # always with a graph, or all that can be known is known
         self._compared[id(call)] = call
         hook = InnerHooks(block.name, block.module).find()
         if hook is not None:
             return self._run_only_once(index, call, forward, hook)
+        if call.contexts.modes:
+            return self._run_only_once(index, call, forward, f"it runs within {call.contexts.modes[-1]}")
         # Both runs draw the same numbers: otherwise dropout alone would make their outputs differ.
-        before_draws = _generators(call)
+        before_draws = call.draws()
         effects = Effects(block.module, watched=3 if _has_values(call) else 0)
         with effects.first_run() as before, self._aside(), torch.no_grad(), _OperationLog() as operations:
             try:
                 first, failed = forward(), None
             except Exception as error:  # whatever users' code raises where there is no graph
                 first, failed = None, error
-        _draw_from(call, before_draws)
+        call.draw_from(before_draws)
         before.undo()
+        self._rest = before.rest
+        call.seen[:] = call.seen or [before.rest]
         if call.contexts.autocasts:
             torch.clear_autocast_cache()  # casts of weights without a graph would be taken for the run with one
         if failed is not None:
@@ -141,6 +153,9 @@ class Seams:
             call.kernels.add("graph")
             if _repeats(call):
                 self._check_repeated(index, call, forward, before, before_draws, out)
+        if _has_values(call) and _repeats(call) and not before.changed and not call.given:
+            numbers = [tensor for tensor in tensors_of(out) if tensor.is_floating_point()]
+            call.given.append(FirstRun(draws=before_draws, sums=[int(total) for total in bit_sums(numbers)]))
         return out
 
     def _check_repeated(
@@ -157,11 +172,11 @@ class Seams:
         Raises:
             UnsupportedError: naming the block.
         """
-        after_draws = _generators(call)
-        _draw_from(call, before_draws)
+        after_draws = call.draws()
+        call.draw_from(before_draws)
         with before.restored(graph=True), self._aside(), torch.enable_grad():
             again = forward()
-        _draw_from(call, after_draws)
+        call.draw_from(after_draws)
         if not _equal(again, out):
             name = self._blocks[index].name
             raise limits.OTHER_SECOND_RUN.error(f"block {name} gave other numbers when it ran again")
@@ -172,8 +187,18 @@ class Seams:
             call.kernels.add("graph")  # nothing will ask it to run again, and plain PyTorch has gradients on
             return out
         _log.info("block %s runs once per iteration, with a graph: %s", self._blocks[index].name, why)
-        self.once.add(index)
+        self.once[index] = "for its hooks"
         return out
+
+    def find_rewritten(self) -> None:
+        """Find blocks whose arguments or buffers somebody has written to by now: these run once, too."""
+        for index, given, rest in self._given:
+            tensors = [(tensor, known) for ref, known in given if (tensor := ref()) is not None]
+            buffer = rest.rewritten()
+            what = "an argument" if any(version(tensor) != known for tensor, known in tensors) else buffer
+            if what is not None:
+                _log.info("block %s runs once per iteration: %s is written to after it", self._blocks[index].name, what)
+                self.once.setdefault(index, f"as {what} is written to")
 
     def _run_kept(self, index: int, call: Call, forward: Callable[[], Any]) -> Any:
         """Run a block with a graph, which is none where nothing requires gradients, and refuse writes to its input."""
@@ -225,7 +250,7 @@ class Seams:
             )
         if InnerHooks(block.name, block.module).find() is not None:
             return  # they would be called once more
-        draws = _generators(call)
+        draws = call.draws()
         with Effects(block.module).first_run() as before, self._aside():
             try:
                 self._check_two(block, call, forward, samples.rows)
@@ -233,7 +258,7 @@ class Seams:
                 raise
             except (RuntimeError, ValueError, IndexError) as error:  # whatever users' code makes of another shape
                 raise limits.MICRO_BATCHES.error(f"block {block.name} fails on a part of a batch: {error}") from error
-        _draw_from(call, draws)
+        call.draw_from(draws)
         before.undo()
 
     def _check_two(self, block: Block, call: Call, forward: Callable[..., Any], rows: Collection[int]) -> None:
@@ -388,19 +413,6 @@ def _equal(first: Any, second: Any) -> bool:
 def _equal_with_nans(a: Tensor, b: Tensor) -> bool:
     # Logits may be gigabytes: there is room for a truth value per number, not for copies.
     return bool(((a == b) | (a.isnan() & b.isnan())).all())
-
-
-def _generators(call: Call) -> list[Tensor]:
-    """Return the states of torch's global generators."""
-    cuda = {leaf.device for leaf in call.leaves if isinstance(leaf, Tensor) and leaf.is_cuda}
-    return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in sorted(cuda, key=str))]
-
-
-def _draw_from(call: Call, states: list[Tensor]) -> None:
-    cuda = {leaf.device for leaf in call.leaves if isinstance(leaf, Tensor) and leaf.is_cuda}
-    torch.set_rng_state(states[0])
-    for device, state in zip(sorted(cuda, key=str), states[1:], strict=True):
-        torch.cuda.set_rng_state(state, device)
 
 
 def _note(reached: set[int], index: int, _gradient: Tensor) -> None:

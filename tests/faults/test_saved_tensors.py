@@ -16,6 +16,7 @@ from lt_offload.execute.engine import Engine
 from lt_offload.execute.runs import activations
 from lt_offload.execute.runs.activations import MovedStorage, WeightAlias
 from lt_offload.execute.runs.block_graph import Frame
+from lt_offload.execute.runs.repeats import Repeats
 from lt_offload.execute.tensors import States
 from lt_offload.model.blocks import find_blocks
 from tests.support import plans
@@ -214,4 +215,5 @@ CHECKS = {
 @pytest.mark.parametrize(("where", "option"), [pair for pair in WRITTEN if pair[0] != "input"])
 def test_without_the_check_numbers_are_wrong(where: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(*CHECKS[option], lambda *args: None)
+    monkeypatch.setattr(Repeats, "compare", lambda *args: None)  # sees it, too, in some iterations
     assert differ(writing(where), adamw, option)

@@ -15,12 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import lt_offload
-from lt_offload import Profile
+from lt_offload import Plan, Profile
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.engine import Engine
 from lt_offload.model.blocks import find_blocks
 from tests.support import plans
 from tests.support.engines import Result, installed
+from tests.support.profiles import budgets
+from tests.support.profiles.budgets import BUDGETS
 
 RUNS = {
     "recorded": ("keep", "offload"),
@@ -35,7 +37,7 @@ in_every_run = pytest.mark.parametrize("options", RUNS.values(), ids=RUNS)
 recorded_or_run_again = pytest.mark.parametrize(
     "options", [RUNS["recorded"], RUNS["run again"]], ids=["recorded", "run again"]
 )
-with_every_budget = pytest.mark.parametrize("budget", ["tight", "middle", "resident"])
+with_every_budget = pytest.mark.parametrize("budget", BUDGETS)
 
 
 class Layer(nn.Module):
@@ -143,25 +145,23 @@ def ours(make: Callable[[], nn.Module], options: tuple[str, ...], loop: Loop = o
 
 
 @cache
-def measured(make: Callable[[], nn.Module]) -> tuple[Profile, int]:
-    """The profile of a net and the smallest budget that training it needs; once for all tests of ``make``."""
+def measured(make: Callable[[], nn.Module]) -> Profile:
+    """The profile of a net; once for all tests of ``make``."""
     model = make()
-    profile = lt_offload.profile(model, rows()[0], optimizer=adamw(model))
-    with pytest.raises(lt_offload.InfeasibleError) as caught:
-        lt_offload.solve(profile, memory=1000)
-    assert caught.value.needed_bytes is not None
-    return profile, caught.value.needed_bytes
+    return lt_offload.profile(model, rows()[0], optimizer=adamw(model))
+
+
+@cache
+def planned(make: Callable[[], nn.Module], budget: str) -> Plan:
+    """A plan for a budget; made once, too."""
+    return budgets.planned(measured(make), budget)
 
 
 def by_budget(make: Callable[[], nn.Module], budget: str, loop: Loop = ordinary) -> Result:
-    """The public way: measured, planned for a share of what training takes, and carried out."""
+    """The public way: measured, planned, and carried out."""
     model = make()
     optimizer = adamw(model)
-    profile, needed_bytes = measured(make)
-    memory = int(needed_bytes * {"tight": 1.02, "middle": 1.6, "resident": 20.0}[budget])
-    planner = "resident" if budget == "resident" else "auto"
-    plan = lt_offload.solve(profile, memory=memory, planner=planner)
-    with lt_offload.offloaded(model, optimizer, rows()[0], plan=plan, accelerator="cpu"):
+    with lt_offload.offloaded(model, optimizer, rows()[0], plan=planned(make, budget), accelerator="cpu"):
         seed()
         losses = loop(model, optimizer, rows())
     return Result(losses, model, optimizer)

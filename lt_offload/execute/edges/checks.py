@@ -21,7 +21,7 @@ from lt_offload.execute.runs.frames import AnyFrame, Frames
 from lt_offload.execute.runs.shared_inputs import RunningTotal
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure
-from lt_offload.model.effects import InnerHooks
+from lt_offload.model.state.effects import InnerHooks
 
 
 def check_hooks(structure: Structure, repeated: Collection[int], *, parted: bool = False) -> None:
@@ -61,7 +61,7 @@ def check_reached(weights: Iterable[Weight], frames: Frames) -> None:
             f"the backward did not reach every block that took part in the forward (open: {unfinished[:3]}); "
             "the loss must depend on the output of the whole model"
         )
-    frames.check_inputs()
+    frames.check()
 
 
 class Fixed:

@@ -17,7 +17,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from lt_offload import limits
-from lt_offload.model.effects import Location, Snapshot
+from lt_offload.model.state.effects import Location, Snapshot
 
 
 class _Sentinel(torch.autograd.Function):

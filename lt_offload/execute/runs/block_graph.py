@@ -34,12 +34,14 @@ from lt_offload.execute.runs.activations import (
     ReplayCostly,
     SavedTensors,
 )
+from lt_offload.execute.runs.repeats import Repeats
 from lt_offload.execute.runs.shared_inputs import RunningTotal
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.calls import edges, tensors_of
-from lt_offload.model.effects import Effects, Snapshot, ambient, within
 from lt_offload.model.options import is_activation, travels
 from lt_offload.model.snapshot import version
+from lt_offload.model.state.contexts import ambient, within
+from lt_offload.model.state.effects import Effects, Snapshot
 from lt_offload.schema.plan import Save
 from lt_offload.schema.profile import RECORDED, OptionName
 
@@ -72,6 +74,7 @@ class Frame:
         effects: Effects | None = None,
         uses: dict[int, Counter[int]] | None = None,
         offloader: ActivationOffloader | None = None,
+        repeats: Repeats | None = None,
     ) -> None:
         self.device = device
         self.index = index
@@ -115,6 +118,10 @@ class Frame:
             leaf for slot, leaf in enumerate(self._leaves) if isinstance(leaf, Tensor) and slot not in self._slots
         ]
         """Masks and tables that all blocks are given: they stay on the device."""
+        self._shared_versions = [version(x) for x in self._shared]
+        self._repeats = repeats
+        self._sums: list[Tensor] | None = None
+        """Tell the outputs of the first run, if its second one is to be compared."""
         self._inputs: list[Tensor | Moved] | None = None
         """Saved, to recompute from."""
         self._versions: list[int] = []
@@ -167,6 +174,7 @@ class Frame:
                     self._cache = stack.enter_context(CacheCostly(self.offloader))
                 versions = [version(x) for x in inputs]
                 out = self._run_unrecorded(anchor, inputs)
+            self._note_outputs(out)
             self._save(inputs, versions)
             if self._before is not None:
                 self._inner = InnerTensors(self.name, self._before, anchor)
@@ -189,10 +197,28 @@ class Frame:
                 self._inputs = [*inputs] if self._is_first or save else None
                 self._versions = [version(x) for x in inputs]
             stack.enter_context(torch.set_grad_enabled(self.graphed))
-            return self._call(inputs)
+            out = self._call(inputs)
+        if self.recomputed:
+            self._note_outputs(out)
+        return out
+
+    def _note_outputs(self, out: Any) -> None:
+        if self._repeats is not None:
+            self._sums = self._repeats.sums(tensors_of(out))
+
+    def check_outputs(self, out: Any) -> None:
+        """Compare what a second run has returned with what the first did.
+
+        Raises:
+            UnsupportedError: if its numbers are others.
+        """
+        if self._repeats is not None:
+            self._repeats.compare(self.name, self._sums, tensors_of(out))
 
     def _note_first(self, stack: ExitStack) -> None:
         """Remember what the first run, within ``stack``, sees and changes, for the runs that repeat it."""
+        if self._ambient.modes:
+            raise limits.MODES.error(f"{self._ambient.modes[-1]} around block {self.name}")
         # Before anything is drawn: dropout has to draw the same masks when the block is recomputed.
         self._rng = self.device.rng_state()
         if self._effects is not None:
@@ -239,6 +265,7 @@ class Frame:
                 out = self._record(anchor, inputs, None, steady=self.steady)
             else:
                 out = self._run_unrecorded(anchor, inputs)
+        self.check_outputs(out)
         if graph and self._inner is not None:
             self._inner.recomputed()
         if save == "input" or self._is_first:
@@ -332,7 +359,7 @@ class Frame:
         inputs = self._take_saved()
         assert inputs is not None or not self._slots, f"block {self.name} has saved nothing to run its backward from"
         with self._as_first(graph=True):
-            self._record(anchor, inputs or [], None, steady=True)
+            self.check_outputs(self._record(anchor, inputs or [], None, steady=True))
         if self._inner is not None:
             self._inner.recomputed()
 
@@ -391,9 +418,19 @@ class Frame:
                     "block cannot run again; write out of place"
                 )
 
+    def _check_unwritten(self) -> None:
+        """Refuse a second run where masks, tables or buffers were written to since the first one."""
+        for x, known in zip(self._shared, self._shared_versions, strict=True):
+            if version(x) != known:
+                raise limits.REWRITTEN.error(f"an argument of block {self.name}, {list(x.shape)} of {x.dtype}")
+        buffer = self._before.rest.rewritten() if self._before is not None else None
+        if buffer is not None:
+            raise limits.REWRITTEN.error(f"buffer {buffer} of block {self.name}")
+
     @contextmanager
     def _as_first(self, *, graph: bool) -> Iterator[None]:
         """Let the block see and draw what it did in its first run, and leave nothing behind."""
+        self._check_unwritten()
         # The generators go back to where they are: the next draw of the model is to be that of plain PyTorch.
         now = self.device.rng_state()
         self.device.set_rng_state(self._rng)

@@ -49,6 +49,7 @@ class DeferredForward:
             with frame.repeated(outputs, graph=option in RECORDED) as (args, kwargs):
                 outputs.clear()  # nobody holds what the block does not need
                 passed, outputs = run(frame.index, original, args, kwargs)
+                frame.check_outputs(outputs)
             self.passed.append(passed)
 
     def close(self) -> None:

@@ -16,13 +16,14 @@ from lt_offload.execute.gradients import Gradients
 from lt_offload.execute.runs.activations import HostPool
 from lt_offload.execute.runs.block_graph import Frame
 from lt_offload.execute.runs.parts import Parts, between
+from lt_offload.execute.runs.repeats import Repeats
 from lt_offload.execute.runs.shared_inputs import SharedInputs
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure
 from lt_offload.model.calls import BlockOutput
 from lt_offload.model.compiled import is_compiled
-from lt_offload.model.effects import Effects
 from lt_offload.model.parts import cutters
+from lt_offload.model.state.effects import Effects
 from lt_offload.schema.plan import Op, Plan
 from lt_offload.schema.profile import RECORDED, OptionName
 
@@ -67,6 +68,7 @@ class Frames:
         """Collects those of the parts."""
         self._last_output: BlockOutput | None = None
         self._shared = SharedInputs()
+        self._repeats = Repeats(device)
 
     def __len__(self) -> int:
         return len(self._frames) + len(self._frozen)
@@ -90,6 +92,8 @@ class Frames:
         Raises:
             PlanError: if the plan saves nothing of it, and recomputing the previous block would not give its input.
         """
+        if index == 0:
+            self._repeats.begin()
         make = self._maker(index, forward, weights, self._options[index], recomputed=index in self._recomputed)
         frame = self._in_parts(index, make, args, kwargs) or make(args=args, kwargs=kwargs, uses=self.uses)
         if self._last_output is not None:
@@ -129,6 +133,8 @@ class Frames:
             kwargs: of the call.
             previous: what the block before has returned in that forward.
         """
+        if index == 0:
+            self._repeats.begin()
         make = self._maker(index, forward, weights, "recompute", recomputed=True)
         frame = make(args=args, kwargs=kwargs, uses=self.uses)
         if previous is not None:
@@ -161,6 +167,7 @@ class Frames:
             steady=index in self._steady,
             graphed=index in self._graphed,
             effects=self._effects[index],
+            repeats=self._repeats,
         )
 
     def _in_parts(
@@ -211,9 +218,10 @@ class Frames:
             frame.offloader.fetch(op.id)
         return frame.recompute(anchor, outputs, op.save)
 
-    def check_inputs(self) -> None:
-        """Raise ``UnsupportedError`` if a gradient of a block's input has gone nowhere."""
+    def check(self) -> None:
+        """Raise ``UnsupportedError`` if a gradient of a block's input has gone nowhere, or a second run differed."""
         self._shared.check()
+        self._repeats.check()
 
     def close(self) -> None:
         """Drop every frame and what it has saved."""

@@ -27,9 +27,9 @@ from lt_offload.strategy import offmate, sample
 from lt_offload.strategy.checkpoint import files, hooks
 from lt_offload.strategy.checkpoint.writer import Writer
 from tests import sampling
+from tests.support.profiles import budgets
 from tests.support.trainers import Forced, differences, fit, seeded_module
 
-BUDGETS = {"tight": 1.02, "middle": 1.6, "resident": 20.0}
 ROOM = {"none": 0, "some": 30_000, "ample": 1 << 30}
 """Bytes for what is set aside; the checkpoint of the model takes 200 kB."""
 
@@ -142,20 +142,20 @@ def both(
     assert differences(expected, found) == []
 
 
-def smallest_budget() -> int:
+def smallest_budget(budget: str) -> int:
     with pytest.raises(InfeasibleError) as caught:
-        fit(OffmateStrategy(memory="20KB"))
+        fit(OffmateStrategy(memory="20KB", **budgets.planning(budget) | {"planner": "auto"}))
     assert caught.value.needed_bytes is not None
     return caught.value.needed_bytes
 
 
-@pytest.mark.parametrize(("budget", "room"), sampling.grid(BUDGETS, ROOM, count=4))
+@pytest.mark.parametrize(("budget", "room"), sampling.grid(budgets.BUDGETS, ROOM, count=4))
 def test_files_are_those_for_which_training_waits(
     budget: str, room: str, tmp_path: Path, late: Late, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hooks, "available_host_bytes", lambda: 2 * ROOM[room])
-    memory = int(smallest_budget() * BUDGETS[budget])
-    planning = OffmateStrategy(memory=memory, planner="resident" if budget == "resident" else "auto")
+    memory = int(smallest_budget(budget) * budgets.BUDGETS[budget])
+    planning = OffmateStrategy(memory=memory, **budgets.planning(budget))
     window = {"accumulate_grad_batches": 2 if budget == "middle" else 1}
     fit(planning, max_steps=1, max_epochs=-1, **window)
     assert planning.plan is not None

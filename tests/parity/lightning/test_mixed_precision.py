@@ -17,6 +17,7 @@ from lt_offload import InfeasibleError, OffmateStrategy
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.strategy import offmate
 from tests import sampling
+from tests.support.profiles.budgets import BUDGETS, planning
 from tests.support.trainers import Forced, Run, differences, fit, seeded_module, trainer
 from tests.support.user_nets import Net, rows
 from tests.unit.profiling.test_grad_mode import Attending, ComputedWeight, Mixing
@@ -28,7 +29,6 @@ MODELS: list[dict[str, Any]] = [
     {"family": "bloom", "dropout": 0.1},
     {"family": "phi"},
 ]
-BUDGETS = {"tight": 1.02, "middle": 1.6, "resident": 20.0}
 
 
 def mixed(strategy: Any, options: dict[str, Any], **settings: Any) -> Run:
@@ -43,17 +43,17 @@ def test_every_option_and_place_equals_stock(options: dict[str, Any], monkeypatc
     assert not torch.equal(stock.module.losses[0], fit("auto", seeded_module(**options)).module.losses[0])
 
 
-def smallest_budget(options: dict[str, Any]) -> int:
+def smallest_budget(options: dict[str, Any], budget: str) -> int:
     with pytest.raises(InfeasibleError) as caught:
-        mixed(OffmateStrategy(memory="20KB"), options)
+        mixed(OffmateStrategy(memory="20KB", **planning(budget) | {"planner": "auto"}), options)
     assert caught.value.needed_bytes is not None
     return caught.value.needed_bytes
 
 
 @pytest.mark.parametrize(("options", "budget"), sampling.grid(MODELS, list(BUDGETS)), ids=str)
 def test_every_budget_equals_stock(options: dict[str, Any], budget: str) -> None:
-    memory = int(smallest_budget(options) * BUDGETS[budget])
-    strategy = OffmateStrategy(memory=memory, planner="resident" if budget == "resident" else "auto")
+    memory = int(smallest_budget(options, budget) * BUDGETS[budget])
+    strategy = OffmateStrategy(memory=memory, **planning(budget))
     ours = mixed(strategy, options)
     assert differences(mixed("auto", options), ours) == []
     assert strategy.plan is not None

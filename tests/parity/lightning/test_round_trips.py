@@ -12,9 +12,8 @@ from lightning.pytorch.callbacks import ModelCheckpoint
 from lt_offload import InfeasibleError, OffmateStrategy
 from lt_offload.strategy import sample
 from tests import sampling
+from tests.support.profiles.budgets import BUDGETS, planning
 from tests.support.trainers import BATCHES, Forced, fit, seeded_module, state_differences
-
-BUDGETS = {"tight": 1.02, "middle": 1.6, "resident": 20.0}
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -35,15 +34,15 @@ def _one_profile() -> Any:
 
 
 def strategy(budget: str, **settings: Any) -> OffmateStrategy:
+    made = OffmateStrategy(memory="20KB", **planning(budget) | {"planner": "auto"})
     with pytest.raises(InfeasibleError) as caught:
-        fit(OffmateStrategy(memory="20KB"), seeded_module(dropout=0.1, batch_size=1), **settings)
+        fit(made, seeded_module(dropout=0.1, batch_size=1), **settings)
     assert caught.value.needed_bytes is not None
     memory = int(caught.value.needed_bytes * BUDGETS[budget])
-    planner: Any = "resident" if budget == "resident" else "auto"
-    return OffmateStrategy(memory=memory, planner=planner, async_checkpoint=budget == "middle")
+    return OffmateStrategy(memory=memory, async_checkpoint=budget == "middle", **planning(budget))
 
 
-CHANGES = [("tight", "resident"), ("resident", "middle"), ("middle", "tight")]
+CHANGES = [("tight", "resident"), ("resident", "recomputing"), ("recomputing", "middle"), ("middle", "tight")]
 
 
 @pytest.mark.parametrize(("first", "second"), sampling.some(CHANGES, 2))

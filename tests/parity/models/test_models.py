@@ -17,6 +17,7 @@ import lt_offload
 from lt_offload.errors import ModelError
 from tests import sampling
 from tests.support.engines import Result, differences
+from tests.support.profiles.budgets import BUDGETS, planned
 from tests.support.user_nets import seed
 
 HIDDEN, VOCAB, WORDS = 32, 61, 8
@@ -149,15 +150,11 @@ def plain(name: str) -> Result:
 
 
 @cache
-def measured(name: str) -> tuple[lt_offload.Profile, int]:
+def measured(name: str) -> lt_offload.Profile:
     model, rows = made(name), batches(name)
-    profile = lt_offload.profile(
+    return lt_offload.profile(
         model, rows[0], optimizer=adamw(model), device="cpu", run=lambda batch: model(**batch)["loss"]
     )
-    with pytest.raises(lt_offload.InfeasibleError) as caught:
-        lt_offload.solve(profile, memory=1000)
-    assert caught.value.needed_bytes is not None
-    return profile, caught.value.needed_bytes
 
 
 def offloaded(model: nn.Module, rows: list[Batch], **settings: Any) -> Result:
@@ -166,11 +163,10 @@ def offloaded(model: nn.Module, rows: list[Batch], **settings: Any) -> Result:
         return train(model, optimizer, rows)
 
 
-@pytest.mark.parametrize(("name", "budget"), sampling.grid(MODELS, ["tight", "middle", "resident"], count=9))
+@pytest.mark.parametrize(("name", "budget"), sampling.grid(MODELS, BUDGETS, count=12))
 def test_every_kind_of_model_equals_plain_pytorch(name: str, budget: str) -> None:
-    profile, needed = measured(name)
-    memory = int(needed * {"tight": 1.02, "middle": 1.6, "resident": 20.0}[budget])
-    plan = lt_offload.solve(profile, memory=memory, planner="resident" if budget == "resident" else "auto")
+    profile = measured(name)
+    plan = planned(profile, budget)
     assert sum(block.kind == "layer" for block in profile.blocks) == 3
     assert differences(plain(name), offloaded(made(name), batches(name), plan=plan)) == []
 

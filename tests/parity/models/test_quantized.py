@@ -22,6 +22,7 @@ from tests import sampling
 from tests.parity.models import quantized
 from tests.support import models, plans, tiny
 from tests.support.engines import BUDGET, Result, differences, make_optimizer, trained_by
+from tests.support.profiles.budgets import BUDGETS, planned
 from tests.support.user_nets import seed
 
 pytestmark = [
@@ -59,26 +60,21 @@ def plain(kind: str) -> Result:
 
 
 @cache
-def measured(kind: str) -> tuple[lt_offload.Profile, int]:
+def measured(kind: str) -> lt_offload.Profile:
     model = quantized.adapted(**KINDS[kind])
     optimizer = make_optimizer(model, "adamw-fused")
-    profile = lt_offload.profile(model, rows(model)[0], optimizer=optimizer, device="cpu")
-    with pytest.raises(lt_offload.InfeasibleError) as caught:
-        lt_offload.solve(profile, memory=1000)
-    assert caught.value.needed_bytes is not None
-    return profile, caught.value.needed_bytes
+    return lt_offload.profile(model, rows(model)[0], optimizer=optimizer, device="cpu")
 
 
-@pytest.mark.parametrize(("kind", "budget"), sampling.grid(KINDS, ["tight", "middle", "resident"], count=5))
+@pytest.mark.parametrize(("kind", "budget"), sampling.grid(KINDS, BUDGETS, count=6))
 def test_equals_plain_pytorch(kind: str, budget: str) -> None:
-    profile, needed = measured(kind)
-    memory = int(needed * {"tight": 1.02, "middle": 1.4, "resident": 20.0}[budget])
-    plan = lt_offload.solve(profile, memory=memory, planner="resident" if budget == "resident" else "auto")
+    profile = measured(kind)
+    plan = planned(profile, budget)
     packed = {i for i, tensor in enumerate(profile.tensors) if tensor.dtype == "uint8"}
     assert len(packed) == 2 * 7 * 2 or kind == "bias"
     fetched = {t for op in plan.ops if op.kind == "prefetch" for t in plan.tensors(op)}
     if budget != "middle":
-        assert bool(packed & fetched) == (budget == "tight")
+        assert bool(packed & fetched) == (budget != "resident")
     model = quantized.adapted(**KINDS[kind])
     optimizer, batches = make_optimizer(model, "adamw-fused"), rows(model)
     with lt_offload.offloaded(model, optimizer, batches[0], accelerator="cpu", plan=plan):

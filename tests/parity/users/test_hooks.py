@@ -16,17 +16,18 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lt_offload import OffmateStrategy
-from lt_offload.errors import InfeasibleError, UnsupportedError
+from lt_offload.errors import UnsupportedError
 from lt_offload.execute.device.emulated import EmulatedDevice
-from lt_offload.plan import solve
+from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy import offmate as lifecycle
 from lt_offload.strategy import sample as prepare
 from tests import sampling
+from tests.support.profiles import budgets
 from tests.support.trainers import Forced, Run, differences, fit, seeded_module
 
 OPTIONS: dict[str, Any] = {"family": "llama-tied", "dropout": 0.1}
-BUDGETS = ("tight", "middle", "resident", "every place")
+BUDGETS = (*budgets.BUDGETS, "every place")
 HOOKS = (
     "on_train_start",
     "on_train_epoch_start",
@@ -65,32 +66,23 @@ def profiled() -> Profile:
 
 
 @functools.cache
-def smallest() -> int:
-    with pytest.raises(InfeasibleError) as caught:
-        solve(profiled(), memory=1000)
-    assert caught.value.needed_bytes is not None
-    return caught.value.needed_bytes
+def planned(budget: str) -> Plan:
+    return budgets.planned(profiled(), budget)
 
 
 class Planned(OffmateStrategy):
     """Has the plan of a budget, made once."""
 
-    plans: dict[tuple[int, str], Any] = {}
+    def __init__(self, budget: str) -> None:
+        super().__init__(memory=planned(budget).budget_bytes)
+        self.budget = budget
 
-    def _make_plan(self, profile: Profile) -> Any:
-        assert self.memory is not None
-        key = self.memory, self.planner
-        if key not in self.plans:
-            self.plans[key] = solve(profile, memory=self.memory, planner=self.planner)
-        return self.plans[key]
+    def _make_plan(self, profile: Profile) -> Plan:
+        return planned(self.budget)
 
 
 def strategy(budget: str) -> OffmateStrategy:
-    if budget == "every place":
-        return Forced()
-    if budget == "resident":
-        return Planned(memory=10 * smallest(), planner="resident")
-    return Planned(memory=int({"tight": 1.02, "middle": 1.6}[budget] * smallest()))
+    return Forced() if budget == "every place" else Planned(budget)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from lt_offload.model.effects import Effects
+from lt_offload.model.state.effects import Effects
 
 
 class Block(nn.Module):

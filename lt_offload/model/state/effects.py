@@ -1,9 +1,10 @@
 """What running a block changes beside its outputs, and what it depends on beside its inputs.
 
 A block that runs twice, for its forward and again for its backward, must leave behind what one run leaves, and its
-second run must see what the first one saw: buffers (running statistics), attributes of its modules (counters, lists),
-the generators of Python, NumPy and its own, and the contexts around the call (``torch.autocast``). Torch's global
-generators are the device's business.
+second run must see what the first one saw, whoever has changed it since: buffers (running statistics), attributes of
+its modules (counters, lists, ``Dropout.p``) with what containers and objects of settings among them hold, and the
+generators of Python, NumPy and its own. Torch's global generators are the device's business, the contexts around the
+call (``torch.autocast``) that of ``contexts.py``.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import functools
 import random
 import sys
 from abc import ABC, abstractmethod
+from argparse import Namespace
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, is_dataclass
+from types import SimpleNamespace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -25,16 +28,33 @@ from typing_extensions import override
 
 from lt_offload.model import objects
 from lt_offload.model.compiled import is_compiled
-from lt_offload.model.objects import NOTHING, Contents, belongs_to_a_library, read, unchanged, write
+from lt_offload.model.objects import (
+    NOTHING,
+    Contents,
+    attributes_of,
+    bases,
+    belongs_to_a_library,
+    is_library,
+    module_of,
+    name_of,
+    read,
+    same,
+    unchanged,
+    write,
+)
 from lt_offload.model.snapshot import version as _version
 
 _INTERNAL = frozenset({"_parameters", "_buffers", "_modules", "forward", "_compiled_call_impl", "__getstate__"})
 """Attributes of ``nn.Module`` that a forward does not change, or that are looked at as a part of their own."""
+_BOOKKEEPING = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
+_BOOKKEEPING -= {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
+"""Dictionaries of ``nn.Module`` that no run depends on."""
 _CONTAINERS = (list, dict, set)
+_MOST = 1000
+"""Items of a container below an object of settings; larger ones are data."""
 _HOLDERS = (*_CONTAINERS, tuple)
-_MISSING = object()
-_Contents = tuple[tuple[Any, Contents], ...]
-"""Containers, each with what it held."""
+_Contents = list[tuple[Any, Contents]]
+"""Containers and dictionaries of objects, each with what it held."""
 
 
 Owner = tuple[int, str]
@@ -77,11 +97,11 @@ class Effects:
     def __init__(self, module: nn.Module, *, watched: int = 3) -> None:
         self._parts: list[_Part] = []
         members = list(module.modules())
-        for member in members:
-            self._parts.append(_Attributes(member))
-            self._parts += [_BufferPart(member._buffers, name) for name in member._buffers]
+        self._parts.append(_Attributes(members))
+        for path, member in module.named_modules():
             tensors = [name for name, value in vars(member).items() if issubclass(type(value), Tensor)]
-            self._parts += [_BufferPart(vars(member), name) for name in tensors]
+            for holder, names in ((member._buffers, list(member._buffers)), (vars(member), tensors)):
+                self._parts += [_BufferPart(holder, name, f"{path}.{name}" if path else name) for name in names]
         self._generators: list[_Part] = [_Python(), _NumPy()]
         held = [value for member in members for value in vars(member).values()]
         self._generators += [_Generator(value) for value in _below(held) if _is_generator(value)]
@@ -98,8 +118,15 @@ class Effects:
         mode = self._mode.save()
         yield snapshot
         closely = self._left > 0
-        changed = [(p, before) for p, before in snapshot.items if p in self._seen or p.differs(before, closely)]
+        changed: list[tuple[_Part, Any]] = []
+        untouched: list[tuple[_Part, Any]] = []
+        for part, before in snapshot.items:
+            if part in self._seen or part.differs(before, closely):
+                changed.append((part, before))
+            elif part not in self._generators:  # what draws nothing does not depend on what others draw
+                untouched.append((part, before))
         snapshot.items = [(self._mode, mode), *changed]
+        snapshot.rest = Rest([(self._mode, mode), *((part, part.thin(before)) for part, before in untouched)])
         self._seen |= {part for part, _ in changed}
         if closely:
             self._left -= 1
@@ -107,14 +134,44 @@ class Effects:
                 self._generators = [part for part in self._generators if part in self._seen]
 
 
+class Rest:
+    """What a block's first run has seen and left as it was; others may change it before a second run."""
+
+    def __init__(self, items: list[tuple[_Part, Any]]) -> None:
+        self._items = items
+
+    def rewritten(self) -> str | None:
+        """Return the name of a buffer that was written to since: what it held is gone."""
+        return next((part.name for part, before in self._items if part.rewritten(before)), None)
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Enclose another run, that sees the state as it was then; afterwards it is as it is now."""
+        moved = [(part, before, part.now()) for part, before in self._items if part.differs(before, False)]
+        for part, before, _ in moved:
+            part.restore(before)
+        try:
+            yield
+        finally:
+            for part, _, now in moved:
+                part.restore(now)
+
+
 class Snapshot:
     """What a block's first run has changed, as it was before."""
 
     def __init__(self, items: list[tuple[_Part, Any]], graded: dict[Owner, bool]) -> None:
         self.items = items
+        self.rest = Rest([])
+        """What it has not changed."""
         self.graded = graded
         """Whether the tensors that were found in an attribute, or in containers there, after the last run with a graph
         required grad."""
+
+    @property
+    def changed(self) -> bool:
+        """Whether the run has changed anything."""
+        return len(self.items) > 1
 
     def locations(self) -> list[Location]:
         """Return where the last run has put tensors of numbers that were not there."""
@@ -124,18 +181,19 @@ class Snapshot:
     def restored(self, *, graph: bool = False) -> Iterator[None]:
         """Enclose a run, perhaps with a graph, that sees the state as it was before; afterwards it is as it is now."""
         present = [(part, part.now()) for part, _ in self.items]
-        for part, before in self.items:
-            part.restore(before)
-        try:
-            yield
-            if graph:
-                graded: dict[Owner, bool] = {}
-                for location in self.locations():
-                    graded[location.owner] = graded.get(location.owner, False) or _requires_grad(location.value)
-                self.graded.update(graded)
-        finally:
-            for part, now in present:
-                part.restore(now)
+        with self.rest.restored():
+            for part, before in self.items:
+                part.restore(before)
+            try:
+                yield
+                if graph:
+                    graded: dict[Owner, bool] = {}
+                    for location in self.locations():
+                        graded[location.owner] = graded.get(location.owner, False) or _requires_grad(location.value)
+                    self.graded.update(graded)
+            finally:
+                for part, now in present:
+                    part.restore(now)
 
     def undo(self) -> None:
         """Make the state what it was, for good."""
@@ -146,9 +204,19 @@ class Snapshot:
 class _Part(ABC):
     """One piece of state."""
 
+    name = ""
+
     @abstractmethod
     def save(self) -> Any:
         """Return the state, copied."""
+
+    def thin(self, before: Any) -> Any:
+        """Return what tells later whether somebody has changed the state since, and takes no device memory."""
+        return before
+
+    def rewritten(self, before: Any) -> bool:
+        """Return whether the state was changed since in a way that cannot be undone."""
+        return False
 
     def now(self) -> Any:
         """Return the state, to be restored after a run that begins with another one."""
@@ -192,56 +260,51 @@ class _Mode(_Part):
 
 
 class _Attributes(_Part):
-    """The attributes of a module: which objects they are, and what lists, dictionaries and sets among them hold."""
+    """The attributes of modules: which objects they are, and what containers and objects of settings below hold."""
 
-    def __init__(self, module: nn.Module) -> None:
-        self._module = module
-
-    @override
-    def save(self) -> dict[str, tuple[Any, _Contents]]:
-        return {
-            name: (value, _contents(value) if issubclass(type(value), _HOLDERS) else ())
-            for name, value in vars(self._module).items()
-            if name not in _INTERNAL
-        }
+    def __init__(self, modules: list[nn.Module]) -> None:
+        self._modules = [vars(module) for module in modules]
 
     @override
-    def differs(self, before: dict[str, tuple[Any, _Contents]], closely: bool) -> bool:
-        now = vars(self._module)
-        if sum(name not in _INTERNAL for name in now) != len(before):
-            return True
-        return any(
-            now.get(name, _MISSING) is not value or (held and not all(unchanged(*pair) for pair in held))
-            for name, (value, held) in before.items()
-        )
+    def save(self) -> tuple[list[dict[str, Any]], _Contents]:
+        before = [_own(now) for now in self._modules]
+        return before, _contents(value for own in before for name, value in own.items() if name not in _BOOKKEEPING)
 
     @override
-    def restore(self, before: dict[str, tuple[Any, _Contents]]) -> None:
-        now = vars(self._module)
-        for name in [name for name in now if name not in _INTERNAL and name not in before]:
-            del now[name]
-        for name, (value, held) in before.items():
-            now[name] = value
-            for pair in held:
-                if not unchanged(*pair):
-                    write(*pair)
+    def differs(self, before: tuple[list[dict[str, Any]], _Contents], closely: bool) -> bool:
+        pairs = zip(self._modules, before[0], strict=True)
+        return not (all(_same(_own(now), own) for now, own in pairs) and all(unchanged(*pair) for pair in before[1]))
 
     @override
-    def locations(self, before: dict[str, tuple[Any, _Contents]]) -> Iterator[Location]:
-        known = {id(value) for value, _ in before.values()}
-        known |= {id(item) for _, held in before.values() for _, contents in held for item in contents[-1]}
-        own = vars(self._module)
-        for name, value in own.items():
-            if name in _INTERNAL:
-                continue
-            if not issubclass(type(value), _CONTAINERS):
+    def restore(self, before: tuple[list[dict[str, Any]], _Contents]) -> None:
+        for now, own in zip(self._modules, before[0], strict=True):
+            for name in [name for name in now if name not in _INTERNAL and name not in own]:
+                del now[name]
+            now.update(own)
+        for pair in before[1]:
+            if not unchanged(*pair):
+                write(*pair)
+
+    @override
+    def locations(self, before: tuple[list[dict[str, Any]], _Contents]) -> Iterator[Location]:
+        known = {id(value) for own in before[0] for value in own.values()}
+        known |= {id(item) for _, contents in before[1] for item in contents[-1]}
+        for now in self._modules:
+            for name, value in _own(now).items():
                 if id(value) not in known and _has_numbers(value):
-                    yield Location((id(own), name), own, name)
-                continue
-            for holder in _below([value]):
-                for key, item in _entries(holder):
-                    if id(item) not in known and _has_numbers(item):
-                        yield Location((id(own), name), holder, key)
+                    yield Location((id(now), name), now, name)
+                for holder, _ in _contents([value]):
+                    for key, item in _entries(holder):
+                        if id(item) not in known and _has_numbers(item):
+                            yield Location((id(now), name), holder, key)
+
+
+def _own(attributes: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in attributes.items() if name not in _INTERNAL}
+
+
+def _same(now: dict[str, Any], before: dict[str, Any]) -> bool:
+    return same(now.values(), before.values()) and now.keys() == before.keys()
 
 
 class _BufferPart(_Part):
@@ -251,8 +314,9 @@ class _BufferPart(_Part):
     run, which may have saved it, could not be used any more.
     """
 
-    def __init__(self, holder: dict[str, Any], name: str) -> None:
+    def __init__(self, holder: dict[str, Any], name: str, path: str) -> None:
         self._holder, self._name = holder, name
+        self.name = path
 
     @override
     def save(self) -> tuple[Tensor | None, int, Tensor | None]:
@@ -262,6 +326,14 @@ class _BufferPart(_Part):
     @override
     def now(self) -> tuple[Tensor | None, int, None]:
         return self._holder.get(self._name), 0, None
+
+    @override
+    def thin(self, before: tuple[Tensor | None, int, Tensor | None]) -> tuple[Tensor | None, int, None]:
+        return before[0], before[1], None
+
+    @override
+    def rewritten(self, before: tuple[Tensor | None, int, None]) -> bool:
+        return before[0] is not None and _version(before[0]) != before[1]
 
     @override
     def differs(self, before: tuple[Tensor | None, int, Tensor | None], closely: bool) -> bool:
@@ -392,16 +464,49 @@ def _entries(holder: Any) -> Iterable[tuple[Any, Any]]:
     return enumerate(read(holder)[0]) if issubclass(type(holder), list) else ()
 
 
-def _contents(value: Any) -> _Contents:
-    """Return the containers at and below ``value``, each with what it holds; those of libraries are left alone."""
-    held = read(value)
-    if held is NOTHING:
-        return () if type(value) is tuple or belongs_to_a_library(value) else ((value, held),)
-    if any(issubclass(kind, _HOLDERS) for kind in {*map(type, held[-1])}):
-        containers = [holder for holder in _below([value]) if issubclass(type(holder), _CONTAINERS)]
-    else:
-        containers = [value] if issubclass(type(value), _CONTAINERS) else []
-    return tuple((holder, read(holder)) for holder in containers if not belongs_to_a_library(holder))
+@functools.lru_cache(1024)
+def _kind_of(cls: type) -> Literal["container", "tuple", "settings"] | None:
+    """Return what objects of a class are as far as they hold others: namespaces, dataclasses, configs, users' own."""
+    if issubclass(cls, _HOLDERS):
+        return "tuple" if issubclass(cls, tuple) else "container"
+    if not cls.__dictoffset__ or issubclass(cls, type):
+        return None
+    named = issubclass(cls, (SimpleNamespace, Namespace)) or is_dataclass(cls) or name_of(cls).endswith("Config")
+    return "settings" if named or not any(is_library(module_of(base)) for base in bases(cls)[:-1]) else None
+
+
+def _kind(value: Any) -> Literal["container", "tuple", "settings"] | None:
+    return _kind_of(type(value))  # type: ignore[arg-type]
+
+
+def _contents(values: Iterable[Any]) -> _Contents:
+    """Return the containers, and the dictionaries of settings, at and below ``values``, each with what it holds.
+
+    Those of libraries are left alone.
+    """
+    found: _Contents = []
+    seen: dict[int, Any] = {}
+    waiting = [value for value in values if _kind(value)]
+    while waiting:
+        value = waiting.pop()
+        if id(value) in seen:
+            continue
+        seen[id(value)] = value
+        kind = _kind(value)
+        holder = attributes_of(value) if kind == "settings" else value
+        if holder is None or belongs_to_a_library(value):
+            continue
+        held = read(holder)
+        if kind != "tuple":
+            found.append((holder, held))
+        if held is not NOTHING:
+            below = (item for item in held[-1] if _kind(item))
+            waiting += below if kind != "settings" else (item for item in below if _is_small(item))
+    return found
+
+
+def _is_small(value: Any) -> bool:
+    return _kind(value) == "settings" or len(read(value)[0]) <= _MOST
 
 
 def _below(values: Iterable[Any]) -> Iterator[Any]:
@@ -414,70 +519,6 @@ def _below(values: Iterable[Any]) -> Iterator[Any]:
         if issubclass(type(value), _HOLDERS) and id(value) not in seen:
             seen[id(value)] = value
             waiting += read(value)[-1]
-
-
-class Ambient(NamedTuple):
-    """The contexts around a call."""
-
-    casts: tuple[tuple[str, bool, torch.dtype], ...]
-    """Autocast per kind of device: whether it is on, and its dtype."""
-    caches_casts: bool
-    """Whether autocast casts a weight once, however often it is used: its gradients are then added up in the low
-    precision, so that this is a matter of bits."""
-    attention: tuple[bool, ...]
-    """Which attention kernels may be used."""
-    default_dtype: torch.dtype
-
-    @property
-    def autocasts(self) -> bool:
-        """Whether operations choose their own precision."""
-        return any(enabled for _, enabled, _ in self.casts)
-
-
-def ambient() -> Ambient:
-    """Return the contexts of this moment."""
-    return Ambient(
-        tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
-        torch.is_autocast_cache_enabled(),
-        _attention_kernels(),
-        torch.get_default_dtype(),
-    )
-
-
-@contextmanager
-def within(contexts: Ambient) -> Iterator[None]:
-    """Enclose a run of a block that shall see ``contexts``.
-
-    Autocast keeps the casts of weights that it has made, until its outermost context ends. Here they end with the run:
-    they are device memory that no plan knows, and weights change.
-    """
-    present = ambient()
-    with ExitStack() as stack:
-        for cast in contexts.casts:
-            kind, enabled, dtype = cast
-            if enabled or cast not in present.casts:
-                stack.enter_context(torch.autocast(kind, dtype, enabled, cache_enabled=contexts.caches_casts))
-        if contexts.attention != present.attention:
-            stack.callback(_choose_attention_kernels, present.attention)
-            _choose_attention_kernels(contexts.attention)
-        if contexts.default_dtype != present.default_dtype:
-            stack.callback(torch.set_default_dtype, present.default_dtype)
-            torch.set_default_dtype(contexts.default_dtype)
-        if contexts.autocasts:
-            stack.callback(torch.clear_autocast_cache)
-        yield
-
-
-def _attention_kernels() -> tuple[bool, ...]:
-    cuda: Any = torch.backends.cuda
-    return cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.math_sdp_enabled(), cuda.cudnn_sdp_enabled()
-
-
-def _choose_attention_kernels(enabled: tuple[bool, ...]) -> None:
-    cuda = torch.backends.cuda
-    choose = (cuda.enable_flash_sdp, cuda.enable_mem_efficient_sdp, cuda.enable_math_sdp, cuda.enable_cudnn_sdp)
-    for function, value in zip(choose, enabled, strict=True):
-        function(value)
 
 
 _LIBRARIES = ("torch", "transformers", "peft", "lt_offload")

@@ -1,0 +1,34 @@
+"""Budgets that plans of tests are made for, by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import lt_offload
+from lt_offload import Plan, Profile
+from lt_offload.errors import InfeasibleError
+
+BUDGETS = {"tight": 1.02, "middle": 1.6, "resident": 20.0, "recomputing": 1.02}
+"""Shares of the memory that training takes at least. Under the last one nothing of a block's activations leaves the
+device, so that blocks run twice: where they may be offloaded, tight plans of small models do that with all."""
+
+
+def planning(budget: str) -> dict[str, Any]:
+    """Settings of the planner, as strategies and ``solve`` take them."""
+    return {"planner": "resident" if budget == "resident" else "auto", "activation_offload": budget != "recomputing"}
+
+
+def smallest(profile: Profile, budget: str) -> int:
+    """The memory that training takes at least under the settings of a budget."""
+    with pytest.raises(InfeasibleError) as caught:
+        lt_offload.solve(profile, memory=1000, **planning(budget) | {"planner": "auto"})
+    assert caught.value.needed_bytes is not None
+    return caught.value.needed_bytes
+
+
+def planned(profile: Profile, budget: str) -> Plan:
+    """A plan for a budget."""
+    memory = int(smallest(profile, budget) * BUDGETS[budget])
+    return lt_offload.solve(profile, memory=memory, **planning(budget))
