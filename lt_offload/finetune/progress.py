@@ -114,6 +114,14 @@ class ProgressLine(ProgressBar):
 
     # -- validation --------------------------------------------------------------------------------------------------
 
+    def on_planning_start(self) -> None:
+        """Stop the time of training: the first step is measured and planned."""
+        self._pause_began = self.clock()
+
+    def on_planning_end(self) -> None:
+        """Let it go on."""
+        self._paused += self.clock() - self._pause_began
+
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Stop the time of training."""
         self._pause_began = self.clock()

@@ -2,7 +2,8 @@
 
 The size must be known before the loaders and the optimizers' schedules are made, because schedules count batches. To
 profile a training step at several sizes, an optimizer is made for that purpose and thrown away. Like everything in
-``sample.py`` this leaves no trace: data, their order and generators are as if the size had been given.
+``sample.py`` this leaves no trace: data, their order and generators are as if the size had been given. But the step
+runs before hooks that only training calls.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +21,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lt_offload import limits
-from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.errors import ConfigError, InfeasibleError, OffloadError
 from lt_offload.plan.batch.choose import LARGEST, BatchChoice, choose_batch
 from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
@@ -29,6 +30,8 @@ from lt_offload.strategy import sample
 
 _KEY = "lt_offload"
 """Of what the strategy adds to a checkpoint."""
+_LATER = ("on_fit_start", "on_train_start", "on_train_epoch_start", "on_train_batch_start")
+"""Hooks that are called after the size was chosen."""
 _SOME_BATCHES = 1000
 """How many batches an epoch has for schedules that are thrown away."""
 
@@ -109,7 +112,7 @@ def size_of_the_run(trainer: Any, plan_path: str | Path | None) -> int | None:
     Raises:
         ConfigError: if the checkpoint does not say its size, or the plan is for another one.
     """
-    before = recorded(trainer)
+    before = Before.of(trainer).batch_size
     planned = None if plan_path is None else Plan.load(plan_path).batch_size
     if trainer._checkpoint_connector._loaded_checkpoint:
         if before is None:
@@ -129,8 +132,8 @@ def size_of_the_run(trainer: Any, plan_path: str | Path | None) -> int | None:
 
 def choose(
     trainer: Any, optimizer: Optimizer, size: BatchSize, settings: Settings, effective: int | None
-) -> BatchChoice:
-    """Return the batch size with the highest throughput, with its profile and plan.
+) -> tuple[BatchChoice, sample.SampleBatch]:
+    """Return the batch size with the highest throughput, with its profile and plan, and the batch that was measured.
 
     Args:
         trainer: about to train.
@@ -143,29 +146,37 @@ def choose(
         ConfigError: if the size cannot be found out, or has no effect.
         InfeasibleError: if not even one sample fits.
     """
+    samples: dict[int, sample.SampleBatch] = {}
     choice = choose_batch(
-        _profiles(trainer, optimizer, size),
+        _profiles(trainer, optimizer, size, samples),
         settings,
         most=_rows(trainer, size),
         effective=effective,
         on_progress=lambda message: rank_zero_info(f"offmate: {message}"),
     )
     rank_zero_info(f"offmate: {choice.why}")
-    return choice
+    return choice, samples[choice.batch_size]
 
 
-def _profiles(trainer: Any, optimizer: Optimizer, size: BatchSize) -> Callable[[int], Profile]:
-    """Return what measures a training step at a batch size; machine and optimizer count as measured the first time."""
+def _profiles(
+    trainer: Any, optimizer: Optimizer, size: BatchSize, samples: dict[int, sample.SampleBatch]
+) -> Callable[[int], Profile]:
+    """Return what measures a training step at a batch size, and keeps the batch in ``samples``.
+
+    Machine and optimizer count as measured the first time.
+    """
     first: list[Profile] = []
 
     def measured(wanted: int) -> Profile:
         with size.set_to(wanted):
             problem = None
             try:
-                profile = sample.measure(trainer, optimizer, hardware=first[0].hardware if first else None)
+                samples[wanted] = sample.SampleBatch.early(trainer)
+                hardware = first[0].hardware if first else None
+                profile = sample.measure(trainer, optimizer, samples[wanted], hardware)
             except Exception as error:
                 if not _out_of_memory(error):
-                    raise
+                    raise _too_early(trainer, error) from error
                 problem = str(error).partition("\n")[0]
         if problem is not None:  # outside of the handler, which keeps what the failed step has allocated
             gc.collect()
@@ -182,6 +193,18 @@ def _profiles(trainer: Any, optimizer: Optimizer, size: BatchSize) -> Callable[[
         return replace(profile, optimizer=first[0].optimizer, contention=first[0].contention)
 
     return measured
+
+
+def _too_early(trainer: Any, error: Exception) -> Exception:
+    """Return ``error``, or what to say if the module has hooks that may make what its training step has missed."""
+    hook = limits.overridden([trainer.lightning_module], _LATER)
+    if isinstance(error, OffloadError) or hook is None:
+        return error
+    return ConfigError(
+        f"batch_size='auto' runs training_step before training begins, to measure it, and it raised "
+        f"{type(error).__name__}: {error}; {hook} is called later: make what the step needs in __init__() or setup(), "
+        "or give batch_size as an integer"
+    )
 
 
 @contextmanager
@@ -240,21 +263,22 @@ def record(checkpoint: dict[str, Any], batch_size: int, micro_batches: int = 1) 
     checkpoint[_KEY] = {"batch_size": batch_size, **parts}
 
 
-def micro_batches_of_the_run(trainer: Any) -> int | None:
-    """Return in how many parts the run that ``trainer`` continues takes a batch, None if it is a new one."""
-    noted = trainer._checkpoint_connector._loaded_checkpoint.get(_KEY)
-    return None if noted is None else int(noted.get("micro_batches", 1))
+@dataclass(frozen=True, slots=True)
+class Before:
+    """What a checkpoint says of its run: None where it says nothing, or there is none."""
+
+    batch_size: int | None = None
+    micro_batches: int | None = None
+
+    @classmethod
+    def of(cls, trainer: Any) -> Before:
+        """Return what the checkpoint that ``trainer`` has loaded says; it forgets that before training begins."""
+        noted = trainer._checkpoint_connector._loaded_checkpoint.get(_KEY)
+        return cls() if noted is None else cls(noted["batch_size"], int(noted.get("micro_batches", 1)))
 
 
-def recorded(trainer: Any) -> int | None:
-    """Return the batch size of the run that ``trainer`` continues, None if it is a new one or says nothing."""
-    size: int | None = trainer._checkpoint_connector._loaded_checkpoint.get(_KEY, {}).get("batch_size")
-    return size
-
-
-def warn_of_change(trainer: Any, batch_size: int) -> None:
-    """Warn if ``trainer`` continues a run of another batch size."""
-    before = recorded(trainer)
+def warn_of_change(before: int | None, batch_size: int) -> None:
+    """Warn if this run continues one of another batch size, which was ``before``."""
     if before not in (None, batch_size):
         rank_zero_warn(
             f"offmate: the run of the checkpoint had batch_size={before}, this one has {batch_size}: the order of the "

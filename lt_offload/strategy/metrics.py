@@ -71,7 +71,7 @@ class Metrics(_Base):
     def __init__(self) -> None:
         self._tokens = 0
         self._since = 0.0
-        self._validation = 0.0
+        self._stopped = 0.0
         self.loss = LossCheck()
         self._begun = 0
         self._warned = False
@@ -87,11 +87,19 @@ class Metrics(_Base):
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
         """Stop it."""
-        self._validation = time.perf_counter()
+        self._stopped = time.perf_counter()
 
     def on_validation_end(self, trainer: Any, pl_module: Any) -> None:
         """Let it go on."""
-        self._since += time.perf_counter() - self._validation
+        self._since += time.perf_counter() - self._stopped
+
+    def on_planning_start(self) -> None:
+        """Stop it: what a step takes is about to be measured."""
+        self._stopped = time.perf_counter()
+
+    def on_planning_end(self) -> None:
+        """Let it go on."""
+        self._since += time.perf_counter() - self._stopped
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         """Log."""

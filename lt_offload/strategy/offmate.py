@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,13 +21,14 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lt_offload import limits
-from lt_offload.errors import ConfigError
+from lt_offload.errors import ConfigError, OffloadError, OverBudget
 from lt_offload.execute import open_device
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.engine import Engine
+from lt_offload.execute.groups import move_rest
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import plainly, switched_off
-from lt_offload.plan import BatchChoice, Settings, make_plan
+from lt_offload.plan import Settings, make_plan
 from lt_offload.profiling.hardware import check_memory, free_memory
 from lt_offload.profiling.measure import extent
 from lt_offload.report.perfetto import save_perfetto
@@ -36,19 +37,14 @@ from lt_offload.schema.plan import Plan, PlannerName
 from lt_offload.schema.profile import Profile
 from lt_offload.schema.trace import Trace
 from lt_offload.strategy import metrics, replay, sample, windows
-from lt_offload.strategy.batch_size import (
-    BatchSize,
-    choose,
-    size_of_the_run,
-    spare_optimizer,
-)
+from lt_offload.strategy.batch_size import BatchSize, Before, choose, size_of_the_run, spare_optimizer
 from lt_offload.strategy.checkpoint import resume
 from lt_offload.strategy.checkpoint.data_order import repeatable
 from lt_offload.strategy.checkpoint.hooks import Checkpoints
 from lt_offload.strategy.namespaces import STRATEGY_NAME, bind, introduce, named, namespace_of
 from lt_offload.strategy.one_process import OneProcess
 from lt_offload.strategy.parts import check_micro_batches, planned
-from lt_offload.strategy.replan import Replanning, follow, measured_again, steps_left
+from lt_offload.strategy.replan import Replanning, follow, measured_again, planning, steps_left
 from lt_offload.suggest import naming_options
 from lt_offload.units import parse_bytes
 
@@ -143,17 +139,21 @@ class OffmateStrategy(OneProcess, Checkpoints):
         self.explain = False
         """Whether the whole plan is shown before training, and not just one paragraph about it."""
         self.profile: Profile | None = None
+        """Of the first batch; None before it has come, as is ``plan``, unless ``batch_size="auto"`` needs both."""
         self.plan: Plan | None = None
         self.trace: Trace | None = None
         """Of the last iteration, once training has ended; of the one before it if its batch was smaller than others."""
         self.engine: Engine | None = None
         """Present between ``setup`` and ``teardown``."""
-        self.samples: dict[int, Any] = {}
-        """The batch that the model was measured with; while a batch size is chosen, one of each."""
+        self.sample: sample.SampleBatch | None = None
+        """The batch that the model was measured with."""
         self._device: Device | None = None
         self._replanning: Replanning | None = None
         """Present while the first iterations may correct the plan."""
         self._signature: object = None
+        self._first: tuple[Any, int] | None = None
+        """The first batch of training and its number, until it is planned."""
+        self._before = Before()
         self._micro_batch = ExitStack()  # encloses one that no update follows, until its backward has ended
         self._undo = ExitStack()
         """What ``teardown`` puts back."""
@@ -225,64 +225,109 @@ class OffmateStrategy(OneProcess, Checkpoints):
                 module.to(self.root_device)
 
     def setup(self, trainer: Any) -> None:
-        """Make optimizers, profile, plan, and install the engine."""
+        """Make optimizers, and install an engine: one without a plan, until the first batch has come."""
         assert self.accelerator is not None and self.model is not None
         self._unfinished, self._failed = None, False
         self.accelerator.setup(trainer)
         self.model = self.precision_plugin.convert_module(self.model)
         self.model_to_device()
         limits.check("model", limits.Setup(model=self.model, blocks=self.blocks), training=windows.fitting(trainer))
-        choice = None
         if windows.fitting(trainer):
+            self.profile = self.plan = self.trace = self.sample = self._first = self._replanning = None
+            self._before = Before.of(trainer)
             if self.batch_size == "auto":
-                choice = self._set_batch_size(trainer)
+                self._set_batch_size(trainer)
             self.setup_optimizers(trainer)
             limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
             if self.plan_path is not None:
                 replay.check_same_model(self.plan_path, self._structure(), self.optimizers[0])
         self.setup_precision_plugin()
         if windows.fitting(trainer):
-            self._prepare_training(trainer, choice)
+            self._prepare_training(trainer)
         else:
             self._install(None, None, self._budget)
 
-    def _set_batch_size(self, trainer: Any) -> BatchChoice | None:
-        """Set the batch size of a run with ``batch_size="auto"``; return the choice if one had to be made."""
-        size, choice = BatchSize(trainer, "auto"), None
+    def _set_batch_size(self, trainer: Any) -> None:
+        """Set the batch size of a run with ``batch_size="auto"``; where it is chosen, that makes profile and plan."""
+        size = BatchSize(trainer, "auto")
         effective = windows.effective_batch(trainer, size.value)
         known = size_of_the_run(trainer, self.plan_path)
         if known is None:
             settings = replace(self.settings, memory=self._budget)
             with sample.isolated(self.namespace), spare_optimizer(trainer) as optimizer:
-                choice = choose(trainer, optimizer, size, settings, effective)
-            known = choice.batch_size
+                choice, self.sample = choose(trainer, optimizer, size, settings, effective)
+            self.profile, self.plan, known = choice.profile, choice.plan, choice.batch_size
         size.value = known
         if effective is not None:
             windows.split(trainer, effective, known)
             self.settings = windows.asked(self.settings, trainer)
-        return choice
 
-    def _prepare_training(self, trainer: Any, choice: BatchChoice | None) -> None:
+    def _prepare_training(self, trainer: Any) -> None:
+        """Refuse and switch off what can be, and be ready for evaluation; or for training, if there is a plan."""
         (optimizer,) = self.optimizers
         if limits.unknown_optimizer(optimizer):
             rank_zero_warn(
                 f"offmate: {type(optimizer).__name__} is assumed to update each tensor on its own, from that tensor's "
                 "gradient alone; if it does not, results differ from plain training"
             )
-        self.trace, self._replanning = None, None
         for sentence in switched_off(self._module):
             rank_zero_info(f"offmate: {sentence}")
         self._undo.enter_context(plainly(self._module))
         self._undo.enter_context(windows.clipping(trainer, lambda: self.engine))
-        if choice is not None:
-            self.profile, self.plan = choice.profile, choice.plan
-            self.samples = {n: batch for n, batch in self.samples.items() if n == choice.batch_size}
-        else:
-            self.profile, self.plan = planned(self, trainer, self._budget, self._make_plan)
-        if choice is not None or (self.micro_batches == "auto" and self.plan_path is None):
+        if self.profile is not None:
             self._replanning = follow(self.settings, self.profile)
-        folder = self._folder(trainer)
-        self._save_plan(folder)
+            self._begin(optimizer)
+            return
+        try:
+            self._install(None, None, self._budget)
+        except (ConfigError, OverBudget) as error:
+            self._close_engine()
+            move_rest(self._module, self._structure(), torch.device("cpu"))
+            self._plan_early(trainer, error)
+
+    def _plan_early(self, trainer: Any, why: OffloadError) -> None:
+        """Plan before training, where not even forwards fit without a plan: mostly that says how much memory would do.
+
+        Raises:
+            OffloadError: what planning says, or ``why``.
+        """
+        try:
+            with sample.isolated(self.namespace):
+                batch = sample.SampleBatch.early(trainer)
+            self._plan_for(batch)
+        except Exception as error:  # of a step that needs what hooks make, too
+            raise error if isinstance(error, OffloadError) else why from error
+
+    def _plan_first_batch(self) -> None:
+        """Measure and plan if this is the first batch of training, whose hooks have all been called by now."""
+        if self._first is None:
+            return
+        first, self._first, trainer = self._first, None, self._trainer
+        limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
+        with planning(trainer):
+            assert self.engine is not None
+            self.engine.take_in()
+            self._close_engine()
+            gc.collect()  # or what refers to itself in the old engine would seem to hold weights
+            with sample.isolated(self.namespace):
+                batch = sample.SampleBatch.of(trainer, *first)
+            del first
+            self._plan_for(batch)
+        self.check_copies()
+
+    def _plan_for(self, batch: sample.SampleBatch) -> None:
+        """Measure a step, plan, and be ready for it."""
+        (optimizer,) = self.optimizers
+        found = planned(self, self._trainer, batch, self._before, self._budget, self._make_plan)
+        self.sample, (self.profile, self.plan) = batch, found
+        if self.micro_batches == "auto" and self.plan_path is None:
+            self._replanning = follow(self.settings, self.profile)
+        self._begin(optimizer)
+
+    def _begin(self, optimizer: Optimizer) -> None:
+        """Say what the plan is, and install its engine."""
+        assert self.profile is not None and self.plan is not None
+        self._save_plan(self._folder(self._trainer))
         rank_zero_info(self.plan.explain() if self.explain else brief(self.plan))
         if self._replanning is not None and self.profile.scatter > _BUSY:
             rank_zero_info(
@@ -328,6 +373,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
         change = engine.changed(optimizer) if engine is not None else None
         if engine is None or profile is None or change is None:
             return
+        assert self.sample is not None
         replay.check_no_plan(self.plan_path, change)
         limits.check("optimizer", limits.Setup(model=self.model, optimizers=self.optimizers))
         self.finish_saves()
@@ -338,7 +384,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
         self._close_engine()
         gc.collect()  # or what refers to itself in the old engine would seem to hold weights
         with sample.isolated(self.namespace):
-            self.profile = measured_again(trainer, optimizer, profile)
+            self.profile = measured_again(trainer, optimizer, self.sample, profile)
             plan = make_plan(self.profile, replace(self.settings, memory=memory))
         self.plan, self._replanning = plan, follow(self.settings, self.profile)
         self._save_plan(self._folder(trainer))
@@ -386,8 +432,11 @@ class OffmateStrategy(OneProcess, Checkpoints):
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Remember the shapes of the batch; hooks of users, which may freeze and unfreeze weights, have run by now."""
         self._signature = tuple((t.shape, t.dtype) for t in tree_leaves(batch) if isinstance(t, Tensor))
-        self._follow_changes()
-        self._keep_trace(batch)
+        if self.plan is None:
+            self._first = batch, batch_idx  # the module may have said that the rest of the epoch is skipped
+        else:
+            self._follow_changes()
+            self._keep_trace(batch)
 
     def optimizer_step(
         self,
@@ -397,6 +446,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
         **kwargs: Any,
     ) -> Any:
         """Run one planned iteration: the closure's forward and backward contain every update."""
+        self._plan_first_batch()
         assert self.engine is not None
         trainer = self._trainer
         norm = metrics.logs_after(trainer, trainer.global_step + 1)
@@ -407,6 +457,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Run a training step; if no update follows, begin what ends after its backward."""
+        self._plan_first_batch()
         if self._replanning is not None:
             self._replanning.saw(args)
         with ExitStack() as opened:
@@ -429,7 +480,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
         """Say what windows look like where that may surprise."""
         super().on_train_start()
         windows.warn_of_short_ones(self._trainer)
-        self.check_copies()
+        self.check_copies()  # of a plan that there is already
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
         """Stream the forward."""
@@ -448,8 +499,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
 
     def on_train_end(self) -> None:
         """Keep the record of the last iteration."""
-        assert self.engine is not None
-        if self.engine.stats.iterations == 0:
+        if self.plan is None or self.engine is None or self.engine.stats.iterations == 0:
             return
         if self.trace is None:
             self.trace = self.engine.trace()
@@ -508,7 +558,8 @@ class OffmateStrategy(OneProcess, Checkpoints):
         return self.memory or free_memory(self.root_device)
 
     def _streaming(self) -> AbstractContextManager[None]:
-        return self.engine.inference() if self.engine is not None else nullcontext()
+        assert self.engine is not None
+        return self.engine.inference()
 
 
 # -- one class per namespace -----------------------------------------------------------------------------------------

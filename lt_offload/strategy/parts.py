@@ -13,7 +13,7 @@ from lt_offload.model.parts import check_micro_batches as check_number
 from lt_offload.plan import Settings
 from lt_offload.plan.orders import choose_parts, compared
 from lt_offload.strategy import replay, sample
-from lt_offload.strategy.batch_size import micro_batches_of_the_run, warn_of_change
+from lt_offload.strategy.batch_size import Before, warn_of_change
 from lt_offload.units import format_bytes
 
 if TYPE_CHECKING:
@@ -37,13 +37,20 @@ def check_micro_batches(value: object, batch_size: object) -> None:
 
 
 def planned(
-    strategy: OffmateStrategy, trainer: Any, budget: int, make_plan: Callable[[Profile], Plan]
+    strategy: OffmateStrategy,
+    trainer: Any,
+    batch: sample.SampleBatch,
+    before: Before,
+    budget: int,
+    make_plan: Callable[[Profile], Plan],
 ) -> tuple[Profile, Plan]:
     """Measure a training step of ``trainer`` and return it with its plan, or with the saved one.
 
     Args:
         strategy: with its optimizer.
-        trainer: about to train.
+        trainer: about to run its first step.
+        batch: to be measured.
+        before: the run that this one continues.
         budget: bytes of the device.
         make_plan: plans for a profile.
 
@@ -55,23 +62,23 @@ def planned(
 
     def measure(parts: int) -> Profile:
         with sample.isolated(strategy.namespace):
-            return sample.measure(trainer, optimizer, micro_batches=parts)
+            return sample.measure(trainer, optimizer, batch, micro_batches=parts)
 
     if path is not None:
         profile = measure(replay.load_plan(path, budget, micro_batches=count).parts)
-        warn_of_change(trainer, profile.batch_size)
+        warn_of_change(before.batch_size, profile.batch_size)
         return profile, replay.replay(path, profile, budget)
     settings: Settings = replace(strategy.settings, memory=budget)
-    before = micro_batches_of_the_run(trainer)
-    if count == "auto" and before is not None:
-        count = before
-    elif before not in (None, count) and count != "auto":
+    parts = before.micro_batches
+    if count == "auto" and parts is not None:
+        count = parts
+    elif parts not in (None, count) and count != "auto":
         rank_zero_warn(
-            f"offmate: the run of the checkpoint had micro_batches={before}, this one has {count}: sums of gradients "
+            f"offmate: the run of the checkpoint had micro_batches={parts}, this one has {count}: sums of gradients "
             "are in another order, so that last bits change; micro_batches='auto' keeps what it was"
         )
     profile = measure(1 if count == "auto" else count)
-    warn_of_change(trainer, profile.batch_size)
+    warn_of_change(before.batch_size, profile.batch_size)
     rank_zero_info(f"offmate: planning for {format_bytes(budget)}, {settings.time_limit:g} s at most")
     if count != "auto":
         plan = make_plan(profile)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -155,10 +157,9 @@ def follow(settings: Settings, profile: Profile) -> Replanning | None:
     return None if has_windows(settings) else Replanning(settings, profile)
 
 
-def measured_again(trainer: Any, optimizer: Optimizer, before: Profile) -> Profile:
+def measured_again(trainer: Any, optimizer: Optimizer, batch: sample.SampleBatch, before: Profile) -> Profile:
     """Return the profile of a step as model and ``optimizer`` are now; the machine is as it was ``before``."""
-    again = {"micro_batches": before.parts, "batch_size": before.batch_size}
-    found = sample.measure(trainer, optimizer, before.hardware, **again)
+    found = sample.measure(trainer, optimizer, batch, before.hardware, micro_batches=before.parts)
     return replace(found, contention=before.contention)
 
 
@@ -175,3 +176,19 @@ def steps_left(trainer: Any) -> float:
     """Return how many iterations are to come, infinity if nobody knows."""
     total = trainer.estimated_stepping_batches
     return math.inf if total < 0 else max(0.0, total - trainer.global_step)
+
+
+@contextmanager
+def planning(trainer: Any) -> Iterator[None]:
+    """Tell those callbacks of ``trainer`` that keep time, or wait for steps to end, that it plans meanwhile."""
+    for callback in trainer.callbacks:
+        getattr(callback, "on_planning_start", _nothing)()
+    try:
+        yield
+    finally:
+        for callback in trainer.callbacks:
+            getattr(callback, "on_planning_end", _nothing)()
+
+
+def _nothing() -> None:
+    pass

@@ -1,7 +1,8 @@
-"""A batch and a training step of a Trainer, taken to profile them, without a trace in the run that follows.
+"""A training step of a Trainer, run to be measured, without a trace in the run that follows.
 
-The data are asked in a process of their own, and what a training step changes is put back. The caller isolates the
-global generators, with :func:`isolated`.
+It is run on the first batch of training, once all hooks before it have been called. Only the choice of a batch size
+comes before there are any: then the data are asked in a process of their own. What a training step changes is put back;
+the caller isolates the global generators, with :func:`isolated`.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import copy
 import inspect
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
+import torch
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 from torch.optim import Optimizer
@@ -33,17 +36,23 @@ def isolated(namespace: str) -> AbstractContextManager[None]:
     return context
 
 
-def sample_batch(trainer: Any) -> Any:
-    """Return a training batch of ``trainer``.
+def named_batch(trainer: Any) -> Any:
+    """Return the batch that the module or the datamodule of ``trainer`` wants to be measured, None if neither does."""
+    return next((batch for ask in _asked(trainer) if (batch := ask()) is not None), None)
+
+
+def _asked(trainer: Any) -> list[Callable[[], Any]]:
+    found = (getattr(o, name, None) for o in (trainer.lightning_module, trainer.datamodule) for name in BATCH_METHODS)
+    return [method for method in found if callable(method)]
+
+
+def early_batch(trainer: Any) -> Any:
+    """Return a batch before training begins: the one that is wanted, or the first.
 
     Raises:
         ConfigError: if there is none, or if taking it would disturb the data's order.
     """
-    batch = None
-    for owner in (trainer.lightning_module, trainer.datamodule):
-        for name in BATCH_METHODS:
-            if batch is None and callable(getattr(owner, name, None)):
-                batch = getattr(owner, name)()
+    batch = named_batch(trainer)
     return from_data(trainer, first_batch) if batch is None else batch
 
 
@@ -51,6 +60,36 @@ def as_seen(trainer: Any, batch: Any) -> Any:
     """Return ``batch`` as the module of ``trainer`` will see it, on the device."""
     batch = trainer.precision_plugin.convert_input(batch)
     return trainer.strategy.batch_to_device(trainer.lightning_module._on_before_batch_transfer(batch))
+
+
+def _moved(trainer: Any, batch: Any, device: torch.device) -> Any:
+    """Return ``batch``, which the module has seen, on ``device``."""
+    hooks = import_module(f"{trainer.strategy.namespace}.core.hooks").DataHooks
+    return hooks.transfer_batch_to_device(trainer.lightning_module, batch, device, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class SampleBatch:
+    """A batch, as a training step sees it but on the host, and its number."""
+
+    batch: Any
+    index: int = 0
+
+    @classmethod
+    def of(cls, trainer: Any, batch: Any, index: int) -> SampleBatch:
+        """Return what is to be measured where training begins with ``batch``: the batch that is wanted, or a copy."""
+        if _asked(trainer):
+            with untouched(trainer):
+                wanted = named_batch(trainer)
+                batch = batch if wanted is None else as_seen(trainer, copy.deepcopy(wanted))
+        return cls(copy.deepcopy(_moved(trainer, batch, torch.device("cpu"))), index)
+
+    @classmethod
+    def early(cls, trainer: Any) -> SampleBatch:
+        """Return what is to be measured before training begins."""
+        with untouched(trainer):
+            seen = as_seen(trainer, copy.deepcopy(early_batch(trainer)))
+        return cls(_moved(trainer, seen, torch.device("cpu")))
 
 
 def from_data(trainer: Any, ask: Callable[[Any], Any]) -> Any:
@@ -86,39 +125,35 @@ def first_batch(loader: Any) -> Any:
 def measure(
     trainer: Any,
     optimizer: Optimizer,
+    sample: SampleBatch,
     hardware: HardwareProfile | None = None,
     *,
     micro_batches: int = 1,
-    batch_size: int | None = None,
 ) -> Profile:
     """Return the profile of one training iteration of ``trainer``.
 
     Args:
-        trainer: whose strategy keeps the batch, so that another profile of that size is one of the same batch.
+        trainer: whose training step runs.
         optimizer: that it uses.
+        sample: the batch.
         hardware: the machine, if it was measured.
         micro_batches: parts in which each block takes the batch.
-        batch_size: of a batch that was measured before and is measured again, if the strategy has kept it.
     """
     from lt_offload.profiling.measure import profile
 
     module, strategy = trainer.lightning_module, trainer.strategy
     with untouched(trainer):
-        batch = strategy.samples.get(batch_size)
-        batch = sample_batch(trainer) if batch is None else batch
-        found = profile(
+        return profile(
             module,
-            as_seen(trainer, copy.deepcopy(batch)),
+            _moved(trainer, copy.deepcopy(sample.batch), strategy.root_device),
             optimizer=optimizer,
             device=strategy.root_device,
             hardware=hardware,
             blocks=strategy.blocks,
             micro_batches=micro_batches,
-            run=lambda batch: _step(strategy, batch),
+            run=lambda batch: _step(strategy, batch, sample.index),
             on_progress=lambda message: rank_zero_info(f"offmate: {message}"),
         )
-    strategy.samples[found.batch_size] = batch
-    return found
 
 
 @contextmanager
@@ -154,16 +189,16 @@ def _takes_part(data: Any) -> bool:
     return own or any(hasattr(data, name) for name in BATCH_METHODS)
 
 
-def _step(strategy: Any, batch: Any) -> Tensor | Mapping[str, Any]:
+def _step(strategy: Any, batch: Any, index: int) -> Tensor | Mapping[str, Any]:
     """Return what a training step returns: the loss, or with what the Trainer keeps of the step beside it."""
     module = strategy.lightning_module
     indexed = len(inspect.signature(module.training_step).parameters) > 1
-    output = strategy.training_step(batch, 0) if indexed else strategy.training_step(batch)
+    output = strategy.training_step(batch, index) if indexed else strategy.training_step(batch)
     loss = output.get("loss") if isinstance(output, Mapping) else output
     if not isinstance(loss, Tensor):
         raise ConfigError(
-            f"{type(module).__name__}.training_step returned {type(output).__name__} for the sample batch; it must "
-            "return the loss, or a dict with the key 'loss'"
+            f"{type(module).__name__}.training_step returned {type(output).__name__} for the batch that is measured; "
+            "it must return the loss, or a dict with the key 'loss'"
         )
     result: Tensor | Mapping[str, Any] = output
     return result

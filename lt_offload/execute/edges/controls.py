@@ -442,6 +442,15 @@ class Controls(ABC):
             self._guard.begin()  # what was assigned to parameters is in the host copies from now on
         return not self._staying and not self._guard.held
 
+    def take_in(self) -> None:
+        """Let host copies be what users have assigned to parameters: the engine is about to be closed.
+
+        Raises:
+            UnsupportedError: if a parameter was given other values than it can have.
+        """
+        with self._guard.suspended:
+            self._guard.begin()
+
     def may_run(self, plan: Plan) -> bool:
         """Return whether ``plan`` can do what users do beside training.
 

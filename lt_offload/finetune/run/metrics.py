@@ -62,6 +62,14 @@ class RunMetrics(Metrics, Callback):
         """Count what follows as what it was before."""
         self.clock.enter("between" if self._before == "checkpoints" else self._before)
 
+    def on_planning_start(self) -> None:
+        """Count what follows as the start of the run."""
+        self._before = self.clock.enter("start")
+
+    def on_planning_end(self) -> None:
+        """Count what follows as what it was before."""
+        self.clock.enter(self._before)
+
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         """Count what follows, up to the next step or validation, as the checkpoint."""
         self.clock.enter("checkpoints")

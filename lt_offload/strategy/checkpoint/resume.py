@@ -85,6 +85,17 @@ class ExactResume(_Base):
         if self._listens:
             self._interrupts.install()
 
+    def on_planning_start(self) -> None:
+        """Let a signal end the run at once: the first step has not begun."""
+        self._interrupts.remove()
+
+    def on_planning_end(self) -> None:
+        """Wait for the end of the iteration again."""
+        received = self._interrupts.received
+        if self._listens:
+            self._interrupts.install()
+            self._interrupts.received = received
+
     def _resume(self, trainer: Any, pl_module: Any, loaded: dict[str, Any]) -> None:
         states = _of_this_process(trainer, loaded["random"]) if self.random_states else None
         midway = progress.is_midway(trainer)

@@ -97,9 +97,9 @@ def _one_profile() -> Iterator[None]:
     made: list[Any] = []
     measure = sample.measure
 
-    def measured(trainer: Any, optimizer: Any, **options: Any) -> Any:
+    def measured(trainer: Any, optimizer: Any, batch: Any, **options: Any) -> Any:
         if not made:
-            made.append(measure(trainer, optimizer, **options))
+            made.append(measure(trainer, optimizer, batch, **options))
         return made[0]
 
     with pytest.MonkeyPatch.context() as patch:

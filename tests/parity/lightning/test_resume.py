@@ -34,9 +34,9 @@ def _first() -> list[Any]:
     return []
 
 
-def measured(trainer: Any, optimizer: Any, **options: Any) -> Any:
+def measured(trainer: Any, optimizer: Any, batch: Any, **options: Any) -> Any:
     if not _first():
-        _first().append(MEASURE(trainer, optimizer, **options))
+        _first().append(MEASURE(trainer, optimizer, batch, **options))
     return _first()[0]
 
 

@@ -22,10 +22,10 @@ def _one_profile() -> Any:
     made: dict[Any, Any] = {}
     measure = sample.measure
 
-    def measured(trainer: Any, optimizer: Any, **options: Any) -> Any:
+    def measured(trainer: Any, optimizer: Any, batch: Any, **options: Any) -> Any:
         key = str(trainer.precision), trainer.lightning_module.batch_size
         if key not in made:
-            made[key] = measure(trainer, optimizer, **options)
+            made[key] = measure(trainer, optimizer, batch, **options)
         return made[key]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -212,7 +212,7 @@ def connected(module: Any, datamodule: Any = None, loader: Any = None) -> L.Trai
 
 def test_batches_go_the_way_they_go_in_training() -> None:
     trainer = connected(Module(), loader=DataLoader(torch.ones(4, 1), batch_size=2))
-    batch = sample.as_seen(trainer, sample.sample_batch(trainer))
+    batch = sample.SampleBatch.early(trainer).batch
     assert batch.dtype == torch.bfloat16
     assert torch.equal(batch, torch.full((2, 1), 2.0, dtype=torch.bfloat16))
 
@@ -226,13 +226,13 @@ def test_the_module_or_datamodule_may_name_the_largest_batch() -> None:
         def train_dataloader(self) -> None:
             pytest.fail("the loader was asked")
 
-    assert sample.sample_batch(connected(Module(), Data())).shape == (3, 1)
+    assert sample.early_batch(connected(Module(), Data())).shape == (3, 1)
 
     class Own(Module):
         def sample_batch(self) -> Tensor:
             return torch.full((5, 1), 4.0)
 
-    assert sample.sample_batch(connected(Own(), Data())).shape == (5, 1)
+    assert sample.early_batch(connected(Own(), Data())).shape == (5, 1)
 
 
 def test_a_training_step_leaves_no_trace() -> None:
@@ -240,7 +240,7 @@ def test_a_training_step_leaves_no_trace() -> None:
     trainer = connected(module)
     before, metric = dict(module.__dict__), module.metric
     with sample.untouched(trainer):
-        loss = sample._step(trainer.strategy, torch.ones(2, 1))
+        loss = sample._step(trainer.strategy, torch.ones(2, 1), 0)
         assert module.count == 1
         assert len(module.seen) == 1
     assert loss.requires_grad
@@ -255,11 +255,11 @@ def test_what_a_training_step_may_look_like() -> None:
         def training_step(self, batch: Tensor) -> dict[str, Tensor]:  # type: ignore[override]
             return {"loss": batch.sum(), "other": batch}
 
-    assert sample._step(connected(Plain()).strategy, torch.ones(3))["loss"] == 3
+    assert sample._step(connected(Plain()).strategy, torch.ones(3), 0)["loss"] == 3
 
     class Nothing(Module):
         def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
             return None
 
     with pytest.raises(ConfigError, match=r"Nothing\.training_step returned NoneType.*must return the loss"):
-        sample._step(connected(Nothing()).strategy, torch.ones(3))
+        sample._step(connected(Nothing()).strategy, torch.ones(3), 0)

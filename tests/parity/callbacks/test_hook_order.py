@@ -1,0 +1,175 @@
+"""Hooks come in plain Lightning's order: the step that is measured is that of the first batch, after all before it."""
+
+from __future__ import annotations
+
+import hashlib
+import queue
+from collections.abc import Callable
+from typing import Any
+
+import lightning.pytorch as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor
+
+from lt_offload import OffmateStrategy
+from lt_offload.errors import ConfigError, InfeasibleError
+from lt_offload.strategy import sample
+from tests import sampling
+from tests.support.trainers import Forced, Module, differences, fit, seeded_module
+
+HOOKS = ("on_", "configure_optimizers", "train_dataloader", "val_dataloader", "prepare_data", "setup", "teardown")
+HOOKS += ("training_step", "validation_step", "lr_scheduler_step", "transfer_batch_to_device")
+LEFT_OUT = ("on_gpu", "on_tpu", "on_load_checkpoint", "on_exception")
+GRADIENTS = ("on_after_backward", "on_before_optimizer_step", "on_before_zero_grad")
+"""Hooks that make another kind of plan."""
+
+
+class Calls:
+    """What is called; in a queue, which the trial leaves alone."""
+
+    def __init__(self) -> None:
+        self.queue: queue.Queue[tuple[Any, ...]] = queue.Queue()
+
+    def noting(self, base: Any, names: list[str]) -> dict[str, Any]:
+        return {name: self._noting(base, name) for name in names}
+
+    def _noting(self, base: Any, name: str) -> Callable[..., Any]:
+        def call(owner: Any, *args: Any, **kwargs: Any) -> Any:
+            trainer = getattr(owner, "_trainer", None) or args[0]
+            state = "none"
+            if isinstance(trainer, L.Trainer):
+                loop = trainer.fit_loop.epoch_loop
+                drawn = hashlib.sha1(torch.get_rng_state().numpy().tobytes()).hexdigest()
+                batches, modes = loop.batch_progress.current.ready, [m.training for m in owner_modules(trainer)]
+                state = f"{trainer.state.stage} {trainer.global_step} {batches} {drawn} {modes}"
+            trial = isinstance(trainer, L.Trainer) and getattr(trainer.strategy, "plan", "") is None
+            self.queue.put((base.__name__, name, state, trial))
+            return getattr(base, name)(owner, *args, **kwargs)
+
+        return call
+
+    def taken(self) -> tuple[list[tuple[Any, ...]], int]:
+        """What was called, without the steps that were measured, and how many of those there were."""
+        found = [self.queue.get() for _ in range(self.queue.qsize())]
+        measured = [call for call in found if call[1] == "training_step" and call[3]]
+        return [call[:3] for call in found if call not in measured], len(measured)
+
+
+def owner_modules(trainer: L.Trainer) -> list[torch.nn.Module]:
+    return [] if trainer.lightning_module is None else list(trainer.lightning_module.modules())
+
+
+def hooks(base: Any, kept: tuple[str, ...]) -> list[str]:
+    names = [name for name in dir(base) if name.startswith(kept) and callable(getattr(base, name))]
+    return [name for name in names if not name.startswith(LEFT_OUT) and name not in GRADIENTS]
+
+
+def recorded(strategy: Any, **settings: Any) -> tuple[Any, list[tuple[Any, ...]], int]:
+    calls = Calls()
+    module = type("Noting", (Module,), calls.noting(Module, hooks(Module, HOOKS)))
+    names = hooks(L.Callback, ("on_", "setup", "teardown"))
+    callback = type("Callback", (L.Callback,), calls.noting(L.Callback, names))()
+    L.seed_everything(7, verbose=False)
+    run = fit(strategy, module(), callbacks=[callback], num_sanity_val_steps=1, **settings)
+    return run, *calls.taken()
+
+
+@pytest.mark.filterwarnings("ignore:You have overridden")
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_what_is_called_and_when_is_as_in_stock_lightning(accumulate: int) -> None:
+    stock, expected, _ = recorded("auto", accumulate_grad_batches=accumulate)
+    ours, found, measured = recorded(OffmateStrategy(memory="400KB"), accumulate_grad_batches=accumulate)
+    assert len(expected) > 100
+    assert measured > 0
+    assert found == expected
+    assert differences(stock, ours) == []
+
+
+class Late(Module):
+    """Has what its step needs from hooks, as Lightning's documentation shows it."""
+
+    def on_train_start(self) -> None:
+        self.factor = torch.tensor(0.5)
+        self.kept = self.model.lm_head.weight.detach()
+        norm = self.model.model.norm.weight
+        norm.data = norm.data * 1.5
+
+    def on_train_epoch_start(self) -> None:
+        self.outputs: list[Tensor] = []
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:  # type: ignore[override]
+        self.scale = 1 + batch_idx
+        return -1 if self.skips and self.current_epoch == 0 else None
+
+    skips = False
+
+    def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Tensor:
+        assert batch_idx + 1 == self.scale
+        loss = super().training_step(batch, batch_idx) * self.factor
+        self.outputs.append(loss.detach())
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self.log("mean", torch.stack(self.outputs).mean() if self.outputs else torch.zeros(()))
+
+
+class Skipping(Late):
+    skips = True
+
+
+def made(kind: type[Module]) -> Module:
+    L.seed_everything(7, verbose=False)
+    return kind()
+
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "forced": Forced,
+    "tight": lambda: OffmateStrategy(memory="300KB"),
+    "recompute": lambda: OffmateStrategy(memory="300KB", activation_offload=False),
+    "resident": lambda: OffmateStrategy(memory="200MB", planner="resident"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
+@pytest.mark.parametrize(("kind", "strategy"), sampling.grid([Late, Skipping], list(STRATEGIES)))
+def test_a_step_may_need_what_hooks_before_it_make(kind: type[Module], strategy: str) -> None:
+    settings = {"reload_dataloaders_every_n_epochs": 0}
+    stock, ours = fit("auto", made(kind), **settings), fit(STRATEGIES[strategy](), made(kind), **settings)
+    assert differences(stock, ours) == []
+    assert torch.equal(ours.module.kept, stock.module.kept)
+    assert ours.trainer.callback_metrics["mean"] == stock.trainer.callback_metrics["mean"]
+    assert len(ours.module.outputs) == len(stock.module.outputs)
+
+
+def test_the_size_is_chosen_before_these_hooks() -> None:
+    said = r"batch_size='auto' runs training_step before training.*'scale'; Late\.on_train_start is called later"
+    with pytest.raises(ConfigError, match=said):
+        fit(OffmateStrategy(memory="100MB", batch_size="auto"), made(Late))
+
+
+def test_no_data_are_asked_in_a_process_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sample, "in_a_fork", lambda *_, **__: pytest.fail("the data were asked"))
+    strategy = OffmateStrategy(memory="300KB")
+    module = seeded_module()
+    seen: list[Any] = []
+    module.on_train_start = lambda: seen.append((strategy.plan, strategy.profile))
+    fit(strategy, module, max_steps=2)
+    assert seen == [(None, None)]
+    assert strategy.plan is not None
+
+
+def test_a_run_that_is_over_needs_no_plan(tmp_path: Any) -> None:
+    saver = ModelCheckpoint(tmp_path, filename="half", every_n_train_steps=3)
+    fit(Forced(), callbacks=[saver], enable_checkpointing=True, max_steps=3)
+    strategy = OffmateStrategy(memory="300KB")
+    fit(strategy, ckpt=tmp_path / "half.ckpt", max_steps=3)
+    assert (strategy.plan, strategy.trace, strategy.engine) == (None, None, None)
+
+
+@pytest.mark.parametrize("memory", ["1KB", "60KB"])
+def test_a_device_that_is_too_small_is_said_with_what_is_needed(memory: str) -> None:
+    with pytest.raises(InfeasibleError) as caught:
+        fit(OffmateStrategy(memory=memory), num_sanity_val_steps=0)
+    assert caught.value.needed_bytes is not None
