@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -306,20 +307,21 @@ class _Trial:
         self._outputs: list[tuple[torch.Size, torch.dtype, torch.device]] = []
         self._cache: list[tuple[Any, Any]] = []
         """Costly operations and their results."""
-        self._noted: list[tuple[weakref.ref[Tensor], int, int, bool]] = []
+        self._noted: list[_Noted] = []
         """What was saved: whether it still is, and of its storage the key, the bytes, and whether it may travel."""
 
     def forward(self) -> list[Tensor]:
         """Run the forward and keep what the option keeps; return the tensors of numbers."""
         if self.option == "keep":
             self._inputs = self._enter()
-            with torch.enable_grad(), saved_tensors_hooks(self._note, lambda tensor: tensor):
+            # Not a method: this object holds the graph, which would hold it, a cycle through C++.
+            with torch.enable_grad(), saved_tensors_hooks(partial(_note, self._noted), lambda tensor: tensor):
                 outputs = _numbers(self.call.run(self._inputs))
         elif self.option == "mixed":
             with torch.no_grad(), _Collect(self._cache):
                 outputs = _numbers(self.call.run(self.call.inputs))
             for tensor in tree_leaves(self._cache):
-                self._note(tensor)
+                _note(self._noted, tensor, itself=True)
         else:
             graphed = self.call.graphed
             with torch.set_grad_enabled(graphed):
@@ -373,14 +375,19 @@ class _Trial:
         needs = zip(self.call.inputs, self.call.needs_grad, strict=True)
         return [tensor.detach().requires_grad_(need) for tensor, need in needs]
 
-    def _note(self, tensor: Any) -> Any:
-        if isinstance(tensor, Tensor):
-            kept = tensor.detach()  # a saved output would hold the node that holds it, a cycle through C++
-            held = weakref.ref(kept if self.option == "keep" else tensor)
-            for storage in (part.untyped_storage() for part in tensors_in(tensor)):
-                self._noted.append((held, storage._cdata, storage.nbytes(), travels(tensor)))
-            return kept
-        return tensor
+
+_Noted = tuple[weakref.ref[Tensor], int, int, bool]
+
+
+def _note(noted: list[_Noted], tensor: Any, *, itself: bool = False) -> Any:
+    """Note what is saved, and return what is to be saved: the tensor ``itself``, or a view of it."""
+    if isinstance(tensor, Tensor):
+        kept = tensor.detach()  # a saved output would hold the node that holds it, a cycle through C++
+        held = weakref.ref(tensor if itself else kept)
+        for storage in (part.untyped_storage() for part in tensors_in(tensor)):
+            noted.append((held, storage._cdata, storage.nbytes(), travels(tensor)))
+        return kept
+    return tensor
 
 
 class _PartedTrial:

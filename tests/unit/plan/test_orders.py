@@ -30,11 +30,11 @@ def estimated(samples: int, parts: int = 1, link: float = 0.0) -> Profile:
         micro_batches=parts,
         padding=False,
     )
-    # Without the context of a GPU, which is a thousand times larger than this model.
+    # Without the context of a GPU and what its allocator maps at once, a thousand times larger than this model.
     machine = replace(found.hardware, context_bytes=0)
     if link:
         machine = replace(machine, h2d_bytes_per_s=link, d2h_bytes_per_s=link)
-    return replace(found, hardware=machine, page_table_bytes=0, slack_share=0.0)
+    return replace(found, hardware=machine, page_table_bytes=0, slack_bytes=0, slack_share=0.0)
 
 
 def least(profile: Profile, **settings: Any) -> int:
