@@ -95,6 +95,7 @@ class Readers:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._counts = False  # blocks are measured with the hooks that they had when they were called, these among them
         for hook in self._hooks:
             hook.remove()
 

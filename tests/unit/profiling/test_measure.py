@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 import lt_offload
 from lt_offload.errors import ConfigError, ModelError
 from lt_offload.machine.accounting import Account
-from lt_offload.profiling.hardware import load_hardware
+from lt_offload.profiling.hardware import TakenHostBytes, load_hardware
 from lt_offload.profiling.measure import extent, profile
 from lt_offload.schema.profile import BlockProfile, Profile
 from tests.support import models
@@ -401,12 +401,12 @@ def test_the_package_is_the_function() -> None:
     assert found.optimizer.name == "SGD"
 
 
-@pytest.mark.parametrize(("pinnable", "expected"), [(1000, "all"), (300, 300)])
-def test_what_the_model_takes_of_the_ram_is_there_for_the_plan(
-    monkeypatch: pytest.MonkeyPatch, pinnable: int, expected: int | str
-) -> None:
-    machine = replace(load_hardware("rtx-3060"), host_bytes=1000, pinnable_bytes=pinnable)
+@pytest.mark.parametrize("private", [8_000_000, 10_000_000])
+def test_what_the_model_takes_of_the_ram_is_there_for_the_plan(monkeypatch: pytest.MonkeyPatch, private: int) -> None:
+    machine = replace(load_hardware("rtx-3060"), host_bytes=1000, pinnable_bytes=300)
+    process = TakenHostBytes(all=10_000_000, private=private)
     monkeypatch.setattr("lt_offload.profiling.measure.measure_hardware", lambda *_, **__: machine)
+    monkeypatch.setattr("lt_offload.profiling.measure.taken_host_bytes", lambda: process)
     model = models.build("llama")
     optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
     model(**models.batch(model)).loss.backward()
@@ -414,6 +414,6 @@ def test_what_the_model_takes_of_the_ram_is_there_for_the_plan(
     optimizer.zero_grad()
     found = lt_offload.profile(model, models.batch(model), optimizer=optimizer).hardware
     taken = 2 * sum(p.nbytes for p in model.parameters())  # weights and momenta
-    assert found.host_bytes == 1000 + taken
-    assert found.pinnable_bytes == (1000 + taken if expected == "all" else expected)
+    assert (found.host_bytes, found.pinnable_bytes) == (1000, 300)
+    assert found.process_bytes == 10_000_000 - taken
     assert lt_offload.profile(model, models.batch(model), optimizer=optimizer, hardware=machine).hardware == machine

@@ -312,7 +312,7 @@ def root(results: Path) -> Path:
     (above / "docs").mkdir()
     for name, mark in marks.items():
         (above / name).write_text(f"# Title\n\n<!-- {mark} -->\nold\n<!-- /{mark} -->\n\nmore\n")
-    (above / "docs" / "will-it-fit.md").write_text("<!-- fits -->\n<!-- /fits -->\n")
+    (above / "docs" / "will-it-fit.md").write_text("<!-- fits -->\n<!-- /fits -->\n<!-- home -->\n<!-- /home -->\n")
     (above / "docs" / "quality.md").write_text("<!-- quality -->\n<!-- /quality -->\n")
     document = {"kind": "quality", "date": "2025-01-31", "machine": MACHINE, "versions": {"torch": "2.11.0"}} | QUALITY
     (results / "quality-some-lora.json").write_text(json.dumps(document))
