@@ -51,7 +51,7 @@ from lt_offload.execute.runs.frames import AnyFrame, Frames
 from lt_offload.execute.tensors import Weight
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import tensors_of
-from lt_offload.model.compiled import intercept, without_gradients
+from lt_offload.model.compiled import called, intercept, without_gradients
 from lt_offload.model.location import located
 from lt_offload.schema.plan import Plan
 from lt_offload.units import format_bytes
@@ -172,12 +172,12 @@ class Engine(Controls):
                 frames=self._frames,
                 recorder=self.recorder,
             )
-        runs = [self._wrapped(index, without_gradients(b.module)) for index, b in enumerate(self.structure.blocks)]
+        runs = [self._wrapped(index, called(block.module)) for index, block in enumerate(self.structure.blocks)]
         if self._loss is not None:
             self._undo.append(self._loss.install(self._wrapped(len(runs) - 1, self._loss.forward)))
             runs[-1] = self._loss.deferring(runs[-1])
         for block, run in zip(self.structure.blocks, runs, strict=True):
-            self._undo.append(intercept(block.module, run))
+            self._undo.append(intercept(block.module, without_gradients(block.module, run)))
         unseen = [self.weights[index] for index in aliases.unseen]
         self._guard = Guard(self.weights, self.residency, self.updates, self._open, unseen)
         self._fixed = Fixed(self.structure, self.weights, self.updates, self._frames.repeated, self._frames.parted)

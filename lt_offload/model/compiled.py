@@ -68,13 +68,12 @@ def called(module: nn.Module) -> Forward:
     return entry
 
 
-def without_gradients(module: nn.Module) -> Forward:
-    """Return what a call of ``module`` runs; where that is compiled, parameters have no ``grad`` while it does.
+def without_gradients(module: nn.Module, run: Forward) -> Forward:
+    """Return ``run``, a call of ``module``; where that is compiled, parameters have no ``grad`` while it lasts.
 
     Nothing in the code depends on that, but the compiler looks at every tensor, and what stands for a gradient between
     two steps is none that it knows.
     """
-    run = called(module)
     if not is_compiled(module):
         return run
 

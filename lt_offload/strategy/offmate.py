@@ -483,9 +483,15 @@ class OffmateStrategy(OneProcess, Checkpoints):
         self.check_copies()  # of a plan that there is already
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Stream the forward."""
-        with self._streaming():
-            return super().validation_step(*args, **kwargs)
+        """Stream the forward; where the sanity check has too little memory, training mostly has, and says how much."""
+        try:
+            with self._streaming():
+                return super().validation_step(*args, **kwargs)
+        except OverBudget as error:
+            if windows.fitting(self._trainer) and self.plan is None:
+                self._close_engine()
+                self._plan_early(self._trainer, error)
+            raise
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
         """Stream the forward."""
