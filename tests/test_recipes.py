@@ -101,7 +101,7 @@ def test_the_list_is_80_columns_wide(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["ls"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert max(map(len, lines)) <= 80
-    assert {line.split()[0] for line in lines if line.startswith("  ")} == set(NAMES)
+    assert {line[2:].split()[0] for line in lines if line.startswith(("  ", "* "))} - {"more"} == set(NAMES)
     assert [line for line in lines if line.startswith("GPU")] == [f"GPU with {n} GB" for n in (8, 12, 16, 24)]
 
 

@@ -8,7 +8,7 @@ arrive at the same addresses there, so that every copy waits for the update befo
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -46,6 +46,8 @@ def state_bytes(structure: Structure, optimizer: torch.optim.Optimizer) -> tuple
         twin = copy.copy(optimizer)
         vars(twin).update({k: v for k, v in vars(optimizer).items() if k not in vars(twin)})  # no copy has these
         twin.param_groups = [{**groups[param], "params": [clone]}]
+        vars(twin).pop("step", None)  # of a schedule, which steps the optimizer that it was made for
+        twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
         entries = {key: value for key, value in optimizer.state.items() if not isinstance(key, torch.Tensor)}
         twin.state = defaultdict(dict, entries)
         for _ in range(2):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pynvml
@@ -14,7 +15,7 @@ from torch import Tensor
 
 import lt_offload
 from lt_offload.errors import ConfigError, UnsupportedError
-from lt_offload.machine import driver, pinning, zero_copy
+from lt_offload.machine import driver, pages, pinning, zero_copy
 from lt_offload.machine.host_memory import LARGE_BYTES, HostMemory
 from lt_offload.machine.numa import memory_node_of
 from lt_offload.machine.pages import map_pages
@@ -345,3 +346,17 @@ def test_staged_copies_arrive(buffers: bool, device: torch.device) -> None:
         staging.to_host(other, source, stream)
         assert (other == 5).all()
         torch.cuda.synchronize(device)
+
+
+# -- pages of files ---------------------------------------------------------------------------------------------------
+
+
+def test_weights_of_a_file_that_were_read_are_let_go_of(tmp_path: Path) -> None:
+    numbers = torch.arange(1 << 20, dtype=torch.int32)
+    torch.save({"some": numbers}, tmp_path / "weights.pt")
+    found = torch.load(tmp_path / "weights.pt", mmap=True)["some"]
+    assert torch.equal(found, numbers)
+    for tensor in (found, numbers, found[:3], torch.empty(0)):  # in a file, in no file, less than a page, nothing
+        pages.forget(tensor)
+        assert torch.equal(tensor, numbers[: len(tensor)])
+    pages.forget(torch.empty(1 << 20, device="meta"))  # at no address

@@ -190,7 +190,7 @@ def test_outputs_that_are_kept_with_their_gradients_are_in_the_smallest_budget(s
         assert isinstance(model, Retaining)
         return losses + [x.grad.clone() for x in model.kept if x.grad is not None]
 
-    profile, _ = measured(Retaining)
+    profile = measured(Retaining)
     with pytest.raises(lt_offload.InfeasibleError) as caught:
         lt_offload.solve(profile, memory=1000, **switches)
     plan = lt_offload.solve(profile, memory=caught.value.needed_bytes, **switches)
