@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import bitsandbytes
@@ -10,10 +11,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from lt_offload.model.blocks import find_blocks
 from lt_offload.schema.plan import Plan
-from tests.gpu.loops.bench import LOOPS, Bench, Here, in_both_ways, plain_steps, same
+from tests.gpu.loops.bench import LOOPS, ROOM, Bench, Here, in_both_ways, plain_steps, same
 from tests.parity.models import quantized
 from tests.support import models
+from tests.support.plans import streamed
 
 pytestmark = [*LOOPS, pytest.mark.only("cuda", "fake")]
 
@@ -22,8 +25,12 @@ class Quantized(Bench):
     """A model of four bits under adapters, with an optimizer of the test's choice."""
 
     def plan(self, way: str, switches: dict[str, Any] | None = None, **options: Any) -> Plan:
-        """Updates that have other bits on the host are left to the device: its kernels are not those of the host."""
-        only = {"host_update": options["eight_bits"] == "anywhere"} if "eight_bits" in options else {}
+        """Updates that have other bits on the host are left to the device, or made in turns by both."""
+        if options.get("eight_bits") == "anywhere":
+            model, optimizer = self.fresh(**options)
+            made = streamed(find_blocks(model), optimizer, options=["keep"], places=["host", "paged", "device"])
+            return replace(made, budget_bytes=ROOM)
+        only = {"host_update": False} if "eight_bits" in options else {}
         return super().plan(way, (switches or {}) | only, **options)
 
     def fresh(self, on_device: bool = False, eight_bits: str = "", **options: Any) -> tuple[nn.Module, Optimizer]:  # type: ignore[override]
@@ -65,7 +72,7 @@ def test_states_of_eight_bits_on_host_and_device(quantised: Quantized) -> None:
     expected, _ = quantised.plainly(plain_steps, eight_bits="anywhere")
     found, _ = quantised.ours("tight", plain_steps, eight_bits="anywhere")
     places = quantised.plan("tight", {"accumulate": 1}, eight_bits="anywhere").update_places
-    assert "host" in places  # and mostly others, as times were measured
+    assert {"host"} < {place for place in places if place is not None}
     torch.testing.assert_close([loss.cpu() for loss in found.losses], expected.losses, rtol=1e-2, atol=0.0)
     for param in found.model.parameters():
         state = found.optimizer.state[param]
