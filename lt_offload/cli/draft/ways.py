@@ -145,18 +145,27 @@ class Drafts:
         wanted = [way for way in METHODS if method in ("auto", way.name)]
         positions = getattr(self.source.config, "max_position_embeddings", None) or _LENGTHS[0]
         lengths = [length for length in _LENGTHS if length <= positions] or [positions]
-        for length in lengths:
-            ways = []
-            for candidate in wanted:
-                status(f"planning {candidate.title}, {BATCH} x {length} tokens")
-                ways.append(self.way(candidate, length))
-            if any(way.plan is not None for way in ways):
-                return ways
-            errors = [way.error for way in ways if way.error is not None]
-            if len(errors) == len(ways):
-                raise errors[0]
+        ways = self._at(lengths[0], wanted)
+        if len(lengths) > 1 and not _planned(ways):
+            shortest = ways = self._at(lengths[-1], wanted)  # next, as nothing in between fits if they do not
+            if _planned(ways):
+                between = (self._at(length, wanted) for length in lengths[1:-1])
+                ways = next(filter(_planned, between), shortest)
+        if _planned(ways):
+            return ways
         needed = [way.needed_bytes for way in ways if way.needed_bytes is not None]
         raise InfeasibleError(self._too_small(ways), needed_bytes=min(needed, default=None))
+
+    def _at(self, length: int, methods: Sequence[Method]) -> list[WayToTrain]:
+        """Return the ways with sequences of ``length`` tokens; raises what the first has failed with if all have."""
+        ways = []
+        for method in methods:
+            status(f"planning {method.title}, {BATCH} x {length} tokens")
+            ways.append(self.way(method, length))
+        errors = [way.error for way in ways if way.error is not None]
+        if len(errors) == len(ways):
+            raise errors[0]
+        return ways
 
     def way(self, method: Method, length: int) -> WayToTrain:
         """Return how fast ``method`` is, in the best of a few numbers of parts or batches: at a glance."""
@@ -268,6 +277,11 @@ class Drafts:
         machine = self.machine
         settings = Settings(memory=machine.memory, host_memory=machine.host_memory, time_limit=seconds)
         return make_plan(profile, replace(settings, accumulate=accumulate))
+
+
+def _planned(ways: Sequence[WayToTrain]) -> bool:
+    """Return whether one of ``ways`` has a plan."""
+    return any(way.plan is not None for way in ways)
 
 
 def _without_plan(way: WayToTrain, error: Exception) -> WayToTrain:
