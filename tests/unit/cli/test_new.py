@@ -201,8 +201,8 @@ def test_the_longest_sequences_that_fit_and_no_others_once_the_shortest_do_not(m
         return WayToTrain(method, length, plan=PLAN if length <= longest else None)
 
     monkeypatch.setattr(Drafts, "way", way)
-    described(max_position_embeddings=4096)
-    drafts = Drafts(named("small.json"), _machine("8GB", None, CARD[1]), None, Path())
+    source = named(described(_name_or_path="a/b", max_position_embeddings=4096))
+    drafts = Drafts(source, _machine("8GB", None, CARD[1]), None, Path())
     for longest, lengths in ((1024, [1024]), (512, [1024, 128, 512]), (128, [1024, 128, 512, 256])):
         tried.clear()
         assert {way.length for way in drafts.ways("full")} == {longest}
