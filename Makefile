@@ -2,6 +2,7 @@
 # make test         run the tests, those that need a GPU on a fake one
 # make fake         only those, with ORDER=lazy, random:SEED or eager: when the fake GPU does what it is given
 # make full         run the tests with every row of the grids of which make test takes a sample (half an hour)
+# make recompute    the tests of exactness with plans that recompute every block, of which make test takes a sample
 # make newest       a few of the tests with the newest version of every dependency that pyproject.toml allows, in .venv/newest
 # make lint         check style and types
 # make docs         build the documentation into .venv/site, warnings are errors
@@ -29,7 +30,7 @@ NEWEST_TESTS := \
   tests/unit/finetune/test_load.py tests/unit/finetune/test_exporting.py tests/unit/finetune/data/test_sources.py \
   tests/parity/lightning/test_lightning.py
 
-.PHONY: quickstart test full fake newest gpu-fake lint docs bench papers gpu gpu-there clean
+.PHONY: quickstart test full recompute fake newest gpu-fake lint docs bench papers gpu gpu-there clean
 .DELETE_ON_ERROR:
 
 quickstart: .venv/quickstart.done
@@ -42,6 +43,9 @@ test: .venv/dev.done
 
 full: .venv/dev.done
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ALL_CORES) --full
+
+recompute: .venv/dev.done
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity $(ALL_CORES) --recompute --full
 
 fake: .venv/dev.done
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/gpu tests/fake_cuda --device fake --order $(ORDER) $(ALL_CORES) $(FAKE_OPTIONS)
@@ -73,7 +77,10 @@ gpu: gpu-there $(if $(filter $(BIN)/python,$(PYTHON_GPU)),.venv/dev.done)
 	$(PYTHON_GPU) -m scripts.gpu
 
 # The same programs on the fake GPU, with small sizes: do they work?
-gpu-fake: .venv/dev.done
+gpu-recompute: .venv/dev.done
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity $(ALL_CORES) --recompute --full
+
+fake: .venv/dev.done
 	$(BIN)/python -m scripts.gpu --device fake --tiny --out .venv/gpu
 
 gpu-there:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests import fake_cuda, sampling
+from tests.recomputing import Recomputing
 
 DEVICES = ("cuda", "fake", "cpu", "model")
 
@@ -31,6 +32,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     _enable_fake(parser)
     group.addoption("--figures", metavar="FILE", help="JSON file for what tests/gpu measures")
     group.addoption("--full", action="store_true", help="all rows of the grids of which a run takes a sample otherwise")
+    group.addoption("--recompute", action="store_true", help="of tests/parity: every plan recomputes all that it can")
+    group.addoption("--rows", type=int, metavar="N", default=0, help="no more tests than a sample of so many")
     group.addoption("--sample-seed", type=int, metavar="N", default=sampling.SEED, help="draws the samples")
 
 
@@ -52,6 +55,8 @@ def pytest_report_header(config: pytest.Config) -> str:
 
 def pytest_configure(config: pytest.Config) -> None:
     sampling.FULL, sampling.SEED = config.getoption("full"), config.getoption("sample_seed")
+    if config.getoption("recompute"):
+        config.pluginmanager.register(Recomputing())
     device = config.getoption("device")
     if device not in ("cuda", "fake"):
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -61,6 +66,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
     if not torch.cuda.is_available():
         pytest.exit(f"--device cuda: torch {torch.__version__} finds no GPU here", returncode=1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if count := config.getoption("rows"):
+        items[:] = sampling.some(items, count)
 
 
 @pytest.fixture(autouse=True, scope="module")

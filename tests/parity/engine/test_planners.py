@@ -29,6 +29,7 @@ from tests.support import models
 from tests.support.engines import make_optimizer
 
 PLANNERS: tuple[PlannerName, ...] = ("offmate", "stream", "greedy", "l2l", "memferry", "pofo", "resident")
+pofo_keeps = pytest.mark.own_plan("POFO plans for blocks that may keep their activations", planner="pofo")
 ROOT = Path(__file__).resolve().parents[3]
 STEPS = 3
 
@@ -115,6 +116,7 @@ def small(family: str, layers: int = 6, sequence_length: int = 12) -> Task:
     return task(model, models.batch(model, sequence_length=sequence_length))
 
 
+@pofo_keeps
 @pytest.mark.parametrize(("planner", "family"), sampling.grid(PLANNERS, ["llama", "bloom"]))
 def test_small_models(planner: PlannerName, family: str) -> None:
     made = small(family)
@@ -146,6 +148,7 @@ def smallest_without_copies(profile: Profile) -> int:
     return high
 
 
+@pytest.mark.own_plan("POFO chooses between all options")
 @pytest.mark.parametrize("family", ["llama", "bloom"])
 def test_forwards_of_several_blocks_run_again(family: str) -> None:
     """POFO where activations are most of the memory and may not travel: not even all inputs can be saved."""
@@ -178,6 +181,7 @@ def test_the_quickstart_model() -> None:
     require_equal(made, plan)
 
 
+@pofo_keeps
 @pytest.mark.parametrize("planner", PLANNERS)
 def test_large_tensors(planner: PlannerName) -> None:
     made = quickstart(num_hidden_layers=2, vocab_size=8192)

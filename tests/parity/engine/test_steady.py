@@ -40,6 +40,7 @@ def trained(case: Case, plan: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any
     return trained_on(device, case, plan)[0], steady, aliases
 
 
+@pytest.mark.own_plan("which weights a graph holds depends on the option")
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("family", ["llama-tied", "bloom"])
 def test_weights_that_stay_need_no_alias(family: str, option: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -50,6 +51,7 @@ def test_weights_that_stay_need_no_alias(family: str, option: str, monkeypatch: 
     assert differences(plain(case), result) == []
 
 
+@pytest.mark.own_plan("a graph holds no weights from one run of a block to the next")
 def test_weights_that_travel_do(monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(options=("keep",), places=("host",))
     result, steady, aliases = trained(case, resident(case), monkeypatch)

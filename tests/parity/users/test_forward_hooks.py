@@ -62,6 +62,7 @@ LATE_HOOKS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.own_plan("a block that runs once takes hooks later, too")
 @pytest.mark.parametrize("name", LATE_HOOKS)
 def test_forward_hooks_that_come_later_are_refused_where_a_block_runs_again(name: str) -> None:
     handles: list[Any] = []
