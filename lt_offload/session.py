@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -30,6 +30,7 @@ from lt_offload.profiling.hardware import check_memory, free_memory
 from lt_offload.profiling.measure import check_use
 from lt_offload.profiling.measure import profile as measure
 from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
 from lt_offload.units import format_bytes, parse_bytes
 
 _log = logging.getLogger(__name__)
@@ -85,34 +86,19 @@ def offloaded(
     Raises:
         UnsupportedError, ModelError, InfeasibleError, PlanError: before anything is trained.
     """
-    setup = limits.Setup(model=model, optimizers=[optimizer], blocks=blocks)
-    limits.check("model", setup)
-    limits.check("optimizer", setup)
+    structure, torch_device = prepare(model, optimizer, blocks=blocks, accelerator=accelerator)
     check_micro_batches(micro_batches, auto=True)
-    structure = find_blocks(model, blocks)
-    torch_device = find_device(accelerator)
     budget = None if memory is None else parse_bytes(memory, least=1)
     settings = Settings(memory=budget, accumulate=accumulate, **switches)
     check_memory(budget, torch_device)
-    for sentence in switched_off(model):
-        _log.warning(sentence)
     if plan is None:
         measured = partial(
             measure, model, sample_batch, optimizer=optimizer, device=torch_device, structure=structure, run=run
         )
         settings = replace(settings, memory=budget or free_memory(torch_device))
-        if micro_batches == "auto":
-            choice = choose_parts(lambda count: measured(micro_batches=count), settings)
-            profile, plan = choice.profile, choice.plan
-        else:
-            profile = measured(micro_batches=micro_batches)
-            plan = make_plan(profile, settings)
-        plan = compared(plan, profile, settings)
-        problems = check(plan, profile)
-        if problems:
-            raise PlanError(f"the plan cannot be carried out: {problems[0]}")
+        _, plan = solved(lambda parts: measured(micro_batches=parts), settings, micro_batches)
     else:
-        _check_replay(plan, budget, switches, micro_batches)
+        check_replay(plan, budget, switches, micro_batches)
         check_use(
             model,
             sample_batch,
@@ -122,16 +108,74 @@ def offloaded(
             run=run,
             micro_batches=plan.parts,
         )
-    with _installed(model, optimizer, plan, structure, torch_device) as engine:
+    with installed(model, optimizer, plan, structure, torch_device) as engine:
         engine.accumulate = accumulate
         yield engine
+
+
+def prepare(
+    model: nn.Module, optimizer: Optimizer, *, blocks: str | None, accelerator: str
+) -> tuple[Structure, torch.device]:
+    """Refuse what cannot be trained, say what is switched off meanwhile, and return the blocks and where they run.
+
+    Raises:
+        UnsupportedError, ModelError, ConfigError: naming the setting.
+    """
+    setup = limits.Setup(model=model, optimizers=[optimizer], blocks=blocks)
+    limits.check("model", setup)
+    limits.check("optimizer", setup)
+    found = find_blocks(model, blocks), find_device(accelerator)
+    for sentence in switched_off(model):
+        _log.warning(sentence)
+    return found
+
+
+def solved(
+    measured: Callable[[int], Profile], settings: Settings, micro_batches: int | Literal["auto"]
+) -> tuple[Profile, Plan]:
+    """Return a plan that has been checked, and the profile it was made for.
+
+    Args:
+        measured: returns the profile with so many parts per batch.
+        settings: with the device budget.
+        micro_batches: parts, or ``"auto"``.
+
+    Raises:
+        InfeasibleError, PlanError: if there is no plan that can be carried out.
+    """
+    if micro_batches == "auto":
+        choice = choose_parts(measured, settings)
+        profile, plan = choice.profile, choice.plan
+    else:
+        profile = measured(micro_batches)
+        plan = make_plan(profile, settings)
+    plan = compared(plan, profile, settings)
+    problems = check(plan, profile)
+    if problems:
+        raise PlanError(f"the plan cannot be carried out: {problems[0]}")
+    return profile, plan
+
+
+@contextmanager
+def streamed(model: nn.Module, budget: int, structure: Structure, torch_device: torch.device) -> Iterator[Engine]:
+    """Run forwards without gradients within ``budget`` bytes: there is no plan, and nothing is trained."""
+    device = open_device(budget, str(torch_device))
+    engine = Engine(model, None, None, device, structure=structure)
+    try:
+        with current(torch_device):
+            engine.install()
+            with device.between():
+                yield engine
+    finally:
+        engine.remove()
+        device.close()
 
 
 _HOOKS = "_forward_pre_hooks"
 
 
 @contextmanager
-def _installed(
+def installed(
     model: nn.Module, optimizer: Optimizer, plan: Plan, structure: Structure, torch_device: torch.device
 ) -> Iterator[Engine]:
     """Carry out ``plan`` in every iteration within the context."""
@@ -170,7 +214,7 @@ def _installed(
         device.close()
 
 
-def _check_replay(
+def check_replay(
     plan: Plan, memory: int | None, switches: dict[str, Any], micro_batches: int | Literal["auto"]
 ) -> None:
     """Raise for arguments that a plan leaves no room for."""

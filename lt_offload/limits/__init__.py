@@ -5,6 +5,7 @@ starts, :func:`markdown` prints it for the documentation, and what shows only wh
 :meth:`Limit.error`. Foreign optimizers are tried on a few small tensors.
 """
 
+from lt_offload.limits import hf as _hf  # noqa: F401  its rows
 from lt_offload.limits.before import overridden, overrides, unknown_optimizer
 from lt_offload.limits.running import (
     BACKWARD_OUTSIDE,

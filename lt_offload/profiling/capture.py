@@ -255,6 +255,10 @@ class _ModelCall:
         self._sizes: dict[int | None, int] = {}
         self._outputs: list[weakref.ref[Tensor]] = []
         """What blocks but the last have returned, as the model sees it."""
+        self._handed_on: list[weakref.ref[Tensor]] = []
+        """Of these, what the previous block has."""
+        self._handed: list[Tensor] = []
+        """What the last block but one has, until the loss's backward has been run."""
         self._copies: set[int | None] = set()
         """Storages that calls hold, which training would not have."""
         self._returned: set[int | None] = set()
@@ -284,6 +288,7 @@ class _ModelCall:
     def lasting(self) -> int:
         """Return the bytes of outputs of blocks but the last that somebody holds, and of the gradients they retain."""
         self._graph.clear()  # what operations between blocks save goes with their backward, which was not run
+        self._handed.clear()
         alive = [output for held in self._outputs if (output := held()) is not None]
         retained = sum(output.nbytes for output in alive if output.retains_grad)
         return retained + sum({self._account.serial(output): output.nbytes for output in alive}.values())
@@ -301,8 +306,9 @@ class _ModelCall:
         original = original if cutter is None else in_parts(original, cutter)
         last = self.complete
         if last:
-            # The input is the block's: it is not the loss that gives it back.
+            # The input is the block's, and so is what it was made from: it is not the loss that gives them back.
             self._shared += [leaf.detach() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+            self._handed = [output for held in self._handed_on if (output := held()) is not None]
             live = self._account.live()
             self.between = sum(nbytes for serial, nbytes in live.items() if serial not in self._interfaces)
         with recorder.stage(block.module), within(call.contexts):  # no cast of a weight outlives its block
@@ -320,7 +326,8 @@ class _ModelCall:
             position = itertools.count()
             out = tree_map(lambda leaf: self._connect(leaf, index, call, position), out)
         if not last:
-            self._outputs += [weakref.ref(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            self._handed_on = [weakref.ref(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+            self._outputs += self._handed_on
         self._last_output = BlockOutput(out)
         if last:
             recorder.watch.begin(out)

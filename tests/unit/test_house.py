@@ -30,6 +30,7 @@ LAYERS = (
     ("profiling", "plan", "execute"),
     ("report",),
     ("strategy", "session"),
+    ("hf",),
     (PACKAGE,),  # __init__.py: the public names
     ("finetune",),
     ("cli",),

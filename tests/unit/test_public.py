@@ -29,6 +29,7 @@ PUBLIC = [
     "Trace",
     "UnsupportedError",
     "chunked_loss_reference",
+    "hf_trainer",
     "micro_batched_reference",
     "offloaded",
     "profile",

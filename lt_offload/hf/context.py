@@ -1,0 +1,127 @@
+"""The context in which Trainers are made: they get a class of their own, between theirs and its objects.
+
+Nothing else is changed, and no class but ``Trainer``, whose constructor has a second one in front of it while such a
+context is open anywhere. That asks who calls: only in the thread (or task) that opened the context a Trainer is made
+another one. What a Trainer does differently goes with the object, wherever and whenever it is used afterwards.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from importlib import import_module
+from pathlib import Path
+from typing import Any, Literal
+
+from lt_offload.hf.run import Run
+from lt_offload.hf.settings import HFSettings
+from lt_offload.hf.trainer import Offloaded
+from lt_offload.schema.plan import PlannerName
+
+Trainer: Any = import_module("transformers").Trainer  # a type checker would have to read all of transformers
+_settings: ContextVar[HFSettings | None] = ContextVar("lt_offload_hf_trainer", default=None)
+"""Of the innermost context that is open here."""
+_changing = threading.RLock()
+_open: list[Callable[..., None]] = []
+"""The constructor that was there before, once per open context."""
+_classes: dict[type[Any], type[Any]] = {}
+
+
+def hf_trainer(
+    *,
+    memory: str | int | float | None = None,
+    host_memory: str | int | float | None = None,
+    planner: PlannerName = "auto",
+    micro_batches: int | Literal["auto"] = 1,
+    blocks: str | None = None,
+    host_update: bool = True,
+    activation_offload: bool = True,
+    recompute: bool = True,
+    gradient_reserve: float | None = None,
+    plan: str | Path | None = None,
+    solver_time_limit: float = 30.0,
+    report_dir: str | Path | None = None,
+    sample_batch: Any = None,
+) -> AbstractContextManager[None]:
+    """Let every ``transformers.Trainer`` that is made within the context train inside ``memory``, with plain numbers.
+
+    Subclasses, TRL's and your own, are meant as well. Only the constructor has to be called within: it would move the
+    model to the GPU. The Trainer stays what it has become, and ``train``, ``evaluate``, ``predict`` and ``save_model``
+    may be called within or later. Other threads, and Trainers made elsewhere, are not touched.
+
+    With ``use_cpu=True``, or without a GPU, the same plan runs on an emulated device of ``memory`` bytes.
+
+    Args:
+        memory: device memory that training may occupy, such as ``"10GB"``, ``"10GiB"`` or bytes; None: what is free.
+        host_memory: RAM that training may take; None: what is free.
+        planner: which planner to use; ``"auto"`` simulates several and takes the fastest.
+        micro_batches: parts of a batch that go through each block in turn, see ``lt_offload.micro_batched_reference``.
+        blocks: name of the ``nn.ModuleList`` or ``nn.Sequential`` that holds the layers; None: found by structure.
+        host_update: allow optimizer updates on the host.
+        activation_offload: allow activations to travel to the host and back.
+        recompute: allow activations to be computed again.
+        gradient_reserve: for ``planner="memferry"``: the part of all gradient bytes that the device may hold.
+        plan: path of a saved plan to replay instead of planning.
+        solver_time_limit: seconds that planning may take.
+        report_dir: folder for profile.json, plan.json, trace.json and report.html; None: ``lt_offload`` in the
+            Trainer's ``output_dir``.
+        sample_batch: a batch of the largest shape that will come, as the data collator returns it; None: it is made of
+            the longest rows of the dataset where their lengths can be read (``datasets``, lists), else the first one.
+            A larger batch that comes nevertheless is planned for when it comes.
+
+    Raises:
+        ConfigError: if a setting cannot be used as given.
+        UnsupportedError: by the Trainer's constructor, naming the argument that cannot be honoured.
+    """
+    return _opened(HFSettings(**locals()))
+
+
+@contextmanager
+def _opened(settings: HFSettings) -> Iterator[None]:
+    before = _settings.set(settings)
+    with _changing:
+        _install()
+    try:
+        yield
+    finally:
+        with _changing:
+            _remove()
+        _settings.reset(before)
+
+
+def _install() -> None:
+    """Put a constructor in front of the Trainer's, unless there is one."""
+    if not _open:
+        constructor = Trainer.__init__
+
+        @functools.wraps(constructor)
+        def __init__(trainer: Any, *args: Any, **kwargs: Any) -> None:
+            settings = _settings.get()
+            if settings is not None and not isinstance(trainer, Offloaded):
+                trainer.__class__ = offloaded_class(type(trainer))
+                vars(trainer)["offmate"] = Run(trainer, settings)
+            constructor(trainer, *args, **kwargs)
+
+        __init__.is_ours = True  # type: ignore[attr-defined]
+        Trainer.__init__ = __init__
+        _open.append(constructor)
+        return
+    _open.append(_open[-1])
+
+
+def _remove() -> None:
+    constructor = _open.pop()
+    # If somebody has put another one in front of ours meanwhile, it stays: without a context it does nothing.
+    if not _open and getattr(Trainer.__init__, "is_ours", False):
+        Trainer.__init__ = constructor
+
+
+def offloaded_class(cls: type[Any]) -> type[Any]:
+    """Return the class of offloaded Trainers that are ``cls`` otherwise; logs and model cards have the same name."""
+    if cls not in _classes:
+        names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__, "__doc__": cls.__doc__}
+        _classes[cls] = type(cls.__name__, (Offloaded, cls), names)
+    return _classes[cls]

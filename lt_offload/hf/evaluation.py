@@ -1,0 +1,60 @@
+"""What a Trainer's evaluation takes of the device: its batches may be larger than those of the training."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from lt_offload.hf import batches
+from lt_offload.model.snapshot import untouched
+from lt_offload.profiling.hardware import free_memory
+
+if TYPE_CHECKING:
+    from lt_offload.hf.run import Run
+
+
+def device_bytes(run: Run) -> int:
+    """Return the bytes that evaluations while training take beside weights: most of a step, and what they collect.
+
+    One step is run for every dataset, with the largest batch that it can give. 0 if nothing is evaluated.
+    """
+    args = run.trainer.args
+    wanted = str(getattr(args.eval_strategy, "value", args.eval_strategy)) != "no" or args.eval_on_start
+    if not wanted or run.trainer.eval_dataset is None:
+        return 0
+    most = 0
+    for loader in _loaders(run.trainer):
+        found = batches.of_rows(loader, args.eval_batch_size) or batches.first(loader)
+        if found:
+            most = max(most, _measured(run, loader, max(found, key=batches.Size.of)))
+    return most
+
+
+def _loaders(trainer: Any) -> Iterator[Any]:
+    data = trainer.eval_dataset
+    for name in data if isinstance(data, dict) else [None]:
+        yield trainer.get_eval_dataloader(name)
+
+
+def _measured(run: Run, loader: Any, batch: Any) -> int:
+    trainer, args = run.trainer, run.trainer.args
+    only_loss = trainer.compute_metrics is None or args.prediction_loss_only
+    with untouched(model=trainer.model), run.streamed(free_memory(run.device)) as engine:
+        trainer.model.eval()
+        device = engine.device
+        device.reset_peak()
+        before = device.memory()
+        with engine.inference():
+            loss, logits, labels = trainer.prediction_step(trainer.model_wrapped, batch, only_loss)
+            if logits is not None and trainer.preprocess_logits_for_metrics is not None:
+                logits = trainer.preprocess_logits_for_metrics(logits, labels)
+            step = int(device.peak_memory() - before)
+    collected = sum(leaf.nbytes for leaf in tree_leaves((logits, labels)) if isinstance(leaf, Tensor))
+    collected += loss.nbytes * args.eval_batch_size if loss is not None else 0
+    steps = len(loader) if hasattr(loader, "__len__") else 1
+    if args.batch_eval_metrics:
+        steps = 1
+    return step + 2 * collected * min(steps, args.eval_accumulation_steps or steps)  # copied when more comes

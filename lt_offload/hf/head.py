@@ -1,0 +1,131 @@
+"""Lets the losses of TRL call the head, whose weight they multiply with themselves.
+
+TRL computes log-probabilities tile by tile from the head's weight, in the model's own forward: the module that is a
+block here is never called, and its weight is on the host then. Within :func:`called` that forward is told of another
+head. Its weight says that it is where blocks run, and where TRL's function would be given it, the head is called and
+applies that function to its real weight. All others who ask the model for its head get the head.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from lt_offload.model.compiled import cover
+
+_MODULE = "trl.trainer.utils"
+_FUNCTION = "_ChunkedLogProbFunction"
+_FORWARD = "_fused_forward"
+_changing = threading.RLock()
+_open: list[Any] = []
+"""TRL's function, once per context that is open."""
+
+
+class HeadWeight:
+    """Stands for the weight of a head that is to be called.
+
+    Args:
+        head: that has the weight.
+        device: where it runs.
+    """
+
+    def __init__(self, head: nn.Module, device: torch.device) -> None:
+        self.head, self.device = head, device
+
+
+class _Head:
+    """What TRL's forward is told of the head."""
+
+    def __init__(self, head: nn.Module, device: torch.device) -> None:
+        self.weight, self.bias = HeadWeight(head, device), None
+
+
+class _Function:
+    """Is called in place of TRL's function."""
+
+    @staticmethod
+    def apply(hidden: Any, weight: Any, bias: Any, *others: Any) -> Any:
+        """Call the head, if this is the weight of one that is to be called."""
+        if not isinstance(weight, HeadWeight):
+            return _open[-1].apply(hidden, weight, bias, *others)
+        return weight.head(hidden, _Fused(), *others)
+
+
+class _Fused:
+    """Marks a call of a head that applies TRL's function."""
+
+    def __repr__(self) -> str:
+        return "fused"
+
+
+@contextmanager
+def called(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Let TRL's losses of ``model`` call its head, which runs on ``device``, within the context."""
+    fused = [module for module in model.modules() if _is_fused(module)]
+    if not fused:
+        yield
+        return
+    with ExitStack() as undo:
+        _install(undo)
+        for module in fused:
+            head = module.get_output_embeddings()  # type: ignore[operator]
+            undo.callback(cover(head, "forward", _fusing(head, head.forward)))
+            undo.callback(cover(module, "get_output_embeddings", _heads(module, _Head(head, device))))
+        yield
+
+
+def _is_fused(module: nn.Module) -> bool:
+    """Return whether TRL has given ``module`` its forward, which may lie below one of accelerate's."""
+    forward = vars(module).get("forward")
+    while forward is not None:
+        code = getattr(getattr(forward, "__func__", forward), "__code__", None)
+        if code is not None and code.co_name == _FORWARD:
+            return True
+        forward = getattr(forward, "__wrapped__", None)
+    return False
+
+
+def _heads(module: nn.Module, told: _Head) -> Callable[[], Any]:
+    original: Any = module.get_output_embeddings
+
+    def get_output_embeddings() -> Any:
+        caller = sys._getframe(1)
+        ours = caller.f_code.co_name == _FORWARD and caller.f_globals.get("__name__") == _MODULE
+        return told if ours else original()
+
+    return get_output_embeddings
+
+
+def _fusing(head: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a forward of ``head`` that applies TRL's function where it is asked to."""
+
+    def fusing(hidden: Any, *others: Any) -> Any:
+        if not others or not isinstance(others[0], _Fused):
+            return forward(hidden, *others)
+        return _open[-1].apply(hidden, head.weight, getattr(head, "bias", None), *others[1:])
+
+    return fusing
+
+
+def _install(undo: ExitStack) -> None:
+    module = sys.modules[_MODULE]
+    with _changing:
+        if not _open:
+            _open.append(getattr(module, _FUNCTION))
+            setattr(module, _FUNCTION, _Function)
+        else:
+            _open.append(_open[-1])
+
+    def remove() -> None:
+        with _changing:
+            function = _open.pop()
+            if not _open:
+                setattr(module, _FUNCTION, function)
+
+    undo.callback(remove)

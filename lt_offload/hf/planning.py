@@ -1,0 +1,107 @@
+"""The plan for a Trainer's steps: profiled with its own step, with room for its evaluations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from lt_offload.errors import InfeasibleError
+from lt_offload.hf import evaluation
+from lt_offload.hf.step import TrainingStep
+from lt_offload.plan.iteration.memory import room_within
+from lt_offload.profiling.hardware import check_memory
+from lt_offload.profiling.measure import check_use
+from lt_offload.profiling.measure import profile as measure
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
+from lt_offload.session import check_replay, prepare, solved
+from lt_offload.units import format_bytes
+
+if TYPE_CHECKING:
+    from lt_offload.hf.run import Run
+
+
+def planned(run: Run, batch: Any, budget: int) -> tuple[Profile | None, Plan]:
+    """Measure a step with ``batch`` and plan for ``budget``.
+
+    Raises:
+        InfeasibleError: if it is too small; says what is needed.
+        UnsupportedError, ModelError: if the model cannot be trained exactly.
+    """
+    settings, trainer = run.settings, run.trainer
+    check_memory(settings.budget, run.device)
+    structure, device = prepare(run.model, run.optimizer, blocks=settings.blocks, accelerator=str(run.device))
+    step = TrainingStep(trainer, run.model)
+    if settings.plan is not None:
+        plan = Plan.load(settings.plan)
+        check_replay(plan, settings.budget, {}, settings.micro_batches)
+        check_use(
+            run.model,
+            batch,
+            device=device,
+            optimizer=run.optimizer,
+            structure=structure,
+            run=step,
+            micro_batches=plan.parts,
+        )
+        return None, plan
+    measured: dict[int, Profile] = {}
+
+    def profile(parts: int) -> Profile:
+        if parts not in measured:
+            measured[parts] = measure(
+                run.model,
+                batch,
+                optimizer=run.optimizer,
+                device=device,
+                structure=structure,
+                run=step,
+                micro_batches=parts,
+            )
+        return measured[parts]
+
+    planning = replace(settings.planning(trainer.args.gradient_accumulation_steps), memory=budget)
+    evaluated = evaluation.device_bytes(run)
+
+    def solve(memory: int, reserved: int) -> tuple[Profile, Plan]:
+        return solved(
+            lambda parts: _with_reserve(profile(parts), reserved),
+            replace(planning, memory=memory),
+            settings.micro_batches,
+        )
+
+    reserved = _reserve(solve, budget, evaluated) if evaluated else 0
+    try:
+        return solve(budget, reserved)
+    except InfeasibleError as error:
+        if reserved:
+            error.add_note(
+                f"{format_bytes(reserved)} of it are for evaluations while training; they need less with a smaller "
+                f"per_device_eval_batch_size (it is {trainer.args.per_device_eval_batch_size})"
+            )
+        raise
+
+
+def _with_reserve(profile: Profile, nbytes: int) -> Profile:
+    return replace(profile, shared_bytes=profile.shared_bytes + nbytes)
+
+
+def _reserve(solve: Callable[[int, int], tuple[Profile, Plan]], budget: int, evaluated: int) -> int:
+    """Return the bytes that the arena of a plan has to leave free beside what training leaves, for evaluations.
+
+    Where ``budget`` is too small it is the least that is not: what the error will say is enough then.
+    """
+    reserved = 0
+    while True:
+        try:
+            profile, plan = solve(budget, reserved)
+        except InfeasibleError as error:
+            if error.needed_bytes is None or error.needed_bytes <= budget:
+                return reserved
+            budget = error.needed_bytes
+            continue
+        lacking = evaluated - (room_within(plan.budget_bytes, profile) + reserved - plan.arena_bytes)
+        if lacking <= 0:
+            return reserved
+        reserved += lacking

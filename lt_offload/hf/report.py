@@ -1,0 +1,108 @@
+"""What a training leaves beside its checkpoints, and what it says while it trains."""
+
+from __future__ import annotations
+
+import csv
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from lt_offload.replacing import replacing
+from lt_offload.report.perfetto import save_perfetto
+from lt_offload.report.run_page import write_run_report
+
+if TYPE_CHECKING:
+    from lt_offload.execute.engine import Engine
+    from lt_offload.hf.run import Run
+
+FOLDER = "lt_offload"
+"""In the Trainer's ``output_dir``."""
+_NAMES = {"loss": "train_loss", "learning_rate": "lr", "eval_loss": "val_loss"}
+"""What a report calls what a Trainer logs."""
+_KEPT = ("grad_norm", "tokens_per_s", "step_s", "step_vs_plan", "device_peak_gb", "host_peak_gb")
+
+
+def say(sentence: str) -> None:
+    """Tell the user, as the Trainer tells of its losses."""
+    print(f"offmate: {sentence}", file=sys.stderr, flush=True)
+
+
+class Speed:
+    """Tokens per second of training, since they were asked for last."""
+
+    def __init__(self) -> None:
+        self._tokens, self._since = 0, time.perf_counter()
+
+    def trains(self, batches: Sequence[Any]) -> None:
+        """Take note of the micro-batches of an update."""
+        for batch in batches:
+            ids = batch.get("input_ids") if isinstance(batch, Mapping) else None
+            self._tokens += ids.numel() if isinstance(ids, Tensor) else 0
+
+    def restart(self) -> float:
+        """Return it, 0 if batches have no tokens, and begin anew."""
+        now = time.perf_counter()
+        found = self._tokens / (now - self._since)
+        self._tokens, self._since = 0, now
+        return found
+
+
+def figures(engine: Engine, speed: Speed) -> dict[str, float]:
+    """Return what a Trainer logs of the last iteration of ``engine`` beside the loss."""
+    assert engine.plan is not None
+    stats, planned = engine.stats, engine.plan.predicted.iteration_s
+    found = {"step_s": stats.iteration_s}
+    if planned > 0:
+        found["step_vs_plan"] = stats.iteration_s / planned
+    found |= {"device_peak_gb": stats.device_peak_bytes / 1e9, "host_peak_gb": stats.host_peak_bytes / 1e9}
+    tokens = speed.restart()
+    return found | ({"tokens_per_s": tokens} if tokens else {})
+
+
+def folder_of(run: Run) -> Path | None:
+    """Return where the training of ``run`` leaves its files; None if its Trainer saves nothing."""
+    if run.settings.report_dir is not None:
+        return Path(run.settings.report_dir)
+    args = run.trainer.args
+    return Path(args.output_dir) / FOLDER if args.should_save and args.output_dir else None
+
+
+def save_plan(run: Run) -> None:
+    """Write profile and plan."""
+    folder = folder_of(run)
+    if folder is None or run.plan is None:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    run.plan.save(folder / "plan.json")
+    if run.profile is not None:
+        run.profile.save(folder / "profile.json")
+
+
+def save_report(run: Run, engine: Engine) -> None:
+    """Write the record of the last iteration, what was logged, and the page about both."""
+    folder = folder_of(run)
+    if folder is None or not engine.recorder.iterations:
+        return
+    trace = engine.trace()
+    trace.save(folder / "trace.json")
+    save_perfetto(trace, folder / "trace.perfetto.json")
+    with replacing(folder / "metrics.csv") as new:
+        _write_metrics(new, run.trainer.state.log_history)
+    write_run_report(folder)
+
+
+def _write_metrics(path: Path, history: Sequence[Mapping[str, Any]]) -> None:
+    rows: dict[int, dict[str, Any]] = {}
+    for record in history:
+        values = {_NAMES.get(name, name): value for name, value in record.items() if name in _NAMES or name in _KEPT}
+        if values and record.get("step"):
+            rows.setdefault(record["step"], {}).update(values)
+    names = sorted({name for row in rows.values() for name in row})
+    with path.open("w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, ["step", *names])
+        writer.writeheader()
+        writer.writerows({"step": step - 1, **row} for step, row in sorted(rows.items()))  # counted from 0, as there

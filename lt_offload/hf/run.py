@@ -1,0 +1,205 @@
+"""The life of a training under a Trainer: when it is planned, which engine there is, what is put back.
+
+There is no plan before the micro-batches of the first update have come: all callbacks before them have been called by
+then. A Trainer fetches the batches of an update before it begins, so that a larger one than was planned for, and
+weights that were frozen meanwhile, are seen in time: between two updates another engine takes over.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lt_offload.errors import PlanError
+from lt_offload.execute.engine import Engine
+from lt_offload.hf import batches, head, report
+from lt_offload.hf.ctrl_c import CtrlC
+from lt_offload.hf.planning import planned
+from lt_offload.hf.settings import HFSettings
+from lt_offload.hf.step import kept
+from lt_offload.model.blocks import Structure, find_blocks
+from lt_offload.profiling.hardware import free_memory
+from lt_offload.schema.explain import brief, headline
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import Profile
+from lt_offload.session import installed, streamed
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+
+class Run:
+    """What carries the training of a Trainer out.
+
+    Args:
+        trainer: whose constructor has not been called yet.
+        settings: of the context that it is made in.
+    """
+
+    def __init__(self, trainer: Any, settings: HFSettings) -> None:
+        self.trainer, self.settings = trainer, settings
+        self.profile: Profile | None = None
+        self.plan: Plan | None = None
+        self.engine: Engine | None = None
+        """While something is trained or evaluated."""
+        self.model: nn.Module
+        self.optimizer: Optimizer
+        self._loader: Any = None
+        self._size = batches.Size(0, 0, False)
+        """What the plan is large enough for."""
+        self.ctrl_c = CtrlC()
+        self._speed = report.Speed()
+        self._around = ExitStack()
+        """Of a training."""
+        self._installed = ExitStack()
+        """Of an engine."""
+
+    # -- the accelerator ---------------------------------------------------------------------------------------------
+
+    def adapt(self, accelerator: Any) -> None:
+        """Let ``accelerator``, which is the Trainer's own, move neither model nor optimizer, and clip as we do."""
+        for name in ("prepare_model", "prepare_optimizer"):
+            vars(accelerator)[name] = _in_place(getattr(accelerator, name))
+        clip_norm, clip_value = accelerator.clip_grad_norm_, accelerator.clip_grad_value_
+
+        def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
+            if self.engine is None or self.engine.plan is None:
+                found: Tensor = clip_norm(parameters, max_norm, norm_type)
+                return found
+            return self.engine.clip_grad_norm_(max_norm, norm_type, parameters=list(_listed(parameters)))
+
+        def clip_grad_value_(parameters: Any, value: float) -> None:
+            if self.engine is None or self.engine.plan is None:
+                clip_value(parameters, value)
+            else:
+                self.engine.clip_grad_value_(value)
+
+        vars(accelerator).update(clip_grad_norm_=clip_grad_norm_, clip_grad_value_=clip_grad_value_)
+
+    @property
+    def device(self) -> torch.device:
+        """Where blocks run."""
+        device: torch.device = self.trainer.args.device
+        return device
+
+    @property
+    def _budget(self) -> int:
+        return self.settings.budget or free_memory(self.device)
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """Enclose a training, whatever becomes of it."""
+        try:
+            with self.ctrl_c.awaited():
+                yield
+            if self.engine is not None:
+                report.save_report(self, self.engine)
+        finally:
+            self._close()
+            self._around.close()
+
+    def begin(self, model: nn.Module, loader: Any) -> None:
+        """Take model, optimizer and data of a training that begins."""
+        self._close()
+        self._around.close()
+        self.plan = self.profile = None
+        self._size = batches.Size(0, 0, False)
+        self.model, self._loader = self.trainer.accelerator.unwrap_model(model), loader
+        optimizer = self.trainer.optimizer
+        while hasattr(optimizer, "optimizer"):
+            optimizer = optimizer.optimizer
+        self.optimizer = optimizer
+        self._around.enter_context(head.called(self.model, self.device))
+
+    def expect(self, coming: Sequence[Any]) -> None:
+        """Plan for the micro-batches of the update that is ``coming``, unless the present plan serves."""
+        if not coming:
+            return
+        largest = max(coming, key=batches.Size.of)
+        self._speed.trains(coming)
+        if self.plan is None:
+            self._plan_for(batches.largest(self.trainer, self._loader, largest, self.settings.sample_batch))
+            return
+        assert self.engine is not None
+        change = self.engine.changed(self.optimizer)
+        if change is None and all(map(self._size.covers, coming)):
+            return
+        why = change or f"a batch of {batches.shape(largest)} comes, and none as large was planned for"
+        if self.settings.plan is not None:
+            raise PlanError(f"{why}; leave plan={str(self.settings.plan)!r} out")
+        report.say(f"{why}: the run is planned again")
+        self._plan_for(largest)
+
+    def _plan_for(self, batch: Any) -> None:
+        """Measure a step with ``batch``, plan, and let the engine of that plan take over."""
+        again = self.plan is not None
+        self._close()
+        gc.collect()  # or what refers to itself in the old engine would seem to hold weights
+        with kept(self.trainer):
+            self.profile, self.plan = planned(self, batch, self._budget)
+        self._size = self._size.beside(batches.Size.of(batch))
+        report.save_plan(self)
+        report.say(headline(self.plan) if again else brief(self.plan))
+        self._install(self.plan)
+        self._speed.restart()
+
+    def _install(self, plan: Plan) -> None:
+        structure = self._structure()
+        self.engine = self._installed.enter_context(installed(self.model, self.optimizer, plan, structure, self.device))
+
+    def _structure(self) -> Structure:
+        return find_blocks(self.model, self.settings.blocks)
+
+    def _close(self) -> None:
+        self.engine = None
+        self._installed.close()
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def streamed(self, budget: int | None = None) -> Iterator[Engine]:
+        """Enclose an evaluation; where nothing is trained, there is an engine for it alone, with ``budget`` bytes."""
+        if self.engine is not None:
+            yield self.engine
+            return
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        structure = find_blocks(model, self.settings.blocks)
+        with head.called(model, self.device), streamed(model, budget or self._budget, structure, self.device) as engine:
+            self.engine = engine
+            try:
+                yield engine
+            finally:
+                self.engine = None
+
+    def inference(self) -> AbstractContextManager[None]:
+        """Return what holds the memory of a step of an evaluation against the budget."""
+        return self.engine.inference() if self.engine is not None else nullcontext()
+
+    # -- records -----------------------------------------------------------------------------------------------------
+
+    def figures(self) -> dict[str, float]:
+        """Return what the last iterations took."""
+        if self.engine is None or self.engine.plan is None or not self.engine.recorder.iterations:
+            return {}
+        return report.figures(self.engine, self._speed)
+
+
+def _in_place(prepare: Callable[..., Any]) -> Callable[..., Any]:
+    """Return ``prepare`` of an accelerator, which moves what it is given unless it is told not to."""
+
+    def prepared(thing: Any, device_placement: bool | None = None, **options: Any) -> Any:
+        return prepare(thing, device_placement=False, **options)
+
+    return prepared
+
+
+def _listed(parameters: Any) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -1,0 +1,59 @@
+"""What a user says to ``lt_offload.hf_trainer``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from lt_offload.model.parts import check_micro_batches
+from lt_offload.plan import Settings
+from lt_offload.schema.plan import PlannerName
+from lt_offload.units import parse_bytes
+
+
+@dataclass(frozen=True, kw_only=True)
+class HFSettings:
+    """The arguments of ``hf_trainer``; see there.
+
+    Raises:
+        ConfigError: if one cannot be used as given.
+    """
+
+    memory: str | int | float | None = None
+    host_memory: str | int | float | None = None
+    planner: PlannerName = "auto"
+    micro_batches: int | Literal["auto"] = 1
+    blocks: str | None = None
+    host_update: bool = True
+    activation_offload: bool = True
+    recompute: bool = True
+    gradient_reserve: float | None = None
+    plan: str | Path | None = None
+    solver_time_limit: float = 30.0
+    report_dir: str | Path | None = None
+    sample_batch: Any = None
+
+    def __post_init__(self) -> None:
+        check_micro_batches(self.micro_batches, auto=True)
+        self.planning(1)
+
+    @property
+    def budget(self) -> int | None:
+        """Device bytes; None: what is free."""
+        return None if self.memory is None else parse_bytes(self.memory, least=1)
+
+    def planning(self, accumulate: int) -> Settings:
+        """Return what plans for so many micro-batches per update are made with; the budget is to come."""
+        return Settings(
+            memory=self.budget,
+            host_memory=None if self.host_memory is None else parse_bytes(self.host_memory, setting="host_memory"),
+            planner=self.planner,
+            host_update=self.host_update,
+            activation_offload=self.activation_offload,
+            recompute=self.recompute,
+            gradient_reserve=self.gradient_reserve,
+            time_limit=self.solver_time_limit,
+            accumulate=accumulate,
+            delayed=True,
+        )

@@ -1,0 +1,93 @@
+"""What an offloaded Trainer does differently: a class between the user's and its objects.
+
+Each method does what the Trainer does, in a surrounding; all that is decided is in ``run.py``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from lt_offload import limits
+from lt_offload.hf.report import say
+
+if TYPE_CHECKING:
+    from lt_offload.hf.run import Run
+
+
+class Offloaded:
+    """The part of an offloaded Trainer that is not the Trainer's."""
+
+    offmate: Run
+    """What carries its training out."""
+    accelerator: Any
+    control: Any
+    state: Any
+
+    @property
+    def _theirs(self) -> Any:
+        """The methods of the user's class."""
+        return super()
+
+    # -- where the model is ------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Refuse what cannot be honoured, and let the accelerator leave the model and the optimizer where they are."""
+        limits.check("hf", limits.Setup(trainer=self))
+        self._theirs.create_accelerator_and_postprocess()
+        self.offmate.adapt(self.accelerator)
+
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Leave the model on the host: its weights go to the device block by block."""
+
+    # -- training ----------------------------------------------------------------------------------------------------
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """Train inside the budget."""
+        with self.offmate.training():
+            return self._theirs.train(*args, **kwargs)
+
+    def _prepare_for_training(self, *args: Any, **kwargs: Any) -> Any:
+        """Take note of the optimizer, and that a first batch is to come."""
+        model, loader = self._theirs._prepare_for_training(*args, **kwargs)
+        self.offmate.begin(model, loader)
+        return model, loader
+
+    def get_batch_samples(self, *args: Any, **kwargs: Any) -> Any:
+        """Plan for the micro-batches of the coming update, if there is no plan that is large enough."""
+        batches, items = self._theirs.get_batch_samples(*args, **kwargs)
+        self.offmate.expect(batches)
+        return batches, items
+
+    def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
+        """Save and stop here, at the end of an update, after Ctrl-C."""
+        asked = self.offmate.ctrl_c.asked
+        if asked:
+            self.control.should_save = True
+        self._theirs._maybe_log_save_evaluate(*args, **kwargs)
+        if asked:
+            step = self.state.global_step
+            say(f"stopped after step {step}; train(resume_from_checkpoint=True) goes on from checkpoint-{step}")
+            raise KeyboardInterrupt
+
+    # -- evaluation --------------------------------------------------------------------------------------------------
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Stream the model, also where nothing is trained."""
+        with self.offmate.streamed():
+            return self._theirs.evaluation_loop(*args, **kwargs)
+
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Hold what a step of the evaluation takes against the budget."""
+        with self.offmate.inference():
+            return self._theirs.prediction_step(*args, **kwargs)
+
+    # -- records -----------------------------------------------------------------------------------------------------
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log what the engine took, too."""
+        if "loss" in logs:
+            logs.update(self.offmate.figures())
+        self._theirs.log(logs, *args, **kwargs)

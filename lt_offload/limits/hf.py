@@ -1,0 +1,106 @@
+"""What is recognised in the arguments of a Trainer of transformers, when it is made."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lt_offload.limits.table import Setup, limit
+
+
+def _argument(run: Setup, name: str) -> str | None:
+    """Return the argument ``name`` as the user wrote it, None if it is off or there is none."""
+    value = getattr(run.trainer.args, name, None)
+    return f"{type(run.trainer.args).__name__}({name}={value!r})" if value else None
+
+
+@limit(
+    "torch_compile",
+    "hf",
+    why="weights move between blocks, which code across blocks cannot follow",
+    instead="leave it out; compile each layer by itself with layer.compile(), before the Trainer is made",
+)
+def _compile(run: Setup) -> str | None:
+    return _argument(run, "torch_compile")
+
+
+@limit(
+    "fp16, fp16_full_eval, bf16_full_eval",
+    "hf",
+    why="loss scaling would have to know all gradients before the first update, and a full evaluation in another dtype "
+    "changes the weights for good",
+    instead="use bf16=True, or load the model in bfloat16",
+)
+def _fp16(run: Setup) -> str | None:
+    names = ("fp16", "fp16_full_eval", "bf16_full_eval")
+    return next((found for name in names if (found := _argument(run, name)) is not None), None)
+
+
+@limit(
+    "deepspeed, fsdp, parallelism_config",
+    "hf",
+    why="they put weights and states where they want them, and so does a plan",
+    instead="leave them out: one process plans for one device",
+)
+def _sharded(run: Setup) -> str | None:
+    names = ("deepspeed", "fsdp", "parallelism_config")
+    return next((found for name in names if (found := _argument(run, name)) is not None), None)
+
+
+@limit(
+    "several GPUs or processes, devices other than CUDA's and the CPU",
+    "hf",
+    why="one process plans for one device, a CUDA device or the emulated one",
+    instead="start one process and set CUDA_VISIBLE_DEVICES=0, or use_cpu=True for the emulated device",
+)
+def _devices(run: Setup) -> str | None:
+    args = run.trainer.args
+    if args.world_size > 1:
+        return f"{args.world_size} processes (world_size)"
+    if args.device.type not in ("cpu", "cuda"):
+        return f"the device {args.device.type!r} of {type(args).__name__}"
+    return f"{args.n_gpu} GPUs in one process (n_gpu)" if args.n_gpu > 1 else None
+
+
+@limit(
+    "auto_find_batch_size",
+    "hf",
+    why="it tries batch sizes until one fits, and a plan makes the one that is set fit",
+    instead="set per_device_train_batch_size; an error says which one fits if it does not",
+)
+def _finds_batch_size(run: Setup) -> str | None:
+    return _argument(run, "auto_find_batch_size")
+
+
+@limit(
+    "use_liger_kernel",
+    "hf",
+    why="its fused loss multiplies with the head's weight outside the head, where the weight is not on the device",
+    instead="leave it out; micro_batches makes the head's temporary tensors smaller",
+)
+def _liger(run: Setup) -> str | None:
+    return _argument(run, "use_liger_kernel")
+
+
+@limit(
+    "activation_offloading of TRL",
+    "hf",
+    why="the plan decides which activations travel",
+    instead="leave it out: they are planned",
+)
+def _activation_offloading(run: Setup) -> str | None:
+    return _argument(run, "activation_offloading")
+
+
+_IN_BACKWARD = ("lomo", "adalomo")
+
+
+@limit(
+    "optim='lomo', 'adalomo' and those that end with '_layerwise'",
+    "hf",
+    why="they update in hooks of the backward, where weights may be elsewhere by then",
+    instead="use optim='adamw_torch' or another one that updates each tensor in its step",
+)
+def _updates_in_backward(run: Setup) -> str | None:
+    name: Any = run.trainer.args.optim
+    name = str(getattr(name, "value", name))
+    return f"optim={name!r}" if name in _IN_BACKWARD or name.endswith("_layerwise") else None

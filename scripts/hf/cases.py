@@ -1,0 +1,235 @@
+"""The runs that are compared: what people set in a Trainer, with models of a few layers and rows of a few words."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Trainer,
+    TrainingArguments,
+)
+
+Make = Callable[[Path], Any]
+"""Makes a Trainer whose ``output_dir`` is below a folder."""
+
+WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "lazy", "dogs", "and", "cats"]
+DEFAULTS: dict[str, Any] = {
+    "per_device_train_batch_size": 2,
+    "max_steps": 4,
+    "learning_rate": 1e-2,
+    "logging_steps": 1,
+    "report_to": [],
+    "save_strategy": "no",
+    "disable_tqdm": True,
+    "seed": 7,
+}
+
+
+def llama(**settings: Any) -> LlamaForCausalLM:
+    """Return a model of three layers, always the same."""
+    torch.manual_seed(1)
+    sizes = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128}
+    return LlamaForCausalLM(LlamaConfig(**{**sizes, **heads, "pad_token_id": 0, **settings}))
+
+
+def rows(count: int = 11, seed: int = 3) -> list[dict[str, list[int]]]:
+    """Return rows of 6 to 14 tokens."""
+    numbers = random.Random(seed)
+    made = [[numbers.randint(3, 63) for _ in range(numbers.randint(6, 14))] for _ in range(count)]
+    return [{"input_ids": ids, "labels": list(ids), "attention_mask": [1] * len(ids)} for ids in made]
+
+
+def collate(batch: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+    """Fill rows up to the longest."""
+    longest = max(len(row["input_ids"]) for row in batch)
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    return {
+        name: torch.tensor([row[name] + [value] * (longest - len(row[name])) for row in batch])
+        for name, value in fill.items()
+    }
+
+
+def accuracy(found: Any) -> dict[str, float]:
+    """Return what a user computes of predictions."""
+    return {"accuracy": float((found.predictions.argmax(-1) == found.label_ids).mean())}
+
+
+class OwnLoss(Trainer):
+    """Computes the loss itself, from two parts."""
+
+    def compute_loss(
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        """Return cross entropy and a penalty of large logits."""
+        labels = inputs.pop("labels")
+        outputs = model(**inputs)
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        loss = torch.nn.functional.cross_entropy(logits, labels[:, 1:].flatten()) + 1e-3 * logits.square().mean()
+        return (loss, outputs) if return_outputs else loss
+
+
+def arguments(folder: Path, kind: type[TrainingArguments] = TrainingArguments, **settings: Any) -> Any:
+    """Return the arguments of a Trainer; without a GPU that of transformers is the CPU."""
+    return kind(**{**DEFAULTS, "output_dir": str(folder / "out"), **settings})
+
+
+def plain(model: Callable[[], Any] = llama, kind: type[Trainer] = Trainer, **settings: Any) -> Make:
+    """Return what makes a Trainer of transformers; arguments of the Trainer itself begin with an underscore."""
+    own = {name[1:]: value for name, value in settings.items() if name.startswith("_")}
+    rest = {name: value for name, value in settings.items() if not name.startswith("_")}
+
+    def make(folder: Path) -> Any:
+        data = {"train_dataset": rows(), "data_collator": collate, **own}
+        return kind(model=model(), args=arguments(folder, **rest), **data)
+
+    return make
+
+
+def lora() -> Any:
+    """Return a model with adapters."""
+    from peft import LoraConfig, get_peft_model
+
+    model = llama()
+    torch.manual_seed(2)
+    return get_peft_model(model, LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]))
+
+
+_EVALUATED: Mapping[str, Any] = {
+    "eval_strategy": "steps",
+    "eval_steps": 2,
+    "_eval_dataset": rows(9, seed=5),
+    "_compute_metrics": accuracy,
+}
+
+HF: dict[str, Make] = {
+    "defaults": plain(),
+    "max_grad_norm=0": plain(max_grad_norm=0.0),
+    "gradient_accumulation_steps=4, uneven end": plain(gradient_accumulation_steps=4, num_train_epochs=2, max_steps=-1),
+    "bf16": plain(bf16=True),
+    "gradient_checkpointing": plain(gradient_checkpointing=True),
+    "eval_strategy, compute_metrics": plain(**_EVALUATED),
+    "load_best_model_at_end": plain(
+        **_EVALUATED,
+        save_strategy="steps",
+        save_steps=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="accuracy",
+    ),
+    "own compute_loss": plain(kind=OwnLoss),
+    "cosine schedule, warmup": plain(lr_scheduler_type="cosine", warmup_steps=2),
+    "optim=adamw_torch": plain(optim="adamw_torch"),
+    "optim=adafactor": plain(optim="adafactor"),
+    "optim=sgd": plain(optim="sgd"),
+    "PEFT": plain(lora),
+    "NEFTune, label smoothing": plain(neftune_noise_alpha=5.0, label_smoothing_factor=0.1),
+    "group_by_length": plain(train_sampling_strategy="group_by_length"),
+    "dropout": plain(lambda: llama(attention_dropout=0.2)),
+    "tied weights": plain(lambda: llama(tie_word_embeddings=True)),
+}
+"""What is set, and what makes a Trainer with it."""
+
+
+# -- TRL --------------------------------------------------------------------------------------------------------------
+
+
+def _words(numbers: random.Random, most: int) -> str:
+    return " ".join(numbers.choice(WORDS) for _ in range(numbers.randint(1, most)))
+
+
+def _dataset(columns: Mapping[str, int], count: int = 14) -> Any:
+    from datasets import Dataset
+
+    numbers = random.Random(1)
+    return Dataset.from_list([{name: _words(numbers, most) for name, most in columns.items()} for _ in range(count)])
+
+
+def text() -> Any:
+    """Return a dataset of sentences."""
+    return _dataset({"text": 8})
+
+
+def preferences() -> Any:
+    """Return a dataset of prompts with two answers each."""
+    return _dataset({"prompt": 3, "chosen": 4, "rejected": 4})
+
+
+def _trl(
+    name: str,
+    data: Callable[[], Any],
+    *,
+    base: Any = AutoModelForCausalLM,
+    load: Mapping[str, Any] | None = None,
+    adapters: bool = False,
+    evaluated: bool = False,
+    **settings: Any,
+) -> Make:
+    """Return what makes the Trainer ``name`` of TRL, with the tiny model that is in the folder."""
+
+    def make(folder: Path) -> Any:
+        trainer, config = _classes(name)
+        own: dict[str, Any] = {}
+        if adapters:
+            from peft import LoraConfig
+
+            own["peft_config"] = LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+        if evaluated:
+            own["eval_dataset"] = data().select(range(9))
+        torch.manual_seed(0)
+        model = base.from_pretrained(folder / "model", dtype=torch.float32, **(load or {}))
+        chosen = {"bf16": False, "gradient_checkpointing": False, "max_length": 48, **settings}
+        tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+        made = arguments(folder, config, **chosen)
+        return trainer(model=model, args=made, train_dataset=data(), processing_class=tokenizer, **own)
+
+    return make
+
+
+def _classes(name: str) -> tuple[Any, Any]:
+    if name == "ORPO":
+        from trl.experimental import orpo
+
+        return orpo.ORPOTrainer, orpo.ORPOConfig
+    import trl
+
+    return getattr(trl, f"{name}Trainer"), getattr(trl, f"{name}Config")
+
+
+def _labelled() -> Any:
+    data = preferences().remove_columns("rejected").rename_column("chosen", "completion")
+    return data.add_column("label", [bool(row % 2) for row in range(len(data))])
+
+
+def _explicit() -> Any:
+    return preferences().remove_columns("prompt")
+
+
+_STEPS = {"eval_strategy": "steps", "eval_steps": 2}
+TRL: dict[str, Make] = {
+    "SFT": _trl("SFT", text),
+    "SFT, prompt and completion": _trl("SFT", lambda: _dataset({"prompt": 3, "completion": 5})),
+    "SFT, packing": _trl("SFT", text, packing=True, packing_strategy="wrapped"),
+    "SFT, padding_free": _trl("SFT", text, padding_free=True, max_length=None),
+    "SFT, LoRA": _trl("SFT", text, adapters=True),
+    "SFT, bf16, accumulation": _trl("SFT", text, bf16=True, gradient_accumulation_steps=2),
+    "SFT, gradient_checkpointing": _trl("SFT", text, gradient_checkpointing=True),
+    "SFT, evaluated": _trl("SFT", text, evaluated=True, **_STEPS),
+    "SFT, loss_type=dft": _trl("SFT", text, loss_type="dft"),
+    "DPO": _trl("DPO", preferences),
+    "DPO, precompute_ref_log_probs": _trl("DPO", preferences, precompute_ref_log_probs=True),
+    "DPO, LoRA": _trl("DPO", preferences, adapters=True),
+    "DPO, evaluated": _trl("DPO", preferences, evaluated=True, **_STEPS),
+    "Reward": _trl("Reward", _explicit, base=AutoModelForSequenceClassification, load={"num_labels": 1}),
+    "KTO": _trl("KTO", _labelled),
+    "ORPO": _trl("ORPO", preferences),
+}
+"""The same for TRL."""

@@ -1,0 +1,118 @@
+"""transformers' Trainer, offloaded: its own losses, norms, weights, states and checkpoints, bit for bit."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+import lt_offload
+from scripts.hf import cases
+from scripts.hf.runs import BUDGETS, Outcome, compare, least, train
+from tests.sampling import grid
+
+ROOM = "1GB"
+
+
+@pytest.mark.parametrize(("case", "budget"), grid(cases.HF, BUDGETS, count=3))
+def test_a_run_is_the_plain_one(case: str, budget: str, tmp_path: Path) -> None:
+    _, differs = compare(cases.HF[case], budget, tmp_path)
+    assert differs == []
+
+
+def files(folder: Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    found: dict[str, Any] = {}
+    for path in sorted(folder.iterdir()):
+        if path.suffix == ".safetensors":
+            found[path.name] = load_file(path)
+        elif path.suffix in (".pt", ".pth"):
+            found[path.name] = torch.load(path, weights_only=False)
+    return found
+
+
+def flat(thing: Any) -> list[Any]:
+    if isinstance(thing, dict):
+        return [part for key in sorted(thing, key=str) for part in [str(key), *flat(thing[key])]]
+    if isinstance(thing, (list, tuple)):
+        return [part for item in thing for part in flat(item)]
+    return [thing.tolist() if hasattr(thing, "tolist") else thing]
+
+
+def test_checkpoints_are_the_plain_ones_and_go_on_in_both_directions(tmp_path: Path) -> None:
+    """A run that saves after two steps, with dropout, and its other half from the checkpoint of the other kind."""
+    make = cases.plain(lambda: cases.llama(attention_dropout=0.2), save_strategy="steps", save_steps=2)
+    folders = {kind: tmp_path / kind for kind in ("plain", "offloaded")}
+    contexts: dict[str, Callable[[], Any]] = {
+        "plain": lambda: None,
+        "offloaded": lambda: lt_offload.hf_trainer(memory=least(make, tmp_path / "least")),
+    }
+    whole = {kind: Outcome.of(train(make, folders[kind], contexts[kind]())) for kind in folders}
+    assert whole["plain"].differs(whole["offloaded"]) == []
+    saved = {kind: folder / "out" / "checkpoint-2" for kind, folder in folders.items()}
+    assert flat(files(saved["plain"])) == flat(files(saved["offloaded"]))
+    for mine, theirs in (("plain", "offloaded"), ("offloaded", "plain")):
+        resumed = train(make, tmp_path / f"on {mine}", contexts[mine](), resume_from_checkpoint=str(saved[theirs]))
+        assert whole["plain"].differs(Outcome.of(resumed)) == []
+
+
+class Interrupting(TrainerCallback):  # type: ignore[misc]
+    """Presses Ctrl-C in the forward of the third step."""
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_ends_the_update_and_leaves_a_checkpoint(tmp_path: Path) -> None:
+    whole = Outcome.of(train(cases.plain(), tmp_path / "plain"))
+    with pytest.raises(KeyboardInterrupt):
+        train(cases.plain(_callbacks=[Interrupting()]), tmp_path, lt_offload.hf_trainer(memory=ROOM))
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    resumed = train(cases.plain(), tmp_path, lt_offload.hf_trainer(memory=ROOM), resume_from_checkpoint=True)
+    assert whole.differs(Outcome.of(resumed)) == []
+    kept = {path.name for path in (tmp_path / "out" / "lt_offload").iterdir()}
+    assert kept == {"plan.json", "profile.json", "trace.json", "trace.perfetto.json", "metrics.csv", "report.html"}
+
+
+class Failing(TrainerCallback):  # type: ignore[misc]
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 2:
+            raise ZeroDivisionError
+
+
+def used(folder: Path, context: Any) -> list[Any]:
+    """A user's afternoon: evaluates before training, fails in the middle, trains twice, with another Trainer beside."""
+    with context:
+        first = cases.plain(_eval_dataset=cases.rows(5))(folder / "first")
+        second = cases.plain(kind=cases.OwnLoss)(folder / "second")
+        first.add_callback(failing := Failing())
+        before = first.evaluate()["eval_loss"]
+        with pytest.raises(ZeroDivisionError):
+            first.train()
+        halfway = {name: tensor.clone() for name, tensor in first.model.state_dict().items()}
+        first.remove_callback(failing)
+        second.train()
+        first.train()
+    first.train()
+    predicted = first.predict(cases.rows(3)).predictions
+    first.save_model(folder / "saved")
+    weights = files(folder / "saved")
+    return flat([before, halfway, predicted, weights, first.evaluate()["eval_loss"], second.model.state_dict()])
+
+
+def test_an_afternoon_with_two_trainers_leaves_what_it_leaves_plainly(tmp_path: Path) -> None:
+    from contextlib import nullcontext
+
+    from scripts.hf.runs import quiet
+
+    with quiet():
+        plain = used(tmp_path / "plain", nullcontext())
+        assert used(tmp_path / "offloaded", lt_offload.hf_trainer(memory="400kB")) == plain
