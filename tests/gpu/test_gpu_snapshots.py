@@ -6,6 +6,7 @@ import threading
 
 import pytest
 import torch
+from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from lt_offload.execute.edges.snapshots import HostSnapshot
 from lt_offload.execute.engine import Engine
@@ -76,3 +77,33 @@ def test_a_snapshot_shows_what_host_copies_were(room: int, target: Target) -> No
     assert all(torch.equal(values(expected[key]), values(found[key])) for key in expected)
     now = {storage._cdata: values(storage) for storage in held}
     assert not any(torch.equal(now[key], values(expected[key])) for key in expected if expected[key].nbytes() > 512)
+
+
+@pytest.mark.quick
+def test_threads_are_inside_the_engine_at_the_same_time(target: Target) -> None:
+    """As autograd's thread is, and whoever saves: what one leaves is not what the other has entered."""
+    plan, device, model = planned(CASE), target.open(), build(CASE)
+    engine = Engine(model, make_optimizer(model, CASE.optimizer), plan, device)
+    engine.install()
+    entered, leave = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with engine._guard.suspended:
+            entered.set()
+            leave.wait()
+
+    try:
+        watched = _get_current_dispatch_mode_stack()
+        thread = threading.Thread(target=other)
+        with engine._guard.suspended:
+            assert len(_get_current_dispatch_mode_stack()) == len(watched) - 1
+            thread.start()
+            entered.wait()
+        assert _get_current_dispatch_mode_stack() == watched
+        leave.set()
+        thread.join()
+        assert _get_current_dispatch_mode_stack() == watched
+    finally:
+        leave.set()
+        engine.remove()
+        device.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import nullcontext
 from typing import Any
 
@@ -174,3 +175,29 @@ def test_predictions_on_a_stream_are_refused(target: Target) -> None:
 
     with pytest.raises(UnsupportedError, match=OWN):
         trainer(target, lt_offload.OffmateStrategy(memory=ROOM)).predict(Predicts())
+
+
+def test_what_a_copy_reads_is_its_own_until_it_is_over(target: Target) -> None:
+    device = target.open()
+    device.reserve(0)
+    try:
+        source = torch.ones(1 << 20, device=target.torch_device)
+        home = torch.zeros(1 << 20, pin_memory=True)
+
+        def copy(source: Tensor = source) -> None:
+            target.pause(0.2)
+            home.copy_(source, non_blocking=True)
+
+        made = device.mark()
+        device.submit("d2h", copy, after=[made])
+        held = weakref.ref(source)
+        del source, copy
+        device.submit("d2h", lambda: None)  # whoever submits lets go of what is over
+        other = torch.full((1 << 20,), 2.0, device=target.torch_device)
+        assert other.sum().item() == 2 << 20  # computations have gone on, the copy has not
+        device.drain()
+        assert torch.equal(home, torch.ones(1 << 20))
+        device.submit("d2h", lambda: None)
+        assert held() is None, "and no longer"
+    finally:
+        device.close()
