@@ -26,15 +26,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.adam import adam
 from torch.optim.sgd import sgd
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_offload import limits
 from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.edges.snapshots import Snapshots
-from lt_offload.execute.tensors import STATE_ALIGNMENT, States, Weight
-from lt_offload.machine.dispatch import unseen_by_dynamo
-from lt_offload.model.optimizers import DrawWatch, is_known, of_none, of_parameters, put, tensors_of, tried
-from lt_offload.units import round_up
+from lt_offload.execute.tensors import Weight
+from lt_offload.model.optimizers import (
+    DrawWatch,
+    StateAllocator,
+    is_known,
+    of_none,
+    of_parameters,
+    put,
+    tensors_of,
+    tried,
+)
 
 State = Mapping[str, Any]
 Update = Callable[[], None]
@@ -147,13 +153,6 @@ _RULES: dict[type[Optimizer], Callable[..., Update | None]] = {
 _OWN = {"param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
 _OWN |= {"step"}  # a scheduler's counting wrapper around the real optimizer's step
 """Attributes of an optimizer that those which stand for it have in another form."""
-
-
-_FACTORIES = {
-    torch.ops.aten.zeros_like.default: 0.0,
-    torch.ops.aten.ones_like.default: 1.0,
-    torch.ops.aten.empty_like.default: None,
-}
 
 
 class Updates:
@@ -348,10 +347,11 @@ class Updates:
         paged = [w.states for w in weights if w.states.group is not None and w.states.group.buffer is not None]
         newborn = [states for states in paged if not states.known]
         resident = [states for states in paged if states.known]
+        places = [(states.weight.view, states.memory()) for states in newborn if states.weight.view is not None]
         for states in resident:
             states.enter()
         try:
-            with torch.no_grad(), _StateAllocator(newborn):
+            with torch.no_grad(), StateAllocator(places):
                 run()
             # What an update has put in the place of a tensor, or added, goes into the arena, too.
             newborn += [states for states in resident if not states.unchanged(self.state(states.weight))]
@@ -442,39 +442,3 @@ def _same(known: Sequence[Tensor], state: dict[str, Any]) -> bool:
     """Return whether the tensors of ``state`` are those among ``known``."""
     tensors = tensors_of(state).values()
     return len(tensors) == len(known) and all(map(is_, tensors, known))
-
-
-@unseen_by_dynamo
-class _StateAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Lets the first update on the device create its states in the arena ranges that the plan has kept for them."""
-
-    def __init__(self, newborn: Sequence[States]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._free: dict[int, tuple[Tensor, int]] = {}
-        """By the address of a weight's device copy: the memory for its states, and how much of it is taken."""
-        for states in newborn:
-            assert states.weight.view is not None
-            self._free[states.weight.view.data_ptr()] = (states.memory(), 0)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """Let compiled parts of a step run as such: uncompiled they would give other numbers."""
-        return True
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        free = self._free.get(args[0].data_ptr()) if func in _FACTORIES and args[0].is_contiguous() else None
-        if free:
-            like, (memory, offset) = args[0], free
-            dtype = (kwargs or {}).get("dtype") or like.dtype
-            end = offset + like.numel() * dtype.itemsize
-            if like.numel() > 1 and end <= memory.numel():
-                self._free[like.data_ptr()] = (memory, round_up(end, STATE_ALIGNMENT))
-                # Through ``data``, so that the optimizer holds a tensor whose memory can be exchanged: states are on
-                # the device for the update only, and the same tensor objects are on the host afterwards.
-                born = torch.empty(0, dtype=dtype, device=like.device)
-                born.data = memory[offset:end].view(dtype).view(like.shape)
-                value = _FACTORIES[func]
-                return born if value is None else born.fill_(value)
-        return func(*args, **(kwargs or {}))

@@ -20,12 +20,9 @@ from lt_offload.errors import OverBudget
 from lt_offload.execute.device.base import Buffer, Cell, Device, Event
 from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.edges.snapshots import Snapshots
-from lt_offload.model.optimizers import Place, tensor_at, tensors_of
+from lt_offload.model.optimizers import STATE_ALIGNMENT, Place, tensor_at, tensors_of
 from lt_offload.schema.plan import ALIGNMENT
 from lt_offload.units import round_up
-
-STATE_ALIGNMENT = 8
-"""State tensors of one weight stand side by side, each at a multiple of this many bytes: the largest element size."""
 
 _KNOWN_VIEWS = 8
 """Offsets whose views are kept: a plan has few for a tensor, forwards without a plan any number."""

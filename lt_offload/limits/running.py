@@ -184,6 +184,11 @@ RANDOM_UPDATE = while_running(
     why="each tensor is updated when its gradient is complete, so that it would get the numbers of another",
     instead="draw from a torch.Generator that step() makes and seeds for each tensor, e.g. by a count in its state",
 )
+STEP_ARGUMENTS = while_running(
+    "optimizer.step() with arguments beside a closure, e.g. MuonClip's attention_max_logits",
+    why="the updates of this iteration are made without them, tensor by tensor, most of them during the backward",
+    instead="let the step find what it needs in a parameter group, set before the backward",
+)
 CHANGED_OPTIONS = while_running(
     "options of the optimizer changed between the backward and optimizer.step()",
     why="the updates of this iteration have used the options that were there during the backward",

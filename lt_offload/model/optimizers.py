@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_leaves
 from lt_offload.machine.accounting import tensors_in
 from lt_offload.machine.dispatch import unseen_by_dynamo
 from lt_offload.model.snapshot import untouched
+from lt_offload.units import round_up
 
 _KNOWN = ("torch.optim.", "transformers.optimization.", "lt_offload.optim.")
 _SIDE = 8
@@ -34,6 +35,8 @@ _SCALES = (1e-3, 1.0, 1e3)
 """Of the gradients: what depends on all of them depends on the largest."""
 _PLAIN = (int, float, str, type(None))
 _OWN = ("params", "param_groups", "state", "step", "defaults")
+STATE_ALIGNMENT = 8
+"""State tensors of one weight stand side by side, each at a multiple of this many bytes: the largest element size."""
 
 Stand = tuple[int, nn.Parameter]
 """A parameter group, and a small tensor like one of its parameters."""
@@ -75,7 +78,7 @@ def tried(optimizer: Optimizer) -> OptimizerTrial:
     acts = _acts_without_gradients(optimizer)
     try:  # the loop's own step(), which finds no gradients, counts for the updates
         counts = _equal(counted, _stepped_idly(optimizer, empty=acts))
-    except Exception:
+    except Exception:  # whatever a foreign optimizer raises where it has nothing to update: the loop's step would, too
         counts = False
     return OptimizerTrial("alone" if counts else "joint", without_gradients=acts)
 
@@ -374,3 +377,52 @@ def of_parameters(optimizer: Optimizer) -> list[dict[str, Any]]:
 def of_none(optimizer: Optimizer) -> dict[Any, Any]:
     """Return the entries that belong to no parameter: counters, as a rule."""
     return {key: value for key, value in list(optimizer.state.items()) if not isinstance(key, Tensor)}
+
+
+_FACTORIES = {
+    torch.ops.aten.zeros_like.default: 0.0,
+    torch.ops.aten.ones_like.default: 1.0,
+    torch.ops.aten.empty_like.default: None,
+}
+
+
+@unseen_by_dynamo
+class StateAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Lets the first update of weights create its states in memory that is there for them, as far as it goes.
+
+    Args:
+        places: weights, as the update sees them, and the bytes for the states of each.
+    """
+
+    def __init__(self, places: Iterable[tuple[Tensor, Tensor]]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._free = {_address(weight): (memory, 0) for weight, memory in places}
+        """By where a weight is: the memory for its states, and how much of it is taken."""
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let compiled parts of a step run as such: uncompiled they would give other numbers."""
+        return True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        free = self._free.get(_address(args[0])) if func in _FACTORIES and args[0].is_contiguous() else None
+        if free:
+            like, (memory, offset) = args[0], free
+            dtype = (kwargs or {}).get("dtype") or like.dtype
+            end = offset + like.numel() * dtype.itemsize
+            if like.numel() > 1 and end <= memory.numel():
+                self._free[_address(like)] = (memory, round_up(end, STATE_ALIGNMENT))
+                # Through ``data``, so that the optimizer holds a tensor whose memory can be exchanged: states are on
+                # the device for the update only, and the same tensor objects are on the host afterwards.
+                born = torch.empty(0, dtype=dtype, device=like.device)
+                born.data = memory[offset:end].view(dtype).view(like.shape)
+                value = _FACTORIES[func]
+                return born if value is None else born.fill_(value)
+        return func(*args, **(kwargs or {}))
+
+
+def _address(tensor: Tensor) -> tuple[int, int]:
+    """Return where ``tensor`` begins, also of one that has no memory."""
+    return tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.element_size()

@@ -41,7 +41,7 @@ from lt_offload.profiling.contention import measure_contention
 from lt_offload.profiling.hardware import measure_hardware, taken_host_bytes
 from lt_offload.profiling.host_reads import Readers
 from lt_offload.profiling.meters import Meter, Stopwatch
-from lt_offload.profiling.optimizer import OptimizerFactory, StateSizes, build_optimizer, measure_optimizer
+from lt_offload.profiling.optimizer import OptimizerFactory, UpdateSizes, build_optimizer, measure_optimizer
 from lt_offload.schema.profile import (
     RECORDED,
     BlockProfile,
@@ -137,7 +137,14 @@ def profile(
     if target.type == "cuda":  # by now all kernels are there
         machine = replace(machine, context_bytes=max(machine.context_bytes, context_bytes(target)))
     found = assemble(
-        model, structure, batch, measured, optimizer=optimizer, updates=updates, hardware=machine, estimated=False
+        model,
+        structure,
+        batch,
+        measured,
+        sizes=UpdateSizes(optimizer, target, scratch_ratio=updates.scratch_ratio if target.type == "cuda" else 0.0),
+        updates=updates,
+        hardware=machine,
+        estimated=False,
     )
     return replace(found, contention=contention)
 
@@ -271,13 +278,12 @@ def assemble(
     batch: Any,
     measured: Measured,
     *,
-    optimizer: Optimizer,
+    sizes: UpdateSizes,
     updates: OptimizerProfile,
     hardware: HardwareProfile,
     estimated: bool,
 ) -> Profile:
     """Return the profile of a model that has been measured."""
-    sizes = StateSizes(optimizer)
     batch_size, sequence_length = extent(batch)
     gpu = hardware.context_bytes > 0
     return Profile(
@@ -295,7 +301,7 @@ def assemble(
         + measured.captured.waiting
         + storage_bytes(leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor))
         + storage_bytes(model.buffers())
-        + sum(p.nbytes * (2 if p.requires_grad else 1) + sizes.of(p) for _, p in structure.rest),
+        + sum(p.nbytes * (2 if p.requires_grad else 1) + sizes.state(p) for _, p in structure.rest),
         page_table_bytes=_page_tables(structure, sizes) if gpu else 0,
         slack_bytes=max(
             LEAST_SLACK if gpu else 0, *(cost.slack_bytes for cost in (*measured.costs, *measured.with_loss))
@@ -316,13 +322,13 @@ def _scatter(costs: Sequence[BlockCost]) -> float:
     return sum(cost.scatter * s for cost, s in zip(costs, seconds, strict=True)) / total if total > 0 else 0.0
 
 
-def _page_tables(structure: Structure, sizes: StateSizes) -> int:
+def _page_tables(structure: Structure, sizes: UpdateSizes) -> int:
     """Return the device memory that the host copies of all tensors take once they are page-locked.
 
     Wherever a tensor is updated: its weight has a host copy, and either its states have one, too, or its gradient.
     """
     return sum(
-        page_table_bytes(p.nbytes + (max(p.nbytes, sizes.of(p)) if p.requires_grad else 0))
+        page_table_bytes(p.nbytes + (max(p.nbytes, sizes.state(p)) if p.requires_grad else 0))
         for _, p in structure.tensors
     )
 
@@ -437,7 +443,7 @@ def _raised(option: OptionProfile, by: int, in_forward: int) -> OptionProfile:
 
 
 def _tensor_profiles(
-    structure: Structure, sizes: StateSizes, readers: Readers, hardware: HardwareProfile
+    structure: Structure, sizes: UpdateSizes, readers: Readers, hardware: HardwareProfile
 ) -> tuple[TensorProfile, ...]:
     return tuple(
         TensorProfile(
@@ -447,7 +453,8 @@ def _tensor_profiles(
             bytes=parameter.nbytes,
             trainable=parameter.requires_grad,
             blocks=tuple(number for number, block in enumerate(structure.blocks) if index in block.tensors),
-            state_bytes=sizes.of(parameter),
+            state_bytes=sizes.state(parameter),
+            scratch_bytes=sizes.scratch(parameter),
             zero_copy=readers.profile(index, hardware),
         )
         for index, (name, parameter) in enumerate(structure.tensors)

@@ -19,14 +19,24 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
 from lt_offload import limits
 from lt_offload.errors import ConfigError, OffloadError, named
 from lt_offload.machine.accounting import Account
+from lt_offload.machine.dispatch import unseen_by_dynamo
 from lt_offload.machine.numa import MemoryNode, memory_node_of
 from lt_offload.machine.pages import map_pages
-from lt_offload.model.optimizers import is_known, of_none, of_parameters, put, tensors_of
+from lt_offload.model.optimizers import (
+    STATE_ALIGNMENT,
+    StateAllocator,
+    is_known,
+    of_none,
+    of_parameters,
+    put,
+    tensors_of,
+)
 from lt_offload.profiling.hardware import available_host_bytes
 from lt_offload.profiling.meters import Roofline, Stopwatch, fastest
 from lt_offload.schema.profile import HardwareProfile, OptimizerProfile
@@ -34,7 +44,6 @@ from lt_offload.units import round_up
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 
-_STATE_ALIGNMENT = 8
 _STEPS, _SETTLED = 16, 3
 _SAMPLE_ELEMENTS = 1 << 22
 _ESTIMATE_SHAPE = (256, 256)
@@ -62,38 +71,69 @@ def build_optimizer(optimizer: Optimizer | OptimizerFactory, parameters: list[nn
     return optimizer(parameters)
 
 
-class StateSizes:
-    """Bytes of optimizer state per tensor: all state tensors of more than one element, each rounded up to 8 bytes."""
+class UpdateSizes:
+    """Bytes that the update of each tensor takes, those of one kind (shape, dtype and group) tried once.
 
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+    Args:
+        optimizer: has some state, or none.
+        device: where updates on the device are.
+        scratch_ratio: what one takes for a moment at least, per byte of its tensor: on a GPU kernels make something
+            that no operation shows.
+    """
+
+    def __init__(self, optimizer: Optimizer, device: torch.device, *, scratch_ratio: float = 0.0) -> None:
+        self._optimizer, self._device, self._ratio = optimizer, device, scratch_ratio
         self._group_of = {p: index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
-        self._known: dict[object, int] = {}
+        self._states: dict[object, int] = {}
+        self._scratch: dict[object, int] = {}
 
-    def of(self, parameter: nn.Parameter) -> int:
-        """Return the bytes for ``parameter``; 0 if the optimizer does not update it."""
-        index = self._group_of.get(parameter)
-        if index is None or not parameter.requires_grad:
+    def state(self, parameter: nn.Parameter) -> int:
+        """Return the bytes of the state of ``parameter``; 0 if the optimizer does not update it.
+
+        They are those of all state tensors of more than one element, each rounded up to 8 bytes.
+        """
+        kind = self._kind(parameter)
+        if kind is None:
             return 0
-        key = tuple(parameter.shape), parameter.dtype, index
-        if key not in self._known:
+        if kind not in self._states:
             state = self._optimizer.state.get(parameter)
             held = _state_bytes(state) if state else 0
             if not state or not is_known(self._optimizer):  # others may hold more some steps later
-                held = max(held, _state_after_steps(self._optimizer, parameter, index))
-            self._known[key] = held
-        return self._known[key]
+                held = max(held, _state_after_steps(self._sample(parameter)))
+            self._states[kind] = held
+        return self._states[kind]
+
+    def scratch(self, parameter: nn.Parameter) -> int | None:
+        """Return the bytes that an update of ``parameter`` on the device takes for a moment, beside its state.
+
+        None where the largest tensor tells: optimizers that are known do to each element what they do to any other.
+        """
+        kind = self._kind(parameter)
+        if kind is None or is_known(self._optimizer):
+            return None
+        if kind not in self._scratch:
+            seen = _scratch_of_steps(self._sample(parameter), self.state(parameter), self._device)
+            self._scratch[kind] = max(seen, math.ceil(parameter.nbytes * self._ratio))
+        return self._scratch[kind]
+
+    def _kind(self, parameter: nn.Parameter) -> object:
+        index = self._group_of.get(parameter)
+        held = index is not None and parameter.requires_grad
+        return (tuple(parameter.shape), parameter.dtype, index) if held else None
+
+    def _sample(self, parameter: nn.Parameter) -> _Sample:
+        group, shape = self._group_of[parameter], tuple(parameter.shape)
+        return _Sample(self._optimizer, group, shape, parameter.dtype, parameter)
 
 
 def _state_bytes(state: Mapping[str, Any]) -> int:
     tensors = {id(value): value for value in tensors_of(state).values() if value.numel() > 1}
-    return sum(round_up(t.nbytes, _STATE_ALIGNMENT) for t in tensors.values())
+    return sum(round_up(t.nbytes, STATE_ALIGNMENT) for t in tensors.values())
 
 
-def _state_after_steps(optimizer: Optimizer, parameter: nn.Parameter, group: int) -> int:
+def _state_after_steps(sample: _Sample) -> int:
     """Step a stand-in on fake tensors, which takes no memory; on real ones where that does not work."""
-    sample = _Sample(optimizer, group, tuple(parameter.shape), parameter.dtype, parameter)
-    most = 1 if is_known(optimizer) else _STEPS
+    most = 1 if is_known(sample.optimizer) else _STEPS
     try:
         # A fallback would compute on real tensors; states that were made with the optimizer are real.
         with FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True):
@@ -109,7 +149,7 @@ def _state_after_steps(optimizer: Optimizer, parameter: nn.Parameter, group: int
         return max(_bytes_by_step(_ParameterStandIn(sample, torch.device("cpu")), most))
     part = replace(sample, shape=_cut(sample.shape))
     grown = _bytes_by_step(_ParameterStandIn(part, torch.device("cpu")), most)
-    return round_up(held * max(grown) // max(1, grown[0]), _STATE_ALIGNMENT) if most > 1 else held
+    return round_up(held * max(grown) // max(1, grown[0]), STATE_ALIGNMENT) if most > 1 else held
 
 
 def _bytes_by_step(stand_in: _ParameterStandIn, most: int) -> list[int]:
@@ -120,6 +160,59 @@ def _bytes_by_step(stand_in: _ParameterStandIn, most: int) -> list[int]:
         stand_in.step()
         found.append(_state_bytes(stand_in.state))
     return found
+
+
+def _scratch_of_steps(sample: _Sample, room: int, device: torch.device) -> int:
+    """Return the most that one of the first steps takes for a moment, of a tensor with ``room`` bytes for its state.
+
+    It is tried on fake tensors. Where a step asks for numbers, which fake tensors do not have, and goes on by them, and
+    where fake tensors do not work, real ones are tried, too, with fewer rows if it has very many.
+    """
+    try:
+        with FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True), _Answers() as answers:
+            fake = _scratch_by_step(_ParameterStandIn(sample, device), room)
+        if not answers.given:
+            return fake
+    except Exception:  # whatever a foreign optimizer meets on fake tensors
+        fake = 0
+    part = replace(sample, shape=_cut(sample.shape))
+    share = math.prod(part.shape) / max(1, math.prod(sample.shape))
+    real = _scratch_by_step(_ParameterStandIn(part, torch.device("cpu")), int(room * share))
+    return real if share == 1 else max(fake, math.ceil(real / share))
+
+
+def _scratch_by_step(stand_in: _ParameterStandIn, room: int) -> int:
+    """Return the most bytes that one of the first steps takes for a moment, with ``room`` for states at hand."""
+    (parameter,) = stand_in.parameters
+    memory = torch.empty(room + STATE_ALIGNMENT, dtype=torch.uint8, device=parameter.device)
+    stand_in.copy_state()
+    peak = 0
+    for _ in range(_STEPS):
+        stand_in.fill_gradients()
+        places = [] if _state_bytes(stand_in.state) else [(parameter, memory)]
+        with Account() as account, StateAllocator(places):
+            stand_in.step()
+        peak = max(peak, account.peak)
+    return peak
+
+
+@unseen_by_dynamo
+class _Answers(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Within the context, fake tensors that are asked for a number say 1."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.given = False
+        """Whether they have been asked."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        try:
+            return func(*args, **(kwargs or {}))
+        except DataDependentOutputException:
+            self.given = True
+            return torch.ones((), dtype=args[0].dtype).item()
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,10 +267,14 @@ class _ParameterStandIn:
                 mapped = map_pages(tensor.nbytes).view(tensor.dtype, tensor.numel(), 0)
                 tensor.data = mapped.view(tensor.shape).copy_(tensor.data)
 
-    def step(self) -> None:
+    def fill_gradients(self) -> None:
+        """Give those that have none a gradient."""
         for parameter in self.parameters:
             if parameter.grad is None:
                 parameter.grad = torch.full_like(parameter, 1e-3)
+
+    def step(self) -> None:
+        self.fill_gradients()
         try:
             try:
                 type(self._optimizer).step(self._optimizer)

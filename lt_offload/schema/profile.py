@@ -92,6 +92,8 @@ class TensorProfile:
     """Indices of the blocks that use it, ascending; more than one if tied."""
     state_bytes: int = 0
     """Optimizer state that is paged with it: all state tensors of more than one element."""
+    scratch_bytes: int | None = None
+    """Taken for a moment by its update on the device. None: as the largest tensor's (``OptimizerProfile``)."""
     zero_copy: ZeroCopyProfile | None = None
     """None: it cannot be accessed in host memory."""
 
@@ -173,7 +175,7 @@ class OptimizerProfile:
     device_bytes_per_s: float
     """Parameter bytes updated per second by the device."""
     scratch_ratio: float = 0.0
-    """Temporary bytes per parameter byte during a device update (foreach 1-2, fused 0)."""
+    """Temporary bytes per parameter byte during a device update (foreach 1-2, fused 0), of the largest tensor."""
     host_threads: int = 0
     """Threads with which the host was measured and shall update; 0: as many as torch uses."""
     host_speeds: dict[int, float] = field(default_factory=dict)
@@ -306,6 +308,12 @@ class Profile:
         """Identity of the model structure (not of names, sizes of batches or hardware): what a plan must match."""
         return fingerprint([(t.shape, t.dtype, t.trainable, t.blocks) for t in self.tensors], len(self.blocks))
 
+    def scratch(self, index: int) -> int:
+        """Return the bytes that an update of tensor ``index`` on the device takes for a moment."""
+        tensor = self.tensors[index]
+        measured = tensor.scratch_bytes
+        return int(tensor.bytes * self.optimizer.scratch_ratio) if measured is None else measured
+
     def with_host_threads(self, threads: int) -> Profile:
         """Return the profile if the host updates with so many threads; itself if nothing is known about that number."""
         speed = self.optimizer.host_speeds.get(threads)
@@ -404,7 +412,7 @@ def _of_block(block: BlockProfile) -> Iterator[str]:
 
 
 def _of_tensor(tensor: TensorProfile, backward: list[bool]) -> Iterator[str]:
-    if tensor.bytes < 0 or tensor.state_bytes < 0 or any(length < 0 for length in tensor.shape):
+    if min(tensor.bytes, tensor.state_bytes, tensor.scratch_bytes or 0, *tensor.shape) < 0:
         yield "a size is negative"
     if not tensor.blocks or list(tensor.blocks) != sorted(set(tensor.blocks)):
         yield f"its blocks {tensor.blocks} are not one or more in ascending order"

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from typing_extensions import override
 
 from lt_offload import limits
+from lt_offload.execute.edges.steps import StepHooks
 from lt_offload.execute.tensors import Weight
 
 
@@ -149,13 +150,11 @@ class OwnLoop:
         self._optimizer = optimizer
         self._options: list[dict[str, Any]] = []
         """Of the groups, as the updates have used them."""
-        self._before = optimizer.register_step_pre_hook(self._before_step)
-        self._after = optimizer.register_step_post_hook(self._after_step)
+        self._hooks = StepHooks(optimizer, self._before_step, self._after_step)
 
     def remove(self) -> None:
         """End."""
-        self._before.remove()
-        self._after.remove()
+        self._hooks.remove()
 
     def begin_backward(self, *, updating: bool) -> None:
         """A backward has begun; to be called from within it. ``updating``: the step follows it."""
@@ -165,10 +164,7 @@ class OwnLoop:
         self._ran_backward = True
         self._options = _options(self._optimizer)
         # Users' hooks see gradients as other code between the backward and the step does, and weights as after it.
-        before: Any = self._optimizer._optimizer_step_pre_hooks
-        after: Any = self._optimizer._optimizer_step_post_hooks
-        before.move_to_end(self._before.id)
-        after.move_to_end(self._after.id, last=False)
+        self._hooks.enclose()
 
     def _end_backward(self) -> None:
         self._end()

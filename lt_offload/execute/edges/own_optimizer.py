@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from lt_offload import limits
 from lt_offload.execute.edges.guard import Guard
+from lt_offload.execute.edges.steps import StepHooks
 from lt_offload.execute.optimizer import Updates
 from lt_offload.model.optimizers import of_parameters
 
@@ -40,21 +41,16 @@ class EmptyStep:
         self._updates, self._weights, self._delayed = updates, weights, delayed
         self._begins, self._ended = begins, ended
         self._hidden: list[list[nn.Parameter]] = []
-        self._before = updates.optimizer.register_step_pre_hook(self._before_step)
-        self._after = updates.optimizer.register_step_post_hook(self._after_step)
+        self._hooks = StepHooks(updates.optimizer, self._before_step, self._after_step)
 
     def remove(self) -> None:
         """End."""
         self.restore()
-        self._before.remove()
-        self._after.remove()
+        self._hooks.remove()
 
     def enclose(self) -> None:
         """Be the last that is called before the step, and the first after it: no hook of users' misses a parameter."""
-        before: Any = self._updates.optimizer._optimizer_step_pre_hooks
-        after: Any = self._updates.optimizer._optimizer_step_post_hooks
-        before.move_to_end(self._before.id)
-        after.move_to_end(self._after.id, last=False)
+        self._hooks.enclose()
 
     def restore(self) -> None:
         """Give the groups their parameters back."""
@@ -68,6 +64,10 @@ class EmptyStep:
 
     def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        others = {f"argument {number}": value for number, value in enumerate(args[2:], 2)} | kwargs
+        given = [name for name, value in others.items() if name != "closure" and value is not None]
+        if given:
+            raise limits.STEP_ARGUMENTS.error(f"{type(optimizer).__name__}.step() was given {given[0]}")
         if closure is None:
             self._begin()
             return None

@@ -297,7 +297,7 @@ def _gradients(used: Usage, profile: Profile, time: _Time) -> _GradientBytes:
             if size < GATHERED_BELOW:
                 small.setdefault((last, tensor.dtype), []).append(size)
             continue
-        beside = 0 if place == "host" else int(size * profile.optimizer.scratch_ratio)
+        beside = 0 if place == "host" else profile.scratch(index)
         if not large:
             updating[last] += beside
             continue

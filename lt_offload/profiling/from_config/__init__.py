@@ -25,7 +25,7 @@ from lt_offload.profiling.from_config.lora import with_planned_lora
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.measure import assemble, check_samples, measure_blocks
 from lt_offload.profiling.meters import Roofline
-from lt_offload.profiling.optimizer import OptimizerFactory, build_optimizer, estimate_optimizer
+from lt_offload.profiling.optimizer import OptimizerFactory, UpdateSizes, build_optimizer, estimate_optimizer
 from lt_offload.resources import is_dir, is_file, shipped_files
 from lt_offload.schema.profile import Contention, HardwareProfile, Profile
 
@@ -125,7 +125,14 @@ def profile_config(
     made = build_optimizer(factory, [p for p in model.parameters() if p.requires_grad])
     updates = estimate_optimizer(made, machine)
     found = assemble(
-        model, structure, batch, measured, optimizer=made, updates=updates, hardware=machine, estimated=True
+        model,
+        structure,
+        batch,
+        measured,
+        sizes=UpdateSizes(made, torch.device("cpu")),
+        updates=updates,
+        hardware=machine,
+        estimated=True,
     )
     return replace(found, contention=_contention(machine))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -10,6 +10,21 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 Groups = list[dict[str, Any]]
+
+
+def _called(closure: Callable[[], Any] | None) -> Any:
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()
+
+
+def _pairs(optimizer: Optimizer) -> Iterator[tuple[dict[str, Any], nn.Parameter]]:
+    """Yield the tensors that have a gradient, each with its group."""
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            if p.grad is not None:
+                yield group, p
 
 
 def _orthogonal(grad: Tensor, steps: int) -> Tensor:
@@ -54,10 +69,7 @@ class SingleDeviceMuonWithAuxAdam(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _called(closure)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -116,10 +128,7 @@ class AdamWScheduleFree(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _called(closure)
         for group in self.param_groups:
             assert group["train_mode"]
             k = group["k"]
@@ -152,22 +161,27 @@ class Lion(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                p.data.mul_(1 - group["lr"] * group["weight_decay"])
-                state = self.state[p]
-                if len(state) == 0:
-                    state["exp_avg"] = torch.zeros_like(p)
-                first, second = group["betas"]
-                update = state["exp_avg"].clone().mul_(first).add(p.grad, alpha=1 - first).sign_()
-                p.add_(update, alpha=-group["lr"])
-                state["exp_avg"].mul_(second).add_(p.grad, alpha=1 - second)
+        loss = _called(closure)
+        for group, p in _pairs(self):
+            p.data.mul_(1 - group["lr"] * group["weight_decay"])
+            state = self.state[p]
+            if len(state) == 0:
+                state["exp_avg"] = torch.zeros_like(p)
+            first, second = group["betas"]
+            update = state["exp_avg"].clone().mul_(first).add(p.grad, alpha=1 - first).sign_()
+            p.add_(update, alpha=-group["lr"])
+            state["exp_avg"].mul_(second).add_(p.grad, alpha=1 - second)
+        return loss
+
+
+class Clipping(Lion):
+    """Steps as its base class does, and takes more, as MuonClip does."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None, largest: Tensor | None = None) -> Any:  # type: ignore[override]
+        loss = super().step(closure)
+        for p in () if largest is None else (p for group in self.param_groups for p in group["params"]):
+            p.clamp_(-largest, largest)
         return loss
 
 
@@ -181,23 +195,17 @@ class CountingItself(Lion):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+        loss = _called(closure)
         self.steps += 1
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state = self.state[p]
-                if len(state) == 0:
-                    state["table"] = self.tables["signed"]
-                    state["code"] = torch.zeros_like(p, dtype=torch.uint8)
-                scale = p.grad.abs().max()
-                mean = (state["table"][state["code"].long()] + p.grad / scale) / 2
-                state["code"].copy_(torch.bucketize(mean.clamp(-1, 1), state["table"]).clamp_(max=63))
-                p.sub_(mean.to(p.dtype), alpha=group["lr"] / self.steps)
+        for group, p in _pairs(self):
+            state = self.state[p]
+            if len(state) == 0:
+                state["table"] = self.tables["signed"]
+                state["code"] = torch.zeros_like(p, dtype=torch.uint8)
+            scale = p.grad.abs().max()
+            mean = (state["table"][state["code"].long()] + p.grad / scale) / 2
+            state["code"].copy_(torch.bucketize(mean.clamp(-1, 1), state["table"]).clamp_(max=63))
+            p.sub_(mean.to(p.dtype), alpha=group["lr"] / self.steps)
         return loss
 
 
@@ -225,31 +233,25 @@ class Nested(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                state, grad = self.state[p], p.grad.float().reshape(p.shape[0], -1)
-                if len(state) == 0:
-                    state["means"] = {beta: torch.zeros_like(p) for beta in group["betas"]}
-                    state["sides"] = [torch.eye(min(len(grad), 8)), [], {"count": torch.zeros(())}]
-                    state["last"] = []
-                    state["turn"] = (torch.ones(len(state["sides"][0]), 2).mT, 2)
-                sides, small = state["sides"], grad[:8]
-                sides[2]["count"] += 1
-                sides[0] = torch.linalg.qr(sides[0] @ small @ small.mT + torch.eye(len(small)))[0].mT
-                state["last"] = [*state["last"][-1:], p.grad.clone()]
-                state["turn"][0].add_(sides[0][:1])
-                for beta, mean in state["means"].items():
-                    mean.lerp_(state["last"][0], 1 - beta)
-                    p.add_(mean, alpha=-group["lr"] / float(sides[2]["count"]))
-                rotated = grad.clone()
-                rotated[:8] = sides[0] @ small * state["turn"][0].sum()
-                p.add_(rotated.view(p.shape).to(p.dtype), alpha=-1e-3)
+        loss = _called(closure)
+        for group, p in _pairs(self):
+            state, grad = self.state[p], p.grad.float().reshape(p.shape[0], -1)
+            if len(state) == 0:
+                state["means"] = {beta: torch.zeros_like(p) for beta in group["betas"]}
+                state["sides"] = [torch.eye(min(len(grad), 8)), [], {"count": torch.zeros(())}]
+                state["last"] = []
+                state["turn"] = (torch.ones(len(state["sides"][0]), 2).mT, 2)
+            sides, small = state["sides"], grad[:8]
+            sides[2]["count"] += 1
+            sides[0] = torch.linalg.qr(sides[0] @ small @ small.mT + torch.eye(len(small)))[0].mT
+            state["last"] = [*state["last"][-1:], p.grad.clone()]
+            state["turn"][0].add_(sides[0][:1])
+            for beta, mean in state["means"].items():
+                mean.lerp_(state["last"][0], 1 - beta)
+                p.add_(mean, alpha=-group["lr"] / float(sides[2]["count"]))
+            rotated = grad.clone()
+            rotated[:8] = sides[0] @ small * state["turn"][0].sum()
+            p.add_(rotated.view(p.shape).to(p.dtype), alpha=-1e-3)
         return loss
 
 
@@ -258,12 +260,27 @@ class Replacing(Lion):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+        for _, p in _pairs(self):
             state = self.state[p]
             state["kept"] = state.get("kept", torch.ones_like(p))
             state["mean"] = 0.9 * state["mean"] + p.grad if "mean" in state else p.grad.clone()
             p.sub_(state["mean"] * state["kept"], alpha=1e-2)
             state["kept"].mul_(0.9)
+
+
+class Uneven(Lion):
+    """Needs memory for a moment: most for matrices, and in every third step, as Shampoo and SOAP do."""
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
+        for _, p in _pairs(self):
+            state = self.state[p]
+            state["begin"] = state["begin"] if state else p.clone()
+            state["step"] = state.get("step", 0) + 1
+            if p.ndim == 2 and state["step"] % 3 == 0:
+                p.add_(p @ (p.mT @ p), alpha=-1e-3)
+            if float(p.grad.abs().max()) > 0:
+                p.lerp_(state["begin"] - p.grad, 0.01)
 
 
 class Counting(Lion):
@@ -276,7 +293,7 @@ class Counting(Lion):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> None:  # type: ignore[override]
         total: Any = self.state["total"]  # type: ignore[index]
-        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+        for _, p in _pairs(self):
             mean = self.state[p].setdefault("mean", torch.zeros_like(p)).lerp_(p.grad, 0.5)
             p.sub_(mean, alpha=1e-2 / (1 + total))
         self.state["total"] = total + 1  # type: ignore[index]

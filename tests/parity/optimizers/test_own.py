@@ -18,13 +18,14 @@ from torch.optim import Optimizer
 
 import lt_offload
 from lt_offload import OffmateStrategy, limits
-from lt_offload.errors import UnsupportedError
+from lt_offload.errors import InfeasibleError, UnsupportedError
 from lt_offload.model.blocks import find_blocks
 from lt_offload.model.optimizers import tried
 from lt_offload.plan import Plan, solve
 from tests import sampling
 from tests.parity.optimizers.own import (
     AdamWScheduleFree,
+    Clipping,
     Closing,
     Counting,
     CountingItself,
@@ -35,6 +36,7 @@ from tests.parity.optimizers.own import (
     Noisy,
     Replacing,
     SideBySide,
+    Uneven,
     muon_with_adam,
 )
 from tests.parity.users import test_odd_parameters as odd_parameters
@@ -43,7 +45,7 @@ from tests.support import engines, models, plans, trainers
 from tests.support.engines import Case, Factory, Result, differences, installed, offloaded, plain
 
 OWN: list[Factory] = [muon_with_adam, AdamWScheduleFree, Lion, CountingItself]
-NESTED: list[Factory] = [Nested, Replacing, Counting]
+NESTED: list[Factory] = [Nested, Replacing, Counting, Uneven]
 SETTINGS: list[dict[str, Any]] = [{}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}]
 
 
@@ -54,6 +56,9 @@ def test_equal_at_three_budgets(make: Factory) -> None:
     profile, expected = training.profile(), training.plainly()
     for memory in budgets(profile):
         require_equal(training, solve(profile, memory=memory), expected)
+    with pytest.raises(InfeasibleError) as least:  # what updates take for a moment is planned to the byte
+        solve(profile, memory=1000, host_update=False)
+    require_equal(training, solve(profile, memory=least.value.needed_bytes or 0, host_update=False), expected)
 
 
 @pytest.mark.parametrize("make", sampling.some(OWN, 2))
@@ -113,6 +118,41 @@ def test_weights_and_states_are_exchanged_between_steps() -> None:
     with installed(model, other, plans.streamed(find_blocks(model), other, options=("keep",), places=places)):
         found = switching(model, other)
     assert differences(Result(losses, expected, one), Result(found, model, other)) == []
+
+
+def by_closures(model: nn.Module, optimizer: Optimizer, **others: Any) -> list[Tensor]:
+    """Train by steps that call the model."""
+    losses = []
+    for seed in range(3):
+
+        def closure(seed: int = seed) -> Tensor:
+            optimizer.zero_grad()
+            loss: Tensor = model(**models.batch(model, seed=seed)).loss
+            loss.backward()
+            return loss
+
+        if seed == 1:
+            losses.append(closure())
+            optimizer.step(**others)
+        else:
+            losses.append(optimizer.step(closure))
+    return losses
+
+
+def test_a_step_may_call_that_of_its_base_class() -> None:
+    """Torch calls the hooks of both, as soon as there has been an optimizer of the base class."""
+    Lion(nn.Linear(2, 2).parameters())
+    case = Case()
+    expected, model, refused = (engines.build(case) for _ in range(3))
+    one, other, third = (Clipping(net.parameters()) for net in (expected, model, refused))
+    losses = by_closures(expected, one)
+    plan = plans.streamed(find_blocks(model), other, options=("keep",), places=("paged", "host", "device"))
+    with installed(model, other, plan):
+        found = by_closures(model, other)
+    assert differences(Result(losses, expected, one), Result(found, model, other)) == []
+    argument = pytest.raises(UnsupportedError, match=r"Clipping.step\(\) was given largest: the updates of this iterat")
+    with argument, installed(refused, third, plan):
+        by_closures(refused, third, largest=torch.ones(()))
 
 
 def own_loop() -> tuple[nn.Module, Optimizer, Plan]:

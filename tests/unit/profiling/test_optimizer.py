@@ -13,7 +13,7 @@ from lt_offload.machine.numa import MemoryNode
 from lt_offload.profiling import optimizer as module
 from lt_offload.profiling.hardware import load_hardware
 from lt_offload.profiling.optimizer import (
-    StateSizes,
+    UpdateSizes,
     build_optimizer,
     estimate_optimizer,
     measure_optimizer,
@@ -57,8 +57,8 @@ def test_state_bytes_equal_those_after_a_real_step(
 ) -> None:
     found = parameters(dtype)
     optimizer = cls(found, **options)
-    sizes = StateSizes(optimizer)
-    predicted = [sizes.of(parameter) for parameter in found]
+    sizes = UpdateSizes(optimizer, CPU)
+    predicted = [sizes.state(parameter) for parameter in found]
     for parameter in found:
         parameter.grad = torch.randn_like(parameter)
     optimizer.step()
@@ -69,14 +69,14 @@ def test_frozen_and_foreign_tensors_have_no_state() -> None:
     mine, frozen = parameters()[:2]
     optimizer = AdamW([mine, frozen])
     frozen.requires_grad_(False)
-    sizes = StateSizes(optimizer)
-    assert [sizes.of(p) for p in (mine, frozen, nn.Parameter(torch.ones(5)))] == [2 * mine.nbytes, 0, 0]
+    sizes = UpdateSizes(optimizer, CPU)
+    assert [sizes.state(p) for p in (mine, frozen, nn.Parameter(torch.ones(5)))] == [2 * mine.nbytes, 0, 0]
 
 
 def test_groups_may_differ() -> None:
     first, second = parameters()[0], parameters()[3]
     optimizer = SGD([{"params": [first], "momentum": 0.9}, {"params": [second]}], lr=0.1)
-    assert [StateSizes(optimizer).of(p) for p in (first, second)] == [first.nbytes, 0]
+    assert [UpdateSizes(optimizer, CPU).state(p) for p in (first, second)] == [first.nbytes, 0]
 
 
 class Python(Optimizer):
@@ -97,7 +97,42 @@ class Python(Optimizer):
 
 def test_foreign_optimizers_are_asked_with_real_tensors() -> None:
     parameter = nn.Parameter(torch.ones(10, 11))
-    assert StateSizes(Python([parameter])).of(parameter) == 112
+    assert UpdateSizes(Python([parameter]), CPU).state(parameter) == 112
+
+
+class Uneven(Optimizer):
+    """Takes most in its fourth step, of matrices; some ask for a number, which fake tensors do not have."""
+
+    def __init__(self, params: Any, *, asks: bool) -> None:
+        super().__init__(params, {"lr": 0.1, "asks": asks})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        group = self.param_groups[0]
+        for parameter in group["params"]:
+            state = self.state[parameter]
+            if not state:
+                state.update(step=0, begin=parameter.clone(), mean=torch.zeros_like(parameter))
+            state["step"] += 1
+            if state["step"] == 4 and parameter.ndim == 2 and (not group["asks"] or parameter.grad.sum() > 0):
+                parameter.add_(parameter @ (parameter.mT @ parameter))
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_scratch_is_that_of_the_worst_of_the_first_steps_of_each_kind(asks: bool) -> None:
+    matrix, vector = nn.Parameter(torch.ones(10, 6)), nn.Parameter(torch.ones(7))
+    # a copy of each, which is not made in the place of the state; a square and its product with the matrix
+    sizes = UpdateSizes(Uneven([matrix, vector], asks=asks), CPU)
+    assert [sizes.scratch(p) for p in (matrix, vector)] == [4 * (6 * 6 + 10 * 6), 4 * 7]
+    assert UpdateSizes(AdamW([matrix]), CPU).scratch(matrix) is None
+    assert UpdateSizes(Uneven([vector], asks=asks), CPU, scratch_ratio=9).scratch(vector) == 9 * vector.nbytes
+
+
+def test_scratch_of_a_large_tensor_is_tried_on_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_SAMPLE_ELEMENTS", 30)
+    matrix = nn.Parameter(torch.ones(10, 6))
+    found = UpdateSizes(Uneven([matrix], asks=True), CPU).scratch(matrix)
+    assert found == 2 * 4 * (6 * 6 + 5 * 6)  # of five rows; the square of six columns counts twice
 
 
 def test_measuring_leaves_optimizer_and_scheduler_alone() -> None:
@@ -108,7 +143,7 @@ def test_measuring_leaves_optimizer_and_scheduler_alone() -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     before = [parameter.detach().clone() for parameter in found]
     result = measure_optimizer(optimizer, CPU)
-    StateSizes(optimizer).of(found[0])
+    UpdateSizes(optimizer, CPU).state(found[0])
     assert result.name == "AdamW"
     assert result.host_bytes_per_s == result.device_bytes_per_s > 0
     assert result.scratch_ratio == 0
@@ -141,7 +176,7 @@ def test_estimates_count_what_an_update_moves() -> None:
 def test_masters_are_counted_and_cost_what_they_move() -> None:
     low = parameters(torch.bfloat16)
     optimizer = lt_offload.AdamW(low)
-    assert StateSizes(optimizer).of(low[0]) == 3 * 4 * low[0].numel()
+    assert UpdateSizes(optimizer, CPU).state(low[0]) == 3 * 4 * low[0].numel()
     machine = load_hardware("rtx-3060")
     estimate = estimate_optimizer(optimizer, machine)
     # weight and gradient of 2 bytes, master and moments of 4 bytes, each read and written

@@ -463,6 +463,11 @@ class Program:
         tensors = [self.profile.tensors[index] for index in group.tensors]
         return max(tensor.bytes for tensor in tensors if tensor.trainable) / group.trainable_bytes
 
+    def _scratch_ratio(self, group: Group) -> float:
+        """Return the most that an update of a tensor takes for a moment, per byte of the largest tensor's gradient."""
+        trained = [index for index in group.tensors if self.profile.tensors[index].trainable]
+        return max(map(self.profile.scratch, trained)) / max(self.profile.tensors[index].bytes for index in trained)
+
     def _count_gradients(self, v: GroupTerms) -> None:
         """Count gradients and update scratch.
 
@@ -473,7 +478,7 @@ class Program:
         if not v.group.trainable_bytes:
             return
         size, update = self._size(v.group.trainable_bytes), v.group.last_backward
-        peak, scratch = self.gradient_peak(v.group), self.profile.optimizer.scratch_ratio
+        peak, scratch = self.gradient_peak(v.group), self._scratch_ratio(v.group)
         add(self.other[update], [(size * peak, 1.0), (size * (1 - peak), v.host_share)])
         add(self.other[update], [(size * peak * scratch, 1.0), (-size * peak * scratch, v.host_share)])
         for tau in range(1, min(self.config.gradient_window, v.first_use - 2)):
