@@ -170,30 +170,35 @@ def _scratch_of_steps(sample: _Sample, room: int, device: torch.device) -> int:
     """
     try:
         with FakeTensorMode(allow_fallback_kernels=False, allow_non_fake_inputs=True), _Answers() as answers:
-            fake = _scratch_by_step(_ParameterStandIn(sample, device), room)
+            fake = _scratch_by_step(sample, device, room)
         if not answers.given:
             return fake
     except Exception:  # whatever a foreign optimizer meets on fake tensors
         fake = 0
     part = replace(sample, shape=_cut(sample.shape))
     share = math.prod(part.shape) / max(1, math.prod(sample.shape))
-    real = _scratch_by_step(_ParameterStandIn(part, torch.device("cpu")), int(room * share))
+    real = _scratch_by_step(part, torch.device("cpu"), int(room * share))
     return real if share == 1 else max(fake, math.ceil(real / share))
 
 
-def _scratch_by_step(stand_in: _ParameterStandIn, room: int) -> int:
-    """Return the most bytes that one of the first steps takes for a moment, with ``room`` for states at hand."""
-    (parameter,) = stand_in.parameters
-    memory = torch.empty(room + STATE_ALIGNMENT, dtype=torch.uint8, device=parameter.device)
-    stand_in.copy_state()
-    peak = 0
-    for _ in range(_STEPS):
-        stand_in.fill_gradients()
-        places = [] if _state_bytes(stand_in.state) else [(parameter, memory)]
-        with Account() as account, StateAllocator(places):
-            stand_in.step()
-        peak = max(peak, account.peak)
-    return peak
+def _scratch_by_step(sample: _Sample, device: torch.device, room: int) -> int:
+    """Return the most bytes that one of the first steps takes for a moment, with ``room`` for each state at hand.
+
+    It is that of one tensor, or half that of two: some optimizers (Muon's kin) stack matrices of one shape.
+    """
+    most = 0
+    for copies in (1, 2):
+        stand_in = _ParameterStandIn(sample, device, copies=copies)
+        memory = [torch.empty(room + STATE_ALIGNMENT, dtype=torch.uint8, device=device) for _ in range(copies)]
+        stand_in.copy_state()
+        for _ in range(_STEPS):
+            stand_in.fill_gradients()
+            newborn = not _state_bytes(stand_in.state)
+            places = zip(stand_in.parameters, memory, strict=True) if newborn else ()
+            with Account() as account, StateAllocator(places):
+                stand_in.step()
+            most = max(most, math.ceil(account.peak / copies))
+    return most
 
 
 @unseen_by_dynamo

@@ -128,6 +128,23 @@ def test_scratch_is_that_of_the_worst_of_the_first_steps_of_each_kind(asks: bool
     assert UpdateSizes(Uneven([vector], asks=asks), CPU, scratch_ratio=9).scratch(vector) == 9 * vector.nbytes
 
 
+class Stacking(Optimizer):
+    """Stacks gradients, as Muon does in the versions for many matrices of one shape."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    def step(self, closure: Any = None) -> None:
+        grads = [parameter.grad for parameter in self.param_groups[0]["params"]]
+        if len(grads) > 1:
+            torch.stack(grads)
+
+
+def test_scratch_is_that_of_several_tensors_at_a_time() -> None:
+    matrix = nn.Parameter(torch.ones(10, 6))
+    assert UpdateSizes(Stacking([matrix]), CPU).scratch(matrix) == matrix.nbytes
+
+
 def test_scratch_of_a_large_tensor_is_tried_on_fewer_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_SAMPLE_ELEMENTS", 30)
     matrix = nn.Parameter(torch.ones(10, 6))
