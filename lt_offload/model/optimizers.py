@@ -425,4 +425,4 @@ class StateAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _address(tensor: Tensor) -> tuple[int, int]:
     """Return where ``tensor`` begins, also of one that has no memory."""
-    return tensor.untyped_storage()._cdata, tensor.storage_offset() * tensor.element_size()
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.element_size()
