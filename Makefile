@@ -30,6 +30,9 @@ NEWEST_TESTS := \
   tests/unit/finetune/test_load.py tests/unit/finetune/test_exporting.py tests/unit/finetune/data/test_sources.py \
   tests/parity/lightning/test_lightning.py
 
+# Compiled modules are kept, whatever the environment says: the tests start dozens of processes.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: quickstart test full recompute fake newest gpu-fake lint docs bench papers gpu gpu-there clean
 .DELETE_ON_ERROR:
 
@@ -77,10 +80,7 @@ gpu: gpu-there $(if $(filter $(BIN)/python,$(PYTHON_GPU)),.venv/dev.done)
 	$(PYTHON_GPU) -m scripts.gpu
 
 # The same programs on the fake GPU, with small sizes: do they work?
-gpu-recompute: .venv/dev.done
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests/parity $(ALL_CORES) --recompute --full
-
-fake: .venv/dev.done
+gpu-fake: .venv/dev.done
 	$(BIN)/python -m scripts.gpu --device fake --tiny --out .venv/gpu
 
 gpu-there:

@@ -12,6 +12,8 @@ import pytest
 from tests import fake_cuda, sampling
 from tests.recomputing import Recomputing
 
+gc.disable()  # until all is imported: looking for garbage meanwhile takes longer than many an import
+
 DEVICES = ("cuda", "fake", "cpu", "model")
 
 
@@ -71,6 +73,11 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if count := config.getoption("rows"):
         items[:] = sampling.some(items, count)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -15,7 +15,7 @@ from lt_offload.cli import recipes
 from lt_offload.cli.progress import clear, keeping_quiet, status, wrapped
 from lt_offload.cli.static.arguments import parse
 from lt_offload.cli.static.completion import ASK, OPTIONS, answers
-from lt_offload.cli.table import VERBS, Verb
+from lt_offload.cli.table import VERBS, Verb, imported
 from lt_offload.errors import ConfigError, OffloadError, named
 from lt_offload.finetune import processes
 from lt_offload.suggest import did_you_mean
@@ -97,9 +97,8 @@ def _with_recipe(verb: Verb, args: list[str]) -> int:
     check(files, flags, verb.read())
     os.environ.setdefault("TQDM_LEAVE", "")  # bars of libraries go when they are full; read when they are imported
     status(f"lt-finetune {verb.name} {recipes.run_name(files[-1])}: starting PyTorch and Lightning")
-    from lt_offload.cli.run import run
-
-    return run(verb, files, flags, of_run=recipes.is_run(args[0]))
+    code: int = imported("lt_offload.cli.run").run(verb, files, flags, of_run=recipes.is_run(args[0]))
+    return code
 
 
 def _fail(message: str, *, debug: bool, code: int) -> int:

@@ -9,9 +9,11 @@ that need something slow.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
+from types import ModuleType
 
 from lt_offload.cli.static.source import Documented, read_definition
 
@@ -39,8 +41,22 @@ class Verb:
 
     def load(self) -> Callable[..., int]:
         """Import it, and return its function, which returns the exit code."""
-        function: Callable[..., int] = getattr(import_module(self.source), self.name)
+        function: Callable[..., int] = getattr(imported(self.source), self.name)
         return function
+
+
+def imported(module: str) -> ModuleType:
+    """Import a module that takes seconds.
+
+    Nothing that modules make is garbage, and looking for some again and again would take a fifth of the time.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return import_module(module)
+    finally:
+        if collects:
+            gc.enable()
 
 
 VERBS = {

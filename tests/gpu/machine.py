@@ -12,6 +12,7 @@ from unittest.mock import patch
 
 import lt_offload
 from lt_offload.errors import InfeasibleError
+from lt_offload.machine import zero_copy
 from lt_offload.machine.driver import context_bytes
 from lt_offload.profiling import measure
 from lt_offload.profiling.hardware import load_hardware, measure_hardware
@@ -36,7 +37,10 @@ def known_machine(target: Target) -> Iterator[None]:
         if target.real:
             yield
             return
-        with patch.object(measure, "measure_contention", lambda *args, **kwargs: Contention()):
+        with (
+            patch.object(measure, "measure_contention", lambda *args, **kwargs: Contention()),
+            patch.object(zero_copy, "_SPEED_BYTES", 4 << 20),
+        ):
             yield
 
 

@@ -17,7 +17,7 @@ from lt_offload.errors import ConfigError, OverBudget, UnsupportedError
 from lt_offload.execute.device.cuda import CudaDevice
 from lt_offload.execute.device.cuda_runtime import CudaRuntime
 from lt_offload.machine import pinning, zero_copy
-from lt_offload.machine.host_memory import HostMemory
+from lt_offload.machine.host_memory import LARGE_BYTES, HostMemory
 from tests.gpu.target import Target
 
 pytestmark = pytest.mark.only("cuda")
@@ -107,9 +107,18 @@ def test_memory_that_cannot_be_locked_is_copied_and_not_read(monkeypatch: pytest
         there = [device.place(index * 4096, 4000).view(torch.float32, (1000,)) for index in range(3)]
         device.synchronize(device.submit("h2d", lambda: device.copy_all(there, here)))
         assert all(torch.equal(a, b.cpu()) for a, b in zip(here, there, strict=True))
+        back = [device.host_empty((1000,), torch.float32) for _ in here]
+        device.synchronize(device.submit("d2h", lambda: device.copy_all(back, there)))
+        assert all(map(torch.equal, here, back))
         with pytest.raises(UnsupportedError, match="cannot compute in host memory that is not page-locked"):
             device.zero_copy_view(here[0])
         device.drain()
+        asked = next(calls)
+        for _ in range(2):  # nobody asks for as much a second time; what nobody uses goes back before there is more
+            large = device.host_empty((LARGE_BYTES // 4,), torch.float32)
+            assert device._host.is_pageable(large)
+            del large
+        assert next(calls) == asked + 2
 
 
 def test_a_driver_that_does_not_map_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,8 +28,9 @@ from tests.support.engines import Result, differences, equal
 LOOPS = [
     pytest.mark.only("cuda", "cpu", "fake"),
     pytest.mark.usefixtures("deterministic", "empty_device"),
+    pytest.mark.no_cover,
 ]
-"""Marks of every module here. The model of CUDA has no kernels."""
+"""Marks of every module here: see those of tests/gpu/users."""
 
 MODEL = {"layers": 6, "hidden_size": 256, "intermediate_size": 768, "vocab_size": 1024}
 """25 MB of weights: more than what a GPU's allocator maps at once."""

@@ -12,13 +12,14 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch.cuda import _sanitizer
+from torch._utils import CallbackRegistry
+from torch.cuda import _gpu_trace, _sanitizer
 
 from lt_offload.execute.device.cuda import CudaDevice
 from tests.gpu.target import ROOM, LargeGpu
@@ -60,7 +61,7 @@ def arguments_on(device_type: str) -> type[Any]:
     return Pages
 
 
-def _alone(method: Callable[..., Any], lock: threading.RLock) -> Callable[..., Any]:  # type: ignore[valid-type]
+def _by_turns(method: Callable[..., Any], lock: threading.RLock) -> Callable[..., Any]:  # type: ignore[valid-type]
     @functools.wraps(method)
     def run(*args: Any, **kwargs: Any) -> Any:
         with lock:  # type: ignore[attr-defined]
@@ -78,7 +79,7 @@ class Handler(_sanitizer.EventHandler):
         lock = threading.RLock()
         for name in dir(self):
             if name.startswith("_handle_"):
-                setattr(self, name, _alone(getattr(self, name), lock))
+                setattr(self, name, _by_turns(getattr(self, name), lock))
 
     def _handle_memory_allocation(self, data_ptr: int) -> None:
         pass
@@ -103,6 +104,16 @@ class WatchedDevice(CudaDevice):
     def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         for target, source in zip(targets, sources, strict=True):
             self.copy(target, source)
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Nobody else is told what streams and events do: torch never takes a watcher away."""
+    with ExitStack() as stack:
+        for registry in vars(_gpu_trace).values():
+            if isinstance(registry, CallbackRegistry):
+                stack.enter_context(patch.object(registry, "callback_list", []))
+        yield
 
 
 @contextmanager

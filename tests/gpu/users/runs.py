@@ -33,9 +33,13 @@ in_both_ways = pytest.mark.parametrize("way", WAYS)
 USERS = [
     pytest.mark.only("cuda", "cpu", "fake"),
     pytest.mark.usefixtures("deterministic"),
+    pytest.mark.no_cover,
     pytest.mark.filterwarnings("ignore:.*settings to control TF32.*"),
 ]
-"""Marks of every module here. The model of CUDA has no kernels, so no Trainer runs on it."""
+"""Marks of every module here. The model of CUDA has no kernels, so no Trainer runs on it.
+
+The lines that speak to CUDA are all executed by other tests, and to watch lines takes a quarter of the time.
+"""
 
 Scene = Callable[[Any], Any]
 
