@@ -71,8 +71,14 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave tests that take long some of their rows, without --full."""
+    kept = sampling.of_tests(items, sampling.SHARES)
     if count := config.getoption("rows"):
-        items[:] = sampling.some(items, count)
+        kept = sampling.some(kept, count)
+    left_out = set(items).difference(kept)
+    if left_out:
+        config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+        items[:] = kept
 
 
 def pytest_collection_finish() -> None:

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import json
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,15 +9,12 @@ import pytest
 import torch
 
 from lt_offload.execute.device.cuda_runtime import CudaRuntime
+from tests import sampling
 from tests.gpu.machine import known_machine
 from tests.gpu.target import Target
-from tests.sampling import some
 
 HERE = Path(__file__).parent
 FAKE = HERE.parent / "fake_cuda"
-
-SHARES = {HERE: 3, HERE / "users": 10, HERE / "loops": 10}
-"""One row in so many is run on the fake device without --full, and at least one; elsewhere all."""
 
 SEEN: dict[str, Any] = {"tests": {}, "running": "", "figures": {}}
 """What the file of --figures says: written after every test, so that it is there whatever happens to the process."""
@@ -66,23 +62,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     kept = [item for item in items if wanted(item)]
     if device == "fake":
-        kept = _sample(kept)
+        kept = sampling.of_tests(kept, sampling.ON_THE_FAKE_GPU)
     left_out = set(items).difference(kept)
     if left_out:
         config.hook.pytest_deselected(items=[item for item in items if item in left_out])
         items[:] = kept
-
-
-def _sample(items: list[pytest.Item]) -> list[pytest.Item]:
-    """Leave every test some of its rows, without --full: a third of those that take a moment, one of runs of users."""
-    rows = defaultdict[tuple[Path, str], list[pytest.Item]](list)
-    for item in items:
-        rows[item.path, item.nodeid.partition("[")[0]].append(item)
-    chosen: set[pytest.Item] = set()
-    for (path, name), mine in rows.items():
-        share = SHARES.get(path.parent, 1)
-        chosen.update(some(mine, max(1, len(mine) // share), name))
-    return [item for item in items if item in chosen]
 
 
 @pytest.fixture(scope="session")
