@@ -18,8 +18,7 @@ from torch.optim import Optimizer
 
 from lt_offload.errors import PlanError
 from lt_offload.execute.engine import Engine
-from lt_offload.hf import batches, head, report
-from lt_offload.hf.ctrl_c import CtrlC
+from lt_offload.hf import batches, head, others, report
 from lt_offload.hf.planning import planned
 from lt_offload.hf.settings import HFSettings
 from lt_offload.hf.step import kept
@@ -29,6 +28,7 @@ from lt_offload.schema.explain import brief, headline
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.session import installed, streamed
+from lt_offload.strategy.checkpoint.interrupts import Interrupts
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -53,8 +53,11 @@ class Run:
         self._loader: Any = None
         self._size = batches.Size(0, 0, False)
         """What the plan is large enough for."""
-        self.ctrl_c = CtrlC()
+        self.interrupts = Interrupts()
+        self._others: list[nn.Module] = []
+        """Models beside the one that is trained."""
         self._speed = report.Speed()
+        self._beside_open = False
         self._around = ExitStack()
         """Of a training."""
         self._installed = ExitStack()
@@ -65,7 +68,7 @@ class Run:
     def adapt(self, accelerator: Any) -> None:
         """Let ``accelerator``, which is the Trainer's own, move neither model nor optimizer, and clip as we do."""
         for name in ("prepare_model", "prepare_optimizer"):
-            vars(accelerator)[name] = _in_place(getattr(accelerator, name))
+            vars(accelerator)[name] = self._in_place(getattr(accelerator, name))
         clip_norm, clip_value = accelerator.clip_grad_norm_, accelerator.clip_grad_value_
 
         def clip_grad_norm_(parameters: Any, max_norm: float, norm_type: float = 2) -> Tensor:
@@ -81,6 +84,17 @@ class Run:
                 self.engine.clip_grad_value_(value)
 
         vars(accelerator).update(clip_grad_norm_=clip_grad_norm_, clip_grad_value_=clip_grad_value_)
+
+    def _in_place(self, prepare: Callable[..., Any]) -> Callable[..., Any]:
+        """Return ``prepare`` of an accelerator, which moves what it is given unless it is told not to."""
+
+        def prepared(thing: Any, device_placement: bool | None = None, **options: Any) -> Any:
+            found = prepare(thing, device_placement=False, **options)
+            if isinstance(found, nn.Module) and options.get("evaluation_mode") and thing is not self.trainer.model:
+                self._others.append(found)
+            return found
+
+        return prepared
 
     @property
     def device(self) -> torch.device:
@@ -98,11 +112,12 @@ class Run:
     def training(self) -> Iterator[None]:
         """Enclose a training, whatever becomes of it."""
         try:
-            with self.ctrl_c.awaited():
-                yield
+            self.interrupts.install()
+            yield
             if self.engine is not None:
                 report.save_report(self, self.engine)
         finally:
+            self.interrupts.remove()
             self._close()
             self._around.close()
 
@@ -117,7 +132,7 @@ class Run:
         while hasattr(optimizer, "optimizer"):
             optimizer = optimizer.optimizer
         self.optimizer = optimizer
-        self._around.enter_context(head.called(self.model, self.device))
+        self._around.enter_context(self._beside(self.model))
 
     def expect(self, coming: Sequence[Any]) -> None:
         """Plan for the micro-batches of the update that is ``coming``, unless the present plan serves."""
@@ -162,6 +177,22 @@ class Run:
         self.engine = None
         self._installed.close()
 
+    @contextmanager
+    def _beside(self, model: nn.Module) -> Iterator[None]:
+        """Let the other models run where ``model`` does, and losses call their heads."""
+        if self._beside_open:
+            yield
+            return
+        with ExitStack() as stack:
+            stack.enter_context(head.called(model, self.device))
+            for other in self._others:
+                stack.enter_context(others.computing(other, self.device))
+            self._beside_open = True
+            try:
+                yield
+            finally:
+                self._beside_open = False
+
     # -- evaluation --------------------------------------------------------------------------------------------------
 
     @contextmanager
@@ -172,7 +203,7 @@ class Run:
             return
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         structure = find_blocks(model, self.settings.blocks)
-        with head.called(model, self.device), streamed(model, budget or self._budget, structure, self.device) as engine:
+        with self._beside(model), streamed(model, budget or self._budget, structure, self.device) as engine:
             self.engine = engine
             try:
                 yield engine
@@ -190,15 +221,6 @@ class Run:
         if self.engine is None or self.engine.plan is None or not self.engine.recorder.iterations:
             return {}
         return report.figures(self.engine, self._speed)
-
-
-def _in_place(prepare: Callable[..., Any]) -> Callable[..., Any]:
-    """Return ``prepare`` of an accelerator, which moves what it is given unless it is told not to."""
-
-    def prepared(thing: Any, device_placement: bool | None = None, **options: Any) -> Any:
-        return prepare(thing, device_placement=False, **options)
-
-    return prepared
 
 
 def _listed(parameters: Any) -> list[Tensor]:

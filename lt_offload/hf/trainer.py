@@ -5,6 +5,7 @@ Each method does what the Trainer does, in a surrounding; all that is decided is
 
 from __future__ import annotations
 
+import signal
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,6 +23,7 @@ class Offloaded:
 
     offmate: Run
     """What carries its training out."""
+    args: Any
     accelerator: Any
     control: Any
     state: Any
@@ -62,15 +64,17 @@ class Offloaded:
         return batches, items
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Save and stop here, at the end of an update, after Ctrl-C."""
-        asked = self.offmate.ctrl_c.asked
-        if asked:
-            self.control.should_save = True
+        """Save and stop here, at the end of an update, after Ctrl-C or a SIGTERM."""
+        interrupts = self.offmate.interrupts
+        received = interrupts.received
+        if received is not None:
+            self.control.should_save = self.control.should_training_stop = True
         self._theirs._maybe_log_save_evaluate(*args, **kwargs)
-        if asked:
+        if received is not None:
             step = self.state.global_step
             say(f"stopped after step {step}; train(resume_from_checkpoint=True) goes on from checkpoint-{step}")
-            raise KeyboardInterrupt
+            interrupts.remove()
+            signal.raise_signal(received)
 
     # -- evaluation --------------------------------------------------------------------------------------------------
 
@@ -83,6 +87,11 @@ class Offloaded:
         """Hold what a step of the evaluation takes against the budget."""
         with self.offmate.inference():
             return self._theirs.prediction_step(*args, **kwargs)
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        """Stream the model where TRL's data are completed by it, before there is any training."""
+        with self.offmate.streamed():
+            return self._theirs._precompute_ref_logps(*args, **kwargs)
 
     # -- records -----------------------------------------------------------------------------------------------------
 

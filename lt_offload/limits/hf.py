@@ -104,3 +104,16 @@ def _updates_in_backward(run: Setup) -> str | None:
     name: Any = run.trainer.args.optim
     name = str(getattr(name, "value", name))
     return f"optim={name!r}" if name in _IN_BACKWARD or name.endswith("_layerwise") else None
+
+
+@limit(
+    "Trainers of TRL that generate while they train (GRPO, RLOO, OnlineDPO, GKD and others)",
+    "hf",
+    why="what a step generates has another length each time, which nobody can plan for, and generating takes the "
+    "memory that the plan has for weights",
+    instead="use SFT, DPO, KTO, ORPO or reward training, for example on answers that were generated before",
+)
+def _generates(run: Setup) -> str | None:
+    kind = next((cls for cls in type(run.trainer).__mro__ if cls.__module__.startswith("trl.")), None)
+    samples = hasattr(run.trainer.args, "temperature")
+    return kind.__name__ if kind is not None and samples else None

@@ -13,7 +13,7 @@ when the last of them is given back.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -45,6 +45,19 @@ class _Home(property):
             return found
 
         super().__init__(answer, original.fset, original.fdel, original.__doc__)
+
+
+@contextmanager
+def staged(tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]:
+    """Have ``tensors`` on ``device``; they return to the very memory where they were."""
+    moved = [(tensor, tensor.data) for tensor in tensors if tensor.device.type != device.type]
+    try:
+        for tensor, data in moved:
+            tensor.data = data.to(device)
+        yield
+    finally:
+        for tensor, data in moved:
+            tensor.data = data
 
 
 @contextmanager

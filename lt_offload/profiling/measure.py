@@ -5,7 +5,7 @@ The device needs room for one block, its activations and one batch; the model ma
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -31,7 +31,7 @@ from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import plainly
 from lt_offload.model.compiled import forget_compiled, is_compiled
 from lt_offload.model.head import HeadLoss
-from lt_offload.model.location import located
+from lt_offload.model.location import located, staged
 from lt_offload.model.parts import check_micro_batches
 from lt_offload.model.quantized import packed_layers, tensors_of
 from lt_offload.model.snapshot import untouched
@@ -178,7 +178,7 @@ def check_use(
     with ExitStack() as stack:
         batch = stack.enter_context(_trial(model, sample_batch, device, optimizer=optimizer, run=run))
         check_samples(batch, micro_batches)
-        for context in (plainly(model), located(model, device), _gradients_kept(model), _staged(staying, device)):
+        for context in (plainly(model), located(model, device), _gradients_kept(model), staged(staying, device)):
             stack.enter_context(context)
         stage = partial(_stage, device)
         run, meter = run or call_with_batch(model), Stopwatch(device)
@@ -211,7 +211,7 @@ def _trial(model: nn.Module, sample_batch: Any, device: torch.device, **others: 
 
 def _stage(device: torch.device, module: nn.Module) -> AbstractContextManager[None]:
     """Have the parameters of ``module`` on ``device``."""
-    return _staged(tensors_of(module), device)
+    return staged(tensors_of(module), device)
 
 
 def _with_model(machine: HardwareProfile, model: nn.Module, optimizer: Optimizer) -> HardwareProfile:
@@ -249,7 +249,7 @@ def measure_blocks(
 ) -> Measured:
     """Run the model once and every kind of block alone; ``meter`` decides whether times are measured or estimated."""
     staying = [*(parameter for _, parameter in structure.rest), *model.buffers()]
-    with plainly(model), located(model, device), _gradients_kept(model), _staged(staying, device):
+    with plainly(model), located(model, device), _gradients_kept(model), staged(staying, device):
         say("running the model once")
         with Readers(structure) as readers:
             stage = partial(_stage, device)
@@ -352,7 +352,7 @@ def _block_costs(captured: Capture, device: torch.device, meter: Meter, say: Pro
     for call in captured.calls:
         if id(call) not in known:
             say(f"measuring {type(call.module).__name__} ({len(known) + 1} of {distinct} kinds of blocks)")
-            with _staged(tensors_of(call.module), device), call.as_called():
+            with staged(tensors_of(call.module), device), call.as_called():
                 known[id(call)] = measure_block(call, meter, once=id(call) not in repeatable)
     return [known[id(call)] for call in captured.calls]
 
@@ -363,7 +363,7 @@ def _costs_with_loss(captured: Capture, device: torch.device, meter: Meter, say:
     for name, call in captured.with_loss.items():
         say(f"measuring {type(call.module).__name__} ({name})")
         assert isinstance(call.module, HeadLoss)
-        with _staged(tensors_of(call.module), device):
+        with staged(tensors_of(call.module), device):
             found.append(measure_with_loss(call, name, call.module.chunk, meter))
     return found
 
@@ -492,19 +492,6 @@ def extent(batch: Any) -> tuple[int, int]:
 
 def _silent(_message: str) -> None:
     pass
-
-
-@contextmanager
-def _staged(tensors: Iterable[Tensor], device: torch.device) -> Iterator[None]:
-    """Have ``tensors`` on ``device``; they return to the very memory where they were."""
-    moved = [(tensor, tensor.data) for tensor in tensors if tensor.device.type != device.type]
-    try:
-        for tensor, data in moved:
-            tensor.data = data.to(device)
-        yield
-    finally:
-        for tensor, data in moved:
-            tensor.data = data
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import tempfile
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -98,8 +98,12 @@ def train(make: Make, folder: Path, context: Any = None, **options: Any) -> Any:
 
 def least(make: Make, folder: Path, **settings: Any) -> int:
     """Return the smallest budget that there is a plan for."""
+    with quiet(), lt_offload.hf_trainer(**settings):
+        trainer = make(folder)
+    trainer.offmate.settings = replace(trainer.offmate.settings, memory=1)
     try:
-        train(make, folder, lt_offload.hf_trainer(memory=1, **settings))
+        with quiet():
+            trainer.train()
     except InfeasibleError as error:
         return error.needed_bytes or 0
     raise AssertionError("a byte was enough")
@@ -111,6 +115,8 @@ def offloaded(make: Make, budget: str, folder: Path) -> Any:
         return lt_offload.hf_trainer(memory="8GB")
     settings = {"activation_offload": False} if budget == "recompute" else {}
     memory = least(make, folder, **settings)
+    if torch.cuda.is_available():  # where what the context takes is measured anew
+        memory += memory // 50
     return lt_offload.hf_trainer(memory=memory * 4 // 3 if budget == "middle" else memory, **settings)
 
 

@@ -1,0 +1,59 @@
+"""transformers' and TRL's Trainers on the device: the model stays on the host, and numbers are those of a plain run."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lt_offload
+from scripts.hf import cases
+from scripts.hf.runs import Outcome, home, offloaded, quiet, train
+from tests.gpu.target import Target
+
+CASES = {
+    "defaults": ("HF", "tight"),
+    "bf16": ("HF", "middle"),
+    "gradient_accumulation_steps=4, uneven end": ("HF", "recompute"),
+    "load_best_model_at_end": ("HF", "tight"),
+    "PEFT": ("HF", "resident"),
+    "SFT, evaluated": ("TRL", "tight"),
+    "SFT, LoRA": ("TRL", "middle"),
+    "DPO": ("TRL", "tight"),
+    "DPO, LoRA": ("TRL", "middle"),
+    "DPO, precompute_ref_log_probs": ("TRL", "middle"),
+}
+if importlib.util.find_spec("trl") is None:
+    CASES = {name: row for name, row in CASES.items() if row[0] == "HF"}
+
+
+@pytest.fixture(scope="module")
+def folder() -> Iterator[Path]:
+    with home() as found:
+        yield found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_run_is_the_plain_one(
+    case: str, folder: Path, target: Target, deterministic: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CI", "1")  # TRL sends word of every Trainer elsewhere
+    library, budget = CASES[case]
+    make = getattr(cases, library)[case]
+    plain = Outcome.of(train(make, folder))
+    assert plain.differs(Outcome.of(train(make, folder, offloaded(make, budget, folder)))) == []
+
+
+def test_a_trainer_evaluates_without_training_and_its_model_stays_on_the_host(
+    folder: Path, target: Target, deterministic: None
+) -> None:
+    make = cases.plain(_eval_dataset=cases.rows(5))
+    with quiet():
+        plain = make(folder).evaluate()["eval_loss"]
+        with lt_offload.hf_trainer(memory="3GB"):
+            trainer: Any = make(folder)
+        assert trainer.evaluate()["eval_loss"] == plain
+    assert {parameter.device.type for parameter in trainer.model.parameters()} == {"cpu"}
