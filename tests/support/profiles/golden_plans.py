@@ -64,13 +64,18 @@ def _slot(plan: Plan, op: Op) -> int | None:
     return plan.groups[op.groups[0]].host_offset if op.payload == "grad" else None
 
 
-def row(seed: int, planner: Any) -> dict[str, Any]:
-    """Plan profile ``seed``."""
+def planned(seed: int, planner: Any, **settings: Any) -> Plan:
+    """Plan profile ``seed``; errors as :func:`lt_offload.solve`."""
     profile = rich_profile(seed)
     everything = sum(2 * tensor.bytes + tensor.state_bytes for tensor in profile.tensors)
+    with clock_stopped():
+        return solve(profile, memory=int(SHARES[seed % len(SHARES)] * everything), planner=planner, **settings)
+
+
+def row(seed: int, planner: Any) -> dict[str, Any]:
+    """Return the figures and the digest of one plan."""
     try:
-        with clock_stopped():
-            plan = solve(profile, memory=int(SHARES[seed % len(SHARES)] * everything), planner=planner)
+        plan = planned(seed, planner)
     except (InfeasibleError, UnsupportedError) as error:
         return {"error": type(error).__name__}
     written = json.dumps(normal_form(plan), sort_keys=True).encode()

@@ -1,0 +1,105 @@
+"""The net: two runs give the same bytes, passes are issued as planned, and a difference is found and said in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+from lt_offload.schema.plan import Op, Pass, Plan
+from scripts.net import __main__ as net
+from scripts.net import plans, traces
+from scripts.net.difference import differences, first_difference
+from tests import sampling
+
+LANES = ("compute", "h2d", "d2h", "host")
+
+
+@cache
+def plan_of(name: str) -> Plan:
+    return traces.planned(traces.CASES[name])
+
+
+def planned_calls(plan: Plan, which: Pass, lane: str) -> list[Op]:
+    """What the plan says for a lane: updates on the device are called by gradients, not by the device's lane."""
+    return [
+        op for op in plan.ops_of(which) if op.lane == lane and (lane != "compute" or op.kind in ("forward", "backward"))
+    ]
+
+
+@pytest.mark.parametrize("name", sampling.some(list(traces.CASES), 3))
+def test_a_pass_asks_for_its_ops_in_the_order_of_the_plan(name: str) -> None:
+    """Lane by lane. Only a sum that its window has not begun is not fetched."""
+    plan = plan_of(name)
+    seen = set()
+    passes = [call for call in traces.traced(plan) if call.place.startswith(f"window {traces.WINDOWS - 1}")]
+    for place in dict.fromkeys(call.place for call in passes):
+        which = next((which for which in plan.passes if place.endswith(which)), None)
+        if which is None:
+            assert {call.op for call in passes if call.place == place} <= {-1}
+            continue
+        seen.add(which)
+        for lane in LANES:
+            found = [call.op for call in passes if call.place == place and call.kind == lane and call.op >= 0]
+            expected = planned_calls(plan, which, lane)
+            new = {op.id for op in expected if op.payload == "sum" and op.kind == "prefetch"} - {*found}
+            assert found == [op.id for op in expected if op.id not in new]
+            assert not new or plan.window > 1
+    assert seen == {*plan.passes}
+
+
+@pytest.mark.parametrize("name", sampling.some(list(traces.CASES), 1))
+def test_two_runs_trace_the_same_calls(name: str) -> None:
+    assert traces.text(traces.CASES[name]) == traces.text(traces.CASES[name])
+
+
+def test_the_cases_have_every_kind_of_pass_lane_option_and_place() -> None:
+    found: Counter[str] = Counter()
+    for plan in map(plan_of, traces.CASES):
+        found.update({*plan.passes, *plan.options, *plan.update_places, *(op.lane for op in plan.ops)})
+    assert found.keys() >= {"accumulating", "updating", "settling", *LANES, "device", "paged", "host"}
+    assert found.keys() >= {"keep", "recompute", "offload", "reload"}
+
+
+def test_two_folders_of_the_same_version_are_equal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    seed, planner = plans.GOLDEN[0]
+    for folder in ("before", "after"):
+        net.write(tmp_path / folder, iter([("golden/plan.json", plans.golden(seed, planner))]))
+    assert net.main(["compare", str(tmp_path / "before"), str(tmp_path / "after")]) == 0
+    file = tmp_path / "after" / "golden" / "plan.json"
+    plan = Plan.load(file)
+    file.write_text(file.read_text().replace(f'"budget_bytes": {plan.budget_bytes}', '"budget_bytes": 1'))
+    (tmp_path / "after" / "more.txt").write_text("")
+    assert net.main(["compare", str(tmp_path / "before"), str(tmp_path / "after")]) == 1
+    assert capsys.readouterr().out.splitlines()[-2:] == [
+        f"golden/plan.json: budget_bytes was {plan.budget_bytes}, is 1",
+        f"more.txt: only in {tmp_path / 'after'}",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "words"),
+    [
+        ("# pass 1\na\nb\n", "# pass 1\na\nc\n", 'line 3, of pass 1, was "b", is "c"'),
+        ("a\n", "a\nb\n", 'line 2, was absent, is "b"'),
+        ("a\n", "a", "the end of the last line is another"),
+        ('{"a": [1, 2]}', '{"a": [1, 3]}', "a[1] was 2, is 3"),
+        ('{"a": [1, 2]}', '{"a": [1]}', "the length of a was 2, is 1"),
+        ('{"a": {"b": 1}}', '{"a": {"c": 1}}', "a.b was there, is absent"),
+        ('{"a": 1}', '{"a":1}', "the form of equal values was other text, is this"),
+        (
+            '{"ops": [{"kind": "prefetch", "step": 3, "block": 2, "payload": "weight", "after": [3]}]}',
+            '{"ops": [{"kind": "prefetch", "step": 3, "block": 2, "payload": "weight", "after": [4]}]}',
+            "ops[0] (prefetch weight of block 2 in step 3).after[0] was 3, is 4",
+        ),
+    ],
+)
+def test_the_first_difference_is_said_in_words(before: str, after: str, words: str) -> None:
+    assert first_difference(before, after) == words
+
+
+def test_a_folder_without_files_is_no_equality(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match="has no files"):
+        list(differences(tmp_path, tmp_path / "absent"))
