@@ -25,7 +25,7 @@ from scripts.docs import curves, figures
 
 CURVE = "pictures/bench-curve.svg"
 """Where the drawing is, seen from docs/."""
-NO_TABLES = ("papers", "quality", "recipes", "gpu-mutants")
+NO_TABLES = ("papers", "quality", "recipes", "gpu-mutants", "optimizers")
 """Results with a place of their own."""
 
 Result = dict[str, Any]
@@ -520,7 +520,10 @@ def pages(root: Path) -> dict[Path, str]:
         "docs/benchmarks.md": {"numbers": render(root / "results")},
         "docs/faq.md": {"home": figures.home(results.get("recipes", []))},
         "docs/gpu.md": {"mutants": figures.mutants(results.get("gpu-mutants", []))},
-        "docs/limits.md": {"limits": limits.markdown()},
+        "docs/limits.md": {
+            "limits": limits.markdown(),
+            "optimizers": figures.optimizers(results.get("optimizers", [])),
+        },
         "docs/quality.md": {"quality": quality(results.get("quality", []))},
         "docs/will-it-fit.md": {kind: block(results.get(kind, [])) for kind, block in figures.BLOCKS.items()},
     }

@@ -13,7 +13,7 @@ import contextlib
 import logging
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 import lt_offload
 from lt_offload import limits
@@ -30,7 +29,7 @@ from lt_offload.model.optimizers import is_known
 from lt_offload.profiling.hardware import measure_hardware
 from lt_offload.profiling.optimizer import UpdateSizes, measure_optimizer
 from lt_offload.schema.profile import Profile
-from scripts.common import arguments, save, versions
+from scripts.common import arguments, read_json, save, versions
 
 PACKAGE = "pytorch_optimizer"
 _STEPS, _WIDTH, _WORDS = 4, 24, 61
@@ -101,11 +100,24 @@ def trained(make: Make, plan: lt_offload.Plan | None = None) -> list[Any]:
             optimizer.step()
             optimizer.zero_grad()
             losses.append(loss.detach().clone())
-    return tree_leaves([losses, model.state_dict(), optimizer.state_dict()])
+    return [*losses, *_leaves(model.state_dict()), *_leaves(optimizer.state_dict())]
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield numbers and tensors, dictionaries in the order of their keys."""
+    if isinstance(value, Mapping):
+        value = [part for _, part in sorted(value.items(), key=lambda item: str(item[0]))]
+    if isinstance(value, (list, tuple)):
+        for part in value:
+            yield from _leaves(part)
+    else:
+        yield value
 
 
 def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        if not isinstance(one, Tensor) or not isinstance(other, Tensor):
+            return False
         return one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
     return bool(one == other)
 
@@ -163,7 +175,7 @@ def _with_updates_of(optimizer: Optimizer, model: nn.Module, blocks: Profile) ->
 def main() -> None:
     """Try all, or those named, and write the result."""
     parser = arguments(__doc__)
-    parser.add_argument("names", nargs="*", help="of optimizers; all without")
+    parser.add_argument("names", nargs="*", help="of optimizers to try again, in the result; all without")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
@@ -177,11 +189,15 @@ def main() -> None:
         cls = pytorch_optimizer.load_optimizer(name)
         found[cls.__name__] = [*outcome(cls, blocks)]
         print(cls.__name__, *found[cls.__name__], flush=True)
+    settings = {"package": PACKAGE, "version": versions(PACKAGE)[PACKAGE], "steps": _STEPS}
+    if options.names:
+        before = read_json(options.results / "optimizers.json")
+        if before["settings"] != settings:
+            raise SystemExit(f"the result is of {before['settings']}; try all of {settings}")
+        found = before["figures"]["outcomes"] | found
     counts = Counter(kind for kind, _ in found.values())
     print(dict(counts))
-    if not options.names:
-        settings = {"package": PACKAGE, "version": versions(PACKAGE)[PACKAGE], "steps": _STEPS}
-        save("optimizers", "optimizers", settings, {"counts": dict(counts), "outcomes": found}, options.results)
+    save("optimizers", "optimizers", settings, {"counts": dict(counts), "outcomes": found}, options.results)
 
 
 if __name__ == "__main__":
