@@ -68,7 +68,7 @@ def test_points_over_the_budget_are_hollow_in_the_curve() -> None:
 def test_the_curve_is_drawn_and_checked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     stored(tmp_path / "results", "curve")
     (tmp_path / "docs").mkdir()
-    marks = {"README.md": "numbers", "docs/benchmarks.md": "numbers", "docs/limits.md": "limits"}
+    marks = {"README.md": "numbers", "docs/benchmarks.md": "numbers", "docs/limits.md": "limits optimizers"}
     marks |= {"docs/gpu.md": "mutants", "docs/faq.md": "home", "docs/will-it-fit.md": "fits home"}
     for name, among in (marks | {"docs/quality.md": "quality"}).items():
         (tmp_path / name).write_text("".join(f"<!-- {mark} -->\n<!-- /{mark} -->\n" for mark in among.split()))

@@ -307,11 +307,12 @@ def test_tables_show_figures_with_machine_and_date(results: Path) -> None:
 def root(results: Path) -> Path:
     """A repository with the pages that have blocks of figures."""
     above = results.parent
-    marks = {"README.md": "numbers", "docs/benchmarks.md": "numbers", "docs/limits.md": "limits"}
+    marks = {"README.md": "numbers", "docs/benchmarks.md": "numbers", "docs/limits.md": "limits optimizers"}
     marks |= {"docs/gpu.md": "mutants", "docs/faq.md": "home"}
     (above / "docs").mkdir()
-    for name, mark in marks.items():
-        (above / name).write_text(f"# Title\n\n<!-- {mark} -->\nold\n<!-- /{mark} -->\n\nmore\n")
+    for name, among in marks.items():
+        blocks = "".join(f"<!-- {mark} -->\nold\n<!-- /{mark} -->\n\n" for mark in among.split())
+        (above / name).write_text(f"# Title\n\n{blocks}more\n")
     (above / "docs" / "will-it-fit.md").write_text("<!-- fits -->\n<!-- /fits -->\n<!-- home -->\n<!-- /home -->\n")
     (above / "docs" / "quality.md").write_text("<!-- quality -->\n<!-- /quality -->\n")
     document = {"kind": "quality", "date": "2025-01-31", "machine": MACHINE, "versions": {"torch": "2.11.0"}} | QUALITY
@@ -604,6 +605,6 @@ def test_a_count_of_optimizers_says_what_else_became_of_some() -> None:
         "figures": {"counts": counts},
     }
     assert figures.optimizers([result]).startswith(
-        "Of the 8 optimizers of some_optimizers 1.0 that train a small model in a plain loop, 1 end otherwise (differs), "
-        "5 give plain PyTorch's numbers, 2 are refused by name, before training (`python -m scripts.agreement.optimizers`; "
+        "Of the 8 optimizers of some_optimizers 1.0 that train a small model in a plain loop, 1 end otherwise "
+        "(differs), 5 give plain PyTorch's numbers, 2 are refused by name, before training (`python -m scripts.agr"
     )
