@@ -11,6 +11,7 @@ import pytest
 
 from scripts import tables
 from scripts.bench.contenders import tables as contender_tables
+from scripts.docs import figures
 from tests.support.bench_samples import GB, HARDWARE, measured
 
 PLAN = {"predicted_s": 1.02, "lower_bound_s": 0.98}
@@ -94,3 +95,18 @@ def test_a_row_that_was_extrapolated_says_so() -> None:
     (line,) = contender_tables.rows({"figures": {"rows": [row]}})
     assert line[2] == "100 (extrapolated)"
     assert len(line) == len(contender_tables.HEAD)
+
+
+def test_a_count_of_optimizers_says_what_else_became_of_some() -> None:
+    counts = {"equal": 5, "refused": 2, "differs": 1, "not so": 4}
+    result = {
+        "machine": {"processor": "Some CPU", "cores": 2, "gpu": None},
+        "versions": {"torch": "2.13"},
+        "date": "2026-11-24",
+        "settings": {"package": "some_optimizers", "version": "1.0"},
+        "figures": {"counts": counts},
+    }
+    assert figures.optimizers([result]).startswith(
+        "Of the 8 optimizers of some_optimizers 1.0 that train a small model in a plain loop, 1 end otherwise "
+        "(differs), 5 give plain PyTorch's numbers, 2 are refused by name, before training (`python -m scripts.agr"
+    )

@@ -593,18 +593,3 @@ def test_what_fits_is_told_by_ram() -> None:
     said = figures.by_ram([result | {"figures": {"rows": rows}}]).splitlines()
     assert said[2:4] == ["| `tiny` | All | no | no |", "| `tiny` | LoRA | no | yes |"]
     assert "90% of the RAM" in said[-1]
-
-
-def test_a_count_of_optimizers_says_what_else_became_of_some() -> None:
-    counts = {"equal": 5, "refused": 2, "differs": 1, "not so": 4}
-    result = {
-        "machine": MACHINE,
-        "versions": {"torch": "2.13"},
-        "date": "2026-11-24",
-        "settings": {"package": "some_optimizers", "version": "1.0"},
-        "figures": {"counts": counts},
-    }
-    assert figures.optimizers([result]).startswith(
-        "Of the 8 optimizers of some_optimizers 1.0 that train a small model in a plain loop, 1 end otherwise "
-        "(differs), 5 give plain PyTorch's numbers, 2 are refused by name, before training (`python -m scripts.agr"
-    )
