@@ -22,6 +22,7 @@ from scripts.agreement import tables as agreement_tables
 from scripts.bench.contenders import tables as contender_tables
 from scripts.common import ROOT
 from scripts.docs import curves, figures
+from scripts.hf import tables as trainer_tables
 
 CURVE = "pictures/bench-curve.svg"
 """Where the drawing is, seen from docs/."""
@@ -487,6 +488,7 @@ TABLES: dict[str, Callable[[Sequence[Result]], str]] = {
     "bench-batch": bench_batch,
     "bench-packing": bench_packing,
     "bench-data": bench_data,
+    "hf": lambda results: trainer_tables.sections(_section, results),
     "agreement": agreement,
     "bench-load": bench_load,
     "bench-start": bench_start,

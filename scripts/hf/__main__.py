@@ -1,8 +1,8 @@
 """Trains with the Trainers of transformers and TRL, plainly and offloaded, and compares everything bit for bit.
 
-    python -m scripts.hf                every case at every budget (a quarter of an hour)
-    python -m scripts.hf SFT "bf16"     some cases
-    python -m scripts.hf --save         write results/hf.json, of which docs/benchmarks.md shows a table
+    python -m scripts.hf transformers         every case of a library at every budget (five minutes of processor time)
+    python -m scripts.hf TRL SFT "DPO, LoRA"  some cases
+    python -m scripts.hf TRL --save           write results/hf-trl.json, of which docs/benchmarks.md shows a table
 
 On the emulated device, or on a GPU if there is one.
 """
@@ -21,31 +21,32 @@ from scripts.common import RESULTS, save, versions
 from scripts.hf.cases import HF, TRL, Make
 from scripts.hf.runs import BUDGETS, Outcome, compare, home, train
 
+LIBRARIES = {"transformers": HF, "TRL": TRL}
+PACKAGES = ("transformers", "trl", "peft", "accelerate")
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the program; returns 1 if something differs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("library", choices=LIBRARIES, help="whose Trainers are run")
     parser.add_argument("cases", nargs="*", help="names of cases; all if none is given")
-    parser.add_argument("--save", action="store_true", help="write results/hf.json")
+    parser.add_argument("--save", action="store_true", help="write the result file")
     options = parser.parse_args(arguments)
     if torch.cuda.is_available():
         torch.use_deterministic_algorithms(True)
-    every = {"transformers": HF, "TRL": TRL}
-    found = [
-        {"library": library, "case": name, **row(make)}
-        for library, cases in every.items()
-        for name, make in cases.items()
-        if not options.cases or name in options.cases
-    ]
+    cases = {
+        name: make for name, make in LIBRARIES[options.library].items() if not options.cases or name in options.cases
+    }
+    found = [{"case": name, **row(name, make)} for name, make in cases.items()]
     if options.save:
         device = "a GPU" if torch.cuda.is_available() else "the emulated device"
-        save(
-            "hf", "hf", {"packages": versions("trl", "peft", "accelerate"), "device": device}, {"cases": found}, RESULTS
-        )
+        packages = {name: of for name, of in versions("trl", "peft", "accelerate").items() if name in PACKAGES}
+        settings = {"library": options.library, "packages": packages, "device": device}
+        save(f"hf-{options.library.lower()}", "hf", settings, {"cases": found}, RESULTS)
     return int(any(cell["differs"] for each in found for cell in each["budgets"].values()))
 
 
-def row(make: Make) -> dict[str, Any]:
+def row(name: str, make: Make) -> dict[str, Any]:
     """Compare one case at every budget."""
     cells: dict[str, Any] = {}
     with home() as folder:
@@ -56,7 +57,7 @@ def row(make: Make) -> dict[str, Any]:
                 cells[budget] = {"device_peak_bytes": outcome.peak, "differs": differs}
             except OffloadError as error:
                 cells[budget] = {"device_peak_bytes": 0, "differs": [f"{type(error).__name__}: {error}"]}
-            print(budget, cells[budget], flush=True)
+            print(name, budget, cells[budget], flush=True)
     return {"steps": sum("loss" in record for record in plain.logs), "budgets": cells}
 
 

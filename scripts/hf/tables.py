@@ -1,0 +1,42 @@
+"""Rows for the tables of docs/benchmarks.md from what ``python -m scripts.hf`` has found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from lt_offload.units import format_bytes
+
+BUDGETS = ("tight", "middle", "resident", "recompute")
+HEAD = ["run", "updates", *BUDGETS]
+
+
+def sections(section: Callable[..., str], results: Sequence[Mapping[str, Any]]) -> str:
+    """Return a table per library, made by ``section``."""
+    return "\n\n".join(section(title(each), command(each), [each], HEAD, rows(each)) for each in results)
+
+
+def title(result: Mapping[str, Any]) -> str:
+    """Return what was compared."""
+    settings = result["settings"]
+    packages = ", ".join(f"{name} {version}" for name, version in settings["packages"].items())
+    return f"Trainers of {settings['library']} on {settings['device']}, against plain runs, bit for bit: {packages}"
+
+
+def command(result: Mapping[str, Any]) -> str:
+    """Return how to do it again."""
+    return f"scripts.hf {result['settings']['library']} --save"
+
+
+def rows(result: Mapping[str, Any]) -> list[list[str]]:
+    """Return a line per run: what is not the same, or in how much device memory everything is."""
+    return [
+        [f"`{each['case']}`", str(each["steps"]), *(_cell(each["budgets"].get(name)) for name in BUDGETS)]
+        for each in result["figures"]["cases"]
+    ]
+
+
+def _cell(found: Mapping[str, Any] | None) -> str:
+    if found is None:
+        return ""
+    return "; ".join(found["differs"]) or f"equal, {format_bytes(found['device_peak_bytes'])}"
