@@ -32,6 +32,16 @@ class FirstRun:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StateBytes:
+    """Device memory that remembering the state of a block's modules takes, for a second run that is to see it."""
+
+    held: int
+    """Between the runs."""
+    copied: int
+    """Within the first run."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Call:
     """A block and what it was called with."""
 
@@ -55,6 +65,8 @@ class Call:
     """``{"graph"}`` once it is known that without a graph the numbers are others, of other kernels."""
     seen: list[Rest] = field(default_factory=list)
     """What it has seen of its modules, which others may have changed since, if that is known."""
+    state: list[StateBytes] = field(default_factory=list)
+    """What remembering the state of its modules takes for a second run, if that is known."""
     given: list[FirstRun] = field(default_factory=list)
     """What it has drawn and returned, if it would do so again unless something changes that nobody can know."""
     cutter: Cutter | None = None

@@ -23,7 +23,7 @@ from lt_offload.model.calls import Call, bit_sums
 from lt_offload.model.options import for_replay, is_costly, travels
 from lt_offload.model.parts import Cut, Rows
 from lt_offload.profiling.meters import Lap, Meter, Watch, fastest, scatter
-from lt_offload.schema.profile import OptionName, OptionProfile
+from lt_offload.schema.profile import RECORDED, OptionName, OptionProfile
 
 _log = logging.getLogger(__name__)
 
@@ -94,7 +94,7 @@ def measure_block(call: Call, meter: Meter, *, once: bool = False) -> BlockCost:
         input_bytes=input_bytes,
         output_bytes=keep.output_bytes,
         launch_s=max(keep.forward.launch_s, keep.backward.launch_s),
-        options=tuple(profiles),
+        options=tuple(option if option.name in RECORDED else _remembering(option, call) for option in profiles),
         slack_bytes=max(figures.slack for figures in measured),
         scatter=max(figures.scatter for figures in measured),
     )
@@ -129,6 +129,22 @@ def measure_with_loss(call: Call, name: OptionName, chunk_tokens: int, meter: Me
         launch_s=max(found.forward.launch_s, found.backward.launch_s),
         options=(option,),
         slack_bytes=found.slack,
+    )
+
+
+def _remembering(option: OptionProfile, call: Call) -> OptionProfile:
+    """Return the figures of an option under which the block runs twice, with its modules' state for the second run."""
+    cut = call.cut()
+    runs = 1 if cut is None else len(cut.sizes)
+    held = runs * sum(state.held for state in call.state)
+    copied = sum(state.copied for state in call.state)
+    peak = option.held_peak_bytes
+    return replace(
+        option,
+        saved_bytes=option.saved_bytes + held,
+        forward_peak_bytes=option.forward_peak_bytes + copied,
+        backward_peak_bytes=option.backward_peak_bytes + held,  # the second run has copies of the copies
+        held_peak_bytes=None if peak is None else peak + held,
     )
 
 
@@ -180,16 +196,16 @@ def discard(cost: BlockCost) -> OptionProfile | None:
     Before the backward something runs the forward again and saves what ``keep`` saves.
     """
     options = {option.name: option for option in cost.options}
-    keep = options["keep"]
+    keep, recompute = options["keep"], options.get("recompute")
     saved = keep.saved_bytes
     if not (saved or keep.keeps_input):
         return None
     return replace(
         keep,
         name="discard",
-        saved_bytes=0,
+        saved_bytes=0 if recompute is None else recompute.saved_bytes,
         keeps_input=False,
-        forward_peak_bytes=options.get("recompute", keep).forward_peak_bytes,
+        forward_peak_bytes=(recompute or keep).forward_peak_bytes,
         backward_peak_bytes=saved + keep.backward_peak_bytes,
         held_peak_bytes=None if keep.held_peak_bytes is None else saved + keep.held_peak_bytes,
     )

@@ -7,6 +7,7 @@ block's graph by another way than its output is a use that cannot be trained exa
 
 from __future__ import annotations
 
+import gc
 import itertools
 import weakref
 from collections import Counter
@@ -69,9 +70,10 @@ class Capture:
     once: tuple[bool, ...]
     """Per block: it must not run a second time for its backward, nor without a graph."""
     held: int
-    """Bytes of what the model returned, which its caller may hold until it has called the model again."""
+    """Bytes of what the model returned, which its caller may hold until it has called the model again, and of what else
+    the last block and the loss have made that outlives the step (in an attribute, or a list)."""
     lasting: int
-    """Bytes of blocks' outputs that are held beyond the backward (in an attribute), with the gradients they retain."""
+    """Bytes of what outlives the step and was there before the loss: blocks' outputs, and the gradients they retain."""
     tail: Tail
     with_loss: Mapping[OptionName, Call]
     """What the last block is called with under the options by which it computes the loss, too, where it may."""
@@ -193,8 +195,7 @@ class _CallRecorder:
             raise ModelError(f"block {self.blocks[called].name} was not called by the model's forward")
         last = self._forwards[-1]
         below, live = last.below, self.account.live()
-        results = {self.account.serial(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
-        held = sum(nbytes for serial, nbytes in live.items() if serial in results)
+        kept = {self.account.serial(leaf) for leaf in tree_leaves(result) if isinstance(leaf, Tensor)}
         tail = Tail(forward=forward, forward_peak=self.account.peak - below, saved=self.account.current - below)
         tail.backward_peak = tail.left = tail.saved + last.output_bytes
         loss = find_loss(result)
@@ -210,6 +211,8 @@ class _CallRecorder:
             self.seams.check_results(result)
         self.seams.find_rewritten()
         self.seams.let_go()
+        if loss is not None and loss.requires_grad:
+            kept |= self._outliving()
         waiting = self._forwards if self._followed else self._forwards[:-1]
         if waiting and self.seams.once:
             index, why = min(self.seams.once.items())
@@ -223,8 +226,9 @@ class _CallRecorder:
             lingering=tuple(largest.lingering),
             between=last.between,
             once=tuple(index in self.seams.once for index in range(len(self.blocks))),
-            held=held,
-            lasting=last.lasting(),
+            held=sum(nbytes for serial, nbytes in live.items() if serial in kept - last.before_loss),
+            lasting=sum(n for serial, n in live.items() if serial in kept & last.before_loss - last.masks)
+            + last.retained_bytes(),
             tail=tail,
             with_loss=self.watch.calls(last.calls[-1]),
             forwards=len(self._forwards),
@@ -232,6 +236,15 @@ class _CallRecorder:
             waiting=sum(forward.saved_bytes + forward.output_bytes for forward in waiting)
             + 2 * sum(forward.several_bytes for forward in self._forwards),
         )
+
+    def _outliving(self) -> set[int]:
+        """Return the storages that are left of the step after its backward, but for those that only calls hold."""
+        own = [leaf for call in self.by_signature.values() for leaf in call.leaves if isinstance(leaf, Tensor)]
+        own += [draw for call in self.by_signature.values() for first in call.given for draw in first.draws]
+        for forward in self._forwards:
+            forward.let_go()
+        gc.collect()  # an error that was caught holds what was there when it was raised
+        return self.account.live().keys() - {self.account.serial(tensor) for tensor in own}
 
 
 class _ModelCall:
@@ -243,6 +256,10 @@ class _ModelCall:
         self.chained: list[bool] = []
         self.lingering: list[int] = []
         self.between = self.below = self.output_bytes = 0
+        self.masks: set[int] = set()
+        """Storages that ``between`` is about."""
+        self.before_loss: set[int] = set()
+        """Storages that were there when the last block returned, but for what it returned."""
         self._last_output = BlockOutput(())
         self._shared: list[Tensor] = []
         """Arguments that are no activations: they live until the backward."""
@@ -254,7 +271,7 @@ class _ModelCall:
         """By storage, how many blocks were given it as an activation."""
         self._sizes: dict[int | None, int] = {}
         self._outputs: list[weakref.ref[Tensor]] = []
-        """What blocks but the last have returned, as the model sees it."""
+        """What blocks have returned, as the model sees it."""
         self._handed_on: list[weakref.ref[Tensor]] = []
         """Of these, what the previous block has."""
         self._handed: list[Tensor] = []
@@ -285,13 +302,16 @@ class _ModelCall:
         """Bytes of activations that several blocks are given: they stay until the first of these has its backward."""
         return sum(self._sizes[storage] for storage, users in self._users.items() if users > 1)
 
-    def lasting(self) -> int:
-        """Return the bytes of outputs of blocks but the last that somebody holds, and of the gradients they retain."""
-        self._graph.clear()  # what operations between blocks save goes with their backward, which was not run
+    def let_go(self) -> None:
+        """Let go of arguments, and of what operations between blocks save, whose backward is not run."""
+        self._graph.clear()
+        self._shared.clear()
         self._handed.clear()
+
+    def retained_bytes(self) -> int:
+        """Return the bytes of gradients that outputs of blocks retain."""
         alive = [output for held in self._outputs if (output := held()) is not None]
-        retained = sum(output.nbytes for output in alive if output.retains_grad)
-        return retained + sum({self._account.serial(output): output.nbytes for output in alive}.values())
+        return sum(output.nbytes for output in alive if output.retains_grad)
 
     def run(self, index: int, block: Block, original: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one block."""
@@ -310,7 +330,8 @@ class _ModelCall:
             self._shared += [leaf.detach() for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
             self._handed = [output for held in self._handed_on if (output := held()) is not None]
             live = self._account.live()
-            self.between = sum(nbytes for serial, nbytes in live.items() if serial not in self._interfaces)
+            self.masks = live.keys() - self._interfaces
+            self.between = sum(live[serial] for serial in self.masks)
         with recorder.stage(block.module), within(call.contexts):  # no cast of a weight outlives its block
             out = recorder.seams.run(index, call, original, args, kwargs)
         del args, kwargs
@@ -320,14 +341,16 @@ class _ModelCall:
             outputs = {self._account.serial(t): t.untyped_storage().nbytes() for t in _numbers(out)}
             self.output_bytes = sum(outputs.values())
             self.below = self._account.current - self.output_bytes
+            self.before_loss = self._account.live().keys() - outputs.keys()
             self._account.reset_peak()
             recorder.meter.lap()
         if call.has_backward:
             position = itertools.count()
             out = tree_map(lambda leaf: self._connect(leaf, index, call, position), out)
+        returned = [weakref.ref(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        self._outputs += returned
         if not last:
-            self._handed_on = [weakref.ref(leaf) for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
-            self._outputs += self._handed_on
+            self._handed_on = returned
         self._last_output = BlockOutput(out)
         if last:
             recorder.watch.begin(out)

@@ -27,7 +27,7 @@ from lt_offload import limits
 from lt_offload.errors import OffloadError
 from lt_offload.machine.dispatch import unseen_by_dynamo, writes
 from lt_offload.model.blocks import Block, Structure
-from lt_offload.model.calls import Call, FirstRun, bit_sums, edges, tensors_of
+from lt_offload.model.calls import Call, FirstRun, StateBytes, bit_sums, edges, tensors_of
 from lt_offload.model.parts import check_rows
 from lt_offload.model.snapshot import version
 from lt_offload.model.state.effects import Effects, InnerHooks, Rest, Snapshot
@@ -135,6 +135,7 @@ class Seams:
             except Exception as error:  # whatever users' code raises where there is no graph
                 first, failed = None, error
         call.draw_from(before_draws)
+        call.state[:] = call.state or [StateBytes(held=before.held_bytes, copied=before.copied_bytes)]
         before.undo()
         self._rest = before.rest
         call.seen[:] = call.seen or [before.rest]

@@ -103,6 +103,8 @@ class InnerTensors:
                 marked.location.put(marked.plain)
         if any(graded.get(owner) for owner, before in self._known.items() if not before):
             raise self._refusal()
+        for marked in self._marked:  # its node holds it: a cycle, which the tensors must not wait for
+            marked.plain = marked.made = None
         self._marked = []
 
     def _refusal(self) -> Exception:

@@ -337,7 +337,7 @@ class Frame:
         """Let go of everything that was saved."""
         self.done = True
         self.release()
-        self._leaves, self._shared = [], []
+        self._leaves, self._shared, self._before, self._inner = [], [], None, None
 
     def release(self) -> None:
         """Let go of saved inputs, results and graph."""

@@ -116,6 +116,7 @@ class Effects:
         parts = [*self._parts, *self._generators]
         snapshot = Snapshot([(part, part.save()) for part in parts], self._graded)
         mode = self._mode.save()
+        snapshot.copied_bytes = sum(part.copied_bytes(before) for part, before in snapshot.items)
         yield snapshot
         closely = self._left > 0
         changed: list[tuple[_Part, Any]] = []
@@ -167,6 +168,15 @@ class Snapshot:
         self.graded = graded
         """Whether the tensors that were found in an attribute, or in containers there, after the last run with a graph
         required grad."""
+        self.copied_bytes = 0
+        """Of buffers, within the first run."""
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes that are held until the second run: copies, and what stood where the run put others of that size."""
+        put = [value for location in self.locations() for value in _tensors(location.value)]
+        replaced = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in put}
+        return sum(part.copied_bytes(before) for part, before in self.items) + sum(replaced.values())
 
     @property
     def changed(self) -> bool:
@@ -209,6 +219,10 @@ class _Part(ABC):
     @abstractmethod
     def save(self) -> Any:
         """Return the state, copied."""
+
+    def copied_bytes(self, before: Any) -> int:
+        """Return the device memory that copies in a saved state take."""
+        return 0
 
     def thin(self, before: Any) -> Any:
         """Return what tells later whether somebody has changed the state since, and takes no device memory."""
@@ -322,6 +336,10 @@ class _BufferPart(_Part):
     def save(self) -> tuple[Tensor | None, int, Tensor | None]:
         buffer = self._holder.get(self._name)
         return (None, 0, None) if buffer is None else (buffer, _version(buffer), buffer.detach().clone())
+
+    @override
+    def copied_bytes(self, before: tuple[Tensor | None, int, Tensor | None]) -> int:
+        return 0 if before[2] is None else before[2].nbytes
 
     @override
     def now(self) -> tuple[Tensor | None, int, None]:
@@ -446,14 +464,17 @@ def _is_generator(value: object) -> bool:
 
 def _has_numbers(value: Any) -> bool:
     """Return whether ``value`` is a tensor that can require grad, or a plain tuple with one."""
-    if issubclass(type(value), Tensor):
-        return bool(value.is_floating_point())
-    return type(value) is tuple and any(issubclass(type(item), Tensor) and item.is_floating_point() for item in value)
+    return any(tensor.is_floating_point() for tensor in _tensors(value))
 
 
 def _requires_grad(value: Any) -> bool:
+    return any(tensor.requires_grad for tensor in _tensors(value))
+
+
+def _tensors(value: Any) -> list[Tensor]:
+    """Return the tensors that ``value`` is, or those in a plain tuple."""
     items = value if type(value) is tuple else [value]
-    return any(issubclass(type(item), Tensor) and item.requires_grad for item in items)
+    return [item for item in items if issubclass(type(item), Tensor)]
 
 
 def _entries(holder: Any) -> Iterable[tuple[Any, Any]]:

@@ -97,6 +97,7 @@ GRAPHED = [
 ]
 
 
+@pytest.mark.own_plan("whether blocks run again is up to the budget", budget=20.0)
 @pytest.mark.parametrize(
     ("layer", "precision", "budget"),
     [(*row, 1.02) for row in GRAPHED] + [(Attending, "32-true", 1.02), (Mixing, "bf16-mixed", 20.0)],
