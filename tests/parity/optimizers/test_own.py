@@ -45,7 +45,7 @@ from tests.support import engines, models, plans, trainers
 from tests.support.engines import Case, Factory, Result, differences, installed, offloaded, plain
 
 OWN: list[Factory] = [muon_with_adam, AdamWScheduleFree, Lion, CountingItself]
-NESTED: list[Factory] = [Nested, Replacing, Counting, Uneven]
+NESTED: list[Factory] = [Nested, Replacing, Counting]
 SETTINGS: list[dict[str, Any]] = [{}, {"gradient_clip_val": 0.1, "accumulate_grad_batches": 2}]
 
 
@@ -56,9 +56,16 @@ def test_equal_at_three_budgets(make: Factory) -> None:
     profile, expected = training.profile(), training.plainly()
     for memory in budgets(profile):
         require_equal(training, solve(profile, memory=memory), expected)
-    with pytest.raises(InfeasibleError) as least:  # what updates take for a moment is planned to the byte
+
+
+def test_what_updates_take_for_a_moment_is_planned() -> None:
+    """Also in later steps, and of the kinds of tensors that take most; at the smallest budget that is accepted."""
+    training = Training(start=models.build(layers=2), windows=[[(1, 7)]] * 3, optimizer=Uneven)
+    profile = training.profile()
+    with pytest.raises(InfeasibleError) as least:
         solve(profile, memory=1000, host_update=False)
-    require_equal(training, solve(profile, memory=least.value.needed_bytes or 0, host_update=False), expected)
+    plan = solve(profile, memory=least.value.needed_bytes or 0, host_update=False)
+    require_equal(training, plan, training.plainly())
 
 
 @pytest.mark.parametrize("make", sampling.some(OWN, 2))
