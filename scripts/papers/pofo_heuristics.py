@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lt_offload.plan.planners.pofo.chain import Chain, Item, Operation, SequenceWalk, memory, resident, sequential, walk
+from lt_offload.plan.planners.pofo.kernels import pair
 from lt_offload.plan.planners.pofo.program import ChainProgram
 
 _LIMITS = 40
@@ -47,7 +48,7 @@ class Rematerialisation(ChainProgram):
         ``memory_bytes`` excludes that input.
         """
         free = self._free(memory_bytes)
-        row = self._kernels.pair(first, last, len(self.chain.layers))
+        row = pair(first, last, len(self.chain.layers))
         if free < 0 or self._parts[0, row, free, 0] == inf:
             return None
         return tuple(self._backward(first, last, free, 0))

@@ -1,21 +1,25 @@
 """Solves the dynamic program of POFO (NeurIPS 2021) and reads sequences off its tables.
 
-The equations are in :mod:`lt_offload.plan.planners.pofo.kernels`, which is imported when a program is solved: it brings
-numba.
+The equations are in :mod:`lt_offload.plan.planners.pofo.kernels`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from math import inf
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lt_offload.plan.planners.pofo.chain import Chain, Operation, in_slots
-
-if TYPE_CHECKING:
-    from lt_offload.plan.planners.pofo.kernels import Table
+from lt_offload.plan.planners.pofo.kernels import (
+    Choice,
+    Slots,
+    Table,
+    backward_part,
+    fill_backward,
+    fill_forward,
+    forward_part,
+)
 
 
 class ChainProgram:
@@ -40,10 +44,7 @@ class ChainProgram:
         With ``nearest``, sizes and what the link moves are rounded to the nearest slot instead of up: closer on the
         whole, but a sequence may need somewhat more memory and time than the program says.
         """
-        from lt_offload.plan.planners.pofo import kernels as pofo_kernels
-
         self.chain, self.slots, self.slot_bytes = chain, slots, memory_bytes / slots
-        self._kernels = pofo_kernels
         self._in_slots = in_slots(chain, self.slot_bytes, offload=offload, recompute=recompute, nearest=nearest)
         moves = offload and chain.bytes_per_s > 0
         count, free, travelling = len(chain.layers), slots + 1, slots + 1 if moves else 1
@@ -51,8 +52,8 @@ class ChainProgram:
         self._parts: Table = np.full((2, rows, free, travelling), inf, dtype=np.float32)
         self._table: Table = np.full((2, count + 2, free, travelling, travelling), inf, dtype=np.float32)
         if recompute:
-            pofo_kernels.fill_backward(self._in_slots, self._parts)
-        pofo_kernels.fill_forward(self._in_slots, self._parts, self._table)
+            fill_backward(self._in_slots, self._parts)
+        fill_forward(self._in_slots, self._parts, self._table)
         self._slots_per_s = chain.bytes_per_s / self.slot_bytes if moves else 1.0
 
     def seconds(self, memory_bytes: float) -> float:
@@ -91,8 +92,10 @@ class ChainProgram:
         backward: list[list[Operation]] = []
         prefetches: list[Operation] = []
         while i <= count:
-            found = self._kernels.forward_part(s, self._parts, self._table, x, i, free, out, due)
-            _, end, moved, out, after = found
+            found = Choice((1, 1, 1), "end", "moved", "out", "due")
+            where = (_single(free, 3), _single(out, 3), _single(due, 3))
+            forward_part(s, self._parts, self._table, x, i, *where, found)
+            end, moved, out, after = (found.only(name) for name in ("end", "moved", "out", "due"))
             stored = int(s.saved[i - 1] if x else s.output[i - 1])
             if moved:
                 yield Operation("offload", i)
@@ -112,7 +115,9 @@ class ChainProgram:
             yield from part
 
     def _backward(self, i: int, j: int, free: int, due: int) -> Iterator[Operation]:
-        _, _, split, left = self._kernels.backward_part(self._in_slots, self._parts, i, j, free, due)
+        found = Choice((1, 1), "split", "left")
+        backward_part(self._in_slots, self._parts, i, j, _single(free, 2), _single(due, 2), found)
+        split, left = found.only("split"), found.only("left")
         if split:
             yield Operation("checkpoint", i)
             yield from (Operation("none", k) for k in range(i + 1, split + 1))
@@ -123,3 +128,7 @@ class ChainProgram:
         if i < j:
             yield from self._backward(i + 1, j, free - int(self._in_slots.saved[i]), left)
         yield Operation("backward", i)
+
+
+def _single(number: int, axes: int) -> Slots:
+    return np.full((1,) * axes, number, dtype=np.intp)
