@@ -1,5 +1,5 @@
 # make quickstart   fine-tune a real model in a fifth of the memory that it takes
-# make test         run the tests, those that need a GPU on a fake one
+# make test         run the tests, those that need a GPU on a fake one (with every row of most: TEST_OPTIONS=--every-row)
 # make fake         only those, with ORDER=lazy, random:SEED or eager: when the fake GPU does what it is given
 # make full         run the tests with every row of the grids of which make test takes a sample (half an hour)
 # make recompute    the tests of exactness with plans that recompute every block, of which make test takes a sample
@@ -16,6 +16,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PYTHON_GPU ?= $(BIN)/python
 ORDER ?= lazy
+TEST_OPTIONS ?=
 FAKE_OPTIONS ?=
 ALL_CORES := --numprocesses auto --dist worksteal
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
@@ -41,7 +42,7 @@ quickstart: .venv/quickstart.done
 
 # Each process takes a stretch of the tests, so that what they share (profiles, plans, plain runs) is made once.
 test: .venv/dev.done
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ALL_CORES)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest $(ALL_CORES) $(TEST_OPTIONS)
 	$(MAKE) fake FAKE_OPTIONS=--cov
 
 full: .venv/dev.done
