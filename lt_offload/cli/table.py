@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
 
-from lt_offload.cli.static.source import Documented, read_definition
+from lt_offload.cli.static.definitions import definition
+from lt_offload.cli.static.documented import Documented
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +38,7 @@ class Verb:
 
     def read(self) -> Documented:
         """Return its words, flags and their meaning, without importing it."""
-        return read_definition(self.source, self.name)
+        return definition(self.source, self.name)
 
     def load(self) -> Callable[..., int]:
         """Import it, and return its function, which returns the exit code."""

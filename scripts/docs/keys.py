@@ -10,8 +10,9 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from lt_offload.cli.static.documented import Documented, Parameter
 from lt_offload.cli.static.help import as_yaml
-from lt_offload.cli.static.source import Documented, Parameter, read_definition
+from lt_offload.cli.static.source import read_definition
 from lt_offload.cli.table import VERBS
 
 _TYPES = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lt_offload.cli.static.source import Documented, Parameter
+from lt_offload.cli.static.documented import Documented, Parameter
 from lt_offload.errors import ConfigError
 from lt_offload.suggest import did_you_mean
 

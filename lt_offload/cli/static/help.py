@@ -11,8 +11,8 @@ from typing import Any
 
 from lt_offload.cli import recipes
 from lt_offload.cli.static.arguments import usage, value_name
+from lt_offload.cli.static.documented import Parameter
 from lt_offload.cli.static.settings import GROUPS, RecipeSetting, group, settings, values
-from lt_offload.cli.static.source import Parameter
 from lt_offload.cli.table import VERBS, Verb
 from lt_offload.errors import ConfigError
 from lt_offload.suggest import did_you_mean

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 from lt_offload.cli.recipes import read
+from lt_offload.cli.static.definitions import definition
+from lt_offload.cli.static.documented import Documented, Parameter
 from lt_offload.cli.static.flags import OF_EVERY_VERB, flags
-from lt_offload.cli.static.source import Documented, Parameter, read_definition
 from lt_offload.cli.table import VERBS
 from lt_offload.errors import ConfigError
 from lt_offload.nested import dotted
@@ -52,7 +53,7 @@ class RecipeSetting:
 
 def group(name: str) -> Documented:
     """Return what defines the settings below ``name``, one of ``GROUPS``."""
-    return read_definition(*GROUPS[name])
+    return definition(*GROUPS[name])
 
 
 @cache

@@ -1,6 +1,7 @@
 """Functions, classes and their docstrings, read from source files without importing them.
 
 A constructor's parameters are settings and a verb's are flags; this finds their names, types, defaults and meanings.
+The command line reads a file that was made of them; see ``definitions.py``.
 """
 
 from __future__ import annotations
@@ -8,66 +9,17 @@ from __future__ import annotations
 import ast
 import re
 import textwrap
-from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from lt_offload.cli.static.documented import Documented, Parameter
+
 PACKAGE = "lt_offload"
 _PACKAGE_FOLDER = Path(__file__).resolve().parents[2]
 
 Definition = ast.ClassDef | ast.FunctionDef
-
-
-@dataclass(frozen=True, slots=True)
-class Parameter:
-    """One parameter of a function or of a class's constructor."""
-
-    name: str
-    kind: str
-    """``word``: positional, ``words``: any number of them, ``flag``: by name only."""
-    annotation: str
-    """Its type as written, names of literal types replaced by their values."""
-    default: str | None
-    """As written; None: it has to be given."""
-    about: str
-    """Its meaning, from the docstring; empty if that has none."""
-    group: Documented | None = None
-    """The class of settings that its type stands for."""
-
-    @property
-    def required(self) -> bool:
-        """Whether it has to be given."""
-        return self.default is None and self.kind != "words"
-
-    @property
-    def is_switch(self) -> bool:
-        """Whether it is a flag that is off, and needs no value to be switched on."""
-        return self.annotation == "bool" and self.default == "False"
-
-    @property
-    def choices(self) -> list[str]:
-        """The values of a literal type, none if it is another type."""
-        found = re.search(r"Literal\[([^\]]*)\]", self.annotation)
-        return [str(value) for value in ast.literal_eval(f"[{found[1]}]")] if found else []
-
-    @property
-    def only_choices(self) -> bool:
-        """Whether it takes no other value than these, and None."""
-        return bool(re.fullmatch(r"Literal\[[^\]]*\](?: \| None)?", self.annotation))
-
-
-@dataclass(frozen=True, slots=True)
-class Documented:
-    """A function or a class: its docstring and its parameters."""
-
-    name: str
-    summary: str
-    """First paragraph of the docstring."""
-    details: str
-    """What follows, up to the arguments."""
-    parameters: tuple[Parameter, ...]
 
 
 def read_definition(module: str, name: str) -> Documented:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,11 +16,14 @@ from lt_offload.cli.app import App
 from lt_offload.cli.main import main
 from lt_offload.cli.static import help
 from lt_offload.cli.static.arguments import parse, usage
+from lt_offload.cli.static.definitions import FILE, LIGHTNING, as_file, definition, lightning_version
+from lt_offload.cli.static.documented import Documented, Parameter
 from lt_offload.cli.static.settings import _LINKED, GROUPS, settings, values
-from lt_offload.cli.static.source import Documented, Parameter, arguments, read_definition
+from lt_offload.cli.static.source import arguments, read_definition
 from lt_offload.cli.table import VERBS
 from lt_offload.cli.verbs.check import check
 from lt_offload.errors import ConfigError
+from scripts.docs import definitions
 
 
 def said(capsys: pytest.CaptureFixture[str], *args: str) -> str:
@@ -107,6 +113,38 @@ def test_narrow_terminals(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setenv("COLUMNS", "60")
     text = said(capsys, "quickstart", "--help")
     assert [line for line in text.splitlines() if len(line) > 60 and " = " not in line] == []
+
+
+# -- the file of definitions ------------------------------------------------------------------------------------------
+
+
+def test_the_file_is_what_the_docstrings_say() -> None:
+    stored, made = json.loads(FILE.read_text()), json.loads(definitions.text())
+    if stored[LIGHTNING] != made[LIGHTNING]:  # its source is read then
+        stored, made = ({k: v for k, v in found.items() if not k.startswith(LIGHTNING)} for found in (stored, made))
+    assert stored == made, "run python -m scripts.docs.definitions"
+
+
+def test_lightning_of_another_version_is_read_from_its_source(tmp_path: Path) -> None:
+    where, file = GROUPS["trainer"], tmp_path / "definitions.json"
+    empty = Documented(name="Trainer", summary="", details="", parameters=())
+    file.write_text(as_file({where: empty}))
+    assert definition(*where, file) == empty
+    other = tmp_path / "other.json"
+    other.write_text(json.dumps(json.loads(file.read_text()) | {LIGHTNING: "0.1"}))
+    assert definition(*where, other) == read_definition(*where)
+
+
+def test_help_parses_no_source() -> None:
+    code = (
+        "import sys\n"
+        "from lt_offload.cli.main import main\n"
+        "assert main(['quickstart', '--help']) == main(['plan', '--help']) == 0\n"
+        "assert 'lt_offload.cli.static.source' not in sys.modules or sys.argv[1:] == ['other']\n"
+    )
+    file = json.loads(FILE.read_text())
+    other = [] if lightning_version() == file[LIGHTNING] else ["other"]
+    subprocess.run([sys.executable, "-c", code, *other], check=True, stdout=subprocess.DEVNULL)
 
 
 # -- reading source --------------------------------------------------------------------------------------------------
