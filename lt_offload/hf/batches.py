@@ -8,6 +8,7 @@ from itertools import combinations, islice
 from typing import Any
 
 from torch import Tensor
+from torch.utils._pytree import tree_map
 
 from lt_offload.model.snapshot import untouched
 from lt_offload.profiling.measure import extent
@@ -54,6 +55,11 @@ def shape(batch: Any) -> str:
     """Return what people call the size of ``batch``."""
     rows, length = extent(batch)
     return f"{rows} x {length}" + ", padded" * _is_padded(batch)
+
+
+def on_host(batch: Any) -> Any:
+    """Return ``batch`` in host memory."""
+    return tree_map(lambda leaf: leaf.cpu() if isinstance(leaf, Tensor) else leaf, batch)
 
 
 def largest(trainer: Any, loader: Any, first: Any, wanted: Any = None) -> Any:

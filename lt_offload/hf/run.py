@@ -53,6 +53,8 @@ class Run:
         self._loader: Any = None
         self._size = batches.Size(0, 0, False)
         """What the plan is large enough for."""
+        self._planned: Any = None
+        """The batch that the plan was made for."""
         self.interrupts = Interrupts()
         self._others: list[nn.Module] = []
         """Models beside the one that is trained."""
@@ -151,7 +153,7 @@ class Run:
         if self.settings.plan is not None:
             raise PlanError(f"{why}; leave plan={str(self.settings.plan)!r} out")
         report.say(f"{why}: the run is planned again")
-        self._plan_for(largest)
+        self._plan_for(max([largest, self._planned], key=batches.Size.of))
 
     def _plan_for(self, batch: Any) -> None:
         """Measure a step with ``batch``, plan, and let the engine of that plan take over."""
@@ -161,6 +163,7 @@ class Run:
         with kept(self.trainer):
             self.profile, self.plan = planned(self, batch, self._budget)
         self._size = self._size.beside(batches.Size.of(batch))
+        self._planned = batches.on_host(batch)
         report.save_plan(self)
         report.say(headline(self.plan) if again else brief(self.plan))
         self._install(self.plan)

@@ -2,7 +2,8 @@
 
     python -m scripts.hf transformers         every case of a library at every budget (five minutes of processor time)
     python -m scripts.hf TRL SFT "DPO, LoRA"  some cases
-    python -m scripts.hf TRL --save           write results/hf-trl.json, of which docs/benchmarks.md shows a table
+    python -m scripts.hf TRL --save           write results/hf-trl.json, of which docs/benchmarks.md shows a table;
+                                              with names of cases, those of them anew
 
 On the emulated device, or on a GPU if there is one.
 """
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 
 from lt_offload.errors import OffloadError
-from scripts.common import RESULTS, save, versions
+from scripts.common import RESULTS, read_json, save, versions
 from scripts.hf.cases import HF, TRL, Make
 from scripts.hf.runs import BUDGETS, Outcome, compare, home, train
 
@@ -37,12 +38,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     cases = {
         name: make for name, make in LIBRARIES[options.library].items() if not options.cases or name in options.cases
     }
-    found = [{"case": name, **row(name, make)} for name, make in cases.items()]
-    if options.save:
-        device = "a GPU" if torch.cuda.is_available() else "the emulated device"
-        packages = {name: of for name, of in versions("trl", "peft", "accelerate").items() if name in PACKAGES}
-        settings = {"library": options.library, "packages": packages, "device": device}
-        save(f"hf-{options.library.lower()}", "hf", settings, {"cases": found}, RESULTS)
+    device = "a GPU" if torch.cuda.is_available() else "the emulated device"
+    packages = {name: of for name, of in versions("trl", "peft", "accelerate").items() if name in PACKAGES}
+    settings = {"library": options.library, "packages": packages, "device": device}
+    path = RESULTS / f"hf-{options.library.lower()}.json"
+    found = [
+        before
+        for before in (read_json(path)["figures"]["cases"] if options.save and path.is_file() else [])
+        if before["case"] not in cases
+    ]
+    for name, make in cases.items():
+        found.append({"case": name, **row(name, make)})
+        if options.save:  # each time: a run that is stopped leaves what it has
+            save(path.stem, "hf", settings, {"cases": found}, RESULTS)
     return int(any(cell["differs"] for each in found for cell in each["budgets"].values()))
 
 

@@ -15,6 +15,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     Trainer,
+    TrainerCallback,
     TrainingArguments,
 )
 
@@ -78,9 +79,54 @@ class OwnLoss(Trainer):
         return (loss, outputs) if return_outputs else loss
 
 
+class OwnStep(Trainer):
+    """Reads and edits gradients at the end of its training step."""
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Train on a micro-batch, and halve the sums of gradients that are large."""
+        loss = super().training_step(*args, **kwargs)
+        for parameter in self.model.parameters():
+            if parameter.grad is not None and float(parameter.grad.double().norm()) > 0.5:
+                parameter.grad.mul_(0.5)
+        return loss
+
+
+class InOrder(Trainer):
+    """Takes rows in their order, the shortest first, from data whose lengths nobody knows."""
+
+    def _get_train_sampler(self, train_dataset: Any = None) -> Any:
+        return torch.utils.data.SequentialSampler(self.train_dataset)
+
+
+class Growing(torch.utils.data.Dataset[Any]):
+    """Rows of growing length."""
+
+    def __init__(self) -> None:
+        self.rows = sorted(rows(12), key=lambda row: len(row["input_ids"]))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, list[int]]:
+        return self.rows[index]
+
+
+class Busy(TrainerCallback):
+    """Unfreezes a layer in the second epoch, and writes to the head after every update."""
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Freeze and unfreeze."""
+        model.model.layers[0].requires_grad_(bool(state.epoch and state.epoch >= 1))
+
+    def on_step_end(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Read one weight and write to another."""
+        with torch.no_grad():
+            model.lm_head.weight.mul_(1 - float(model.model.norm.weight.mean()) / 100)
+
+
 def arguments(folder: Path, kind: type[TrainingArguments] = TrainingArguments, **settings: Any) -> Any:
     """Return the arguments of a Trainer; without a GPU that of transformers is the CPU."""
-    return kind(**{**DEFAULTS, "output_dir": str(folder / "out"), **settings})
+    return kind(**{**DEFAULTS, "use_cpu": not torch.cuda.is_available(), "output_dir": str(folder / "out"), **settings})
 
 
 def plain(model: Callable[[], Any] = llama, kind: type[Trainer] = Trainer, **settings: Any) -> Make:
@@ -134,6 +180,9 @@ HF: dict[str, Make] = {
     "NEFTune, label smoothing": plain(neftune_noise_alpha=5.0, label_smoothing_factor=0.1),
     "group_by_length": plain(train_sampling_strategy="group_by_length"),
     "dropout": plain(lambda: llama(attention_dropout=0.2)),
+    "own training_step that edits gradients": plain(kind=OwnStep, gradient_accumulation_steps=2),
+    "rows that grow": plain(kind=InOrder, _train_dataset=Growing()),
+    "callback that unfreezes and writes weights": plain(_callbacks=[Busy()], num_train_epochs=2, max_steps=-1),
     "tied weights": plain(lambda: llama(tie_word_embeddings=True)),
 }
 """What is set, and what makes a Trainer with it."""
