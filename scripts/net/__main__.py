@@ -5,8 +5,8 @@
     python -m scripts.net write FOLDER --recipes NAME ... plans of these recipes only
     python -m scripts.net compare BEFORE AFTER            the first difference of every file; exit with 1 if any
 
-Traces take seconds, golden plans a minute, recipes an hour of processor time (those with adapters most of it); each is
-written as soon as it is there. Nothing depends on the machine's load: no search ends because of the time it took. The
+Traces take seconds, golden plans a minute, recipes about half a minute of processor time each; every file is written as
+soon as it is there. Nothing depends on the machine's load: no search ends because of the time it took. The
 folder belongs to one version of the dependencies, as other versions of the solver may find other plans.
 """
 

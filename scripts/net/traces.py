@@ -44,6 +44,8 @@ class Case:
     """The budget, as a part of what everything takes."""
     has: Callable[[Plan], bool]
     """Whether a plan has what the case is there for."""
+    parts: int = 1
+    """In how many parts blocks take a batch."""
 
 
 def _uses(*words: str) -> Callable[[Plan], bool]:
@@ -78,6 +80,7 @@ CASES = {
         share=0.5,
         has=_uses("accumulating", "settling", "paged"),
     ),
+    "parts": Case(settings={"planner": "stream"}, share=0.6, parts=2, has=lambda plan: plan.parts == 2),
 }
 
 
@@ -168,8 +171,8 @@ def _accesses(reads: Sequence[Cell], writes: Sequence[Cell]) -> str:
 
 
 @cache
-def profile() -> Profile:
-    """Return what the model costs on a slow machine without a context."""
+def profile(parts: int = 1) -> Profile:
+    """Return what the model costs on a slow machine without a context, with batches in ``parts``."""
     hardware = replace(
         load_hardware("rtx-3060-12gb"),
         context_bytes=0,
@@ -180,15 +183,16 @@ def profile() -> Profile:
         device_memory_bytes_per_s=1e11,
     )
     config = models.build(FAMILY).config
-    return profile_config(config, batch_size=2, sequence_length=12, hardware=hardware)
+    return profile_config(config, batch_size=2, sequence_length=12, hardware=hardware, micro_batches=parts)
 
 
 def planned(case: Case) -> Plan:
     """Return the plan of ``case``, which has what the case is there for."""
-    weights = sum(2 * tensor.bytes + tensor.state_bytes for tensor in profile().tensors)
-    everything = weights + sum(block.option("keep").saved_bytes for block in profile().blocks) + profile().shared_bytes
+    found = profile(case.parts)
+    weights = sum(2 * tensor.bytes + tensor.state_bytes for tensor in found.tensors)
+    everything = weights + sum(block.option("keep").saved_bytes for block in found.blocks) + found.shared_bytes
     with clock_stopped():
-        plan = solve(profile(), memory=int(case.share * everything), time_limit=1e6, **case.settings)
+        plan = solve(found, memory=int(case.share * everything), time_limit=1e6, **case.settings)
     assert case.has(plan), f"{case.settings}: {plan.planner}, {plan.options}, {plan.update_places}, {plan.passes}"
     return plan
 

@@ -20,7 +20,7 @@ from lt_offload.plan.planners.timed_plan import estimated_s
 from lt_offload.units import format_bytes
 
 _MOST_SLOTS, _FEWEST_SLOTS = 56, 20
-_SLOT_SECONDS = 3e-8
+_SLOT_SECONDS = 2e-8
 """Time to solve the program, over the square of the layers times the cube of the slots."""
 _SOLVE_SECONDS = 9.0
 _SURPLUS = 1.15
