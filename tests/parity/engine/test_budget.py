@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.callbacks import Callback
+from torch import nn
 
 import lt_offload
-from lt_offload.errors import OverBudget
+from lt_offload.errors import InfeasibleError, OverBudget
 from tests.support import models
 from tests.support.engines import make_optimizer
 from tests.support.trainers import Module, trainer
@@ -224,6 +225,42 @@ for memory in map(int, sys.argv[1:]):
         "places": sorted(set(plan.update_places)),
     }))
 """
+
+
+class SumOfSquares(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().sum(-1)
+
+
+class CopiedInput(nn.Module):
+    """Gives its head, whose backward takes the most, a copy of what the last layer has returned, as TRL's losses do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 64)
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(3))
+        self.head = SumOfSquares(64, 400, bias=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x)
+        return self.head(x[:, :-1].reshape(-1, 64)).mean()
+
+
+def test_the_smallest_budget_is_enough_where_the_head_gets_a_copy() -> None:
+    torch.manual_seed(0)
+    model = CopiedInput()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    batch = {"ids": torch.randint(50, (4, 33))}
+    profile = lt_offload.profile(model, batch, optimizer=optimizer)
+    with pytest.raises(InfeasibleError) as caught:
+        lt_offload.solve(profile, memory=1)
+    with lt_offload.offloaded(model, optimizer, batch, memory=caught.value.needed_bytes, accelerator="cpu"):
+        for _ in range(2):
+            model(**batch).backward()
+            optimizer.step()
+            optimizer.zero_grad()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
