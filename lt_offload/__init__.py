@@ -22,6 +22,7 @@ from lt_offload.errors import (
 from lt_offload.strategy.register import install
 
 if TYPE_CHECKING:
+    from lt_offload.hf.context import hf_trainer
     from lt_offload.model.head import chunked_loss_reference
     from lt_offload.model.parts import micro_batched_reference
     from lt_offload.optim import AdamW
