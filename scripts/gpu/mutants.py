@@ -3,7 +3,8 @@
     python -m scripts.gpu.mutants [--orders lazy random:1] [--only NAME ...] [--jobs N] [--list]
 
 A mutant is caught if a test fails, or if one does not end. Those that pass in one order are tried in the next. In the
-end all tests that have noticed a fault are run without one, and must pass. Every mutant is a copy of the tree.
+end all tests that have noticed a fault are run without one, and must pass. Every mutant is a copy of the tree. What
+``--only`` tries again takes its place among the results that are there.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from scripts.common import ROOT, arguments, save
+from scripts.common import ROOT, arguments, read_json, save
 
 TASKS, DEVICE = "lt_offload/execute/device/cuda_tasks.py", "lt_offload/execute/device/cuda.py"
 STAGING, GUARD = "lt_offload/machine/staging.py", "lt_offload/execute/edges/guard.py"
@@ -255,10 +256,14 @@ def main() -> int:
         if how:
             print(f"a test fails without a fault, in {order} order: {how}", file=sys.stderr)
             return 1
-    caught = sum(one["caught"] for one in found)
-    print(f"{caught} of {len(found)} caught")
-    if len(found) == len(MUTANTS):
+    print(f"{sum(one['caught'] for one in found)} of {len(found)} caught")
+    known = options.results / "gpu-mutants.json"
+    before = read_json(known)["figures"]["mutants"] if options.only and known.exists() else []
+    results = {one["name"]: one for one in (*before, *found)}
+    if results.keys() == {mutant.name for mutant in MUTANTS}:
         settings = {"orders": options.orders, "tests": list(TESTS)}
+        found = [results[mutant.name] for mutant in MUTANTS]
+        caught = sum(one["caught"] for one in found)
         print(save("gpu-mutants", "gpu-mutants", settings, {"caught": caught, "mutants": found}, options.results))
     return 0
 

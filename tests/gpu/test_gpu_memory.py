@@ -65,9 +65,9 @@ def test_the_peak_is_within_the_budget(run: Run, found: Found) -> None:
 
 
 def test_the_budget_is_used(run: Run, target: Target) -> None:
-    """At least 95 % of it where more memory helps; a tiny model has too few sizes to choose from."""
+    """At least 95 % of it where more memory helps; a small model has few sizes to choose from, and times that vary."""
     budget, predicted, peak = run.plan.budget_bytes, run.plan.predicted.device_peak_bytes, run.seen["peak"]
-    assert peak >= (0.95 if target.real else 0.85) * (budget if run.helps else predicted)
+    assert peak >= (0.95 if target.real else 0.85) * (budget if run.helps and target.real else predicted)
 
 
 @pytest.mark.only("cuda", fake=False)  # a small model has less room than what torch's allocator takes at a time
