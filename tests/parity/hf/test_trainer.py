@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -70,6 +70,15 @@ class Interrupting(TrainerCallback):  # type: ignore[misc]
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.fixture
+def listening() -> Iterator[None]:
+    """Ctrl-C is an exception, as in a terminal; processes in the background ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("listening")
 def test_ctrl_c_ends_the_update_and_leaves_a_checkpoint(tmp_path: Path) -> None:
     whole = Outcome.of(train(cases.plain(), tmp_path / "plain"))
     with pytest.raises(KeyboardInterrupt):
