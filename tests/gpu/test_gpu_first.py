@@ -21,7 +21,7 @@ from tests.gpu.worker import WARM_UP, call
 
 Found = Callable[..., None]
 
-pytestmark = pytest.mark.only("cuda", "cpu")
+pytestmark = [pytest.mark.only("cuda", "cpu"), pytest.mark.no_cover]
 
 
 @pytest.mark.quick

@@ -19,7 +19,7 @@ from tests.gpu.worker import WARM_UP, call
 SHARES = {"smallest": 0.0, "tight": 0.3, "half": 0.6}
 """Of the way from the smallest budget to the one in which everything stays."""
 
-pytestmark = pytest.mark.only("cuda", "cpu")
+pytestmark = [pytest.mark.only("cuda", "cpu"), pytest.mark.no_cover]
 
 Found = Callable[..., None]
 

@@ -24,7 +24,7 @@ from tests.support import models, trainers
 from tests.support.engines import Case, changed, differences, equal, make_optimizer, planned, trained_on
 from tests.support.models import FAMILIES
 
-pytestmark = pytest.mark.usefixtures("deterministic")
+pytestmark = [pytest.mark.usefixtures("deterministic"), pytest.mark.no_cover]
 
 ALL_OPTIONS = OPTIONS[-1]
 EVERYWHERE = ("device", "paged", "host")

@@ -237,3 +237,16 @@ def test_tensors_that_are_made_in_inference_mode_may_be_in_graphs(target: Target
         device.set_rng_state(state)
         assert torch.equal(drawn[0], torch.rand(4))
         assert torch.equal(drawn[1], torch.rand(4, device=target.torch_device))
+
+
+def test_host_memory_is_computed_with_and_a_budget_that_is_used_up_is_said(target: Target) -> None:
+    with opened(context() + 200 * MB) as device:
+        host = device.host_adopt(torch.arange(1024, dtype=torch.float32))
+
+        def double() -> None:
+            host.mul_(2)
+
+        device.wait(device.submit("host", double))
+        assert torch.equal(device.zero_copy_view(host).add(1).cpu(), torch.arange(1024).mul(2.0).add(1))
+        with pytest.raises(OverBudget, match="is used up"), device.accounting():
+            torch.empty(400 * MB, dtype=torch.uint8, device=target.torch_device)

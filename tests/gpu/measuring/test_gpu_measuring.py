@@ -173,6 +173,7 @@ def test_a_profile_leaves_no_trace(device: torch.device, monkeypatch: pytest.Mon
     torch.cuda.manual_seed(4)
     states = torch.get_rng_state(), torch.cuda.get_rng_state(device)
     driver.warm_up(device)
+    gc.collect()  # of tests before
     before = torch.cuda.memory_allocated(device)
     profile = profiled(model, optimizer, device)
     gc.collect()

@@ -12,6 +12,8 @@ from tests.gpu.races.sanitizer import PAGE, arguments_on
 from tests.gpu.target import Target
 from tests.gpu.worker import FAULTS, call
 
+pytestmark = pytest.mark.no_cover
+
 CASES: list[dict[str, Any]] = [
     {"options": ["keep", "recompute", "offload", "mixed", "reload"], "places": ["device", "paged", "host"]},
     {"options": ["offload"], "places": ["paged", "host"], "family": "llama-tied", "dtype": "bfloat16", "lag": 0},
