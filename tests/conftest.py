@@ -35,6 +35,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     group.addoption("--figures", metavar="FILE", help="JSON file for what tests/gpu measures")
     group.addoption("--full", action="store_true", help="all rows of the grids of which a run takes a sample otherwise")
     group.addoption("--every-row", action="store_true", help="all rows of all tests but those grids")
+    group.addoption("--half", action="store_true", help="of the loops and users in tests/gpu: half of the tests")
     group.addoption("--recompute", action="store_true", help="of tests/parity: every plan recomputes all that it can")
     group.addoption("--rows", type=int, metavar="N", default=0, help="no more tests than a sample of so many")
     group.addoption("--sample-seed", type=int, metavar="N", default=sampling.SEED, help="draws the samples")

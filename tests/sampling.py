@@ -71,3 +71,14 @@ def of_tests(items: list[pytest.Item], shares: Mapping[str, int]) -> list[pytest
         share = shares[max(holding, key=len)] if holding else 1
         chosen.update(some(mine, max(1, len(mine) // share), name))
     return [item for item in items if item in chosen]
+
+
+def half(items: list[pytest.Item], places: Sequence[str]) -> list[pytest.Item]:
+    """Return ``items`` with every other test, on average, of those in the folders ``places``."""
+    names = {
+        item.nodeid.partition("[")[0]
+        for item in items
+        if any(item.path.is_relative_to(HERE / place) for place in places)
+    }
+    left_out = names.difference(some(sorted(names), len(names) // 2, "half"))
+    return [item for item in items if item.nodeid.partition("[")[0] not in left_out]

@@ -41,3 +41,14 @@ def test_a_share_of_the_rows_of_every_test(monkeypatch: pytest.MonkeyPatch) -> N
 def test_one_row_is_run_where_it_is_asked_for() -> None:
     asked = rows("a/test_x.py", "one", 12)[5:6]
     assert sampling.of_tests(asked, {"a": 3}) == asked
+
+
+def test_half_of_the_tests_of_a_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sampling, "FULL", False)
+    items = [item for number in range(8) for item in rows("a/test_x.py", f"test{number}", 1 + number % 3)]
+    others = rows("c/test_x.py", "other", 5)
+    chosen = sampling.half([*items, *others], ["a"])
+    assert [item for item in chosen if item in others] == others
+    kept = {item.nodeid.partition("[")[0] for item in chosen if item not in others}
+    assert len(kept) == 4
+    assert [item for item in items if item in chosen] == [i for i in items if i.nodeid.partition("[")[0] in kept]
