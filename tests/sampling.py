@@ -30,7 +30,7 @@ SHARES = {
     "test_recipes.py": 3,
 }
 """One row in so many of each test there is run, and at least one; what trains or plans in every row."""
-ON_THE_FAKE_GPU = {"gpu": 3, "gpu/engine": 1, "gpu/loops": 10, "gpu/measuring": 1, "gpu/races": 1, "gpu/users": 10}
+ON_THE_FAKE_GPU = {"gpu": 5, "gpu/engine": 1, "gpu/loops": 10, "gpu/measuring": 1, "gpu/races": 1, "gpu/users": 10}
 """The same there; rows of users and loops are whole runs."""
 
 
