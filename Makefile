@@ -28,7 +28,7 @@ NEWEST_TESTS := \
   tests/unit/plan/test_solve.py::test_the_largest_fixture_is_near_its_bound \
   tests/unit/profiling/test_hardware.py tests/unit/schema tests/unit/report/test_run_page.py \
   tests/unit/cli/static tests/unit/cli/test_training.py \
-  tests/unit/finetune/test_load.py tests/unit/finetune/test_exporting.py tests/unit/finetune/data/test_sources.py \
+  tests/unit/finetune/test_load.py tests/unit/finetune/test_generation.py tests/unit/finetune/test_exporting.py tests/unit/finetune/data/test_sources.py \
   tests/parity/lightning/test_lightning.py
 
 # Compiled modules are kept, whatever the environment says: the tests start dozens of processes.

@@ -159,12 +159,12 @@ def continuation(
     step, cache = ids[:, known:], remembered.cache
     remembered.cache, remembered.ids = None, []  # an error on the way would leave it half written
     ends = {end} if isinstance(end, int) else set(end or ())
-    last = _last_logits_only(model)
+    last, held_in = _last_logits_only(model), _name_of_cache(model)
     new: list[int] = []
     try:
         while len(new) < max_new_tokens:
-            output = model(input_ids=step, past_key_values=cache, use_cache=True, **last)
-            cache = output.past_key_values
+            output = model(input_ids=step, use_cache=True, **{held_in: cache}, **last)
+            cache = getattr(output, held_in)
             token = choose(output.logits[0, -1])
             if token in ends:
                 break
@@ -187,3 +187,9 @@ def _last_logits_only(model: Any) -> dict[str, int]:
     """Return what spares a model the logits of all tokens of a prompt but the last, if it has such an argument."""
     parameters = inspect.signature(load.base_of(model).forward).parameters
     return {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
+
+
+def _name_of_cache(model: Any) -> str:
+    """Return what a model calls the argument that has what it has seen: it has another name since transformers 5.24."""
+    parameters = inspect.signature(load.base_of(model).forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"

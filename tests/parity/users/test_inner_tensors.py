@@ -9,10 +9,12 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import Tensor, nn
 
 import lt_offload
 from lt_offload.errors import UnsupportedError
+from lt_offload.finetune.generation import _name_of_cache
 from tests.support import models
 from tests.support.engines import differences
 from tests.support.user_nets import (
@@ -172,9 +174,11 @@ def test_router_logits_and_collected_outputs_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="from inside block"):
         lt_offload.profile(model, models.batch(model), optimizer=adamw(model))
     model = models.build()
-    for argument in ("use_cache", "output_attentions"):
-        batch = models.batch(model) | {argument: True}
-        with pytest.raises(UnsupportedError, match="past_key_values|use_cache|attentions"):
+    given: list[dict[str, Any]] = [{"use_cache": True}, {"output_attentions": True}]
+    given.append({_name_of_cache(model): transformers.DynamicCache(config=model.config), "use_cache": False})
+    for arguments in given:
+        batch = models.batch(model) | arguments
+        with pytest.raises(UnsupportedError, match="past_key_values|cache=|attentions"):
             lt_offload.profile(model, batch, optimizer=adamw(model))
 
 
@@ -193,5 +197,5 @@ def test_a_cache_that_comes_later_is_refused(options: tuple[str, ...]) -> None:
     with engine_of(model, optimizer, options):
         model(**batch).loss.backward()
         optimizer.step()
-        with pytest.raises(UnsupportedError, match=r"block .* was called with (past_key_values|use_cache)="):
+        with pytest.raises(UnsupportedError, match=r"block .* was called with (past_key_values|cache|use_cache)="):
             model(**batch, use_cache=True)
