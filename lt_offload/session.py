@@ -6,7 +6,6 @@ import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -31,7 +30,7 @@ from lt_offload.profiling.measure import check_use
 from lt_offload.profiling.measure import profile as measure
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
-from lt_offload.units import format_bytes, parse_bytes
+from lt_offload.units import format_bytes
 
 _log = logging.getLogger(__name__)
 
@@ -88,17 +87,16 @@ def offloaded(
     """
     structure, torch_device = prepare(model, optimizer, blocks=blocks, accelerator=accelerator)
     check_micro_batches(micro_batches, auto=True)
-    budget = None if memory is None else parse_bytes(memory, least=1)
-    settings = Settings(memory=budget, accumulate=accumulate, **switches)
-    check_memory(budget, torch_device)
+    settings = Settings(memory=memory, accumulate=accumulate, **switches)
+    check_memory(settings.device.nbytes, torch_device)
     if plan is None:
         measured = partial(
             measure, model, sample_batch, optimizer=optimizer, device=torch_device, structure=structure, run=run
         )
-        settings = replace(settings, memory=budget or free_memory(torch_device))
-        _, plan = solved(lambda parts: measured(micro_batches=parts), settings, micro_batches)
+        planning = settings.within(partial(free_memory, torch_device))
+        _, plan = solved(lambda parts: measured(micro_batches=parts), planning, micro_batches)
     else:
-        check_replay(plan, budget, switches, micro_batches)
+        check_replay(plan, settings.device.nbytes, switches, micro_batches)
         check_use(
             model,
             sample_batch,

@@ -1,8 +1,10 @@
-"""Sizes and durations as people write them, and sizes rounded up."""
+"""Sizes and durations as people write them, budgets of memory, and sizes rounded up."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
+from dataclasses import dataclass
 
 from lt_offload.errors import ConfigError
 
@@ -52,6 +54,40 @@ def _meant(text: str, match: re.Match[str] | None, least: int) -> str:
     comma = _SIZE.fullmatch(text.replace(",", "."))
     near = f'; did you mean "{comma[1]}{comma[2]}"? Write' if comma and comma[2].upper() in _FACTORS else "; write"
     return f'{near} "10GB", "10GiB" or a positive number of bytes'
+
+
+@dataclass(frozen=True, slots=True)
+class Budget:
+    """Memory that may be taken: so many bytes, or all that there is where it is asked for.
+
+    Made once, of what a user wrote (:meth:`of`), and resolved once, against a machine (:meth:`resolved`).
+    """
+
+    nbytes: int | None = None
+    """None: all that there is."""
+
+    @classmethod
+    def of(cls, value: Memory, *, setting: str = "memory", least: int = FEW_BYTES) -> Budget:
+        """Return the budget that ``value`` names, as :func:`parse_bytes` reads it; None: all that there is.
+
+        Raises:
+            ConfigError: if ``value`` is no size.
+        """
+        if isinstance(value, Budget):
+            return value
+        return cls(None if value is None else parse_bytes(value, setting=setting, least=least))
+
+    def resolved(self, there_is: Callable[[], int]) -> int:
+        """Return the bytes that may be taken where ``there_is`` tells what there is; it is asked if that matters."""
+        return there_is() if self.nbytes is None else self.nbytes
+
+    def less(self, nbytes: int) -> Budget:
+        """Return the budget beside ``nbytes`` that are taken; one byte at least."""
+        return self if self.nbytes is None else Budget(max(1, self.nbytes - nbytes))
+
+
+Memory = Budget | str | int | float | None
+"""A budget, or what people write for one."""
 
 
 def round_up(count: int, multiple: int) -> int:

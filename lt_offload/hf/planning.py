@@ -61,7 +61,7 @@ def planned(run: Run, batch: Any, budget: int) -> tuple[Profile | None, Plan]:
             )
         return measured[parts]
 
-    planning = replace(settings.planning(trainer.args.gradient_accumulation_steps), memory=budget)
+    planning = settings.planning(trainer.args.gradient_accumulation_steps)
     evaluated = evaluation.device_bytes(run)
 
     def solve(memory: int, reserved: int) -> tuple[Profile, Plan]:

@@ -106,7 +106,7 @@ class Run:
 
     @property
     def _budget(self) -> int:
-        return self.settings.budget or free_memory(self.device)
+        return self.settings.device.resolved(lambda: free_memory(self.device))
 
     # -- training ----------------------------------------------------------------------------------------------------
 

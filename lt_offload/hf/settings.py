@@ -9,7 +9,7 @@ from typing import Any, Literal
 from lt_offload.model.parts import check_micro_batches
 from lt_offload.plan import Settings
 from lt_offload.schema.plan import PlannerName
-from lt_offload.units import parse_bytes
+from lt_offload.units import Budget, Memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,8 +20,8 @@ class HFSettings:
         ConfigError: if one cannot be used as given.
     """
 
-    memory: str | int | float | None = None
-    host_memory: str | int | float | None = None
+    memory: Memory = None
+    host_memory: Memory = None
     planner: PlannerName = "auto"
     micro_batches: int | Literal["auto"] = 1
     blocks: str | None = None
@@ -36,18 +36,25 @@ class HFSettings:
 
     def __post_init__(self) -> None:
         check_micro_batches(self.micro_batches, auto=True)
+        object.__setattr__(self, "memory", Budget.of(self.memory, least=1))
+        object.__setattr__(self, "host_memory", Budget.of(self.host_memory, setting="host_memory"))
         self.planning(1)
+
+    @property
+    def device(self) -> Budget:
+        """The budget of device memory."""
+        return Budget.of(self.memory)
 
     @property
     def budget(self) -> int | None:
         """Device bytes; None: what is free."""
-        return None if self.memory is None else parse_bytes(self.memory, least=1)
+        return self.device.nbytes
 
     def planning(self, accumulate: int) -> Settings:
-        """Return what plans for so many micro-batches per update are made with; the budget is to come."""
+        """Return what plans for so many micro-batches per update are made with."""
         return Settings(
-            memory=self.budget,
-            host_memory=None if self.host_memory is None else parse_bytes(self.host_memory, setting="host_memory"),
+            memory=self.memory,
+            host_memory=self.host_memory,
             planner=self.planner,
             host_update=self.host_update,
             activation_offload=self.activation_offload,

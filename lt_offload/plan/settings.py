@@ -5,13 +5,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from lt_offload.errors import ConfigError, UnsupportedError
 from lt_offload.schema.plan import PlannerName
 from lt_offload.schema.profile import EMULATED, HardwareProfile
-from lt_offload.units import format_bytes, parse_bytes
+from lt_offload.units import Budget, Memory, format_bytes
 
 PLANNERS: tuple[PlannerName, ...] = get_args(PlannerName)
 """All planners."""
@@ -21,14 +22,16 @@ PLANNERS: tuple[PlannerName, ...] = get_args(PlannerName)
 class Settings:
     """Budgets and switches of planning.
 
+    Budgets may be given as people write them; the object holds each as a :class:`Budget`.
+
     Raises:
         UnsupportedError: if there is no such ``planner``.
         ConfigError: if another value cannot be used.
     """
 
-    memory: str | int | None = None
+    memory: Memory = None
     """Device budget, context included, e.g. ``"10GB"`` or bytes; None: all that the profile's device has."""
-    host_memory: str | int | None = None
+    host_memory: Memory = None
     """RAM budget; None: all that the profile says may be taken."""
     planner: PlannerName = "auto"
     """Which planner to use; ``auto`` simulates what several propose and takes the fastest."""
@@ -51,8 +54,7 @@ class Settings:
         if self.planner not in PLANNERS:
             raise UnsupportedError(f"planner={self.planner!r} does not exist; choose one of {', '.join(PLANNERS)}")
         for name in ("memory", "host_memory"):
-            if (size := getattr(self, name)) is not None:
-                parse_bytes(size, setting=name, least=1)
+            object.__setattr__(self, name, Budget.of(getattr(self, name), setting=name, least=1))
         reserve = self.gradient_reserve
         if reserve is not None and not 0 <= reserve <= 1:
             raise ConfigError(
@@ -63,9 +65,23 @@ class Settings:
         if self.time_limit <= 0:
             raise ConfigError(f"solver_time_limit={self.time_limit} must be a positive number of seconds")
 
+    @property
+    def device(self) -> Budget:
+        """The budget of device memory."""
+        return Budget.of(self.memory)
+
+    @property
+    def host(self) -> Budget:
+        """The budget of RAM."""
+        return Budget.of(self.host_memory)
+
+    def within(self, free: Callable[[], int]) -> Settings:
+        """Return the settings with a device budget in bytes: what is ``free``, where nobody has named one."""
+        return replace(self, memory=Budget(self.device.resolved(free)))
+
     def device_budget(self, machine: HardwareProfile) -> int:
         """Return the bytes of device memory that a plan for ``machine`` may use."""
-        return machine.device_bytes if self.memory is None else parse_bytes(self.memory, least=1)
+        return self.device.resolved(lambda: machine.device_bytes)
 
     def check_card(self, machine: HardwareProfile) -> None:
         """Raise ``ConfigError`` if the budget is more than the card has; the emulated device has what RAM is free."""
@@ -78,6 +94,4 @@ class Settings:
 
     def host_budget(self, machine: HardwareProfile) -> int:
         """Return the bytes of RAM that a plan for ``machine`` may use."""
-        if self.host_memory is None:
-            return machine.host_bytes
-        return parse_bytes(self.host_memory, setting="host_memory", least=1)
+        return self.host.resolved(lambda: machine.host_bytes)

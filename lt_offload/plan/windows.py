@@ -13,7 +13,7 @@ from lt_offload.plan.verify.check import check
 from lt_offload.plan.verify.simulate import simulate
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
-from lt_offload.units import format_seconds, parse_bytes
+from lt_offload.units import format_seconds
 
 _GOOD_GAP = 0.01
 """A plan that is this close to the bound is not compared with a second one."""
@@ -21,10 +21,7 @@ _GOOD_GAP = 0.01
 
 def for_one(settings: Settings) -> Settings:
     """Return the settings of plans for profiles :func:`with_sums`, which become plans for windows."""
-    ram = settings.host_memory
-    if ram is not None:
-        ram = max(1, parse_bytes(ram, setting="host_memory") - UNCOUNTED)
-    return replace(settings, accumulate=1, delayed=False, host_memory=ram)
+    return replace(settings, accumulate=1, delayed=False, host_memory=settings.host.less(UNCOUNTED))
 
 
 def has_windows(settings: Settings) -> bool:

@@ -46,7 +46,7 @@ from lt_offload.strategy.one_process import OneProcess
 from lt_offload.strategy.parts import check_micro_batches, planned
 from lt_offload.strategy.replan import Replanning, follow, measured_again, planning, steps_left
 from lt_offload.suggest import naming_options
-from lt_offload.units import parse_bytes
+from lt_offload.units import Budget
 
 if TYPE_CHECKING:
     from lightning.pytorch import LightningModule
@@ -116,12 +116,10 @@ class OffmateStrategy(OneProcess, Checkpoints):
         if batch_size not in (None, "auto") and (not isinstance(batch_size, int) or batch_size < 1):
             raise ConfigError(f"batch_size={batch_size!r} must be at least 1, 'auto', or None for the datamodule's")
         check_micro_batches(micro_batches, batch_size)
-        self.memory = None if memory is None else parse_bytes(memory)
-        self.host_memory = None if host_memory is None else parse_bytes(host_memory, setting="host_memory")
         self.planner: PlannerName = planner
         self.settings = Settings(
-            memory=self.memory,
-            host_memory=self.host_memory,
+            memory=Budget.of(memory),
+            host_memory=Budget.of(host_memory, setting="host_memory"),
             planner=planner,
             host_update=host_update,
             activation_offload=activation_offload,
@@ -129,7 +127,8 @@ class OffmateStrategy(OneProcess, Checkpoints):
             gradient_reserve=gradient_reserve,
             time_limit=solver_time_limit,
         )
-        """What plans are made with; ``memory`` is None here where it is what the device has free then."""
+        """What plans are made with; budgets that nobody has named are still to be resolved."""
+        self.memory, self.host_memory = self.settings.device.nbytes, self.settings.host.nbytes
         self.batch_size = batch_size
         self.micro_batches = micro_batches
         self.blocks = blocks
@@ -253,7 +252,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
         effective = windows.effective_batch(trainer, size.value)
         known = size_of_the_run(trainer, self.plan_path)
         if known is None:
-            settings = replace(self.settings, memory=self._budget)
+            settings = self.settings.within(lambda: self._budget)
             with sample.isolated(self.namespace), spare_optimizer(trainer) as optimizer:
                 choice, self.sample = choose(trainer, optimizer, size, settings, effective)
             self.profile, self.plan, known = choice.profile, choice.plan, choice.batch_size
@@ -336,9 +335,9 @@ class OffmateStrategy(OneProcess, Checkpoints):
             )
         self._install(optimizer, self.plan, self.plan.budget_bytes)
 
-    def _make_plan(self, profile: Profile) -> Plan:
-        self._replanning = follow(self.settings, profile)
-        return make_plan(profile, replace(self.settings, memory=self._budget))
+    def _make_plan(self, profile: Profile, settings: Settings) -> Plan:
+        self._replanning = follow(settings, profile)
+        return make_plan(profile, settings)
 
     def _install(self, optimizer: Optimizer | None, plan: Plan | None, budget: int) -> None:
         threads, context = (plan.host_threads, plan.context_bytes) if plan is not None else (0, 0)
@@ -560,8 +559,8 @@ class OffmateStrategy(OneProcess, Checkpoints):
 
     @property
     def _budget(self) -> int:
-        """Device bytes to plan for: ``memory``, or what is free now."""
-        return self.memory or free_memory(self.root_device)
+        """Device bytes that may be taken now."""
+        return self.settings.device.resolved(lambda: free_memory(self.root_device))
 
     def _streaming(self) -> AbstractContextManager[None]:
         assert self.engine is not None

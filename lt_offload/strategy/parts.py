@@ -42,7 +42,7 @@ def planned(
     batch: sample.SampleBatch,
     before: Before,
     budget: int,
-    make_plan: Callable[[Profile], Plan],
+    make_plan: Callable[[Profile, Settings], Plan],
 ) -> tuple[Profile, Plan]:
     """Measure a training step of ``trainer`` and return it with its plan, or with the saved one.
 
@@ -52,7 +52,7 @@ def planned(
         batch: to be measured.
         before: the run that this one continues.
         budget: bytes of the device.
-        make_plan: plans for a profile.
+        make_plan: plans for a profile with settings.
 
     Raises:
         ConfigError: if there are fewer samples than ``micro_batches``.
@@ -81,7 +81,7 @@ def planned(
     warn_of_change(before.batch_size, profile.batch_size)
     rank_zero_info(f"offmate: planning for {format_bytes(budget)}, {settings.time_limit:g} s at most")
     if count != "auto":
-        plan = make_plan(profile)
+        plan = make_plan(profile, settings)
     else:
         first = profile
         choice = choose_parts(lambda parts: first if parts == 1 else measure(parts), settings)

@@ -275,8 +275,10 @@ class Drafts:
 
     def _plan(self, profile: Profile, seconds: float, accumulate: int = 1) -> Plan:
         machine = self.machine
-        settings = Settings(memory=machine.memory, host_memory=machine.host_memory, time_limit=seconds)
-        return make_plan(profile, replace(settings, accumulate=accumulate))
+        settings = Settings(
+            memory=machine.memory, host_memory=machine.host_memory, time_limit=seconds, accumulate=accumulate
+        )
+        return make_plan(profile, settings)
 
 
 def _planned(ways: Sequence[WayToTrain]) -> bool:

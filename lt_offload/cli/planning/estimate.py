@@ -13,7 +13,7 @@ from lt_offload.finetune.module import check_data
 from lt_offload.plan.settings import Settings
 from lt_offload.plan.what_if import Solver
 from lt_offload.strategy.windows import asked
-from lt_offload.units import format_bytes
+from lt_offload.units import Budget, format_bytes
 
 if TYPE_CHECKING:
     from lt_offload.cli.app import App
@@ -99,18 +99,18 @@ def settings_of(app: App) -> Settings:
     return asked(settings if isinstance(settings, Settings) else Settings(), app.trainer)
 
 
-def device_budget(settings: Settings, memory: str | None, machine: HardwareProfile) -> int:
-    """Return the device budget: ``memory`` if that was asked for, else the recipe's as far as the device has it."""
+def on_machine(settings: Settings, memory: Budget, machine: HardwareProfile) -> Settings:
+    """Return ``settings`` with the device budget that was asked for, else the recipe's as far as ``machine`` has it."""
     has = machine.device_bytes
-    if memory is not None:
+    if memory.nbytes is not None:
         settings = replace(settings, memory=memory)
         settings.check_card(machine)
     budget = settings.device_budget(machine)
-    if budget > has and memory is None:
+    if budget > has and memory.nbytes is None:
         say(f"{machine.name} has {format_bytes(has)}, not {format_bytes(budget)} as in the recipe")
         budget = has
     say(f"planning for {format_bytes(budget)} on {machine.name}")
-    return budget
+    return replace(settings, memory=budget)
 
 
 def solver(app: App, seconds: float) -> Solver:

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from lt_offload.cli.planning.estimate import device_budget, estimate, model_name, parts_of, settings_of, solver
+from lt_offload.cli.planning.estimate import estimate, model_name, on_machine, parts_of, settings_of, solver
 from lt_offload.cli.progress import clear, status
 from lt_offload.errors import ConfigError, InfeasibleError
 from lt_offload.plan.sweep import Question, SweepRange, run_sweep
 from lt_offload.plan.what_if import Solver
 from lt_offload.profiling.hardware import load_hardware
-from lt_offload.units import parse_bytes
+from lt_offload.units import Budget
 
 if TYPE_CHECKING:
     from lt_offload.cli.app import App
@@ -37,6 +37,7 @@ def plan_sweep(
     explain: bool,
 ) -> int:
     """Plan for a row of sizes or machines and print a table."""
+    budget = Budget.of(memory)
     if getattr(app.trainer.strategy, "batch_size", None) == "auto":
         raise ConfigError("trainer.strategy.batch_size='auto' cannot be combined with a sweep; give a number")
     if parts_of(app) == "auto":
@@ -51,7 +52,7 @@ def plan_sweep(
     if save is not None and Path(save).suffix.lower() not in (".csv", ".json"):
         raise ConfigError(f"save={save!r}: a sweep is saved as a table; end the name with .csv or .json")
     seconds = max(_LEAST_SECONDS, _SECONDS / len(asked.sizes or asked.names))
-    questions = list(_questions(app, asked, memory, hardware, solver(app, seconds)))
+    questions = list(_questions(app, asked, budget, hardware, solver(app, seconds)))
     swept = run_sweep(
         asked.axis,
         questions,
@@ -71,9 +72,7 @@ def plan_sweep(
     return 0
 
 
-def _questions(
-    app: App, asked: SweepRange, memory: str | None, hardware: str | None, solve: Solver
-) -> Iterator[Question]:
+def _questions(app: App, asked: SweepRange, memory: Budget, hardware: str | None, solve: Solver) -> Iterator[Question]:
     """Yield the points of a sweep; the model is profiled once per machine."""
 
     def question(machine: HardwareProfile, budget: int, ram: int, profile: Profile | None) -> Question:
@@ -87,7 +86,7 @@ def _questions(
     settings = settings_of(app)
     for machine in [load_hardware(name) for name in asked.names]:
         rated = app.model.model_dtype in machine.flops_per_s  # its description has figures for this dtype
-        budget = machine.device_bytes if memory is None else min(parse_bytes(memory), machine.device_bytes)
+        budget = machine.device_bytes if memory.nbytes is None else min(memory.nbytes, machine.device_bytes)
         yield question(machine, budget, settings.host_budget(machine), estimate(app, machine) if rated else None)
     if asked.axis == "hardware":
         return
@@ -96,6 +95,6 @@ def _questions(
     if asked.axis == "memory":
         budgets = [(size, settings.host_budget(machine)) for size in asked.sizes]
     else:
-        memory_bytes = device_budget(settings, memory, machine)
+        memory_bytes = on_machine(settings, memory, machine).device_budget(machine)
         budgets = [(memory_bytes, size) for size in asked.sizes]
     yield from (question(machine, budget, ram, profile) for budget, ram in budgets)

@@ -19,7 +19,7 @@ from lt_offload.cli.progress import clear, say, status
 from lt_offload.errors import ConfigError
 from lt_offload.profiling.hardware import hardware_names, load_hardware, measure_machine
 from lt_offload.resources import is_file, user_path
-from lt_offload.units import format_bytes, format_seconds, parse_bytes
+from lt_offload.units import Budget, format_bytes, format_seconds
 
 _WIDTH = 80
 
@@ -72,19 +72,18 @@ def new(
 
 def _machine(memory: str | None, host_memory: str | None, hardware: str | None) -> Machine:
     """Return the machine to plan for: the one that was named, this one, or a card with as much memory."""
-    for setting, size in (("memory", memory), ("host_memory", host_memory)):
-        if size is not None:
-            parse_bytes(size, setting=setting)
+    device = Budget.of(memory).nbytes
+    Budget.of(host_memory, setting="host_memory")  # a slip is noticed here
     if hardware is None and torch.cuda.is_available():
         profile = measure_machine(on_progress=status)
     else:
         if hardware is None:
-            hardware = _card(memory)
+            hardware = _card(memory, device)
             say(f"there is no GPU here: planning for {hardware}; --hardware names another")
         if host_memory is not None:
             hardware = f"{hardware},ram={host_memory}"
         profile = load_hardware(hardware)
-    if memory is not None and parse_bytes(memory) < profile.context_bytes:
+    if device is not None and device < profile.context_bytes:
         raise ConfigError(
             f"memory={memory!r} is not enough for any model: on {profile.name} CUDA takes "
             f"{format_bytes(profile.context_bytes)} before the first weight; give more, e.g. --memory 2GB"
@@ -92,15 +91,14 @@ def _machine(memory: str | None, host_memory: str | None, hardware: str | None) 
     return Machine(profile, hardware, memory or f"{profile.device_bytes // 10**9}GB", host_memory)
 
 
-def _card(memory: str | None) -> str:
+def _card(memory: str | None, wanted: int | None) -> str:
     """Return the shipped card with the least memory that is enough, the slowest of those with as much."""
-    if memory is None:
+    if wanted is None:
         raise ConfigError(
             "new: there is no GPU here to plan for; say how much memory yours has, e.g. --memory 12GB, or name it, "
             "e.g. --hardware rtx-3060-12gb"
         )
     cards = [load_hardware(name) for name in hardware_names()]
-    wanted = parse_bytes(memory)
     fitting = [card for card in cards if card.device_bytes >= wanted and "bfloat16" in card.flops_per_s]
     if not fitting:
         most = max(card.device_bytes for card in cards)

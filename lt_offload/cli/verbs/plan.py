@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lt_offload.cli import recipes
 from lt_offload.cli.outputs import check_output
-from lt_offload.cli.planning.estimate import device_budget, estimate, parts_of, settings_of, solver
+from lt_offload.cli.planning.estimate import estimate, on_machine, parts_of, settings_of, solver
 from lt_offload.cli.planning.sweep import plan_sweep
 from lt_offload.cli.progress import clear, status
 from lt_offload.errors import ConfigError, InfeasibleError
@@ -15,7 +14,7 @@ from lt_offload.plan.sweep import parse_sweep
 from lt_offload.plan.what_if import gains
 from lt_offload.schema.explain import brief
 from lt_offload.strategy.windows import effective_batch
-from lt_offload.units import parse_bytes
+from lt_offload.units import Budget
 
 if TYPE_CHECKING:
     from lt_offload.cli.app import App
@@ -60,8 +59,7 @@ def plan(
             f"trainer.strategy.plan={str(replayed)!r} is replayed by training, and this verb makes plans; set it to "
             "null"
         )
-    if memory is not None:
-        parse_bytes(memory)  # a slip is noticed here, before all that is slow
+    budget = Budget.of(memory)  # a slip is noticed here, before all that is slow
     if sweep is not None:
         return plan_sweep(
             app,
@@ -78,7 +76,7 @@ def plan(
 
     best = getattr(app.trainer.strategy, "batch_size", None) == "auto"
     try:
-        profile, made = (_with_best_batch if best else _with_parts)(app, memory, hardware)
+        profile, made = (_with_best_batch if best else _with_parts)(app, budget, hardware)
     except InfeasibleError as error:
         raise _with_recipe(error, app, hardware) from None
     clear()
@@ -108,15 +106,15 @@ def _with_recipe(error: InfeasibleError, app: App, hardware: str | None) -> Infe
     return InfeasibleError(f"{error}{more}", needed_bytes=error.needed_bytes, needed_host_bytes=error.needed_host_bytes)
 
 
-def _with_parts(app: App, memory: str | None, hardware: str | None) -> tuple[Profile, Plan]:
+def _with_parts(app: App, memory: Budget, hardware: str | None) -> tuple[Profile, Plan]:
     """Return the profile and the plan of the batch in as many parts as the strategy says, or as are fastest."""
     from lt_offload.plan import make_plan
     from lt_offload.plan.orders import choose_parts, compared
 
     count = parts_of(app)
     profile = estimate(app, hardware, micro_batches=1 if count == "auto" else count)
-    settings, machine = settings_of(app), profile.hardware
-    settings = replace(settings, memory=device_budget(settings, memory, machine))
+    machine = profile.hardware
+    settings = on_machine(settings_of(app), memory, machine)
     if count != "auto":
         return profile, compared(make_plan(profile, settings), profile, settings, thorough=True)
     whole = profile
@@ -124,15 +122,15 @@ def _with_parts(app: App, memory: str | None, hardware: str | None) -> tuple[Pro
     return choice.profile, compared(choice.plan, choice.profile, settings, thorough=True)
 
 
-def _with_best_batch(app: App, memory: str | None, hardware: str | None) -> tuple[Profile, Plan]:
+def _with_best_batch(app: App, memory: Budget, hardware: str | None) -> tuple[Profile, Plan]:
     """Return the profile and the plan of the batch size with the highest throughput."""
     from lt_offload.plan import choose_batch
 
     first = estimate(app, hardware, 1)
-    settings, machine = settings_of(app), first.hardware
+    machine = first.hardware
     choice = choose_batch(
         lambda size: first if size == 1 else estimate(app, machine, size),
-        replace(settings, memory=device_budget(settings, memory, machine)),
+        on_machine(settings_of(app), memory, machine),
         effective=effective_batch(app.trainer, app.datamodule.batch_size),
         on_progress=status,
     )
