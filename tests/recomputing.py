@@ -77,7 +77,7 @@ class Recomputing:
                 terminalreporter.line(f"repeated none: {name}")
 
     def _count(self, patch: pytest.MonkeyPatch) -> None:
-        from lt_offload.execute.runs.block_graph import Frame
+        from lt_offload.execute.blocks.run import Frame
 
         first, second = Frame._call, Frame._as_first
 

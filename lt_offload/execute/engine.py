@@ -19,36 +19,31 @@ from torch.optim import Optimizer
 
 from lt_offload import limits
 from lt_offload.errors import OverBudget, UnsupportedError
-from lt_offload.execute.bound_weights import BoundWeights, expose
-from lt_offload.execute.copies import Residency
+from lt_offload.execute.blocks.deferred import DeferredForward, DeferredForwards
+from lt_offload.execute.blocks.run import BlockFunction
+from lt_offload.execute.blocks.runs import AnyFrame, Frames
+from lt_offload.execute.controls import Controls
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.device.record import Recorder
-from lt_offload.execute.edges.checks import (
-    Backward,
-    Consumers,
-    Fixed,
-    OwnParameters,
-    check_hooks,
-    check_reached,
-)
-from lt_offload.execute.edges.consumed import StandIns
-from lt_offload.execute.edges.controls import Controls
-from lt_offload.execute.edges.guard import Guard, held_by_others
-from lt_offload.execute.edges.logits import LossInBlock
-from lt_offload.execute.edges.own_optimizer import EmptyStep, SavedStates
-from lt_offload.execute.edges.place import Place
-from lt_offload.execute.edges.shown import ShownGradients
-from lt_offload.execute.edges.window import Window
-from lt_offload.execute.gradients import Gradients
-from lt_offload.execute.groups import Layout, move_rest
-from lt_offload.execute.inference import Streaming, room
-from lt_offload.execute.optimizer import Updates
+from lt_offload.execute.memory.activations import ROUNDING, HostPool
+from lt_offload.execute.memory.bound_weights import BoundWeights, expose
+from lt_offload.execute.memory.groups import Layout, move_rest
+from lt_offload.execute.memory.residency import Residency
+from lt_offload.execute.memory.snapshots import Snapshots
+from lt_offload.execute.memory.streaming import Streaming, room
+from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.program import Walk, check_match
-from lt_offload.execute.runs.activations import ROUNDING, HostPool
-from lt_offload.execute.runs.block_graph import BlockFunction
-from lt_offload.execute.runs.deferred import DeferredForward, DeferredForwards
-from lt_offload.execute.runs.frames import AnyFrame, Frames
-from lt_offload.execute.tensors import Weight
+from lt_offload.execute.updates.gradients import Gradients
+from lt_offload.execute.updates.optimizer import Updates
+from lt_offload.execute.updates.window import Window
+from lt_offload.execute.user_code import checks
+from lt_offload.execute.user_code.aliases import held_by_others
+from lt_offload.execute.user_code.checks import Backward, Consumers, InstalledSetup, OwnParameters
+from lt_offload.execute.user_code.guard import Guard
+from lt_offload.execute.user_code.logits import LossInBlock
+from lt_offload.execute.user_code.param_grad import ConsumedGradients, ShownGradients
+from lt_offload.execute.user_code.place import Place
+from lt_offload.execute.user_code.step_hooks import OptimizerStepHook, SavedStates
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import tensors_of
 from lt_offload.model.compiled import called, intercept, without_gradients
@@ -104,7 +99,7 @@ class Engine(Controls):
         """While the model runs on another device than its parameters are on."""
         self._anchor = torch.zeros((), requires_grad=True)
         self._frames = Frames(device, self.pool, self.structure, plan)
-        check_hooks(self.structure, self._frames.repeated, parted=self._frames.parted)
+        checks.check_hooks(self.structure, self._frames.repeated, parted=self._frames.parted)
         self._loss = LossInBlock(self.structure, plan) if plan is not None and LossInBlock.wanted(plan) else None
         self._walk: Walk
         self._blocks: list[list[Weight]] = []
@@ -115,8 +110,8 @@ class Engine(Controls):
         """By computation."""
         self._guard: Guard
         self._place: Place
-        self._fixed: Fixed
-        self._consumed: StandIns
+        self._fixed: InstalledSetup
+        self._consumed: ConsumedGradients
         self._shown: ShownGradients
         self._own: list[OwnParameters]
         self._staying = False
@@ -129,7 +124,7 @@ class Engine(Controls):
         self._window = Window(plan)
         self._accounting = ExitStack()
         """Of the memory that the iteration takes."""
-        self._step: EmptyStep
+        self._step: OptimizerStepHook
         self._ran_backward = False
         self._left: str | None = None
         self._grad_norm: Tensor | None = None
@@ -151,7 +146,9 @@ class Engine(Controls):
             device.limit_host(self._host_limit(plan) - plan.process_bytes)
         device.stays(*(param.detach() for _, param in self.structure.rest), *self.model.buffers())
         device.reserve(plan.arena_bytes if plan is not None else room(self._blocks, device.room))
-        self.residency = Residency(device, layout, plan, self.updates)
+        updates = self.updates
+        known = (Snapshots(), None) if updates is None else (updates.snapshots, updates.adopt)
+        self.residency = Residency(device, layout, plan, *known)
         self.streaming = Streaming(device, self._blocks, layout)
         if plan is not None:
             assert self.updates is not None
@@ -180,8 +177,10 @@ class Engine(Controls):
             self._undo.append(intercept(block.module, without_gradients(block.module, run)))
         unseen = [self.weights[index] for index in aliases.unseen]
         self._guard = Guard(self.weights, self.residency, self.updates, self._open, unseen)
-        self._fixed = Fixed(self.structure, self.weights, self.updates, self._frames.repeated, self._frames.parted)
-        self._consumed = StandIns(self.weights)
+        self._fixed = InstalledSetup(
+            self.structure, self.weights, self.updates, self._frames.repeated, self._frames.parted
+        )
+        self._consumed = ConsumedGradients(self.weights)
         self._shown = ShownGradients(self.weights, self._guard, self.residency)
         self._own = [OwnParameters(block.name, block.module) for block in self.structure.blocks]
         self._watch_optimizer()
@@ -199,7 +198,7 @@ class Engine(Controls):
         self.updates.move([param for _, param in self.structure.rest], self.device.torch_device)
         params = {weight.param for weight in self.weights}
         calls = self._begin_empty_step, self._after_step
-        self._step = EmptyStep(self.updates, params, *calls, delayed=self._window.delayed)
+        self._step = OptimizerStepHook(self.updates, params, *calls, delayed=self._window.delayed)
         saved = SavedStates(self.updates, self._guard, self._open, self.drain, self.invalidate)
         self._undo += [self._step.remove, saved.remove]
 
@@ -308,7 +307,7 @@ class Engine(Controls):
             if self._walk.cursor:
                 self._restart()
             return
-        check_reached(self.weights, self._frames)
+        checks.check_reached(self.weights, self._frames)
         self._frames.clear()
         self._walk.finish()
         self._window.added += 1
@@ -358,7 +357,7 @@ class Engine(Controls):
             return
         else:
             self._walk.finish()
-            check_reached(self.weights, self._frames)
+            checks.check_reached(self.weights, self._frames)
             self._frames.clear()
         self._grad_norm = self.gradients.end_iteration(self._norms_of_rest())
         self.updates.end_iteration(self.weights)

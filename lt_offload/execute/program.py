@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from torch.optim import Optimizer
 
 from lt_offload.errors import PlanError, UnsupportedError
-from lt_offload.execute.copies import Residency
+from lt_offload.execute.blocks.runs import Frames
 from lt_offload.execute.device.record import Recorder
-from lt_offload.execute.gradients import Gradients
-from lt_offload.execute.runs.frames import Frames
-from lt_offload.execute.tensors import Weight
+from lt_offload.execute.memory.residency import Residency
+from lt_offload.execute.memory.tensors import Weight
+from lt_offload.execute.updates.gradients import Gradients
 from lt_offload.model.blocks import Structure
 from lt_offload.model.compiled import is_compiled
 from lt_offload.schema.plan import Op, Pass, Plan, Timeline, deadlines
@@ -131,7 +131,7 @@ class Walk:
 
 @dataclass(slots=True)
 class StepOps:
-    """What happens around one forward or backward, besides what gradients drive: see ``gradients.py``."""
+    """What happens around one forward or backward, besides what gradients drive: see ``updates/gradients.py``."""
 
     before: list[Op] = field(default_factory=list)
     """Prefetches."""

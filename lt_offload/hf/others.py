@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from lt_offload.errors import UnsupportedError
-from lt_offload.execute.groups import move_rest
+from lt_offload.execute.memory.groups import move_rest
 from lt_offload.hf import head
 from lt_offload.model.blocks import Block, find_blocks
 from lt_offload.model.compiled import called, intercept

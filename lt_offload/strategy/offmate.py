@@ -25,7 +25,7 @@ from lt_offload.errors import ConfigError, OffloadError, OverBudget
 from lt_offload.execute import open_device
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.engine import Engine
-from lt_offload.execute.groups import move_rest
+from lt_offload.execute.memory.groups import move_rest
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.calls import plainly, switched_off
 from lt_offload.plan import Settings, make_plan

@@ -113,9 +113,10 @@ def instrumented(phases: Phases, copies: Counter[str]) -> Iterator[None]:
     """Time the engine's entries and parts, for engines that are made within the context; count what its lanes do."""
     import torch
 
-    from lt_offload.execute import engine, gradients
+    from lt_offload.execute import engine
+    from lt_offload.execute.blocks import run as units
     from lt_offload.execute.device import cuda, emulated
-    from lt_offload.execute.runs import block_graph as units
+    from lt_offload.execute.updates import gradients
 
     with ExitStack() as stack:
 

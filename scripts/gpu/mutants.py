@@ -25,7 +25,7 @@ from typing import Any
 from scripts.common import ROOT, arguments, read_json, save
 
 TASKS, DEVICE = "lt_offload/execute/device/cuda_tasks.py", "lt_offload/execute/device/cuda.py"
-STAGING, GUARD = "lt_offload/machine/staging.py", "lt_offload/execute/edges/guard.py"
+STAGING, GUARD = "lt_offload/machine/staging.py", "lt_offload/execute/user_code/guard.py"
 TREE = ("lt_offload", "tests", "scripts", "recipes", "configs", "pyproject.toml")
 TESTS = ("tests/gpu/test_gpu_parity.py", "tests/gpu/engine", "tests/gpu/loops", "tests/gpu")
 """Those that notice most first."""

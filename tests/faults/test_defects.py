@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 
 from lt_offload.errors import UnsupportedError
-from lt_offload.execute import gradients
-from lt_offload.execute.copies import Transfer
 from lt_offload.execute.device.emulated import EmulatedDevice
-from lt_offload.execute.gradients import Gradients
-from lt_offload.execute.runs import activations
+from lt_offload.execute.memory import activations
+from lt_offload.execute.memory.residency import Transfer
+from lt_offload.execute.updates import gradients
+from lt_offload.execute.updates.gradients import Gradients
 from tests.support.engines import Case, differences, offloaded, plain
 
 TIED = Case(family="llama-tied", options=("recompute", "mixed"), places=("device", "host"), dropout=0.1)

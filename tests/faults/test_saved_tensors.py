@@ -11,13 +11,13 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from lt_offload.errors import UnsupportedError
+from lt_offload.execute.blocks.repeats import Repeats
+from lt_offload.execute.blocks.run import Frame
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
-from lt_offload.execute.runs import activations
-from lt_offload.execute.runs.activations import MovedStorage, WeightAlias
-from lt_offload.execute.runs.block_graph import Frame
-from lt_offload.execute.runs.repeats import Repeats
-from lt_offload.execute.tensors import States
+from lt_offload.execute.memory import activations
+from lt_offload.execute.memory.activations import MovedStorage, WeightAlias
+from lt_offload.execute.memory.tensors import States
 from lt_offload.model.blocks import find_blocks
 from tests.support import plans
 from tests.support.engines import BUDGET, Result, differences

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
-from lt_offload.execute.edges.snapshots import HostSnapshot
 from lt_offload.execute.engine import Engine
+from lt_offload.execute.memory.snapshots import HostSnapshot
 from tests.gpu.target import Target
 from tests.support.engines import Case, batches, build, make_optimizer, planned
 

@@ -49,6 +49,17 @@ ROOMS_OF_PLAN = (
     ("orders",),
     ("plan",),  # __init__.py
 )
+ROOMS_OF_EXECUTE = (
+    ("device",),
+    ("memory",),
+    ("updates",),
+    ("blocks",),
+    ("user_code",),
+    ("program",),
+    ("controls",),
+    ("engine",),
+    ("execute",),  # __init__.py
+)
 WITHOUT_TORCH = ("plan", "schema", "report")
 TORCH = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "transformers"}
 FILES_OF_A_FOLDER = 13
@@ -151,9 +162,10 @@ def test_nothing_imports_upwards_and_siblings_never_import_each_other() -> None:
     assert upward(LAYERS, rooms) == []
 
 
-def test_no_room_of_plan_imports_upwards() -> None:
-    rooms = {name: (name.split(".") + ["plan"])[2] for name in within("plan")}
-    assert upward(ROOMS_OF_PLAN, rooms) == []
+@pytest.mark.parametrize(("verb", "layers"), [("plan", ROOMS_OF_PLAN), ("execute", ROOMS_OF_EXECUTE)])
+def test_no_room_of_a_verb_imports_upwards(verb: str, layers: Sequence[Sequence[str]]) -> None:
+    rooms = {name: (name.split(".") + [verb])[2] for name in within(verb)}
+    assert upward(layers, rooms) == []
 
 
 def test_modules_do_not_import_each_other_in_circles() -> None:
@@ -266,10 +278,10 @@ def test_what_the_map_names_is_there(path: str) -> None:
 @pytest.mark.parametrize(
     ("module", "names"),
     [
-        ("execute.copies", ("Residency.issue", "Transfer.fetch")),
+        ("execute.memory.residency", ("Residency.issue", "Transfer.fetch")),
         ("plan.verify.check", ("_budgets",)),
         ("machine.accounting", ("Account",)),
-        ("execute.gradients", ("Gradients.clip_norm", "Gradients.edit")),
+        ("execute.updates.gradients", ("Gradients.clip_norm", "Gradients.edit")),
     ],
 )
 def test_the_answers_of_the_map_are_right(module: str, names: tuple[str, ...]) -> None:

@@ -54,7 +54,7 @@ class Cell:
     def __init__(self, label: str = "") -> None:
         self.label = label
         self.history: Any = None
-        """Owned by the happens-before checker."""
+        """TrackedTensor by the happens-before checker."""
 
 
 class Buffer(Cell):

@@ -29,7 +29,7 @@ from torch.optim import Optimizer
 
 from lt_offload.errors import CheckpointError
 from lt_offload.execute.device.lanes import plain_torch
-from lt_offload.execute.edges.snapshots import HostSnapshot
+from lt_offload.execute.memory.snapshots import HostSnapshot
 from lt_offload.model.optimizers import put, tensor_at, tensors_of
 from lt_offload.strategy.checkpoint.foreign import reading
 from lt_offload.strategy.checkpoint.writer import Writer

@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 from lt_offload.errors import PlanError, UnsupportedError
+from lt_offload.execute.blocks.repeats import Repeats
+from lt_offload.execute.blocks.run import Frame
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
-from lt_offload.execute.runs.block_graph import Frame
-from lt_offload.execute.runs.repeats import Repeats
 from lt_offload.model.blocks import find_blocks
 from lt_offload.plan.assembly.plan import build
 from lt_offload.plan.iteration.decisions import BlockDecision, Decisions, Interval, Recomputation, TensorDecision, uses

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
+from lt_offload.execute.blocks.runs import Frames
 from lt_offload.execute.device.emulated import EmulatedDevice
-from lt_offload.execute.runs import activations
-from lt_offload.execute.runs.frames import Frames
+from lt_offload.execute.memory import activations
 from lt_offload.model.blocks import find_blocks
 from tests.support import plans
 from tests.support.engines import BUDGET, Case, build, differences, make_optimizer, plain, trained_on

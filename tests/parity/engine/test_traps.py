@@ -18,7 +18,7 @@ from torch import nn
 from lt_offload.errors import OverBudget, PlanError, UnsupportedError
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
-from lt_offload.execute.runs.activations import CacheCostly
+from lt_offload.execute.memory.activations import CacheCostly
 from lt_offload.model.blocks import find_blocks
 from tests.support import models, plans
 from tests.support.engines import BUDGET, Case, batches, build, differences, make_optimizer, offloaded, plain, scheduler

@@ -15,7 +15,7 @@ from lt_offload.errors import PlanError, Race
 from lt_offload.execute.device.cuda import CudaDevice
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
-from lt_offload.execute.runs.activations import WeightAlias
+from lt_offload.execute.memory.activations import WeightAlias
 from lt_offload.plan import check
 from lt_offload.plan.assembly.plan import build as build_plan
 from lt_offload.plan.iteration.decisions import Decisions, Interval, TensorDecision, block_decisions, uses

@@ -22,7 +22,7 @@ from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lt_offload import ConfigError, InfeasibleError, OffmateStrategy
 from lt_offload.errors import CheckpointError
 from lt_offload.execute.device.emulated import EmulatedDevice
-from lt_offload.execute.edges import snapshots
+from lt_offload.execute.memory import snapshots
 from lt_offload.strategy import offmate, sample
 from lt_offload.strategy.checkpoint import files, hooks
 from lt_offload.strategy.checkpoint.writer import Writer

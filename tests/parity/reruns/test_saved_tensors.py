@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from lt_offload.execute.runs import frames
+from lt_offload.execute.blocks import runs
 from lt_offload.model.blocks import find_blocks
 from tests.support import plans
 from tests.support.engines import Result, differences, installed
@@ -35,7 +35,7 @@ class Checkpointed(Net):
 @pytest.mark.parametrize("steady", [(), (0,), (1,), (2, 3), (5,), range(6)], ids=str)
 def test_own_checkpointing_of_blocks(steady: Collection[int], monkeypatch: pytest.MonkeyPatch) -> None:
     # Plans decide by measured times whose weights stay in their places: no set of such blocks may matter.
-    monkeypatch.setattr(frames, "_steady", lambda structure, plan: {*steady})
+    monkeypatch.setattr(runs, "_steady", lambda structure, plan: {*steady})
     model = Checkpointed()
     optimizer = adamw(model)
     layout = {"options": ("keep", "keep", "recompute"), "places": ("device",), "resident": True}

@@ -13,7 +13,7 @@ import lt_offload
 from lt_offload.errors import InfeasibleError, UnsupportedError
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
-from lt_offload.execute.runs.activations import ROUNDING
+from lt_offload.execute.memory.activations import ROUNDING
 from lt_offload.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests.support import models

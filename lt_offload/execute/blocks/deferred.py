@@ -1,0 +1,165 @@
+"""Forwards that wait for others before their backward: pairs, two losses, a reference forward in between.
+
+A plan is made for passes: a forward and its backward, which nothing comes between. So a forward that others follow runs
+twice. First with the weights streamed through, as without gradients, saving what its blocks cannot have from each
+other. Then once more, when its backward begins: as the pass that this backward belongs to, whose gradients are added to
+those of the passes before. Autograd goes through the later forward first, so that they are added in the order of plain
+PyTorch.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from lt_offload.execute.blocks.run import BlockFunction, Frame
+from lt_offload.execute.blocks.runs import AnyFrame, Frames
+from lt_offload.execute.blocks.shared_inputs import SharedInputs
+from lt_offload.execute.memory.streaming import Streaming
+from lt_offload.execute.memory.tensors import Weight
+from lt_offload.model.calls import BlockOutput
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.profile import RECORDED
+
+Again = Callable[[int, Callable[..., Any], tuple[Any, ...], dict[str, Any]], tuple[AnyFrame, list[Tensor]]]
+"""Runs a block, given its forward and arguments, as a part of the present pass; returns its frame and its outputs."""
+
+
+class DeferredForward:
+    """One such forward. It lives as long as the outer graph: one whose loss is dropped leaves nothing behind."""
+
+    def __init__(self) -> None:
+        self.frames: list[Frame] = []
+        """Of its first run, by block."""
+        self.originals: list[Callable[..., Any]] = []
+        """What runs the blocks."""
+        self.passed: list[AnyFrame] = []
+        """Of its second run, by block, once its backward has begun."""
+        self.last_output: BlockOutput | None = None
+        self.shared = SharedInputs()
+
+    def run_again(self, run: Again, options: Sequence[str]) -> None:
+        """Run all blocks once more by ``run``, under ``options``."""
+        outputs: list[Tensor] = []
+        for frame, original, option in zip(self.frames, self.originals, options, strict=True):
+            with frame.repeated(outputs, graph=option in RECORDED) as (args, kwargs):
+                outputs.clear()  # nobody holds what the block does not need
+                passed, outputs = run(frame.index, original, args, kwargs)
+                frame.check_outputs(outputs)
+            self.passed.append(passed)
+
+    def close(self) -> None:
+        """Drop what it has saved."""
+        for frame in (*self.frames, *self.passed):
+            frame.close()
+
+
+class DeferredForwards:
+    """Those of an engine that have not had their backward.
+
+    Args:
+        plan: says how many there may be at a time.
+        frames: of the engine.
+        streaming: runs forwards without a plan.
+        blocks: the weights of each block.
+        watch: is told what each block is called with.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        frames: Frames,
+        streaming: Streaming,
+        blocks: Sequence[Sequence[Weight]],
+        watch: Callable[[int, Sequence[Tensor]], None],
+    ) -> None:
+        self._count, self._options = plan.deferred_forwards, plan.options
+        self._frames, self._streaming, self._blocks = frames, streaming, blocks
+        self._watch = watch
+        self._known: list[weakref.ref[DeferredForward]] = []
+        self._present: DeferredForward | None = None
+
+    @property
+    def waiting(self) -> int:
+        """How many wait for their backward."""
+        return sum(not forward.passed for forward in self._alive())
+
+    @property
+    def due(self) -> bool:
+        """Whether a forward that begins now is to wait for others."""
+        return self.waiting < self._count
+
+    @property
+    def running(self) -> bool:
+        """Whether one has begun and not come to its last block."""
+        return self._present is not None
+
+    def begin(self) -> None:
+        """Begin one."""
+        self._present = DeferredForward()
+        self._known.append(weakref.ref(self._present))
+
+    def awaits(self, index: int) -> bool:
+        """Return whether this block is the next one."""
+        return self._present is not None and len(self._present.frames) == index
+
+    def forward(
+        self,
+        index: int,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        anchor: Tensor,
+        backward: Callable[[DeferredForward, AnyFrame, Tensor, Any], list[Tensor | None]],
+    ) -> Any:
+        """Run one block for the first time.
+
+        Args:
+            index: of the block.
+            forward: runs it.
+            args: of the call.
+            kwargs: of the call.
+            anchor: requires grad.
+            backward: runs the block's backward.
+        """
+        present = self._present
+        assert present is not None
+
+        def stream(*args: Any, **kwargs: Any) -> Any:
+            return self._streaming.forward(index, forward, args, kwargs)
+
+        frame = self._frames.make_waiting(index, stream, self._blocks[index], args, kwargs, present.last_output)
+        del args, kwargs
+        present.frames.append(frame)
+        present.originals.append(forward)
+        if frame.needs_backward:
+            inputs = frame.take_inputs()
+            self._watch(index, inputs)
+            frame.totals = present.shared.note(index, inputs)
+            run = partial(backward, present)
+            out = frame.unflatten(BlockFunction.apply(frame, anchor, run, *inputs))  # type: ignore[no-untyped-call]
+        else:
+            out = frame.run_frozen(save=frame.sources is None)
+        present.last_output = BlockOutput(out)
+        if index == len(self._blocks) - 1:
+            self._present = None  # the graph holds it from here on
+        return out
+
+    def run_again(self, forward: DeferredForward, run: Again) -> None:
+        """Run all blocks of one once more, each by ``run``."""
+        forward.run_again(run, self._options)
+
+    def close(self) -> None:
+        """Drop all of them."""
+        for forward in self._alive():
+            forward.close()
+        self._known, self._present = [], None
+
+    def _alive(self) -> list[DeferredForward]:
+        found = [forward for ref in self._known if (forward := ref()) is not None]
+        self._known = [weakref.ref(forward) for forward in found]
+        return found

@@ -1,0 +1,549 @@
+"""What a loop says to its engine and asks of it: micro-batches of an update, clipping, figures, another plan."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.linalg import vector_norm
+from torch.nn.utils import clip_grad_value_
+from torch.optim import Optimizer
+
+from lt_offload import limits
+from lt_offload.errors import ConfigError
+from lt_offload.execute.blocks.runs import repeated
+from lt_offload.execute.device.base import Device
+from lt_offload.execute.device.record import EngineStats, Recorder
+from lt_offload.execute.memory.residency import Residency
+from lt_offload.execute.memory.snapshots import HostSnapshot
+from lt_offload.execute.memory.streaming import room
+from lt_offload.execute.memory.tensors import Weight
+from lt_offload.execute.program import first_changes
+from lt_offload.execute.updates.gradients import Gradients
+from lt_offload.execute.updates.optimizer import Updates
+from lt_offload.execute.updates.window import CarriedWindow, Window
+from lt_offload.execute.user_code.checks import InstalledSetup, may_repeat
+from lt_offload.execute.user_code.guard import Guard, TrackedTensor
+from lt_offload.execute.user_code.param_grad import ConsumedGradients, ShownGradients
+from lt_offload.execute.user_code.step_hooks import ManualLoop
+from lt_offload.model.blocks import Structure
+from lt_offload.schema.plan import Plan
+from lt_offload.schema.trace import Trace
+
+
+class Controls(ABC):
+    """The part of an engine that is for whoever drives it."""
+
+    model: nn.Module
+    structure: Structure
+    plan: Plan | None
+    device: Device
+    weights: list[Weight]
+    updates: Updates | None
+    recorder: Recorder
+    residency: Residency
+    installed: bool
+    gradients: Gradients | None
+    _window: Window
+    _guard: Guard
+    _fixed: InstalledSetup
+    _consumed: ConsumedGradients
+    _blocks: list[list[Weight]]
+    _updated_on_host: set[int]
+    _grad_norm: Tensor | None
+    _rest_squares: list[Tensor] | None = None
+    """The squared norms of gradients outside the blocks, once they are known."""
+    _staying: bool
+    _shown: ShownGradients
+    _ran_backward: bool
+    _undo: list[Callable[[], None]]
+    own_loop: ManualLoop | None = None
+    """Follows a loop that is not ours; elsewhere :meth:`iteration` encloses every backward."""
+    after_backward: Callable[[], None] | None = None
+    """Is called in such a loop when gradients are shown: what is made of them takes no device memory."""
+    keeps_gradients = False
+    """What updates have used can be shown afterwards, in plans whose updates wait."""
+    _left: str | None
+    """What was unfinished in an iteration that failed, as :meth:`unfinished` says it."""
+
+    @abstractmethod
+    def drain(self) -> None:
+        """Make every host copy complete."""
+
+    @abstractmethod
+    def invalidate(self) -> None:
+        """Forget every device copy."""
+
+    @property
+    @abstractmethod
+    def _waiting(self) -> int:
+        """Forwards that wait for others before their backward."""
+
+    @abstractmethod
+    def _open(self) -> bool:
+        """Return whether a backward is still to come."""
+
+    @abstractmethod
+    def _end_pass(self) -> None:
+        """End a pass that adds gradients up, if there is one."""
+
+    @property
+    def accumulate(self) -> int:
+        """Micro-batches per ``optimizer.step()`` in a loop of one's own; may be set between two iterations.
+
+        Raises:
+            ConfigError: when it is set, if it is not a number of micro-batches, or in the middle of a window.
+            PlanError: when it is set, if the plan is one for windows of 1.
+        """
+        return self._window.size
+
+    @accumulate.setter
+    def accumulate(self, count: int) -> None:
+        self._window.resize(count, self._window.added + self._ran_backward)
+
+    @property
+    def clip_value(self) -> float | None:
+        """What gradients are clamped to before updates use them, as ``torch.nn.utils.clip_grad_value_`` would do.
+
+        May be set between two iterations; None: they are left as they are.
+        """
+        return self.gradients.clip_value if self.gradients is not None else None
+
+    @clip_value.setter
+    def clip_value(self, value: float | None) -> None:
+        assert self.gradients is not None, "training needs a plan"
+        if value is not None:
+            _require_positive(f"clip_value={value}", value)
+        self.gradients.clip_value = value
+
+    def clip_grad_norm_(
+        self,
+        max_norm: float,
+        norm_type: float = 2.0,
+        error_if_nonfinite: bool = False,
+        *,
+        parameters: Iterable[Tensor] | None = None,
+    ) -> Tensor:
+        """Clip the norm of the gradients, as ``torch.nn.utils.clip_grad_norm_`` would do, before ``optimizer.step()``.
+
+        The plan has to be one whose updates wait for that: ``delayed=True``. A norm that is not finite makes every
+        gradient infinite or NaN, as in plain PyTorch, unless ``error_if_nonfinite`` is set.
+
+        Args:
+            max_norm: of all gradients together.
+            norm_type: of the norm.
+            error_if_nonfinite: raise if the norm is not finite; nothing has been updated then.
+            parameters: in the order in which the norms of their gradients are put together; None: that of the model.
+
+        Returns:
+            The norm before clipping.
+
+        Raises:
+            ConfigError: if ``max_norm`` is not more than 0.
+            UnsupportedError: if updates do not wait, or gradients have been clipped already.
+            RuntimeError: with ``error_if_nonfinite``, if the norm is not finite.
+        """
+        _require_positive(f"clip_grad_norm_(max_norm={max_norm})", max_norm)
+        gradients = self._complete_gradients("clip_grad_norm_")
+        with self._guard.suspended, self._changing_gradients():
+            self._norms_of_rest()
+            params = self.model.parameters() if parameters is None else parameters
+            return gradients.clip_norm(params, max_norm, norm_type, error_if_nonfinite=error_if_nonfinite)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clip the gradients of the present window one by one, as ``torch.nn.utils.clip_grad_value_`` would do.
+
+        For plans with ``delayed=True``. With others :attr:`clip_value` clips those of every window.
+
+        Raises:
+            ConfigError: if ``clip_value`` is not more than 0.
+            UnsupportedError: if updates do not wait.
+        """
+        _require_positive(f"clip_grad_value_(clip_value={clip_value})", clip_value)
+        gradients = self._complete_gradients("clip_grad_value_")
+        with self._guard.suspended, self._changing_gradients():
+            gradients.clip_each(clip_value)
+            self._clip_rest(clip_value)
+
+    def clip_rest(self) -> None:
+        """Clamp the gradients of parameters outside the blocks to :attr:`clip_value`, once they are complete."""
+        if self.clip_value is not None:
+            with self._guard.suspended:
+                self._clip_rest(self.clip_value)
+
+    def _clip_rest(self, value: float) -> None:
+        self._norms_of_rest()
+        rest = [param for _, param in self.structure.rest if param.grad is not None]
+        if rest:  # torch's function fails for none
+            clip_grad_value_(rest, value)
+
+    def _norms_of_rest(self) -> list[Tensor]:
+        """Return the squared norms of gradients outside the blocks, before they were clipped, if they are asked for."""
+        if self.gradients is None or self.gradients.square_sums is None:
+            return []
+        if self._rest_squares is None:
+            grads = [param.grad for _, param in self.structure.rest if param.grad is not None]
+            self._rest_squares = [vector_norm(grad, dtype=torch.float32).square() for grad in grads]
+        return self._rest_squares
+
+    def _complete_gradients(self, call: str) -> Gradients:
+        """Return the gradients, which wait for their updates until they are complete."""
+        if not self._window.delayed:
+            raise limits.CLIPPING.error(f"engine.{call}() was called")
+        assert self.gradients is not None
+        return self.gradients
+
+    @contextmanager
+    def _changing_gradients(self) -> Iterator[None]:
+        """Enclose what says how updates will change the gradients: ``param.grad`` would not show it."""
+        self._end_pass()
+        shown = self._shown.present
+        self._shown.take(final=False)
+        yield
+        if shown:
+            self._consumed.put()
+
+    def show_gradients(self) -> None:
+        """Let ``param.grad`` be the sum of gradients of the present window so far, which may be edited.
+
+        Raises:
+            UnsupportedError: if updates do not wait.
+        """
+        self._complete_gradients("show_gradients")
+        with self._guard.suspended:
+            self._shown.drop()
+            self._end_pass()
+            self._shown.put()
+
+    @contextmanager
+    def showing_used_gradients(self) -> Iterator[None]:
+        """Let ``param.grad`` be what the last updates have used, to be read before it is cleared."""
+        with self.device.between():
+            with self._guard.suspended:
+                self._consumed.drop()
+                if not self._shown.present:
+                    self._shown.put_used()
+            yield
+            with self._guard.suspended:
+                self._shown.drop()
+                self._shown.use(())
+
+    def hide_gradients(self, *, final: bool) -> None:
+        """End that, if they are shown: updates will use what ``param.grad`` is now.
+
+        Args:
+            final: nothing else is done to them before.
+
+        Raises:
+            UnsupportedError: if somebody has kept one that is to change.
+        """
+        with self._guard.suspended:
+            self._shown.take(final=final)
+            self._consumed.drop()
+
+    def _leave_gradients(self) -> None:
+        """Let ``param.grad`` be what a pass or the updates have left, as far as it is kept, until it is cleared."""
+        if self._shown.present:
+            return
+        if self._window.delayed and self._window.added:
+            self._shown.put()
+        elif self._shown.used:
+            self._shown.put_used()
+        else:
+            self._consumed.put()
+
+    @property
+    def _cleared(self) -> bool:
+        """Whether that has been cleared."""
+        return self._shown.gone if self._shown.present else self._consumed.gone
+
+    def _follow_gradients(self) -> None:
+        """An iteration begins: gradients are what others have made of them by now."""
+        if self._window.added:
+            self._use_shown_sums()
+        elif self._cleared:
+            self._shown.drop()
+            self._shown.use(())
+
+    def _use_shown_sums(self) -> None:
+        """Before a forward, in which sums cannot be written any more, adopt what was assigned to those shown."""
+        if self._shown.present:
+            self._shown.take(final=False)
+            self._shown.put()
+
+    def _begin_gradients(self) -> None:
+        """A backward begins: ``param.grad`` is nothing any more but what autograd makes it."""
+        if not self._shown.present:
+            self._consumed.give_way(adding=self._window.added > 0, cleared=self.own_loop is not None)
+        elif self._window.added:
+            self._shown.take(final=False)
+        else:
+            self._shown.drop()
+            self._shown.use(())
+
+    def _begin_empty_step(self) -> None:
+        """The optimizer's own step begins: there is nothing for it to use, also if no backward came before it."""
+        if self.own_loop is None:
+            with self._guard.suspended:
+                self._shown.take() if self._window.added else self._shown.drop()
+                self._consumed.drop()
+
+    @contextmanager
+    def _kept_gradients(self) -> Iterator[None]:
+        """Enclose updates whose gradients can be shown afterwards, if they are to be."""
+        gradients = self.gradients
+        if not self.keeps_gradients or gradients is None:
+            yield
+            return
+        asked = gradients.square_sums is not None
+        squares = self._shown.keep(gradients.edit(now=True), squares=asked)
+        gradients.square_sums = None
+        if not self.residency.settled:
+            self.residency.settle()
+        yield
+        gradients.square_sums = squares
+
+    # -- loops that are not ours ---------------------------------------------------------------------------------------
+
+    def follow(self, optimizer: Optimizer) -> None:
+        """Follow a loop that is not ours: ``optimizer.step()`` ends an iteration."""
+        self.own_loop = ManualLoop(self._consumed, optimizer, self._end_backward, self._begin_step, self.finish)
+        self._undo.append(self.own_loop.remove)
+
+    def _end_backward(self) -> None:
+        """A backward of a loop that is not ours has ended."""
+        self._window.micro_batches += not self._waiting
+        if self._window.delayed:
+            self.show_gradients()
+            if self.after_backward is not None:
+                self.after_backward()
+            return
+        if self._window.which == "accumulating":
+            with self._guard.suspended:
+                self._end_pass()
+        else:
+            self.clip_rest()
+        self._consumed.put()
+
+    def _begin_step(self) -> bool:
+        """``optimizer.step()`` of such a loop begins; return whether there is something to update with."""
+        if self._window.delayed:
+            with self._guard.suspended:
+                self._take_stand_ins(final=self.clip_value is None)
+            self.clip_rest()
+        elif self._waiting:
+            raise limits.FORWARDS.error(
+                f"{self._waiting} forwards with gradients had no backward before optimizer.step()"
+            )
+        elif self._window.added and not self._ran_backward:
+            raise limits.WINDOW.error("optimizer.step() was called before the last micro-batch of the window")
+        return self._ran_backward or self._window.added > 0
+
+    def _begin_in_window(self) -> None:
+        """A forward of such a loop begins, and perhaps a window."""
+        self._window.begin()
+        if self._window.delayed and self._window.added:
+            if self._cleared:
+                self._forget_sums()
+                self._shown.drop()
+            self._use_shown_sums()
+
+    def _take_stand_ins(self, *, final: bool) -> None:
+        """Take what ``param.grad`` shows away; if a loop has done so already, forget the sums of gradients."""
+        if self._shown.present:
+            if self._shown.gone:
+                self._forget_sums()
+                self._shown.drop()
+            else:
+                self._shown.take(final=final)
+            return
+        if self._window.delayed and self._consumed.gone:
+            self._forget_sums()
+        self._consumed.check(present=bool(self._window.added))
+        self._consumed.drop()
+
+    def _forget_sums(self) -> None:
+        self._window.end()
+        if self.gradients is not None:
+            self.gradients.forget_sums()
+
+    # -- another engine goes on ----------------------------------------------------------------------------------------
+
+    def changed(self, optimizer: Optimizer) -> str | None:
+        """Return what has changed since the engine was installed that only another plan can follow; None: nothing.
+
+        Args:
+            optimizer: the one that is in use now.
+        """
+        with self._guard.suspended:
+            return self._fixed.changed(optimizer)
+
+    def leave_window(self, optimizer: Optimizer) -> CarriedWindow:
+        """Return what the micro-batches of the present window have left, for another engine; to be closed afterwards.
+
+        Args:
+            optimizer: that will use it.
+
+        Raises:
+            UnsupportedError: if plain PyTorch would update a weight with it that is frozen now.
+        """
+        with self._guard.suspended:
+            self.drain()
+            held = [weight.total for weight in self.weights if weight.total is not None and weight.total.filled]
+            cleared = self._cleared
+            shown = {} if cleared else self._shown.used
+            if self._window.added:
+                shown = {total.weight.param: total.host for total in held}
+            sums = {param: total.clone() for param, total in shown.items()}
+            members = {param for group in optimizer.param_groups for param in group["params"] if param.requires_grad}
+            gone = sums.keys() - members if self._window.added else ()
+            for frozen in (weight for weight in self.weights if weight.param in gone):
+                raise limits.FROZEN_HALFWAY.error(f"{frozen.label} was frozen after {self._window.added} micro-batches")
+            rest = {param: param.grad.cpu() for _, param in self.structure.rest if param.grad is not None}
+            for param in rest:
+                param.grad = None
+        return CarriedWindow(added=self._window.added, cleared=cleared, sums=sums, rest=rest)
+
+    def enter_window(self, begun: CarriedWindow) -> None:
+        """Go on in a window that another engine has begun."""
+        with self._guard.suspended:
+            for weight in self.weights:
+                if weight.param in begun.sums and weight.total is not None:
+                    weight.total.host.copy_(begun.sums[weight.param])
+                    weight.total.filled = begun.added > 0
+            if begun.sums and not begun.added:
+                self._shown.use(begun.sums)
+            for param, grad in begun.rest.items():
+                param.grad = grad.to(param.device)
+            self._window.added = begun.added
+            if begun.added:
+                self.recorder.begin()
+            if not begun.cleared:
+                self._leave_gradients()
+
+    @abstractmethod
+    def finish(self) -> None:
+        """End the iteration."""
+
+    def may_be_replaced(self) -> bool:
+        """Return whether another engine may go on now, between two iterations, unnoticed by users.
+
+        It has other memory for weights and states: whoever holds some of this engine's would not see it trained.
+
+        Raises:
+            UnsupportedError: if something was changed since the last iteration that cannot be, as the next would.
+        """
+        with self._guard.suspended:
+            self._guard.check_thread()
+            self._fixed.check()
+            self._guard.begin()  # what was assigned to parameters is in the host copies from now on
+        return not self._staying and not self._guard.held
+
+    def take_in(self) -> None:
+        """Let host copies be what users have assigned to parameters: the engine is about to be closed.
+
+        Raises:
+            UnsupportedError: if a parameter was given other values than it can have.
+        """
+        with self._guard.suspended:
+            self._guard.begin()
+
+    def may_run(self, plan: Plan) -> bool:
+        """Return whether ``plan`` can do what users do beside training.
+
+        That is: their hooks allow that it runs other blocks a second time, and its arena is large enough for forwards
+        without gradients (validation), or not smaller than it was. Beside a GPU, whose updates differ from the host's
+        in the last bits, it also has to leave every update where it was: numbers do not depend on clocks.
+        """
+        assert self.plan is not None
+        here, there = ([place == "host" for place in p.update_places] for p in (self.plan, plan))
+        if self.device.torch_device.type != "cpu" and here != there:
+            return False
+        arena = min(room(self._blocks, 0), self.plan.arena_bytes)
+        return plan.arena_bytes >= arena and may_repeat(self.structure, repeated(plan))
+
+    @property
+    def stats(self) -> EngineStats:
+        """Figures of the last complete iteration."""
+        return self.recorder.stats(self.host_bytes, None if self._grad_norm is None else float(self._grad_norm))
+
+    @property
+    def host_bytes(self) -> int:
+        """RAM of the process: its own, weights, gradients, optimizer states, activations, what is set aside."""
+        updates = self.updates
+        states = updates.bytes(w for w in self.weights if w.index in self._updated_on_host) if updates else 0
+        own = self.plan.process_bytes if self.plan is not None else 0
+        return own + self.device.host_bytes + states + self.residency.snapshots.nbytes
+
+    def trace(self) -> Trace:
+        """Return the last complete iteration, measured."""
+        assert self.plan is not None
+        return self.recorder.trace(self.plan, self.host_bytes)
+
+    @contextmanager
+    def at_rest(self) -> Iterator[None]:
+        """Make every host copy complete, and enclose reading them: nothing else happens to them meanwhile."""
+        self.drain()
+        with self._guard.suspended:
+            yield
+
+    def snapshot(self, free: int) -> HostSnapshot:
+        """Return the host copies as they are now, to be read by another thread while training goes on, and closed.
+
+        To be called :meth:`at_rest`. Copies that have to be set aside for it take what the plan's host memory leaves.
+
+        Args:
+            free: bytes of RAM that the machine has left; no more is taken.
+        """
+        assert self.plan is not None
+        order = first_changes(self.plan)
+        storages = {
+            storage: order.get((owned.weight.index, owned.state is not None), len(self.plan.ops))
+            for storage, owned in self._guard.announced()
+            if owned.state is None or self._is_changed_by_ops(owned, storage)
+        }
+        return self.residency.snapshots.take(storages, min(free, self.plan.host_budget_bytes - self.host_bytes))
+
+    def _is_changed_by_ops(self, state: TrackedTensor, storage: torch.UntypedStorage) -> bool:
+        """Return whether only ops change the host copy of ``state``; other states are small, such as step counters."""
+        if state.weight.index in self._updated_on_host:
+            return storage.nbytes() > _SMALL
+        return state.state in state.weight.states.names
+
+    @property
+    def added(self) -> int:
+        """How many micro-batches of the present window have been added up without an update."""
+        return self._window.added
+
+    @property
+    def halfway(self) -> bool:
+        """Whether some weights of the present iteration, or of one that failed, are updated and others are not."""
+        return self.unfinished() == _HALFWAY
+
+    def unfinished(self) -> str | None:
+        """Return why a checkpoint of now would not be complete, as a clause for people; None if it would be."""
+        if self.installed and self._guard.halfway:
+            return _HALFWAY
+        if self._window.added:
+            return (
+                f"the gradients of {self._window.added} micro-batches since the last update are in no checkpoint; save "
+                "after an optimizer step, for example with every_n_train_steps"
+            )
+        return self._left
+
+
+_SMALL = 8
+"""Bytes of one element: whoever wants such a state as it is copies it at once."""
+
+_HALFWAY = (
+    "the iteration was interrupted when some weights were updated and others were not; resume from the last complete "
+    "checkpoint"
+)
+
+
+def _require_positive(setting: str, value: float) -> None:
+    if not value > 0:
+        raise ConfigError(f"{setting} must be more than 0; leave clipping out to keep gradients as they are")

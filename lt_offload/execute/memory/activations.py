@@ -1,0 +1,474 @@
+"""Saved tensors of a block between its forward and its backward: kept on the device, or moved to the host and back.
+
+A weight is never kept alive by a saved tensor: its alias is replaced by a :class:`WeightAlias`, which finds the weight
+again wherever it is when the backward needs it. Other tensors are moved by storage, so that views of one storage travel
+once and come back exactly as they were. Host memory comes from a :class:`HostPool`, which hands out the buffers of the
+last iteration again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from typing_extensions import override
+
+from lt_offload import limits
+from lt_offload.errors import UnsupportedError
+from lt_offload.execute.device.base import Cell, Device, Event
+from lt_offload.execute.memory.tensors import Weight
+from lt_offload.machine.accounting import tensors_in
+from lt_offload.machine.dispatch import unseen_by_dynamo
+from lt_offload.model.options import for_replay, is_costly, travels
+from lt_offload.model.snapshot import version
+from lt_offload.units import round_up
+
+_no_modes = torch._C._DisableTorchDispatch
+"""Context in which views are made: no mode has to see them."""
+
+_PAGE = 4096
+
+ROUNDING = 2 * _PAGE
+"""Bytes that the host copies of one block's activations may take beyond their size: whole pages, storages aligned."""
+
+
+Part = tuple[torch.Size, torch.dtype]
+"""What a storage is copied as."""
+
+
+class HostBuffer(Cell):
+    """Host memory for the activations of one block; whoever uses it next waits for ``used``, the last task that did."""
+
+    __slots__ = ("_layout", "_parts", "data", "used")
+
+    def __init__(self, data: Tensor) -> None:
+        super().__init__("host activation")
+        self.data = data
+        self.used: Event | None = None
+        self._layout: tuple[Part, ...] = ()
+        self._parts: list[Tensor] = []
+
+    def parts(self, layout: Sequence[Part]) -> list[Tensor]:
+        """Return one tensor per element of ``layout``, side by side; mostly it is the layout of the last time."""
+        wanted = tuple(layout)
+        if wanted != self._layout:
+            at = 0
+            self._layout, self._parts = wanted, []
+            for shape, dtype in wanted:
+                nbytes = shape.numel() * dtype.itemsize
+                self._parts.append(self.data[at : at + nbytes].view(dtype).view(shape))
+                at += round_up(nbytes, _HOST_ALIGNMENT)
+        return self._parts
+
+
+class HostPool:
+    """Free host buffers, ascending by size; a buffer is taken for one forward and given back after its backward."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._free: list[HostBuffer] = []
+        self.nbytes = 0
+        """Bytes allocated in all."""
+
+    def take(self, nbytes: int) -> HostBuffer:
+        """Return the smallest free buffer of at least ``nbytes`` that wastes at most a quarter, else a new one."""
+        index = bisect_left(self._free, nbytes, key=_size)
+        if index < len(self._free) and _size(self._free[index]) <= nbytes + nbytes // 4 + _PAGE:
+            return self._free.pop(index)
+        size = round_up(nbytes, _PAGE)
+        self.nbytes += size
+        return HostBuffer(self.device.host_empty((size,), torch.uint8))
+
+    def give(self, buffer: HostBuffer, used: Event | None) -> None:
+        """Take ``buffer`` back; ``used`` is the last task that reads or writes it."""
+        buffer.used = used
+        insort(self._free, buffer, key=_size)
+
+
+def _size(buffer: HostBuffer) -> int:
+    return buffer.data.numel()
+
+
+_HOST_ALIGNMENT = 64
+"""Saved storages begin at multiples of this many bytes in host memory: a cache line."""
+
+
+@dataclass(slots=True)
+class WeightAlias:
+    """A saved tensor that is a view of a weight."""
+
+    weight: Weight
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def unpack(self) -> Tensor:
+        """Return the same view of the weight's present copy, which may be at another address than in the forward.
+
+        Raises:
+            UnsupportedError: outside the backward of a block that owns it.
+        """
+        view = self.weight.present
+        if view is None:
+            raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside the block of {self.weight.label}")
+        with _no_modes():
+            return view.as_strided(self.shape, self.stride, view.storage_offset() + self.offset)
+
+
+@dataclass(slots=True, weakref_slot=True, eq=False)
+class Moved:
+    """A saved tensor whose storage travels."""
+
+    storage: MovedStorage
+    dtype: torch.dtype
+    offset: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+
+    def unpack(self) -> Tensor:
+        """Return the tensor for a node of the graph, which writes to none: others may be given the same."""
+        memory = self.storage.use()
+        if memory.shape == self.shape and memory.stride() == self.stride and memory.dtype == self.dtype:
+            return memory
+        return self._on(memory)
+
+    def restore(self) -> Tensor:
+        """Return the tensor as it was, on the fetched storage."""
+        return self._on(self.storage.use())
+
+    def _on(self, memory: Tensor) -> Tensor:
+        with _no_modes():  # nothing is allocated here, and a mode would take longer than all of it
+            tensor = torch.empty(0, dtype=self.dtype, device=memory.device)
+            return tensor.set_(memory.untyped_storage(), self.offset, self.shape, self.stride)
+
+
+class MovedStorage:
+    """One storage that saved tensors share: on the device, on its way, or on the host."""
+
+    __slots__ = ("__weakref__", "device", "nbytes", "owner", "part", "taken", "users", "watched")
+
+    def __init__(self, owner: ActivationOffloader, tensor: Tensor, storage: torch.UntypedStorage) -> None:
+        self.owner = owner
+        self.nbytes = storage.nbytes()
+        with _no_modes():
+            whole = tensor.is_contiguous() and tensor.nbytes == self.nbytes
+            self.device: Tensor | None = tensor.detach() if whole else _bytes_of(tensor.device, storage)
+            """All of it on the device; None while only the host has it."""
+        self.part: Part = self.device.shape, self.device.dtype
+        self.taken: list[weakref.ref[Moved]] = []
+        """Saved tensors that share it."""
+        self.users = 0
+        """Those that have not been unpacked yet."""
+        self.watched: tuple[Tensor, int] | None = None
+        """A tensor that nobody may write to before it has been copied, and its version when it was saved."""
+
+    def check_untouched(self) -> None:
+        """Raise if a watched tensor was written to, perhaps before it was copied."""
+        # Autograd compares versions of saved tensors only where no hooks are set, so that the check is ours to make.
+        if self.watched is None:
+            return
+        tensor, known = self.watched
+        if version(tensor) != known:
+            raise UnsupportedError(
+                f"an input or a result of block {self.owner.label} was written to after it was saved, so that the "
+                "block cannot run again; write out of place"
+            )
+
+    def use(self) -> Tensor:
+        """Return all of it on the device for one saved tensor; after the last one nothing here holds it any more."""
+        if self.device is not None and self.owner.at_home:  # autograd.grad inside the forward: nothing has left yet
+            return self.device
+        self.owner.arrived()
+        assert self.device is not None and self.users > 0
+        memory = self.device
+        self.users -= 1
+        if self.users == 0:
+            self.device = None
+        return memory
+
+
+class ActivationOffloader:
+    """Moves the saved storages of one block to the host after its forward and back before its backward."""
+
+    def __init__(self, device: Device, pool: HostPool, label: str) -> None:
+        self.device = device
+        self.pool = pool
+        self.label = label
+        self._by_storage: weakref.WeakValueDictionary[int, MovedStorage] = weakref.WeakValueDictionary()
+        """During the forward. What is saved for a part of the graph that nothing needs goes with that part."""
+        self._storages: list[MovedStorage] = []
+        """After it."""
+        self._host: HostBuffer | None = None
+        """Where all storages go, side by side."""
+        self._parts: list[Tensor] = []
+        """The host memory of each storage."""
+        self._nbytes = 0
+        self._left: Event | None = None
+        """The copies to the host."""
+        self._fetched: Event | None = None
+        """The copies back."""
+        self._awaited = False
+        """The compute lane is ordered after the copies back."""
+        self._memory = Cell(f"activations {label}")
+        """The device memory of all storages, for the happens-before checker."""
+        self._leaving: tuple[Cell, list[Tensor]] | None = None
+        """The device memory that is being copied to the host, until it is released: a plan may fetch before that."""
+
+    @property
+    def at_home(self) -> bool:
+        """Whether nothing has left yet."""
+        return self._left is None and self._fetched is None
+
+    def take(self, tensor: Tensor, *, watch: bool = False) -> Moved:
+        """Register ``tensor``; its storage will travel. ``watch``: raise if it is written to before it has left."""
+        memory = tensor.untyped_storage()
+        storage = self._by_storage.get(memory._cdata)
+        if storage is None:
+            storage = self._by_storage[memory._cdata] = MovedStorage(self, tensor, memory)
+        if watch and storage.watched is None:
+            storage.watched = (tensor, version(tensor))
+        moved = Moved(storage, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
+        storage.taken.append(weakref.ref(moved))
+        return moved
+
+    def leave(self, op: int) -> Event | None:
+        """Queue the copies to the host; return their event, None if there is nothing to move."""
+        # The forward is over. Once storages die, others may get their addresses and would be taken for them.
+        self._storages = list(self._by_storage.values())
+        self._by_storage.clear()
+        for storage in self._storages:
+            storage.users = sum(moved() is not None for moved in storage.taken)
+        if not self._storages:
+            return None
+        sources: list[Tensor] = []
+        for storage in self._storages:
+            assert storage.device is not None
+            storage.check_untouched()
+            sources.append(storage.device)
+        self._take_host_memory()
+        assert self._host is not None
+        parts, used = self._parts, self._host.used
+        self._leaving = self._memory, sources
+        # After the mark, as kernels of the forward may still be writing the sources; after ``used``, as the last
+        # iteration's copies back may still be reading this host memory.
+        self._left = self.device.submit(
+            "d2h",
+            partial(self.device.copy_all, parts, sources),
+            after=[self.device.mark(writes=[self._memory]), *([] if used is None else [used])],
+            reads=[self._memory],
+            writes=[self._host],
+            label=f"offload activation {self.label}",
+            op=op,
+            nbytes=self._nbytes,
+        )
+        return self._left
+
+    def released(self) -> None:
+        """Let go of the device storages once they have been copied."""
+        assert self._left is not None and self._leaving is not None
+        # torch's allocator knows nothing of the copy lane: without this wait the compute lane could be given the memory
+        # of a storage, and write there, while it is still being copied.
+        self.device.wait(self._left, writes=[self._leaving[0]])
+        self._leaving = None
+        for storage in self._storages:
+            storage.check_untouched()
+            storage.watched = None
+        if self._fetched is None:
+            for storage in self._storages:
+                storage.device = None
+
+    def fetch(self, op: int) -> None:
+        """Take device memory and queue the copies back."""
+        if self._fetched is not None or not self._storages:
+            return
+        assert self._left is not None and self._host is not None
+        self._memory = Cell(f"fetched activations {self.label}")
+        targets = self.device.empty_all([storage.part for storage in self._storages])
+        for storage, target in zip(self._storages, targets, strict=True):
+            storage.device = target
+        # After a new mark: the memory of ``empty`` may still be in use by kernels that were launched before.
+        self._fetched = self.device.submit(
+            "h2d",
+            partial(self.device.copy_all, targets, self._parts),
+            after=[self._left, self.device.mark(writes=[self._memory])],
+            reads=[self._host],
+            writes=[self._memory],
+            label=f"prefetch activation {self.label}",
+            op=op,
+            nbytes=self._nbytes,
+        )
+
+    def arrived(self) -> None:
+        """Order the compute lane after the copies back.
+
+        Raises:
+            UnsupportedError: if nobody has planned them: this is not the block's own backward.
+        """
+        if not self._awaited:
+            if self._fetched is None:
+                raise limits.INNER_TENSOR.error(f"the loss uses a tensor from inside block {self.label}")
+            self.device.wait(self._fetched, reads=[self._memory])
+            self._awaited = True
+
+    def close(self) -> None:
+        """Give the host memory back; whoever takes it next writes after the last copy from or to it."""
+        for storage in self._storages:
+            storage.device = None
+        if self._host is not None:
+            self.pool.give(self._host, self._fetched or self._left)
+            self._host = None
+        self._parts = []
+        self._storages.clear()
+
+    def _take_host_memory(self) -> None:
+        """Take host memory for all storages, side by side."""
+        sizes = [storage.nbytes for storage in self._storages]
+        self._nbytes = sum(sizes)
+        self._host = self.pool.take(sum(round_up(nbytes, _HOST_ALIGNMENT) for nbytes in sizes))
+        with _no_modes():
+            self._parts = self._host.parts([storage.part for storage in self._storages])
+
+
+def _bytes_of(device: torch.device, storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage, 0, (storage.nbytes(),), (1,))
+
+
+class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
+    """Hooks for a block's private graph: weights become aliases, other tensors stay or travel."""
+
+    def __init__(
+        self, weights: Sequence[Weight], offloader: ActivationOffloader | None, shared: Sequence[Tensor]
+    ) -> None:
+        ranges = _Ranges(weights)
+        starts, ends = ranges.starts, ranges.ends
+        stay = {t.untyped_storage()._cdata for t in shared} if offloader is not None else ()
+
+        def pack(tensor: Tensor) -> Packed:
+            if tensor.layout is not torch.strided:
+                return _Sparse(tensor, pack)
+            # By address, not by identity: what a linear layer saves is weight.t(), a new tensor every time.
+            address = tensor.data_ptr()
+            index = bisect_right(starts, address) - 1
+            if index >= 0 and address < ends[index]:
+                return _alias(tensor, ranges)
+            if offloader is None or tensor.untyped_storage()._cdata in stay or not travels(tensor):
+                # Detached, as a saved output would hold the node that holds it: a cycle that no collector sees.
+                with _no_modes():
+                    return tensor.detach()
+            return offloader.take(tensor)
+
+        super().__init__(pack, _unpack)
+
+
+class _Sparse:
+    """A saved sparse tensor: its parts, which may be in the memory of weights."""
+
+    def __init__(self, tensor: Tensor, pack: Callable[[Tensor], Packed]) -> None:
+        with _no_modes():
+            self._parts = [pack(part.detach()) for part in tensors_in(tensor)]
+        self._shape, self._layout = tensor.shape, tensor.layout
+        self._sorted = self._layout is torch.sparse_coo and tensor.is_coalesced()
+
+    def unpack(self) -> Tensor:
+        """Return a tensor like the one that was saved."""
+        parts = [_unpack(part) for part in self._parts]
+        if self._layout is torch.sparse_coo:
+            return torch.sparse_coo_tensor(
+                parts[0], parts[1], self._shape, is_coalesced=self._sorted, check_invariants=False
+            )
+        first, second, values = parts
+        return torch.sparse_compressed_tensor(
+            first, second, values, self._shape, layout=self._layout, check_invariants=False
+        )
+
+
+Packed = Tensor | WeightAlias | Moved | _Sparse
+
+
+def _unpack(packed: Packed) -> Tensor:
+    return packed if isinstance(packed, Tensor) else packed.unpack()
+
+
+class _Ranges:
+    """The memory that the present weights of a block lie in: the arena, and host memory for zero copy."""
+
+    def __init__(self, weights: Sequence[Weight]) -> None:
+        present = sorted((w.present.data_ptr(), w.index, w) for w in weights if w.present is not None)
+        self.weights = [(address, weight) for address, _, weight in present]
+        self.addresses = [address for address, _, _ in present]
+        storages = {s._cdata: s for w in weights if w.present is not None for s in (w.present.untyped_storage(),)}
+        memory = sorted((s.data_ptr(), s.nbytes()) for s in storages.values())
+        self.starts = [start for start, _ in memory]
+        self.ends = [start + nbytes for start, nbytes in memory]
+
+
+def _alias(tensor: Tensor, ranges: _Ranges) -> WeightAlias:
+    address = tensor.data_ptr()
+    index = bisect_right(ranges.addresses, address) - 1
+    start, weight = ranges.weights[index]
+    assert index >= 0 and address < start + weight.nbytes, "a saved tensor lies beside weights but belongs to no weight"
+    assert weight.present is not None and tensor.dtype == weight.present.dtype
+    return WeightAlias(weight, tensor.dtype, (address - start) // tensor.element_size(), tensor.shape, tensor.stride())
+
+
+@unseen_by_dynamo
+class CacheCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Runs a forward and moves the results of its costly operations to the host (option ``mixed``)."""
+
+    def __init__(self, offloader: ActivationOffloader) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.offloader = offloader
+        self.results: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not is_costly(func, args, kwargs or {}):
+            return func(*args, **(kwargs or {}))
+        out = func(*for_replay(func, args), **(kwargs or {}))
+        self.results.append((func, _map_tensors(out, self._take)))
+        return out
+
+    def _take(self, tensor: Tensor) -> Tensor | Moved:
+        return self.offloader.take(tensor, watch=True) if travels(tensor) else tensor
+
+
+@unseen_by_dynamo
+class ReplayCostly(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Repeats a forward, but takes the results of its costly operations from the cache instead of computing them."""
+
+    def __init__(self, cache: CacheCostly) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._results = iter(cache.results)
+
+    @override
+    def __exit__(self, kind: Any, *error: Any) -> None:
+        super().__exit__(kind, *error)  # type: ignore[no-untyped-call]
+        unused, _ = next(self._results, (None, None))
+        if kind is None and unused is not None:
+            raise limits.OTHER_SECOND_RUN.error(f"the second run of a block did not call {unused}, as the first had")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not is_costly(func, args, kwargs or {}):
+            return func(*args, **(kwargs or {}))
+        cached, out = next(self._results, (None, None))
+        if cached is not func:
+            called = f"where the first had called {cached}" if cached is not None else "which the first had not"
+            raise limits.OTHER_SECOND_RUN.error(f"the second run of a block called {func}, {called}")
+        return _map_tensors(out, lambda item: item.restore() if isinstance(item, Moved) else item)
+
+
+def _map_tensors(out: Any, apply: Callable[[Any], Any]) -> Any:
+    if isinstance(out, (tuple, list)):
+        return type(out)(_map_tensors(item, apply) for item in out)
+    return apply(out) if isinstance(out, (Tensor, Moved)) else out

@@ -1,0 +1,136 @@
+"""A plan's tensor groups as they are on this machine: how they stand in host memory, span by span."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
+
+import torch
+from torch import nn
+
+from lt_offload.execute.device.base import Device
+from lt_offload.execute.memory.tensors import LiveGroup, Member, States, Sum, Weight
+from lt_offload.model.blocks import Structure
+from lt_offload.schema.plan import Plan
+
+
+class Layout:
+    """The groups of a model: the tensor groups of a plan, as they are on this machine.
+
+    Args:
+        device: whose host memory holds them.
+        weights: all of the model; their host copies move here.
+        blocks: the weights of each block.
+        plan: without one, what a block uses first is one group.
+        staying: weights whose host copies stay where they are, as far as the device allows it. Each is a group of its
+            own: the rest of its group stands elsewhere in host memory.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        weights: Sequence[Weight],
+        blocks: Sequence[Sequence[Weight]],
+        plan: Plan | None,
+        staying: Collection[int] = (),
+    ) -> None:
+        self._device, self._staying = device, staying
+        self.parts: dict[int, tuple[tuple[LiveGroup, int], ...]] = {}
+        """Of each group of the plan: its groups, and where in the group they begin."""
+        self.all: list[LiveGroup] = []
+        if plan is None:
+            owner = {weight.index: index for index in reversed(range(len(blocks))) for weight in blocks[index]}
+            owned: defaultdict[int | None, list[Weight]] = defaultdict(list)
+            for weight in weights:
+                owned[owner.get(weight.index)].append(weight)
+            for members in owned.values():
+                self._house([group for group, _ in self._split(members, [0] * len(members))])
+            return
+        spans: defaultdict[tuple[str, int], list[int]] = defaultdict(list)
+        for number, planned in enumerate(plan.groups):
+            if planned.payload != "grad":
+                spans[planned.payload, planned.span].append(number)
+        for numbers in spans.values():
+            for number in numbers:
+                planned = plan.groups[number]
+                grouped: list[Member] = [weights[tensor] for tensor in planned.tensors]
+                if planned.payload == "sum":
+                    totals = [Sum(weights[tensor]) for tensor in planned.tensors]
+                    for total in totals:
+                        total.weight.total = total
+                    grouped = list(totals)
+                if planned.payload == "state":
+                    grouped = [weights[tensor].states for tensor in planned.tensors]
+                    for tensor, size in zip(planned.tensors, planned.sizes, strict=True):
+                        weights[tensor].states.room = size
+                self.parts[number] = tuple(self._split(grouped, planned.sizes))
+            self._house([group for number in numbers for group, _ in self.parts[number]])
+
+    def _split(self, members: Sequence[Member], sizes: Sequence[int]) -> Iterator[tuple[LiveGroup, int]]:
+        """Yield the groups that ``members`` make up, and where each begins."""
+        part: list[Member] = []
+        begin = end = 0
+        for member, size in zip(members, sizes, strict=True):
+            if part and (self._alone(part[-1]) or self._alone(member)):
+                yield LiveGroup(part, self._device), begin
+                part, begin = [], end
+            part.append(member)
+            end += size
+        yield LiveGroup(part, self._device), begin
+
+    def _alone(self, member: Member) -> bool:
+        return isinstance(member, Weight) and member.index in self._staying
+
+    def _house(self, groups: Sequence[LiveGroup]) -> None:
+        """Make host memory for groups of one span: side by side, but for those whose memory stays."""
+        self.all += groups
+        together = [group for group in groups if not self._alone(group.members[0])]
+        if together:
+            _house(together, self._device)
+        for group in groups:
+            if self._alone(group.members[0]):
+                _house([group], self._device)
+
+
+def _house(groups: Sequence[LiveGroup], device: Device) -> None:
+    """Let the host copies of ``groups`` stand side by side, in this order."""
+    members = [member for group in groups for member in group.members]
+    first = members[0]
+    if len(members) == 1 and isinstance(first, Weight) and first.host.is_contiguous():
+        first.rehost(device.host_adopt(first.host))
+        groups[0].host = groups[0].span = first.host.view(-1).view(torch.uint8)
+        return
+    parts = [
+        ((m.room,), torch.uint8) if isinstance(m, States) else _like(m if isinstance(m, Weight) else m.weight)
+        for m in members
+    ]
+    span, tensors = device.host_group(parts)
+    for member, tensor in zip(members, tensors, strict=True):
+        if isinstance(member, Weight):
+            tensor.copy_(member.host)
+            member.rehost(tensor)
+        elif isinstance(member, Sum):
+            member.host = tensor
+        else:
+            member.slot = tensor
+    at = 0
+    for group in groups:
+        group.host, group.span = span[at : at + group.nbytes], span
+        at += group.room
+
+
+def _like(weight: Weight) -> tuple[tuple[int, ...], torch.dtype]:
+    return tuple(weight.host.shape), weight.host.dtype
+
+
+def move_rest(model: nn.Module, structure: Structure, device: torch.device) -> None:
+    """Move parameters and buffers outside the blocks' tensors: in training they live on the device all the time."""
+    for _, param in structure.rest:
+        if param.device != device:
+            param.data = param.data.to(device)
+        if param.grad is not None and param.grad.device != device:
+            param.grad.data = param.grad.data.to(device)
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if buffer.device != device:
+                module._buffers[name] = buffer.to(device)

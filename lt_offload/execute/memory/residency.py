@@ -1,0 +1,319 @@
+"""What is on the device, and the ops that change it: copies of weights and states as the plan says.
+
+One op is one task of a lane. It takes as few copies as there are ranges without a gap in the arena and on the host.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from lt_offload.execute.device.base import Device, Event
+from lt_offload.execute.memory.activations import ActivationOffloader
+from lt_offload.execute.memory.groups import Layout
+from lt_offload.execute.memory.snapshots import Snapshots
+from lt_offload.execute.memory.tensors import LiveGroup, distinct
+from lt_offload.schema.plan import Op, Plan
+
+_MOVED = ("weight", "state", "sum")
+Pair = tuple[Tensor, Tensor]
+"""A range of host memory and one of the arena, of as many bytes."""
+
+
+class Transfer:
+    """Groups that are copied by one task, again and again; remembers the ranges that were copied last.
+
+    Args:
+        device: what copies.
+        groups: all of them, whether or not there is something to copy.
+        label: of the tasks.
+        op: the plan's op that the tasks belong to, if any.
+    """
+
+    def __init__(self, device: Device, groups: Sequence[LiveGroup], *, label: str, op: int = -1) -> None:
+        self.groups = tuple(groups)
+        self._device, self._label, self._op = device, label, op
+        self._copied: tuple[tuple[LiveGroup, int], ...] = ()
+        self._pairs: list[Pair] = []
+        self._nbytes = 0
+
+    def fetch(self) -> Event | None:
+        """Queue the copies that fill the attached groups; return their event, None if there is nothing to copy."""
+        items = [item for item in self.groups if item.buffer is not None and item.filled]
+        if not items:
+            return None
+        event = self._device.submit(
+            "h2d",
+            _copies(self._device.copy, self._find(items), to_device=True),
+            after=distinct(item.current for item in items),
+            reads=[item.host_cell for item in items],
+            writes=[item.buffer for item in items if item.buffer is not None],
+            label=self._label,
+            op=self._op,
+            nbytes=self._nbytes,
+        )
+        for item in items:
+            item.ready = item.fetched = event
+        return event
+
+    def write_back(self) -> Event | None:
+        """Queue the copies of newer device copies to the host; return their event, None if there are none."""
+        items = [item for item in self.groups if item.dirty]
+        if not items:
+            return None
+        event = self._device.submit(
+            "d2h",
+            _copies(self._device.copy, self._find(items), to_device=False),
+            after=[self._device.mark(), *distinct([*(item.current for item in items), self._set_aside(items)])],
+            reads=[item.buffer for item in items if item.buffer is not None],
+            writes=[item.host_cell for item in items],
+            label=self._label,
+            op=self._op,
+            nbytes=self._nbytes,
+        )
+        for item in items:
+            item.current = item.leaving = event
+            item.dirty = False
+        return event
+
+    def _set_aside(self, items: Sequence[LiveGroup]) -> Event | None:
+        """Have snapshots set aside what is in the host copies now; return the event, None if nobody wants it.
+
+        On the host's lane: copies to the host may be issued by the thread that launches computations.
+        """
+        snapshots = items[0].snapshots
+        if snapshots is None or not snapshots.wants(tensor for item in items for tensor in item.hosts):
+            return None
+        tensors = [tensor for item in items for tensor in item.hosts]
+        return self._device.submit(
+            "host",
+            partial(snapshots.changing, tensors),
+            after=distinct(item.current for item in items),
+            reads=[item.host_cell for item in items],
+            label="set aside",
+            urgency=-1,
+        )
+
+    def forget_views(self) -> None:
+        """Let go of the arena."""
+        self._copied, self._pairs = (), []
+
+    def _find(self, items: Sequence[LiveGroup]) -> list[Pair]:
+        """Return what to copy: as a plan's offsets are fixed, mostly what was copied the last time."""
+        wanted = tuple((item, item.buffer.offset) for item in items if item.buffer is not None)
+        if wanted != self._copied:
+            self._copied, self._pairs = wanted, coalesced(items)
+            self._nbytes = sum(host.numel() for host, _ in self._pairs)
+        return self._pairs
+
+
+def coalesced(groups: Sequence[LiveGroup]) -> list[Pair]:
+    """Return the ranges of attached ``groups``, where what lies side by side on both sides is one."""
+    found: list[tuple[LiveGroup, LiveGroup]] = []
+    for group in sorted(groups, key=_offset):
+        if found and _follows(found[-1][1], group):
+            found[-1] = (found[-1][0], group)
+        else:
+            found.append((group, group))
+    return [_range(first, last) for first, last in found]
+
+
+def _offset(group: LiveGroup) -> int:
+    assert group.buffer is not None
+    return group.buffer.offset
+
+
+def _follows(one: LiveGroup, other: LiveGroup) -> bool:
+    """Return whether ``other`` begins where ``one`` ends, in the arena and in the same mapping of host memory."""
+    if one.span is not other.span or _offset(other) != _offset(one) + one.room:
+        return False
+    return other.host.data_ptr() == one.host.data_ptr() + one.room
+
+
+def _range(first: LiveGroup, last: LiveGroup) -> Pair:
+    """Return the bytes from the beginning of ``first`` to the end of ``last``."""
+    assert first.buffer is not None
+    nbytes = _offset(last) - _offset(first) + last.nbytes
+    with torch.inference_mode(False):
+        host = first.host.as_strided((nbytes,), (1,), first.host.storage_offset())
+        arena = first.buffer.slab[_offset(first) : _offset(first) + nbytes]
+    return host, arena
+
+
+def _copies(copy: Callable[[Tensor, Tensor], None], pairs: Sequence[Pair], *, to_device: bool) -> Callable[[], None]:
+    def run() -> None:
+        for host, arena in pairs:
+            copy(arena, host) if to_device else copy(host, arena)
+
+    return run
+
+
+@dataclass(frozen=True, slots=True)
+class _Move:
+    """An op on weights or states, made ready."""
+
+    groups: tuple[LiveGroup, ...]
+    offsets: tuple[int, ...]
+    """Where each goes, for prefetches."""
+    transfer: Transfer
+
+
+class Residency:
+    """Moves weights and states as the ops of a plan say.
+
+    A release given to :meth:`release_at` runs at the end of that step, in this iteration or the next.
+
+    Args:
+        device: what copies.
+        layout: all groups.
+        plan: None without training.
+        snapshots: of the host copies.
+        adopt: lets the host copies of a group be what the optimizer holds now, before they are copied to the device;
+            None without a plan.
+    """
+
+    def __init__(
+        self,
+        device: Device,
+        layout: Layout,
+        plan: Plan | None,
+        snapshots: Snapshots,
+        adopt: Callable[[LiveGroup], None] | None,
+    ) -> None:
+        self.device = device
+        self.snapshots = snapshots
+        self.plan = plan
+        self._adopt = adopt
+        self.settled = False
+        """What is on the device is what the plan wants at the start of step 0."""
+        self.all: list[LiveGroup] = layout.all
+        for group in self.all:
+            group.snapshots = self.snapshots
+        self._releases: dict[int, list[Callable[[], None]]] = {}
+        self._initial: dict[LiveGroup, int] = {}
+        self._moves: dict[int, _Move] = {}
+        if plan is not None:
+            self._initial = _placed([(copy.group, copy.offset) for copy in plan.initial], layout)
+            self._moves = {op.id: self._move(op, layout) for op in plan.ops if op.payload in _MOVED}
+
+    def issue(self, op: Op) -> None:
+        """Carry out a prefetch, offload or drop of weights, states or sums of gradients."""
+        move = self._moves[op.id]
+        if op.kind == "prefetch":
+            for group, offset in zip(move.groups, move.offsets, strict=True):
+                self._attach(group, offset)
+            move.transfer.fetch()
+        elif op.kind == "offload":
+            move.transfer.write_back()
+            if op.release_after is not None:
+                for group in move.groups:
+                    self.release_at(op.release_after, group.detach)
+        else:
+            for group in move.groups:
+                assert not group.dirty, f"{group.label} would be lost"
+                group.detach()
+
+    def leave(self, op: Op, offloader: ActivationOffloader) -> None:
+        """Carry out the offload of a block's activations."""
+        event = offloader.leave(op.id)
+        if event is not None:
+            self.release_at(op.step if op.release_after is None else op.release_after, offloader.released)
+
+    def release_at(self, step: int, release: Callable[[], None]) -> None:
+        """Call ``release`` at the end of ``step``."""
+        self._releases.setdefault(step, []).append(release)
+
+    def end_step(self, step: int) -> None:
+        """Run the releases of ``step``."""
+        for release in self._releases.pop(step, ()):
+            release()
+
+    def run_releases(self) -> None:
+        """Run every release now."""
+        for step in sorted(self._releases):
+            self.end_step(step)
+
+    def settle(self) -> None:
+        """Bring exactly what the plan wants at the start of step 0, where it wants it."""
+        assert self.plan is not None
+        self.run_releases()
+        self.evict(keep=self._initial)
+        missing = [group for group in self._initial if group.buffer is None]
+        for group in missing:
+            self._attach(group, self._initial[group])
+        Transfer(self.device, missing, label="settle").fetch()
+        self.settled = True
+
+    def evict(self, keep: Mapping[LiveGroup, int] | None = None) -> None:
+        """Bring every device copy to the host and forget it, except those in ``keep`` at the offset given there."""
+        out = [p for p in self.all if p.buffer is not None and (keep or {}).get(p) != p.buffer.offset]
+        Transfer(self.device, out, label="evict").write_back()
+        for group in out:
+            group.detach()
+        self.settled = False
+
+    def complete_host(self) -> None:
+        """Write newer device copies back, keeping them, and wait until every host copy is complete."""
+        Transfer(self.device, self.all, label="write back").write_back()
+        self.device.drain()
+        for group in self.all:
+            group.current = None
+
+    def bring_home(self, groups: Iterable[LiveGroup]) -> None:
+        """Make the host copies of ``groups`` complete, wait until they are, and keep the device copies."""
+        incomplete = [group for group in groups if group.dirty or group.current is not None]
+        if not incomplete:
+            return
+        Transfer(self.device, incomplete, label="read").write_back()
+        self.device.synchronize(*distinct(group.current for group in incomplete))
+        for group in incomplete:
+            group.current = None
+
+    def forget(self, groups: Iterable[LiveGroup] | None = None) -> None:
+        """Forget the device copies of ``groups``, or all, without writing them back.
+
+        Nothing that the device has been given reads or writes their host copies any more afterwards.
+        """
+        self.run_releases()
+        self.device.drain()
+        self.device.synchronize(self.device.mark())
+        for group in self.all if groups is None else groups:
+            if group.buffer is not None:
+                group.detach()
+        self.settled = False
+
+    def close(self) -> None:
+        """Let go of everything on the device, and of snapshots that have not been read; the host copies are complete.
+
+        Nothing of it is left to Python's collector of cycles: until that comes, the next run would not find the memory.
+        """
+        self.snapshots.end()
+        self._releases.clear()
+        for group in self.all:
+            if group.buffer is not None:
+                group.detach()
+            for member in group.members:
+                member.forget_views()
+        for move in self._moves.values():
+            move.transfer.forget_views()
+
+    def _move(self, op: Op, layout: Layout) -> _Move:
+        assert op.payload is not None
+        offsets = _placed(list(zip(op.groups, op.offsets or (0,) * len(op.groups), strict=True)), layout)
+        groups = tuple(offsets)
+        transfer = Transfer(self.device, groups, label=f"{op.kind} {op.payload} {op.block}", op=op.id)
+        return _Move(groups, tuple(offsets.values()), transfer)
+
+    def _attach(self, group: LiveGroup, offset: int) -> None:
+        assert self._adopt is not None
+        self._adopt(group)
+        group.attach(self.device.place(offset, group.room, group.label))
+
+
+def _placed(planned: Sequence[tuple[int, int]], layout: Layout) -> dict[LiveGroup, int]:
+    """Return where each group begins, given where the groups of the plan do."""
+    return {group: offset + start for number, offset in planned for group, start in layout.parts[number]}

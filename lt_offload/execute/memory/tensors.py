@@ -1,0 +1,460 @@
+"""Each weight and its optimizer states: where they are on the host and on the device.
+
+A weight has one *host copy* of full size and at most one *device copy*, a view of an arena buffer. ``Parameter.data``
+is the device copy only while its block runs; at rest it is the host copy, so that ``state_dict``, summaries and user
+code see real shapes and values. Optimizer state tensors follow the same rule with respect to an update on the device.
+Copies and the events that order them belong to the group that they travel in.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from operator import is_
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lt_offload.errors import OverBudget
+from lt_offload.execute.device.base import Buffer, Cell, Device, Event
+from lt_offload.execute.device.lanes import plain_torch
+from lt_offload.execute.memory.snapshots import Snapshots
+from lt_offload.model.optimizers import STATE_ALIGNMENT, Place, tensor_at, tensors_of
+from lt_offload.schema.plan import ALIGNMENT
+from lt_offload.units import round_up
+
+_KNOWN_VIEWS = 8
+"""Offsets whose views are kept: a plan has few for a tensor, forwards without a plan any number."""
+
+
+class Weight:
+    """One parameter tensor."""
+
+    __slots__ = (
+        "_views",
+        "zero_copy",
+        "grad",
+        "grad_cell",
+        "host",
+        "index",
+        "label",
+        "nbytes",
+        "param",
+        "group",
+        "present",
+        "seen",
+        "shadows",
+        "start",
+        "states",
+        "total",
+        "uses",
+        "view",
+    )
+
+    def __init__(self, index: int, name: str, param: nn.Parameter) -> None:
+        self.index = index
+        self.label = f"weight {name}"
+        self.param = param
+        self.host: Tensor = param.data
+        self.nbytes: int = self.host.nbytes
+        self.group: LiveGroup
+        self.start = 0
+        """Offset in the group."""
+        self.view: Tensor | None = None
+        """The device copy."""
+        self.zero_copy: Tensor | None = None
+        """The host copy as computations on the device see it; see :meth:`expose`."""
+        self.present: Tensor | None = None
+        """What the running computation sees: ``view`` or ``zero_copy``."""
+        self.states = States(self)
+        self.total: Sum | None = None
+        """The sum of its gradients, in plans for windows."""
+        self.shadows: dict[str, nn.Parameter] = {}
+        self.uses = 0
+        """Blocks whose backward contributes to the gradient."""
+        self.seen = 0
+        """How many of them have, in this iteration."""
+        self.grad: Tensor | None = None
+        """Gradient held on the device until all uses have contributed."""
+        self.grad_cell = Cell(f"host grad {name}")
+        self._views: dict[int, Tensor] = {}
+
+    @property
+    def room(self) -> int:
+        """Bytes of the group, without what alignment adds."""
+        return self.nbytes
+
+    def rehost(self, host: Tensor) -> None:
+        """Let ``host``, which has the same contents, be the host copy."""
+        self.host = self.param.data = host
+
+    def attach(self, buffer: Buffer) -> None:
+        """Use the range of ``buffer`` that begins at ``start``."""
+        at = buffer.offset + self.start
+        view = self._views.get(at)
+        if view is None:
+            if len(self._views) >= _KNOWN_VIEWS:
+                self._views.clear()
+            view = self._views[at] = _view(buffer.slab, at, self.host)
+        self.view = view
+
+    def detach(self) -> None:
+        """Forget the device copy."""
+        self.view = None
+
+    def forget_views(self) -> None:
+        """Let go of the arena, and of what the device sees of host memory."""
+        self.view = self.zero_copy = None
+        self._views.clear()
+        self.shadows.clear()
+
+    def expose(self, device: Device) -> None:
+        """Let computations read the host copy directly; raises ``UnsupportedError`` where they cannot."""
+        if self.zero_copy is None:
+            self.zero_copy = device.zero_copy_view(self.host)
+
+    def proxy(self, place: str, data: Tensor, grad: Tensor | None) -> nn.Parameter:
+        """Return the parameter's stand-in for updates at ``place``, over ``data`` and with gradient ``grad``."""
+        proxy = self.shadows.get(place)
+        if proxy is None:
+            proxy = self.shadows[place] = nn.Parameter(data)
+            vars(proxy).update(vars(self.param))  # optimizers tell parameters apart by attributes
+        else:
+            proxy.data = data
+        proxy.grad = grad
+        return proxy
+
+
+class States:
+    """The optimizer state tensors of one weight that are worth moving: those with more than one element.
+
+    They appear with the first update and are replaced by ``Optimizer.load_state_dict``, so records are made from the
+    live state dictionary whenever it has changed.
+    """
+
+    __slots__ = ("_views", "hosts", "known", "label", "names", "on_device", "group", "room", "slot", "start", "weight")
+
+    def __init__(self, weight: Weight) -> None:
+        self.label = weight.label.replace("weight", "state", 1)
+        self.weight = weight
+        self.group: LiveGroup | None = None
+        """None: they never leave the host, or there are none."""
+        self.start = 0
+        """Offset in the group."""
+        self.room = 0
+        """Bytes of the group that the plan has kept for them."""
+        self.slot: Tensor | None = None
+        """Host memory for them, as large as ``room``."""
+        self.names: tuple[Place, ...] = ()
+        self.known: list[Tensor] = []
+        """As the optimizer holds them, in the order of ``names``."""
+        self.hosts: list[Tensor] = []
+        """Their host copies."""
+        self.on_device: dict[Place, Tensor] = {}
+        """Their device copies, while there are any."""
+        self._views: dict[int, dict[Place, Tensor]] = {}
+
+    @property
+    def index(self) -> int:
+        """Of the weight."""
+        return self.weight.index
+
+    def refresh(self, state: dict[str, Any]) -> bool:
+        """Adopt the tensors of the optimizer's ``state`` dictionary, if they are not the known ones.
+
+        Returns:
+            Whether they now lie in other memory.
+        """
+        if self.unchanged(state):
+            return False
+        found = _movable(state)
+        assert self.group is not None
+        assert self.group.buffer is None or not self.known, f"{self.label} was replaced while on the device"
+        # What stays the same of the state may lie where something else of it is to go. In the middle of a backward, an
+        # emulated device would count the clones as its own.
+        with plain_torch():
+            contents = [tensor.clone() if self.known else tensor for tensor in found.values()]
+        self._adopt(found)
+        for host, content in zip(self.hosts, contents, strict=True):
+            host.copy_(content)
+        self.leave()
+        return True
+
+    def unchanged(self, state: dict[str, Any]) -> bool:
+        """Return whether the tensors of ``state`` are the known ones."""
+        return self.present(state) and len(_movable(state)) == len(self.known)
+
+    def present(self, state: dict[str, Any]) -> bool:
+        """Return whether the known tensors are in ``state``."""
+        return all(map(is_, (tensor_at(state, name) for name in self.names), self.known))
+
+    def attach(self, buffer: Buffer) -> None:
+        """Use the range of ``buffer`` that begins at ``start``."""
+        begin = buffer.offset + self.start
+        views = self._views.get(begin)
+        if views is None:
+            if len(self._views) >= _KNOWN_VIEWS:
+                self._views.clear()
+            views = self._views[begin] = {
+                name: _view(buffer.slab, begin + at, host)
+                for name, host, at in zip(self.names, self.hosts, _starts(self.hosts), strict=True)
+            }
+        self.on_device = views
+
+    def detach(self) -> None:
+        """Forget the device copies."""
+        self.on_device = {}
+
+    def forget_views(self) -> None:
+        """Let go of the arena."""
+        self.on_device = {}
+        self._views.clear()
+
+    def memory(self) -> Tensor:
+        """Return the bytes of the arena that are kept for them."""
+        assert self.group is not None and self.group.buffer is not None
+        return self.group.buffer.bytes[self.start : self.start + self.room]
+
+    def enter(self) -> None:
+        """Let the optimizer see the device copies."""
+        for tensor, view in zip(self.known, self.on_device.values(), strict=True):
+            tensor.data = view
+
+    def leave(self) -> None:
+        """Let everybody see the host copies again."""
+        for tensor, host in zip(self.known, self.hosts, strict=True):
+            tensor.data = host
+
+    def born(self, state: dict[str, Any]) -> None:
+        """Take over what an update on the device, mostly the first, has put into ``state``: its home is the arena."""
+        assert self.group is not None and self.group.buffer is not None
+        self._adopt(_movable(state))
+        self.attach(self.group.buffer)
+        pairs = zip(self.known, self.on_device.values(), strict=True)
+        moved = [(tensor, view) for tensor, view in pairs if not _is_there(tensor, view)]
+        # What lies in the arena already may be where another one goes: an optimizer makes its states in any order.
+        with plain_torch():
+            contents = [tensor.clone() for tensor, _ in moved]
+        for content, (_, view) in zip(contents, moved, strict=True):
+            view.copy_(content)
+        self.leave()
+
+    def _adopt(self, found: dict[str, Tensor]) -> None:
+        """Make the host copies of ``found``, without their contents."""
+        assert self.slot is not None
+        needed = sum(round_up(tensor.nbytes, STATE_ALIGNMENT) for tensor in found.values())
+        if needed > self.room:
+            raise OverBudget(
+                f"{self.label} takes {needed} bytes of the arena, and the plan has kept {self.room}: it has grown "
+                "since it was measured; save a checkpoint at this size and go on from it, which plans anew"
+            )
+        self.names, self.known = tuple(found), list(found.values())
+        with plain_torch():
+            places = zip(self.known, _starts(self.known), strict=True)
+            self.hosts = [_laid_out(carve(self.slot, at, tensor), tensor) for tensor, at in places]
+        self._views.clear()
+
+
+class Sum:
+    """The sum of one weight's gradients over the micro-batches of a window."""
+
+    __slots__ = ("_views", "filled", "group", "host", "label", "start", "view", "weight")
+
+    def __init__(self, weight: Weight) -> None:
+        self.label = weight.label.replace("weight", "sum", 1)
+        self.weight = weight
+        self.group: LiveGroup
+        self.start = 0
+        """Offset in the group."""
+        self.host: Tensor
+        """The host copy."""
+        self.view: Tensor | None = None
+        """The device copy."""
+        self.filled = False
+        """Whether there is a gradient in it; the first one of a window replaces what is there."""
+        self._views: dict[int, Tensor] = {}
+
+    @property
+    def index(self) -> int:
+        """Of the weight."""
+        return self.weight.index
+
+    @property
+    def room(self) -> int:
+        """Bytes of the group, without what alignment adds."""
+        return self.weight.nbytes
+
+    def attach(self, buffer: Buffer) -> None:
+        """Use the range of ``buffer`` that begins at ``start``."""
+        at = buffer.offset + self.start
+        view = self._views.get(at)
+        if view is None:
+            if len(self._views) >= _KNOWN_VIEWS:
+                self._views.clear()
+            view = self._views[at] = _view(buffer.slab, at, self.weight.host)
+        self.view = view
+
+    def detach(self) -> None:
+        """Forget the device copy."""
+        self.view = None
+
+    def forget_views(self) -> None:
+        """Let go of the arena."""
+        self.view = None
+        self._views.clear()
+
+
+Member = Weight | States | Sum
+
+
+class LiveGroup:
+    """A tensor group as it is: a host copy, an optional device copy, and the events that say when each is complete.
+
+    Where a user holds the memory of a weight (a state dict that was kept), that weight is a live group of its own.
+    """
+
+    __slots__ = (
+        "buffer",
+        "current",
+        "device",
+        "dirty",
+        "fetched",
+        "host",
+        "host_cell",
+        "label",
+        "leaving",
+        "members",
+        "nbytes",
+        "ready",
+        "room",
+        "snapshots",
+        "span",
+    )
+
+    def __init__(self, members: Sequence[Member], device: Device) -> None:
+        self.members: tuple[Member, ...] = tuple(members)
+        self.device = device
+        self.label = members[0].label + (f" and {len(members) - 1} more" if len(members) > 1 else "")
+        self.host: Tensor
+        """The bytes of all host copies."""
+        self.span: Tensor
+        """The host memory of all groups that are fetched together; ``host`` is part of it."""
+        self.host_cell = Cell(f"host {self.label}")
+        self.buffer: Buffer | None = None
+        self.ready: Event | None = None
+        """The device copy is complete; None: the compute lane is ordered after that, or there is none."""
+        self.fetched: Event | None = None
+        """The last copy from the host copy to the device."""
+        self.leaving: Event | None = None
+        """The last copy from the device copy to the host."""
+        self.current: Event | None = None
+        """The host copy is complete; None: it is."""
+        self.dirty = False
+        """The device copy is newer than the host copy."""
+        self.snapshots: Snapshots | None = None
+        """Those that the host copy may be part of; they are told before it is written."""
+        start = 0
+        for member in self.members:
+            member.group, member.start = self, start
+            start += round_up(member.room, ALIGNMENT)
+        self.room = start
+        """Bytes that it takes of the arena."""
+        self.nbytes = self.members[-1].start + self.members[-1].room
+        """Bytes that are copied."""
+
+    @property
+    def hosts(self) -> list[Tensor]:
+        """The host copies that checkpoints hold: none of sums."""
+        hosts: list[Tensor] = []
+        for member in self.members:
+            if isinstance(member, Weight):
+                hosts.append(member.host)
+            elif isinstance(member, States):
+                hosts += member.hosts
+        return hosts
+
+    @property
+    def filled(self) -> bool:
+        """Whether there is anything to copy; states appear with the first update, sums with the first gradient."""
+        return any(
+            member.filled if isinstance(member, Sum) else isinstance(member, Weight) or bool(member.known)
+            for member in self.members
+        )
+
+    def attach(self, buffer: Buffer) -> None:
+        """Use ``buffer`` for the device copy."""
+        assert self.buffer is None, f"{self.label} is on the device already"
+        self.buffer = buffer
+        for member in self.members:
+            member.attach(buffer)
+
+    def detach(self) -> None:
+        """Forget the device copy and give its range back; its next writer waits for the copies in and out."""
+        assert self.buffer is not None
+        self.device.free(self.buffer, distinct((self.ready, self.leaving)))
+        self.buffer = self.ready = self.leaving = None
+        self.dirty = False
+        for member in self.members:
+            member.detach()
+
+    def unchanged(self, state: Callable[[Weight], dict[str, Any]]) -> bool:
+        """Return whether the states that the optimizer has now, as ``state`` says, are the known ones."""
+        return all(member.unchanged(state(member.weight)) for member in self.members if isinstance(member, States))
+
+    def refresh(self, state: Callable[[Weight], dict[str, Any]]) -> int:
+        """Adopt the states that the optimizer has now, as ``state`` says, if these are states.
+
+        Returns:
+            How many of its members now lie in other memory.
+        """
+        return sum(member.refresh(state(member.weight)) for member in self.members if isinstance(member, States))
+
+
+def carve(memory: Tensor, at: int, like: Tensor) -> Tensor:
+    """Return a host tensor with the shape and dtype of ``like`` at byte ``at`` of ``memory``.
+
+    It has a storage of its own, unlike a view: saving it writes its bytes and no others. It keeps ``memory`` alive.
+    """
+    if like.numel() == 0:
+        return torch.empty(like.shape, dtype=like.dtype)
+    flat = torch.frombuffer(memory.numpy(), dtype=like.dtype, count=like.numel(), offset=at)
+    return flat.view(like.shape)
+
+
+def distinct(events: Iterable[Event | None]) -> list[Event]:
+    """Return the distinct events; tensors that travel together share one."""
+    return list(dict.fromkeys(event for event in events if event is not None))
+
+
+def _movable(state: dict[str, Any]) -> dict[Place, Tensor]:
+    return {place: tensor for place, tensor in tensors_of(state).items() if tensor.numel() > 1}
+
+
+def _is_there(tensor: Tensor, view: Tensor) -> bool:
+    return tensor.data_ptr() == view.data_ptr() and tensor.stride() == view.stride()
+
+
+def _laid_out(tensor: Tensor, like: Tensor) -> Tensor:
+    """Return ``tensor``, which is contiguous, in the order in which ``like`` has its elements, if that is without gaps.
+
+    Products of matrices round differently where a matrix is transposed in memory.
+    """
+    if like.is_contiguous() or torch.empty_like(like, device="meta").stride() != like.stride():
+        return tensor
+    return tensor.as_strided(like.shape, like.stride(), tensor.storage_offset())
+
+
+def _starts(tensors: Sequence[Tensor]) -> list[int]:
+    """Return where each begins."""
+    starts = [0]
+    for tensor in tensors:
+        starts.append(starts[-1] + round_up(tensor.nbytes, STATE_ALIGNMENT))
+    return starts[:-1]
+
+
+def _view(memory: Tensor, start: int, like: Tensor) -> Tensor:
+    """Return a tensor like ``like`` at byte ``start`` of ``memory``."""
+    nbytes = math.prod(like.shape) * like.dtype.itemsize
+    with torch.inference_mode(False):
+        return _laid_out(memory[start : start + nbytes].view(like.dtype).view(like.shape), like)

@@ -1,0 +1,172 @@
+"""Where gradients arrive on the host: the memory of each op's, and the copies that bring them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from lt_offload.execute.device.base import Cell, Device, Event
+from lt_offload.execute.memory.tensors import Weight, carve, distinct
+from lt_offload.schema.plan import ALIGNMENT, Op, Plan
+from lt_offload.schema.profile import GATHERED_BELOW
+from lt_offload.units import round_up
+
+SMALL_GRADIENT = GATHERED_BELOW
+"""Gradients of fewer bytes are gathered on the device first. A copy takes some 5 to 10 microseconds to begin, in which
+a link moves this much; beside the gradients of a block the gathered ones hardly take memory."""
+
+
+class GradientOffload:
+    """Gradients on their way to the host; calling it lets go of their device memory once they have been copied."""
+
+    def __init__(self, device: Device, event: Event, memory: Cell, kept: list[Tensor]) -> None:
+        self.device, self.event, self.memory, self.kept = device, event, memory, kept
+
+    def __call__(self) -> None:
+        """Order the compute lane after the copy and release the memory."""
+        self.device.wait(self.event, writes=[self.memory])
+        self.kept.clear()
+
+
+class Slots:
+    """The host memory to which gradients are copied, which those share that are not there at the same time.
+
+    A copy comes after the updates that its op waits for in the plan: they read what was at its addresses.
+    """
+
+    def __init__(self, device: Device, plan: Plan, weights: Sequence[Weight]) -> None:
+        copies = [op for op in plan.ops if op.payload == "grad" and not op.writes_gradients]
+        self._updates = {op.id for op in plan.ops if op.lane == "host"}
+        self._events: dict[int, list[Event]] = {}
+        """By op of the host: what has to be over before memory that it reads is overwritten."""
+        ranges = {op.id: _range(op, plan) for op in copies}
+        self._boxes = [GradientOffloads(device, op, [weights[t] for t in plan.tensors(op)]) for op in copies]
+        self.of: dict[int, GradientOffloads] = {box.op.id: box for box in self._boxes}
+        """By op."""
+        self._box_of = {t: box for box in self._boxes for t in plan.tensors(box.op)}
+        for low, high in _islands(ranges.values()):
+            island = device.host_empty((high - low,), torch.uint8)
+            for box in self._boxes:
+                start, end = ranges[box.op.id]
+                if low <= start and end <= high:
+                    box.use(island[start - low : end - low])
+        for box in self._boxes:
+            start, end = ranges[box.op.id]
+            box.cells = [o.cell for o in self._boxes if ranges[o.op.id][0] < end and start < ranges[o.op.id][1]]
+
+    def send(self, box: GradientOffloads, items: Sequence[tuple[Weight, Tensor]]) -> GradientOffload:
+        """Queue the copies of ``items`` to their slot, as one task."""
+        return box.send(items, self._freed(box.op))
+
+    def updated(self, op: int, event: Event) -> None:
+        """Note that ``op`` of the host has been queued, which reads what has arrived."""
+        self._events[op] = [event]
+
+    def skipped(self, op: int, weights: Iterable[Weight]) -> None:
+        """Note that nothing has arrived for ``op`` of the host: what was at its addresses before may be there still."""
+        boxes = dict.fromkeys(self._box_of[w.index] for w in weights if w.index in self._box_of)
+        self._events[op] = distinct(event for box in boxes for event in self._freed(box.op))
+
+    def _freed(self, op: Op) -> list[Event]:
+        return [event for other in op.after if other in self._updates for event in self._events.get(other, ())]
+
+
+def _range(op: Op, plan: Plan) -> tuple[int, int]:
+    (group,) = (plan.groups[number] for number in op.groups)
+    assert group.host_offset is not None
+    return group.host_offset, group.host_offset + group.bytes
+
+
+def _islands(ranges: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    """Return the ranges of addresses that ``ranges`` cover together, apart where none of them crosses."""
+    found: list[tuple[int, int]] = []
+    for low, high in sorted(ranges):
+        if found and low < found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], high))
+        else:
+            found.append((low, high))
+    return found
+
+
+class GradientOffloads:
+    """The gradients of one op, side by side in host memory, those of one dtype that are small without a gap."""
+
+    def __init__(self, device: Device, op: Op, weights: Sequence[Weight]) -> None:
+        self.op = op
+        self.hosts: dict[int, Tensor] = {}
+        """Where each gradient arrives, by the weight's index."""
+        self.cell = Cell(f"host grad {op.block}")
+        self.cells = [self.cell]
+        """Those of all ops that have some of its addresses."""
+        self._device, self._label = device, f"offload grad {op.block}"
+        self._weights = tuple(weights)
+        self._small: dict[torch.dtype, tuple[tuple[int, ...], Tensor]] = {}
+        """By dtype: the weights whose gradients are gathered, and their host memory."""
+        for weight in weights:
+            weight.grad_cell = self.cell
+
+    def use(self, memory: Tensor) -> None:
+        """Let gradients arrive in ``memory``, bytes on the host."""
+        small: defaultdict[torch.dtype, list[Weight]] = defaultdict(list)
+        for weight in self._weights:
+            if weight.nbytes < SMALL_GRADIENT:
+                small[weight.host.dtype].append(weight)
+        at = 0
+        gathered: set[int] = set()
+        for dtype, found in small.items():
+            if len(found) > 1:
+                start, at = at, self._divide(memory, at, found)
+                self._small[dtype] = tuple(w.index for w in found), memory[start:at].view(dtype)
+                gathered.update(weight.index for weight in found)
+                at = round_up(at, ALIGNMENT)
+        for weight in self._weights:
+            if weight.index not in gathered:
+                at = round_up(self._divide(memory, at, [weight]), ALIGNMENT)
+
+    def send(self, items: Sequence[tuple[Weight, Tensor]], freed: Sequence[Event]) -> GradientOffload:
+        """Queue the copies of ``items``, as one task that begins after ``freed``."""
+        pairs = self._pairs(items)
+        memory = Cell(self._label)
+        event = self._device.submit(
+            "d2h",
+            _copies(self._device.copy, pairs),
+            # the last update wrote the weights
+            after=[
+                self._device.mark(writes=[memory]),
+                *distinct([*freed, *(weight.group.current for weight, _ in items)]),
+            ],
+            reads=[memory],
+            writes=self.cells,
+            label=self._label,
+            op=self.op.id,
+            nbytes=sum(host.nbytes for host, _ in pairs),
+        )
+        return GradientOffload(self._device, event, memory, [source for _, source in pairs])
+
+    def _divide(self, memory: Tensor, at: int, weights: Iterable[Weight]) -> int:
+        """Give each of ``weights`` its part of ``memory`` from ``at`` on; return where the last one ends."""
+        for weight in weights:
+            self.hosts[weight.index] = carve(memory, at, weight.host)
+            at += weight.nbytes
+        return at
+
+    def _pairs(self, items: Sequence[tuple[Weight, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """Return what is copied where; small gradients are gathered, unless some of them have not come."""
+        grads = {weight.index: grad for weight, grad in items}
+        pairs = []
+        for indices, host in self._small.values():
+            if all(index in grads for index in indices):
+                with torch.no_grad():
+                    pairs.append((host, torch.cat([grads.pop(index).reshape(-1) for index in indices])))
+        return pairs + [(self.hosts[index], grad) for index, grad in grads.items()]
+
+
+def _copies(copy: Callable[[Tensor, Tensor], None], pairs: Sequence[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+    def run() -> None:
+        for host, grad in pairs:
+            copy(host, grad)
+
+    return run

@@ -1,0 +1,442 @@
+"""What becomes of a gradient: held until complete, then used on the device or sent to the host.
+
+A complete gradient drives the plan: the op that takes it, an update on the device or an offload, runs at once. On the
+host, gradients arrive where their group has its place, and each copy waits for the updates that read what was there.
+
+In windows of several micro-batches the first pass stores its gradients as sums and the others add theirs, one
+micro-batch after the other, as plain PyTorch adds to ``p.grad``: on whatever processor, an addition is exact.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any
+from weakref import WeakMethod
+
+import torch
+from torch import Tensor
+from torch.nn.utils import clip_grads_with_norm_
+
+from lt_offload import limits
+from lt_offload.errors import PlanError
+from lt_offload.execute.device.base import Device, Event
+from lt_offload.execute.memory.tensors import LiveGroup, Weight, distinct
+from lt_offload.execute.updates.clipping import total_norm
+from lt_offload.execute.updates.gradient_slots import GradientOffload, Slots
+from lt_offload.execute.updates.optimizer import Updates
+from lt_offload.schema.plan import Op, Pass, Plan
+from lt_offload.schema.profile import COLLECTED_BELOW
+
+
+class Gradients:
+    """Collects the gradients of a running backward and starts the updates."""
+
+    def __init__(self, device: Device, updates: Updates, weights: Sequence[Weight], plan: Plan) -> None:
+        self.device = device
+        self.updates = updates
+        self.square_sums: list[Tensor] | None = None
+        """Squared norms of this iteration's gradients, if somebody asked for them."""
+        self.updated = 0
+        """Tensors updated so far."""
+        self._weights = weights
+        self._host_grads: dict[int, Tensor] = {}
+        self._direct_grads: dict[int, Tensor] = {}
+        """Those of the host gradients that the backward writes itself, as the device sees them."""
+        self._slots = Slots(device, plan, weights)
+        for box in self._slots.of.values():
+            self._host_grads.update(box.hosts)
+        self._takers: dict[Pass, dict[int, Op]] = {
+            which: _takers(plan, which, weights) for which in plan.passes if which != "settling"
+        }
+        self._which: Pass = plan.passes[0]
+        self.clip_value: float | None = None
+        """What complete gradients are clamped to before updates use them."""
+        self._scale: Tensor | None = None
+        """What they are multiplied by before that, in the coming settling pass."""
+        self._clamp: float | None = None
+        """What they are clamped to after that, in the coming settling pass."""
+        for op in plan.ops:
+            if op.writes_gradients:
+                self._receive([weights[t] for t in plan.tensors(op)])
+        self._arrived: dict[int, Event] = {}
+        self._read: dict[int, Event] = {}
+        """By weight whose gradient the backward writes to the host: when the last one has been added to the sum."""
+        self._complete: defaultdict[int, list[tuple[Weight, Tensor | None]]] = defaultdict(list)
+        """By op that takes them: complete gradients; None of a weight that has some of other micro-batches only."""
+        self._written: list[Weight] = []
+        self._touched: set[int] = set()
+        self._expected: set[int] = set()
+        """Weights of the block whose backward runs: no other gradients can come."""
+        # Through a weak reference: what autograd holds is never collected.
+        hook = partial(_call, WeakMethod(self._collect_index))
+        trainable = (weight for weight in weights if weight.param.requires_grad)
+        self._handles = [w.param.register_post_accumulate_grad_hook(partial(hook, w.index)) for w in trainable]  # type: ignore[no-untyped-call]
+
+    def _receive(self, weights: Sequence[Weight]) -> None:
+        """Make host memory for gradients that the backward writes."""
+        for weight in weights:
+            host = self.device.host_empty(weight.host.shape, weight.host.dtype)
+            self._host_grads[weight.index] = host
+            self._direct_grads[weight.index] = self.device.zero_copy_view(host)
+
+    def remove(self) -> None:
+        """Detach every hook."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def reset(self, weights: Sequence[Weight]) -> None:
+        """Forget everything about an iteration that has not been finished."""
+        for weight in weights:
+            weight.seen, weight.grad = 0, None
+        self._complete.clear()
+        self._written.clear()
+        self._arrived.clear()
+        self._touched.clear()
+        self._expected.clear()
+
+    def start(self, which: Pass) -> None:
+        """Do with gradients what this kind of pass does, from now on.
+
+        Raises:
+            UnsupportedError: if there are to be more gradients after they have been clipped.
+        """
+        if which != "settling" and self._clipped:
+            raise limits.CLIPPED.error("the model was called after its gradients had been clipped, before the step")
+        self._which = which
+
+    @property
+    def _clipped(self) -> bool:
+        return self._scale is not None or self._clamp is not None
+
+    def forget_sums(self) -> None:
+        """Begin a window anew."""
+        self._scale = self._clamp = None
+        for weight in self._weights:
+            if weight.total is not None:
+                weight.total.filled = weight.total.group.dirty = False
+
+    def end_iteration(self, others: Sequence[Tensor]) -> Tensor | None:
+        """Forget how gradients were clipped; return their norm and ``others``' (squared) before, None if not asked."""
+        self._scale = self._clamp = None
+        sums, self.square_sums = self.square_sums, None
+        if sums is None:
+            return None
+        if any(weight.total is not None for weight in self._weights):
+            self.device.drain()  # the host has squared its sums
+            sums = [square.cpu() for square in sums]
+        sums = [*sums, *(square.to(sums[0].device) if sums else square for square in others)]
+        return torch.stack(sums).sum().sqrt() if sums else None
+
+    def begin_block(self, weights: Sequence[Weight]) -> None:
+        """A block's backward begins, which gives ``weights`` gradients, each once."""
+        self._expected = {weight.index for weight in weights}
+
+    def _collect_index(self, index: int) -> None:
+        weight = self._weights[index]
+        if index not in self._expected or index in self._touched:
+            weight.param.grad = None
+            raise limits.OUTSIDE_USE.error(f"the loss uses {weight.label} outside its block")
+        self._collect(weight)
+
+    def _collect(self, weight: Weight) -> None:
+        grad = weight.param.grad
+        assert grad is not None
+        weight.param.grad = None
+        self._touched.add(weight.index)
+        weight.grad = grad if weight.grad is None else weight.grad.add_(grad)
+        weight.seen += 1
+        if weight.seen == weight.uses:
+            self._completed(weight)
+
+    def _completed(self, weight: Weight) -> None:
+        """Give a complete gradient to the op that takes it."""
+        grad, weight.grad, weight.seen = weight.grad, None, 0
+        op = self._takers[self._which][weight.index]
+        if grad is None:
+            if op.kind == "update" and _filled(weight):
+                self._complete[op.id].append((weight, None))
+            return
+        if self.square_sums is not None and self._which == "updating" and not _filled(weight):
+            self.square_sums.append(_square_sum(grad))
+        if op.writes_gradients:
+            self._write_out(weight, grad)
+            return
+        self._complete[op.id].append((weight, grad))
+        if op.uses_gradients and grad.nbytes >= COLLECTED_BELOW:
+            self.use_on_device()  # at once, so that the memory of a large gradient is free again
+
+    def end_block(self, weights: Sequence[Weight]) -> None:
+        """Count the uses that gave no gradient, and use what is left of the block on the device."""
+        for weight in weights:
+            if weight.param.requires_grad and weight.index not in self._touched:
+                weight.seen += 1
+                if weight.seen == weight.uses:
+                    self._completed(weight)
+        self._touched.clear()
+        self._expected.clear()
+        self.use_on_device()
+
+    def use_on_device(self) -> None:
+        """Add up, or update with, every complete gradient that is used on the device."""
+        updates = [op for op in self._complete if op not in self._slots.of]
+        items = [item for op in updates for item in self._complete.pop(op)]
+        if not items:
+            return
+        weights = [weight for weight, _ in items]
+        totals = [weight.total for weight in weights if weight.total is not None]
+        updating = self._which == "updating"
+        used = [p for w in weights for p in (w.group, w.states.group) if p is not None] if updating else []
+        sums = list(dict.fromkeys(total.group for total in totals))
+        groups = list(dict.fromkeys([*used, *sums]))
+        self._take(groups)
+        grads = [self._added(weight, grad) for weight, grad in items]
+        del items  # what has been added up is free
+        if not updating:
+            for group in groups:
+                group.dirty = True
+            return
+        self._update_on_device(weights, grads, groups)
+
+    def settle_on_device(self, weights: Sequence[Weight]) -> None:
+        """Update those of ``weights`` on the device that have gradients: the sums are all there is."""
+        weights = [weight for weight in weights if _filled(weight)]
+        if not weights:
+            return
+        totals = [weight.total for weight in weights if weight.total is not None]
+        used = [p for w in weights for p in (w.group, w.states.group) if p is not None]
+        groups = list(dict.fromkeys([*used, *(total.group for total in totals)]))
+        self._take(groups)
+        sums = [total.view for total in totals if total.view is not None]
+        if self.square_sums is not None:
+            self.square_sums += map(_square_sum, sums)
+        self._update_on_device(weights, sums, groups)
+
+    def _take(self, groups: Sequence[LiveGroup]) -> None:
+        """Order the compute lane after the copies that bring ``groups``, which it will write."""
+        self.device.wait(
+            *distinct(group.ready for group in groups),
+            writes=[group.buffer for group in groups if group.buffer is not None],
+        )
+        for group in groups:
+            group.ready = None
+
+    def _update_on_device(self, weights: Sequence[Weight], grads: list[Tensor], groups: Sequence[LiveGroup]) -> None:
+        """Update ``weights``, whose ``groups`` are there, and use the sums up."""
+        edit = self.edit()
+        if edit is not None:
+            for grad in grads:
+                edit(grad)
+        self.updates.update_on_device(weights, grads)
+        totals = [weight.total for weight in weights if weight.total is not None]
+        sums = {total.group for total in totals}
+        for group in groups:
+            group.dirty = group.buffer is not None and group not in sums
+        for total in totals:
+            total.filled = False
+        self.updated += len(weights)
+
+    def edit(self, *, now: bool = False) -> Callable[[Tensor], None] | None:
+        """Return what is done to gradients before updates use them; None: nothing. ``now``: the caller does it."""
+        scale = self._scale
+        value = min((v for v in (self.clip_value, self._clamp) if v is not None), default=None)
+        if now:
+            self._scale = self._clamp = None
+
+        def edit(grad: Tensor) -> None:
+            with torch.no_grad():
+                if scale is not None:
+                    grad.mul_(scale.to(grad.device))
+                if value is not None:
+                    grad.clamp_(-value, value)
+
+        return edit if value is not None or scale is not None else None
+
+    def clip_norm(
+        self, params: Iterable[Tensor], max_norm: float, norm_type: float, *, error_if_nonfinite: bool
+    ) -> Tensor:
+        """Let the coming updates use gradients of a norm of at most ``max_norm``; return their norm.
+
+        Every sum is complete, on the device or on the host, and is read where it is, in the order of ``params``. Those
+        outside the blocks have ordinary gradients, which are scaled at once.
+
+        Raises:
+            UnsupportedError: if they have been clipped already.
+            RuntimeError: with ``error_if_nonfinite``, if the norm is not finite.
+        """
+        if self._clipped or self.clip_value is not None:
+            raise limits.CLIPPED.error("gradients that are clipped already were to be clipped by their norm")
+        params = list(params)
+        ours = {id(weight.param): weight.total for weight in self._weights}
+        others = [param for param in params if id(param) not in ours and param.grad is not None]
+        found = [total for param in params if (total := ours.get(id(param))) is not None and total.filled]
+        groups = list(dict.fromkeys(total.group for total in found))
+        here = [group for group in groups if group.buffer is not None]
+        self.device.wait(*distinct(g.ready for g in here), reads=[g.buffer for g in here if g.buffer is not None])
+        self.device.synchronize(*distinct(group.current for group in groups if group.buffer is None))
+        grads = {id(total.weight.param): total.host if total.view is None else total.view for total in found}
+        grads |= {id(param): param.grad for param in others if param.grad is not None}
+        with torch.no_grad():
+            ordered = [grads[id(param)] for param in params if id(param) in grads]
+            norm = total_norm(ordered, norm_type, error_if_nonfinite=error_if_nonfinite)
+            if found:
+                self._scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+            clip_grads_with_norm_(others, max_norm, norm)
+        return norm
+
+    def clip_each(self, value: float) -> None:
+        """Let the coming updates use gradients between ``-value`` and ``value``."""
+        if any(map(_filled, self._weights)):
+            self._clamp = value if self._clamp is None else min(self._clamp, value)
+
+    def _added(self, weight: Weight, grad: Tensor | None) -> Tensor:
+        """Return the sum of a weight's gradients on the device, ``grad`` included, where there is or has to be one."""
+        total = weight.total
+        if total is None or (self._which == "updating" and not total.filled):
+            assert grad is not None
+            return grad
+        assert total.view is not None
+        if grad is not None:
+            with torch.no_grad():
+                total.view.add_(grad) if total.filled else total.view.copy_(grad)
+        if self.square_sums is not None and self._which == "updating":
+            self.square_sums.append(_square_sum(total.view))
+        total.filled = True
+        return total.view
+
+    def _write_out(self, weight: Weight, grad: Tensor) -> None:
+        """Write a gradient to host memory from the compute lane; nobody keeps it on the device."""
+        # The last update, which read the host buffer, is over: the forward has seen the weight that it made.
+        self.device.wait(*distinct([self._read.pop(weight.index, None)]), writes=[weight.grad_cell])
+        self.device.cross("d2h", grad.nbytes)
+        with torch.no_grad():
+            self._direct_grads[weight.index].copy_(grad)
+        self._written.append(weight)
+
+    def send(self) -> list[tuple[Op, GradientOffload]]:
+        """Queue the copies of complete gradients to the host, one task per op; return what they keep alive, by op."""
+        if self._written:
+            written = self.device.mark()
+            self._arrived.update((weight.index, written) for weight in self._written)
+            self._written.clear()
+        sent = []
+        for op in list(self._complete):
+            box = self._slots.of[op]
+            members = [(weight, grad) for weight, grad in self._complete.pop(op) if grad is not None]
+            offload = self._slots.send(box, members)
+            sent.append((box.op, offload))
+            self._arrived.update((weight.index, offload.event) for weight, _ in members)
+        return sent
+
+    def use_on_host(self, op: Op, weights: Sequence[Weight], urgency: int) -> Event | None:
+        """Queue what the host does with the gradients of ``weights`` that have been sent; return its event."""
+        updating = op.kind == "update"
+        ready = [w for w in weights if w.index in self._arrived or (updating and _filled(w))]
+        if not ready:
+            self._slots.skipped(op.id, weights)
+            return None
+        arrived = [w for w in ready if w.index in self._arrived]
+        adding = self._adding(arrived, updating=updating)
+        groups = list(dict.fromkeys(total.group for w in ready if (total := w.total) is not None))
+        update: Callable[[], None] | None = None
+        grads: list[Tensor] = []
+        if updating:
+            grads = [w.total.host if _filled(w) and w.total else self._host_grads[w.index] for w in ready]
+            update = self.updates.prepare(ready, "host", grads)
+            groups += dict.fromkeys(w.group for w in ready)
+            self.updated += len(ready)
+        sums, edit = None, None
+        read: list[Event | None] = []
+        if updating:
+            edit = self.edit()
+        if updating and self.square_sums is not None:
+            sums = self.square_sums, [w.total.host for w in ready if _filled(w) and w.total]
+        if self._which == "settling":  # no gradient that arrives comes after what has read the weights
+            read = [self.device.mark(), *(group.fetched for group in groups)]
+        event = self.device.submit(
+            "host",
+            _using(adding, sums, [(edit, grads)] if edit is not None else [], update),
+            # Gradients arrive after the last computation that may have read the weights in host memory.
+            after=distinct([*(self._arrived.pop(w.index) for w in arrived), *(p.current for p in groups), *read]),
+            reads=list(dict.fromkeys(w.grad_cell for w in arrived)),
+            writes=[group.host_cell for group in groups],
+            label=f"{op.kind} {op.block}",
+            op=op.id,
+            urgency=urgency,
+        )
+        self._slots.updated(op.id, event)
+        for group in groups:
+            group.current = event
+        for weight in ready:
+            if weight.total is not None:
+                weight.total.filled = not updating
+            if weight.index in self._direct_grads:
+                self._read[weight.index] = event
+        return event
+
+    def _adding(self, weights: Sequence[Weight], *, updating: bool) -> list[tuple[Tensor, Tensor, bool]]:
+        """Return what to add where, and whether there is something already; in updates only where there is."""
+        found = []
+        for weight in weights:
+            total = weight.total
+            if total is not None and (total.filled or not updating):
+                found.append((total.host, self._host_grads[weight.index], total.filled))
+        return found
+
+
+def _using(
+    adding: Sequence[tuple[Tensor, Tensor, bool]],
+    sums: tuple[list[Tensor], list[Tensor]] | None,
+    edits: Sequence[tuple[Callable[[Tensor], None], Sequence[Tensor]]],
+    update: Callable[[], None] | None,
+) -> Callable[[], None]:
+    """Return what adds gradients up, notes the squares of sums if somebody asked for them, edits them, and updates."""
+
+    def run() -> None:
+        for total, grad, filled in adding:
+            total.add_(grad) if filled else total.copy_(grad)
+        if sums is not None:
+            found, totals = sums
+            found += map(_square_sum, totals)
+        for edit, grads in edits:
+            for grad in grads:
+                edit(grad)
+        if update is not None:
+            update()
+
+    return run
+
+
+def _filled(weight: Weight) -> bool:
+    return weight.total is not None and weight.total.filled
+
+
+def _square_sum(grad: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(grad, dtype=torch.float32)
+    return norm.square_()
+
+
+def _takers(plan: Plan, which: Pass, weights: Sequence[Weight]) -> dict[int, Op]:
+    """Return, by trainable tensor, the op that takes its gradient in a pass: an offload, or what uses it on the device.
+
+    Raises:
+        PlanError: if there is none, so that the tensor would never be updated.
+    """
+    takers = {
+        tensor: op
+        for op in plan.ops_of(which)
+        if op.payload == "grad" or (op.uses_gradients and op.lane != "host")
+        for tensor in plan.tensors(op)
+    }
+    for weight in weights:
+        if weight.param.requires_grad and weight.index not in takers:
+            raise PlanError(f"no op of the plan takes the gradient of {weight.label}; plan again")
+    return takers
+
+
+def _call(method: WeakMethod[Any], index: int, param: Tensor) -> None:
+    found = method()
+    if found is not None:
+        found(index)

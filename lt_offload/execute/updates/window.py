@@ -1,0 +1,100 @@
+"""The micro-batches of one update, each of one pass or several: which comes next, and what has been added up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from lt_offload import limits
+from lt_offload.errors import ConfigError, PlanError
+from lt_offload.schema.plan import Pass, Plan
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CarriedWindow:
+    """What the micro-batches of a window have left so far, on the host."""
+
+    added: int
+    """How many there were."""
+    cleared: bool
+    """The gradients of the last backward have been cleared."""
+    sums: dict[nn.Parameter, Tensor]
+    """Of the gradients of weights; if there were none, what the last updates have used, where it is kept."""
+    rest: dict[nn.Parameter, Tensor]
+    """Gradients of parameters outside the blocks."""
+
+
+class Window:
+    """Counts the passes of a window.
+
+    Args:
+        plan: None without training.
+    """
+
+    def __init__(self, plan: Plan | None) -> None:
+        self.delayed = plan is not None and plan.delayed
+        """Updates wait until all gradients are there: every pass adds up."""
+        self.which: Pass = plan.passes[0] if plan is not None else "updating"
+        """What the present pass does with its gradients, or the next one."""
+        self.last = True
+        """Whether the present micro-batch is the last one of its window."""
+        self.added = 0
+        """Passes of the present window whose gradients have been added up."""
+        self.micro_batches = 0
+        """Those of the present window that are complete, in a loop of one's own."""
+        self._largest = plan.micro_batches if plan is not None else 1
+        self._size = self._largest
+
+    @property
+    def size(self) -> int:
+        """Micro-batches of the next window in a loop of one's own; elsewhere each is told what it is."""
+        return self._size
+
+    def resize(self, size: int, begun: int) -> None:
+        """Let windows have ``size`` micro-batches from now on.
+
+        Args:
+            size: how many.
+            begun: those of the present window that have begun their backward.
+
+        Raises:
+            ConfigError: if ``size`` is not a number of micro-batches, or in the middle of a window.
+            PlanError: if the plan is one for windows of 1.
+        """
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(f"accumulate={size!r} must be at least 1: micro-batches per optimizer.step()")
+        if begun:
+            raise ConfigError(
+                f"accumulate={size} was set after {begun} of {self._size} micro-batches; set it before the first one, "
+                "or after optimizer.step()"
+            )
+        if size > 1:
+            self.require()
+        self._size = size
+
+    def require(self) -> None:
+        """Raise ``PlanError`` if the plan is one for windows of 1."""
+        if self._largest == 1 and not self.delayed:
+            raise PlanError(
+                "the plan is one for 1 micro-batch per update, which has no room for sums of gradients; plan again "
+                "with accumulate=2 or more"
+            )
+
+    def begin(self, *, last: bool | None = None) -> None:
+        """The next micro-batch begins; ``last``: whether it is the last, None: as many as were said are to come."""
+        self.last = self.micro_batches + 1 >= self._size if last is None else last
+        self.begin_pass(0)
+
+    def begin_pass(self, waiting: int) -> None:
+        """The next pass begins, and so many more of the same micro-batch follow."""
+        self.which = "updating" if self.last and not self.delayed and not waiting else "accumulating"
+
+    def end(self) -> None:
+        """The window is over."""
+        self.added = self.micro_batches = 0
+
+    def check_update(self) -> None:
+        """Raise ``UnsupportedError`` if there is something to update with, and the last micro-batch had no backward."""
+        if self.added:
+            raise limits.WINDOW.error(f"the update after {self.added} micro-batches had no backward of its own")

@@ -1,0 +1,81 @@
+"""Who else holds the memory of a model's weights when an engine takes them over."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from lt_offload.machine.accounting import tensors_in
+from lt_offload.model.blocks import Structure
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Aliases:
+    """The weights whose memory somebody else holds when an engine takes them over: a kept state dict, a NumPy array."""
+
+    held: frozenset[int] = frozenset()
+    unseen: frozenset[int] = frozenset()
+    """By something else than tensors, so that no operation on them shows when it is read or written."""
+
+
+def held_by_others(model: nn.Module, structure: Structure, device: torch.device) -> Aliases:
+    """Return the weights that a kept state dict or array shows as they are trained, as it does in plain PyTorch.
+
+    On a GPU it does not: there the weights move to the device, and what is kept stays as it was. So it does here.
+    """
+    if device.type != "cpu":
+        return Aliases()
+    rest = (param for _, param in structure.rest)
+    return find_aliases([param for _, param in structure.tensors], [*rest, *model.buffers()])
+
+
+def find_aliases(weights: Sequence[Tensor], others: Iterable[Tensor]) -> Aliases:
+    """Return which weights are held by others.
+
+    A NumPy array that a weight was made of is not found: the array owns the memory, and nobody tells how many use it.
+
+    Args:
+        weights: parameters of a model, on the host.
+        others: its other parameters and its buffers.
+    """
+    storages = [weight.untyped_storage() for weight in weights]
+    own = Counter(storage._cdata for storage in storages)
+    parts = (part for other in others for part in tensors_in(other) if part.device.type == "cpu")
+    own.update(part.untyped_storage()._cdata for part in parts)
+    lone = torch.empty(1)
+    alone = _count(lone.untyped_storage())
+    extra = {s._cdata: _count(s) - alone + 1 - own[s._cdata] for s in storages}
+    extra = {key: count for key, count in extra.items() if count > 0}
+    shared = {storage._cdata for storage in storages if storage.is_shared()}
+    # Torch marks what NumPy has a view of.
+    unseen = shared | {s._cdata for s in storages if s._cdata in extra and not s.resizable()}
+    unseen |= _not_in_python(extra, own) if extra.keys() - unseen else set()
+    keys = [storage._cdata for storage in storages]
+    return Aliases(
+        held=frozenset(index for index, key in enumerate(keys) if key in extra or key in shared),
+        unseen=frozenset(index for index, key in enumerate(keys) if key in unseen),
+    )
+
+
+def _not_in_python(extra: dict[int, int], own: Counter[int]) -> set[int]:
+    """Return the storages that more than the model's tensors and those in objects of Python hold: dlpack's capsules.
+
+    Nobody tells who holds a variable of a function that runs; its memory is taken for one of them.
+    """
+    objects = gc.get_objects()
+    referred = set(map(id, gc.get_referents(*objects)))
+    with torch._C.DisableTorchFunctionSubclass():
+        tensors = [t for t in objects if issubclass(type(t), Tensor) and id(t) in referred]
+        tensors = [*{id(t): t for t in (*tensors, *(t._base for t in tensors if t._base is not None))}.values()]
+        stored = [t for t in tensors if torch._C._has_storage(t) and t.device.type == "cpu"]
+        seen = Counter(tensor.untyped_storage()._cdata for tensor in stored)
+    return {key for key, count in extra.items() if count + own[key] > seen[key]}
+
+
+def _count(storage: torch.UntypedStorage) -> int:
+    return int(torch._C._storage_Use_Count(storage._cdata))

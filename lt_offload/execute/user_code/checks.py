@@ -1,0 +1,272 @@
+"""What is checked while a plan is carried out: what must not change, which backwards can be, who else uses an input.
+
+Each check raises at the first occurrence, naming the row of ``limits`` that says why and what works instead.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.autograd import graph
+from torch.autograd.graph import get_gradient_edge
+from torch.optim import Optimizer
+
+from lt_offload import limits
+from lt_offload.execute.blocks.runs import AnyFrame, Frames
+from lt_offload.execute.blocks.shared_inputs import RunningTotal
+from lt_offload.execute.memory.tensors import Weight
+from lt_offload.execute.updates.optimizer import Updates
+from lt_offload.model.blocks import Structure
+from lt_offload.model.state.effects import InnerHooks
+
+
+def check_hooks(structure: Structure, repeated: Collection[int], *, parted: bool = False) -> None:
+    """Refuse hooks of users on parameters that would see other gradients than in plain PyTorch, or see them twice.
+
+    Args:
+        structure: the model's blocks.
+        repeated: those that run a second time for their backward.
+        parted: blocks take a batch in parts, so that every weight gets a gradient per part.
+
+    Raises:
+        UnsupportedError: naming the parameter or the module.
+    """
+    for inner in _inner_hooks(structure, repeated):
+        _check_inner(inner)
+    for name, param in structure.tensors:
+        if param._post_accumulate_grad_hooks:
+            raise limits.PARAMETER_HOOKS.error(f"post-accumulate hook on weight {name}")
+        if _has_joint_hook(param):
+            raise limits.PARAMETER_HOOKS.error(f"register_multi_grad_hook on weight {name}")
+    for index in _shared(structure, parted=parted):
+        name, param = structure.tensors[index]
+        if param._backward_hooks:
+            raise limits.PARAMETER_HOOKS.error(f"tensor hook on weight {name}, which {_SHARING[parted]}")
+
+
+def may_repeat(structure: Structure, blocks: Collection[int]) -> bool:
+    """Return whether no hook of a user forbids that ``blocks`` run a second time for their backward."""
+    return all(inner.find() is None for inner in _inner_hooks(structure, blocks))
+
+
+def check_reached(weights: Iterable[Weight], frames: Frames) -> None:
+    """Raise ``RuntimeError`` if a backward has ended that did not reach every block."""
+    unfinished = [weight.label for weight in weights if weight.seen]
+    if unfinished or frames.open:
+        raise RuntimeError(
+            f"the backward did not reach every block that took part in the forward (open: {unfinished[:3]}); "
+            "the loss must depend on the output of the whole model"
+        )
+    frames.check()
+
+
+class InstalledSetup:
+    """The trainable tensors, the hooks and the optimizer's groups, as they were when the engine was installed.
+
+    Args:
+        structure: the model's blocks.
+        weights: of the engine.
+        updates: knows the optimizer's groups; None without an optimizer.
+        repeated: blocks that run a second time for their backward.
+        parted: blocks take a batch in parts.
+    """
+
+    def __init__(
+        self,
+        structure: Structure,
+        weights: Sequence[Weight],
+        updates: Updates | None,
+        repeated: Collection[int],
+        parted: bool = False,
+    ) -> None:
+        self._updates = updates
+        self._members = updates.members if updates is not None else set()
+        self._weights = [(w, w.param, w.param.requires_grad, _hooks(w)) for w in weights]
+        self._inside = [param._cdata for _, param, _, _ in self._weights]
+        """What hooks of gradients are attached to: other tensors may be put into the same parameters."""
+        self._shared = [weights[index] for index in _shared(structure, parted=parted)]
+        self._sharing = _SHARING[parted]
+        self._inner = _inner_hooks(structure, repeated)
+
+    def check_hooks(self) -> None:
+        """Refuse hooks that were not there when the engine was installed and that it cannot call as plain PyTorch does.
+
+        Raises:
+            UnsupportedError: naming the module or the weight.
+        """
+        for inner in self._inner:
+            _check_inner(inner)
+        for weight, param, _, hooks in self._weights:
+            if _hooks(weight) != hooks:
+                raise limits.PARAMETER_HOOKS.error(f"post-accumulate hook on {weight.label}")
+            if _has_joint_hook(param):
+                raise limits.PARAMETER_HOOKS.error(f"register_multi_grad_hook on {weight.label}")
+        for weight in self._shared:
+            if weight.param._backward_hooks:
+                raise limits.PARAMETER_HOOKS.error(f"tensor hook on {weight.label}, which {self._sharing}")
+
+    def check(self) -> None:
+        """Compare with what there is now.
+
+        Raises:
+            UnsupportedError: naming what has changed.
+        """
+        self.check_hooks()
+        for (weight, *_), inside in zip(self._weights, self._inside, strict=True):
+            if weight.param._cdata != inside:
+                raise limits.CHANGED_PARAMETERS.error(f"another tensor was swapped into {weight.label}")
+        if self._updates is not None:
+            self._updates.index_groups()
+        change = self.changed()
+        if change is not None:
+            raise limits.REFROZEN.error(change)
+
+    def changed(self, optimizer: Optimizer | None = None) -> str | None:
+        """Return what has changed that another plan could follow, as a clause for people; None if nothing has.
+
+        Args:
+            optimizer: the one that is in use now, if it may be another one.
+        """
+        for weight, param, trainable, _ in self._weights:
+            if param.requires_grad is not trainable:
+                return f"requires_grad of {weight.label} was changed from {trainable} to {param.requires_grad}"
+        if self._updates is None:
+            return None
+        if optimizer is not None and optimizer is not self._updates.optimizer:
+            return "another optimizer is in use"
+        groups = self._updates.optimizer.param_groups
+        if {param for group in groups for param in group["params"]} != self._members:
+            return "parameters were added to the optimizer or removed from it"
+        return None
+
+
+def _inner_hooks(structure: Structure, blocks: Collection[int]) -> list[InnerHooks]:
+    return [InnerHooks(block.name, block.module) for index, block in enumerate(structure.blocks) if index in blocks]
+
+
+def _check_inner(inner: InnerHooks) -> None:
+    hook = inner.find()
+    if hook is not None:
+        raise limits.MODULE_HOOKS.error(hook)
+
+
+def _hooks(weight: Weight) -> int:
+    return len(weight.param._post_accumulate_grad_hooks or ())
+
+
+def _has_joint_hook(param: Tensor) -> bool:
+    """Return whether ``param`` has a hook that waits for the gradients of several tensors in one backward."""
+    hooks = param._backward_hooks
+    return bool(hooks) and any(getattr(hook, "__globals__", {}) is vars(graph) for hook in hooks.values())  # type: ignore[union-attr]
+
+
+_SHARING = ("several blocks share", "has a gradient per part of the batch (micro_batches)")
+
+
+def _shared(structure: Structure, *, parted: bool) -> list[int]:
+    """Return the tensors that several blocks use, or several parts of a batch."""
+    if parted:
+        return list(range(len(structure.tensors)))
+    uses = [tensor for block in structure.blocks for tensor in block.tensors]
+    return [index for index in range(len(structure.tensors)) if uses.count(index) > 1]
+
+
+class OwnParameters:
+    """The parameters of a block's modules, which a call in training must find in their places.
+
+    Args:
+        module: the block.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self._name = name
+        members = list(module.named_modules())
+        self._places = [(m._parameters, key, f"{path}.{key}") for path, m in members for key in m._parameters]
+
+    def check(self) -> None:
+        """Refuse tensors that stand for parameters during one call.
+
+        Raises:
+            UnsupportedError: naming one.
+        """
+        for parameters, key, path in self._places:
+            present = parameters.get(key)
+            if present is not None and not isinstance(present, nn.Parameter):
+                raise limits.SUBSTITUTED.error(f"block {self._name} was called with another tensor as {path}")
+
+
+class Backward:
+    """Tells a backward of everything from one of some inputs only.
+
+    Args:
+        anchor: a leaf that every block's node in the outer graph depends on.
+    """
+
+    def __init__(self, anchor: Tensor) -> None:
+        self._end = get_gradient_edge(anchor).node
+
+    def check(self, frame: AnyFrame) -> None:
+        """Refuse what a block's backward cannot do, from within it.
+
+        Raises:
+            UnsupportedError: naming the block.
+        """
+        if torch.is_grad_enabled():
+            raise limits.PARTIAL_BACKWARD.error(f"block {frame.name} was differentiated with create_graph=True")
+        if not torch._C._will_engine_execute_node(self._end):
+            raise limits.PARTIAL_BACKWARD.error(
+                f"block {frame.name} was differentiated by torch.autograd.grad or backward(inputs=...)"
+            )
+        if frame.forgotten:
+            raise limits.FORWARDS.error("the model was called again between a forward and its backward")
+        if frame.done:
+            raise limits.ONE_BACKWARD.error(f"the backward of block {frame.name} ran a second time")
+
+
+class Consumers:
+    """Watches the gradients of the inputs of blocks, to see whether anybody else uses those tensors.
+
+    Plain PyTorch adds the gradients of a tensor one by one, in the order of its uses; a block that uses its input more
+    than once gives their sum, which is another order of summation. If nobody else uses the tensor, its node receives
+    the very tensor that the block has given.
+
+    Args:
+        name: of a block, by its index.
+        uses: how often a block uses each of its inputs, by its index, once its backward has begun.
+    """
+
+    def __init__(self, name: Callable[[int], str], uses: dict[int, Counter[int]]) -> None:
+        self._name, self._uses = name, uses
+        self._given: dict[tuple[int, int], tuple[tuple[int, int], bool]] = {}
+
+    def watch(self, block: int, inputs: Sequence[Tensor]) -> None:
+        """See the gradients of what ``block`` is about to be called with, before hooks of users change them."""
+        for slot, tensor in enumerate(inputs):
+            if tensor.requires_grad and torch.is_grad_enabled():
+                users = dict(tensor._backward_hooks or {})
+                tensor.register_hook(partial(self._arrived, block, slot))  # type: ignore[no-untyped-call]
+                for key, hook in users.items():  # to the end: autograd calls hooks in the order of insertion
+                    del tensor._backward_hooks[key]  # type: ignore[union-attr]
+                    tensor._backward_hooks[key] = hook  # type: ignore[index]
+
+    def given(self, block: int, gradients: Sequence[Tensor | None], totals: Sequence[RunningTotal | None]) -> None:
+        """Note what the backward of ``block`` has found, per input; ``totals``: whether other blocks use it, too."""
+        for slot, (gradient, total) in enumerate(zip(gradients, totals, strict=True)):
+            if gradient is not None:
+                several = total is not None and total.users > 1
+                self._given[block, slot] = _identity(gradient), several or self._uses[block][slot] > 1
+
+    def _arrived(self, block: int, slot: int, gradient: Tensor) -> None:
+        given, several = self._given.pop((block, slot), (None, False))
+        if several and _identity(gradient) != given:
+            raise limits.SEVERAL_CONSUMERS.error(f"the input of block {self._name(block)} is used in several places")
+
+
+def _identity(tensor: Tensor) -> tuple[int, int]:
+    """Return what differs once something was added to ``tensor``, or ``tensor`` to something; it must be alive."""
+    with torch._C.DisableTorchFunction():
+        return tensor.untyped_storage()._cdata, tensor._version

@@ -1,0 +1,459 @@
+"""What users' code sees of weights and optimizer states outside the blocks: what plain PyTorch would show it.
+
+Between two iterations, and between two blocks of a forward, a weight's newest value may be on the device only, or the
+host may still be computing it. Two torch modes stand in front of every operation outside the blocks and compare the
+storages that it touches with those of the engine's host copies. A read waits for that tensor alone. A write brings the
+newest value home first and forgets the device copy. Inside the blocks the modes are off.
+
+The modes belong to the thread that installed the engine. Two ways around them remain. A view of a tensor's memory that
+is no tensor (NumPy's) may be read and written unseen: while there is one, the host copy is complete whenever an
+iteration has ended, and taken for written when the next begins. And ``param.data_ptr()`` shows whether a parameter was
+given other memory.
+
+Not seen is what other threads do while training runs: what they read of weights in flight may be of this step, of the
+last one, or in between, and what they write may be lost. Plain PyTorch does not order them with the optimizer either.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lt_offload import limits
+from lt_offload.execute.memory.residency import Residency
+from lt_offload.execute.memory.tensors import LiveGroup, Weight
+from lt_offload.execute.updates.optimizer import Updates
+from lt_offload.machine.dispatch import DISPATCH_MODES, WatchingMode, unseen_by_dynamo, writes
+from lt_offload.model.optimizers import Place, tensor_at, tensors_of
+
+GRADIENT = "p.grad"
+"""Stands for the name of a state where the tensor is the sum of a weight's gradients."""
+
+
+@dataclass(frozen=True, slots=True)
+class TrackedTensor:
+    """A tensor whose host memory the engine writes: a weight, or an optimizer state or the gradient of one."""
+
+    weight: Weight
+    state: Place = None
+
+    @property
+    def label(self) -> str:
+        """How errors name it."""
+        name = self.weight.label
+        if self.state == GRADIENT:
+            return f"the gradient of {name}"
+        return name if self.state is None else f"optimizer state {self.state!r} of {name}"
+
+    @property
+    def groups(self) -> tuple[LiveGroup, ...]:
+        """What has to be complete for its host copy to be; the weight's event stands for its update on the host."""
+        if self.state == GRADIENT:
+            return (self.weight.total.group,) if self.weight.total is not None else ()
+        states = self.weight.states.group
+        return (self.weight.group,) if self.state is None or states is None else (self.weight.group, states)
+
+
+class Guard:
+    """Stands between users' code and the tensors of an engine.
+
+    Args:
+        weights: of the engine, in their places on the host.
+        residency: brings them home.
+        updates: knows the optimizer's states; None without an optimizer.
+        open_forward: tells whether a forward waits for its backward.
+        unseen: weights whose memory somebody else reads and writes without operations on tensors, all the time.
+    """
+
+    def __init__(
+        self,
+        weights: Sequence[Weight],
+        residency: Residency,
+        updates: Updates | None,
+        open_forward: Callable[[], bool],
+        unseen: Iterable[Weight] = (),
+    ) -> None:
+        self._weights, self._residency, self._updates = weights, residency, updates
+        self._open_forward = open_forward
+        self.halfway = False
+        """Some weights of this iteration are updated and others are not."""
+        self._operations = _Operations(self)
+        self._calls = _Calls(self)
+        self._thread = 0
+        self.suspended = _Suspended(self)
+        """Context in which the engine itself works, and blocks run."""
+        self._of_weights: dict[int | None, TrackedTensor] = {
+            w.host.untyped_storage()._cdata: TrackedTensor(w) for w in weights
+        }
+        self._of_states: dict[int, TrackedTensor] = {}
+        self._kept: list[torch.UntypedStorage] = []
+        """The storages of ``_of_states``: while they live, nobody else has their addresses."""
+        self._generation = -1
+        self._views: dict[TrackedTensor, list[weakref.ref[Any]]] = {}
+        """Views of host copies that are no tensors (NumPy's), through which they may be read and written unseen."""
+        self._unseen = [TrackedTensor(weight) for weight in unseen]
+        self._addresses = [weight.host.data_ptr() for weight in weights]
+        self._tensors: dict[TrackedTensor, list[weakref.ref[Tensor]]] = {}
+        """Tensors in a host copy's memory that were made since the last iteration began, or live."""
+
+    # -- on and off --------------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Begin to watch the operations of the calling thread."""
+        self._thread = threading.get_ident()
+        self._calls.place()
+        DISPATCH_MODES.push(self._operations)
+        _installed.add(self)
+
+    def remove(self) -> None:
+        """End it; operations of other threads were never seen."""
+        _installed.discard(self)
+        if self._thread == threading.get_ident():
+            DISPATCH_MODES.lift(self._operations)
+            self._calls.lift()
+        self._thread = 0
+        self._operations.guard = self._calls.guard = None
+        self._views.clear()
+        self._tensors.clear()
+        self._of_states, self._kept = {}, []  # states on the device are moved, or dropped, by others from now on
+
+    # -- what users do -----------------------------------------------------------------------------------------------
+
+    def find(self, tensor: Tensor) -> TrackedTensor | None:
+        """Return the weight or optimizer state whose memory ``tensor`` is, or is a view of."""
+        # Subclasses may have a __torch_function__ of their own, which must not be called for a question of ours.
+        if type(tensor) in _ORDINARY:
+            key = tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
+        else:
+            with torch._C.DisableTorchFunctionSubclass():
+                key = tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
+        owned = self._of_weights.get(key)
+        if owned is None and self._updates is not None:
+            if self._generation != self._updates.generation:
+                self._learn_states()
+            owned = self._of_states.get(key)
+        return owned
+
+    def read(self, owned: Iterable[TrackedTensor]) -> None:
+        """Make host copies complete before they are read.
+
+        Raises:
+            UnsupportedError: in the middle of an iteration's updates.
+        """
+        for one in owned:
+            if self.halfway:
+                raise limits.HALFWAY.error(f"{one.label} was accessed")
+            self._residency.bring_home(one.groups)
+
+    def write(self, owned: Iterable[TrackedTensor]) -> None:
+        """Make host copies complete and the only ones, before they are written.
+
+        Raises:
+            UnsupportedError: while a forward waits for its backward, or in the middle of an iteration's updates.
+        """
+        written = list(owned)
+        self.read(written)
+        for one in written:
+            if self._open_forward():
+                raise limits.DURING_FORWARD.error(f"{one.label} was written to")
+        self._residency.forget(dict.fromkeys(group for one in written for group in one.groups))
+        self._residency.snapshots.changing(self._memory(one) for one in written)
+
+    def replace(self, weight: Weight, data: Tensor) -> None:
+        """Give ``weight`` the values of ``data``, which was assigned to its parameter.
+
+        Raises:
+            UnsupportedError: if it has another shape or dtype.
+        """
+        if data.shape != weight.host.shape or data.dtype != weight.host.dtype:
+            raise limits.CHANGED_PARAMETERS.error(
+                f"{weight.label} was given {_describe(data)} in place of {_describe(weight.host)}"
+            )
+        if any(alias() is not None for alias in self._tensors.get(TrackedTensor(weight), ()) if alias() is not data):
+            raise limits.EXCHANGED_MEMORY.error(f"{weight.label} was given other memory")
+        self.write([TrackedTensor(weight)])
+        with torch.no_grad():
+            weight.host.copy_(data)
+
+    def hand_out(self, owned: TrackedTensor, view: object) -> None:
+        """Remember that somebody has a view of a host copy, through which it can be read and written unseen."""
+        self._residency.snapshots.changing([self._memory(owned)])
+        self._views.setdefault(owned, []).append(weakref.ref(view))
+
+    def made(self, owned: TrackedTensor, tensor: Tensor) -> None:
+        """Remember a tensor that shares a host copy's memory."""
+        self._tensors.setdefault(owned, []).append(weakref.ref(tensor))
+
+    @property
+    def held(self) -> bool:
+        """Whether somebody has a tensor or a view in the memory of a weight or of an optimizer state."""
+        self._forget_views()
+        return bool(self._tensors or self._views or self._unseen)
+
+    def announced(self) -> Iterator[tuple[torch.UntypedStorage, TrackedTensor]]:
+        """Yield the host copies that nobody changes unseen, by their memory."""
+        self._forget_views()
+        unseen = {*self._views, *self._unseen}
+        if self._updates is not None and self._generation != self._updates.generation:
+            self._learn_states()
+        found = [(weight.host.untyped_storage(), TrackedTensor(weight)) for weight in self._weights]
+        found += [(storage, self._of_states[storage._cdata]) for storage in self._kept]
+        yield from (item for item in found if item[1] not in unseen)
+
+    def _memory(self, owned: TrackedTensor) -> Tensor:
+        if owned.state is None:
+            return owned.weight.host
+        if owned.state == GRADIENT:
+            assert owned.weight.total is not None
+            return owned.weight.total.host
+        assert self._updates is not None
+        tensor = tensor_at(self._updates.state(owned.weight), owned.state)
+        assert tensor is not None
+        return tensor
+
+    def show(self, gradients: Iterable[TrackedTensor]) -> None:
+        """Watch the host copies of sums of gradients, too."""
+        self._of_weights.update((key, owned) for owned in gradients if (key := _sum_memory(owned)) is not None)
+
+    def hide(self, gradients: Iterable[TrackedTensor]) -> None:
+        """Watch them no longer."""
+        for owned in gradients:
+            self._of_weights.pop(_sum_memory(owned), None)
+            self._views.pop(owned, None)
+            self._tensors.pop(owned, None)
+
+    def seen_otherwise(self, owned: TrackedTensor) -> bool:
+        """Return whether somebody was given a view that is no tensor, through which it may have been written."""
+        return owned in self._views
+
+    # -- what the engine tells ---------------------------------------------------------------------------------------
+
+    def check_thread(self) -> None:
+        """Raise ``UnsupportedError`` in a thread whose operations are not seen."""
+        if threading.get_ident() != self._thread:
+            raise limits.OTHER_THREAD.error(f"a training forward ran in thread {threading.current_thread().name}")
+
+    def begin(self) -> None:
+        """An iteration begins: adopt what was assigned, and what may have been written through views.
+
+        Raises:
+            UnsupportedError: if a parameter was given other values than it can have.
+        """
+        for weight, address in zip(self._weights, self._addresses, strict=True):
+            if weight.host.data_ptr() != address:
+                raise limits.EXCHANGED_MEMORY.error(f"{weight.label} was moved to shared memory")
+            if weight.param.data_ptr() != address:
+                assigned, weight.param.data = weight.param.data, weight.host
+                self.replace(weight, assigned)
+        # A view that is gone by now may have been written to: it counts once more, and is then forgotten.
+        stale = dict.fromkeys(group for owned in (*self._views, *self._unseen) for group in owned.groups)
+        stale |= dict.fromkeys(self._replaced_states())
+        self._forget_views()
+        if stale:
+            self._residency.bring_home(stale)
+            self._residency.forget(stale)
+
+    def end(self) -> None:
+        """An iteration has ended: complete what can be read unseen."""
+        self.halfway = False
+        self._forget_views()
+        for owned in (*self._views, *self._unseen):
+            self._residency.bring_home(owned.groups)
+
+    def _forget_views(self) -> None:
+        """Forget the views and tensors that are gone."""
+        if self._tensors:
+            held = {owned: [alias for alias in made if alias() is not None] for owned, made in self._tensors.items()}
+            self._tensors = {owned: made for owned, made in held.items() if made}
+        if self._views:
+            alive = {owned: [view for view in views if view() is not None] for owned, views in self._views.items()}
+            self._views = {owned: views for owned, views in alive.items() if views}
+
+    def _replaced_states(self) -> Iterator[LiveGroup]:
+        """Yield what is on the device of states that the optimizer does not hold any more."""
+        for weight in self._weights if self._updates is not None else ():
+            states = weight.states
+            if states.known and states.group is not None and states.group.buffer is not None:
+                assert self._updates is not None
+                if not states.present(self._updates.state(weight)):
+                    yield states.group
+
+    def _learn_states(self) -> None:
+        """Find the tensors that the optimizer holds now."""
+        assert self._updates is not None
+        self._generation = self._updates.generation
+        self._of_states, self._kept = {}, []
+        for weight in self._weights:
+            for place, value in tensors_of(self._updates.state(weight)).items():
+                storage = value.untyped_storage()
+                self._of_states[storage._cdata] = TrackedTensor(weight, place)
+                self._kept.append(storage)
+
+
+_ORDINARY = (Tensor, nn.Parameter)
+
+
+def _sum_memory(gradient: TrackedTensor) -> int | None:
+    total = gradient.weight.total
+    return None if total is None else total.host.untyped_storage()._cdata
+
+
+def _describe(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+# -- the modes --------------------------------------------------------------------------------------------------------
+
+
+@unseen_by_dynamo
+class _Operations(TorchDispatchMode):
+    """Sees every operation of torch, those of ``state_dict``, ``deepcopy`` or ``numpy()`` among them."""
+
+    def __init__(self, guard: Guard) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.guard: Guard | None = guard
+        """None once it is removed, perhaps by another thread than the one whose stack this is on."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs, guard = kwargs or {}, self.guard
+        if guard is None:
+            return func(*args, **kwargs)
+        touched: dict[TrackedTensor, bool] = {}  # and whether it is written
+        on_gpu = False
+        for position, argument in enumerate((*args, *kwargs.values())):
+            for tensor in _tensors(argument):
+                owned = guard.find(tensor)
+                on_gpu |= owned is None and tensor.device.type != "cpu"
+                if owned is not None:
+                    touched[owned] = touched.get(owned, False) or writes(func, position, len(args), kwargs)
+        if not touched:
+            return func(*args, **kwargs)
+        # In plain PyTorch, where the model fits, weight and tensor would be on one device and this would work.
+        if on_gpu and func not in _COPIES:
+            raise limits.OUTSIDE_USE.error(f"{next(iter(touched)).label} is used outside its block, by {func}")
+        guard.read(owned for owned, written in touched.items() if not written)
+        if any(touched.values()):
+            guard.write(owned for owned, written in touched.items() if written)
+        out = func(*args, **kwargs)
+        if isinstance(out, Tensor) and (owned := guard.find(out)) is not None and not touched.get(owned):
+            guard.made(owned, out)
+        return out
+
+
+class _Calls(WatchingMode):
+    """Sees the calls that reach a tensor's memory without an operation, and ``autograd.grad`` of weights."""
+
+    def __init__(self, guard: Guard) -> None:
+        super().__init__()
+        self.guard: Guard | None = guard
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        look, guard = _SEEN.get(func), self.guard
+        if look is None or guard is None:
+            return func(*args, **(kwargs or {}))
+        look(guard, *args, **(kwargs or {}))
+        out = func(*args, **(kwargs or {}))
+        if func in _VIEWS:
+            owned = guard.find(args[0])
+            if owned is not None:
+                guard.hand_out(owned, out)
+        return out
+
+
+_COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
+
+
+def _read(guard: Guard, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
+    owned = guard.find(tensor)
+    if owned is not None:
+        guard.read([owned])
+
+
+def _assign(guard: Guard, tensor: Tensor, data: Tensor) -> None:
+    owned = guard.find(tensor)
+    if owned is None:
+        return
+    if owned.weight.param is tensor:
+        guard.replace(owned.weight, data)
+    else:
+        guard.write([owned])
+
+
+def _differentiate(guard: Guard, outputs: Any, inputs: Any, *args: Any, **kwargs: Any) -> None:
+    for tensor in _tensors(inputs if isinstance(inputs, Tensor) else list(inputs)):
+        owned = guard.find(tensor)
+        if owned is not None:
+            raise limits.PARTIAL_BACKWARD.error(f"torch.autograd.grad of {owned.label}")
+
+
+_VIEWS = (Tensor.numpy, Tensor.__array__, Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage)
+"""Calls that return a view of a tensor's memory that is no tensor."""
+_PLAIN_READS = (Tensor.tolist, Tensor.data_ptr, Tensor.__dlpack__, Tensor.__reduce_ex__)
+_READS = (*_VIEWS, *_PLAIN_READS, Tensor.__repr__, Tensor.__format__)
+_SEEN: dict[Any, Callable[..., None]] = {
+    **dict.fromkeys(_READS, _read),
+    Tensor.data.__set__: _assign,  # type: ignore[attr-defined]
+    torch.autograd.grad: _differentiate,
+}
+
+
+def _tensors(argument: Any) -> Iterator[Tensor]:
+    """Yield the tensors of one argument or result; operations nest them no deeper than in a list."""
+    if isinstance(argument, Tensor):
+        yield argument
+    elif isinstance(argument, (list, tuple)):
+        for item in argument:
+            if isinstance(item, Tensor):
+                yield item
+
+
+class _Suspended(threading.local):
+    """A context without the modes of a guard; does nothing in threads that do not have them.
+
+    Its state is each thread's own. A GPU's backward runs in a thread of autograd, which gets a copy of the stacks of
+    the thread that called ``backward``: there the modes are lifted from the copy.
+    """
+
+    def __init__(self, guard: Guard) -> None:
+        self._guard = guard
+        self._depth = 0
+        self._above: tuple[int | None, int | None] = (None, None)
+
+    def __enter__(self) -> None:
+        self._depth += 1
+        if self._depth == 1:
+            guard = self._guard
+            self._above = DISPATCH_MODES.lift(guard._operations), guard._calls.lift()
+
+    def __exit__(self, *error: object) -> None:
+        self._depth -= 1
+        if self._depth == 0:
+            guard, (operations, calls) = self._guard, self._above
+            if calls is not None:
+                guard._calls.place(calls)
+            if operations is not None:
+                DISPATCH_MODES.insert(guard._operations, operations)
+
+
+_installed: weakref.WeakSet[Guard] = weakref.WeakSet()
+
+
+def _leave_child() -> None:
+    """A data loader's worker has a copy of the modes, but not of the threads that they would wait for."""
+    for guard in list(_installed):
+        guard.remove()
+
+
+os.register_at_fork(after_in_child=_leave_child)

@@ -1,0 +1,292 @@
+"""Hooks around ``optimizer.step()``: the user's own optimizer beside the plan, and a training loop that users wrote.
+
+The optimizer's own step finds nothing left to do (:class:`OptimizerStepHook`), its states are complete when they are
+saved (:class:`SavedStates`), and in a loop of one's own its step ends an iteration (:class:`ManualLoop`).
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lt_offload import limits
+from lt_offload.execute.updates.optimizer import Updates
+from lt_offload.execute.user_code.guard import Guard
+from lt_offload.execute.user_code.param_grad import ConsumedGradients
+from lt_offload.model.optimizers import of_parameters
+
+_PLACE, _NAME = "torch.optim.optimizer", "wrapper"
+"""Where the function is from that calls the hooks of a step, and the step."""
+
+
+class StepHooks:
+    """Hooks that are called once per step, also of an optimizer whose step calls that of its base class.
+
+    Torch calls hooks around the ``step`` of every class of which there has been an optimizer, so that they would be
+    called twice as soon as there has been one of the base class.
+
+    Args:
+        optimizer: whose steps they are.
+        before: is called as a hook before a step.
+        after: is called as a hook after it.
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        before: Callable[[Optimizer, tuple[Any, ...], dict[str, Any]], Any],
+        after: Callable[..., None],
+    ) -> None:
+        self._optimizer = optimizer
+        self._before = optimizer.register_step_pre_hook(lambda *call: before(*call) if _outermost(call[0]) else None)
+        self._after = optimizer.register_step_post_hook(lambda *call: after(*call) if _outermost(call[0]) else None)
+
+    def enclose(self) -> None:
+        """Be the last hooks that are called before a step, and the first after it."""
+        before: Any = self._optimizer._optimizer_step_pre_hooks
+        after: Any = self._optimizer._optimizer_step_post_hooks
+        before.move_to_end(self._before.id)
+        after.move_to_end(self._after.id, last=False)
+
+    def remove(self) -> None:
+        """End."""
+        self._before.remove()
+        self._after.remove()
+
+
+def _outermost(optimizer: Optimizer) -> bool:
+    """Return whether the step of ``optimizer`` whose hooks are being called is in no other step of it.
+
+    The stack says so whatever has been raised in an earlier step, which a count would not survive.
+    """
+    found, frame = 0, sys._getframe(1)
+    while frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == _NAME and frame.f_globals.get("__name__") == _PLACE:
+            found += frame.f_locals["args"][0] is optimizer
+    return found < 2
+
+
+class OptimizerStepHook:
+    """Sees a step of the loop begin: what updates are still to use is remembered, what has no gradient may be hidden.
+
+    Most optimizers leave tensors without a gradient alone. Of one that does not, the groups have no weights of the
+    engine while its step runs; parameters outside the blocks stay there.
+
+    Args:
+        updates: of the engine.
+        weights: of the engine.
+        begins: is called when the step proper begins.
+        ended: is called when the step has ended, before hooks of users.
+        delayed: whether updates come after the step.
+    """
+
+    def __init__(
+        self,
+        updates: Updates,
+        weights: set[nn.Parameter],
+        begins: Callable[[], None],
+        ended: Callable[[], None],
+        *,
+        delayed: bool,
+    ) -> None:
+        self._updates, self._weights, self._delayed = updates, weights, delayed
+        self._begins, self._ended = begins, ended
+        self._hidden: list[list[nn.Parameter]] = []
+        self._hooks = StepHooks(updates.optimizer, self._before_step, self._after_step)
+
+    def remove(self) -> None:
+        """End."""
+        self.restore()
+        self._hooks.remove()
+
+    def enclose(self) -> None:
+        """Be the last that is called before the step, and the first after it: no hook of users' misses a parameter."""
+        self._hooks.enclose()
+
+    def restore(self) -> None:
+        """Give the groups their parameters back."""
+        for group, params in zip(self._updates.optimizer.param_groups, self._hidden, strict=False):
+            group["params"] = params
+        self._hidden = []
+
+    def _after_step(self, *_: object) -> None:
+        self.restore()
+        self._ended()
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        others = {f"argument {number}": value for number, value in enumerate(args[2:], 2)} | kwargs
+        given = [name for name, value in others.items() if name != "closure" and value is not None]
+        if given:
+            raise limits.STEP_ARGUMENTS.error(f"{type(optimizer).__name__}.step() was given {given[0]}")
+        if closure is None:
+            self._begin()
+            return None
+        if len(args) > 1:
+            return (args[0], self._following(closure), *args[2:]), kwargs
+        return args, kwargs | {"closure": self._following(closure)}
+
+    def _following(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """Return a closure after which the step proper begins."""
+
+        def run() -> Any:
+            found = closure()
+            self._begin()
+            return found
+
+        return run
+
+    def _begin(self) -> None:
+        self._begins()
+        if self._delayed:
+            self._updates.freeze()
+        if self._updates.without_gradients and not self._hidden:
+            groups = self._updates.optimizer.param_groups
+            self._hidden = [group["params"] for group in groups]
+            for group, params in zip(groups, self._hidden, strict=True):
+                group["params"] = [param for param in params if param not in self._weights]
+
+
+class SavedStates:
+    """Lets states be complete when they are saved, and be taken over when they are loaded.
+
+    Args:
+        updates: knows the optimizer.
+        guard: tells whether updates are halfway.
+        open_forward: tells whether a forward waits for its backward.
+        drain: makes every host copy complete.
+        invalidate: forgets every device copy.
+    """
+
+    def __init__(
+        self,
+        updates: Updates,
+        guard: Guard,
+        open_forward: Callable[[], bool],
+        drain: Callable[[], None],
+        invalidate: Callable[[], None],
+    ) -> None:
+        self._updates, self._guard, self._open_forward = updates, guard, open_forward
+        self._drain, self._invalidate = drain, invalidate
+        optimizer = updates.optimizer
+        self._handles = [
+            optimizer.register_state_dict_pre_hook(lambda _: self._show()),
+            optimizer.register_load_state_dict_pre_hook(lambda *_: self._replace()),
+            optimizer.register_load_state_dict_post_hook(lambda _: updates.unshare(of_parameters(optimizer))),
+        ]
+
+    def remove(self) -> None:
+        """End."""
+        for handle in self._handles:
+            handle.remove()
+
+    def _show(self) -> None:
+        if self._guard.halfway:
+            raise limits.HALFWAY.error("optimizer.state_dict() was called")
+        self._drain()
+
+    def _replace(self) -> None:
+        if self._guard.halfway or self._open_forward():
+            raise limits.DURING_FORWARD.error("optimizer.load_state_dict() was called")
+        self._drain()
+        self._invalidate()
+        self._updates.generation += 1
+
+
+class ManualLoop:
+    """Follows a training loop that users have written, by the hooks of ``optimizer.step()``.
+
+    Args:
+        gradients: what parameters hold after a backward.
+        optimizer: whose step ends an iteration.
+        end_backward: is called at the end of each backward.
+        begin_step: is called when a step begins; returns whether there is something to update with.
+        finish: ends an iteration.
+    """
+
+    def __init__(
+        self,
+        gradients: ConsumedGradients,
+        optimizer: Optimizer,
+        end_backward: Callable[[], None],
+        begin_step: Callable[[], bool],
+        finish: Callable[[], None],
+    ) -> None:
+        self._gradients = gradients
+        self._end, self._begin_step, self._finish = end_backward, begin_step, finish
+        self._ran_backward = False
+        self._used = False
+        """The step uses gradients up."""
+        self._optimizer = optimizer
+        self._options: list[dict[str, Any]] = []
+        """Of the groups, as the updates have used them."""
+        self._hooks = StepHooks(optimizer, self._before_step, self._after_step)
+
+    def remove(self) -> None:
+        """End."""
+        self._hooks.remove()
+
+    def begin_backward(self, *, updating: bool) -> None:
+        """A backward has begun; to be called from within it. ``updating``: the step follows it."""
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        if not updating:
+            return
+        self._ran_backward = True
+        self._options = _options(self._optimizer)
+        # Users' hooks see gradients as other code between the backward and the step does, and weights as after it.
+        self._hooks.enclose()
+
+    def _end_backward(self) -> None:
+        self._end()
+
+    def _before_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        closure = args[1] if len(args) > 1 else kwargs.get("closure")
+        if closure is None:
+            self._begin()
+            return None
+
+        def ending() -> Any:
+            loss = closure()
+            self._begin()
+            return loss
+
+        return (args[0], ending), {}
+
+    def _begin(self) -> None:
+        """Gradients are complete, and the optimizer, which has none to use, comes next."""
+        self._used = self._begin_step()
+        self._gradients.check(present=self._ran_backward)
+        self._gradients.drop()
+        self._check_options()
+
+    def _check_options(self) -> None:
+        if not self._ran_backward:
+            return
+        for index, (used, now) in enumerate(zip(self._options, _options(self._optimizer), strict=True)):
+            for name, value in now.items():
+                if name not in used or not _equal(used[name], value):
+                    change = f"from {used.get(name)} to {value}"
+                    raise limits.CHANGED_OPTIONS.error(f"{name} of parameter group {index} was changed {change}")
+
+    def _after_step(self, optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        used, self._used, self._ran_backward = self._used, False, False
+        self._finish()
+        if used:
+            self._gradients.put()
+
+
+def _options(optimizer: Optimizer) -> list[dict[str, Any]]:
+    groups = ({k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups)
+    return [{k: v.clone() if isinstance(v, Tensor) else v for k, v in group.items()} for group in groups]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor) or isinstance(other, Tensor):
+        return isinstance(one, Tensor) and isinstance(other, Tensor) and torch.equal(one, other)
+    return bool(one == other)

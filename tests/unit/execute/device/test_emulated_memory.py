@@ -1,0 +1,273 @@
+"""Memory of the emulated device: places in the arena, what overwrites them, and a budget that is hard to the byte."""
+
+import gc
+import threading
+import time
+
+import pytest
+import torch
+
+from lt_offload.errors import OverBudget
+from tests.unit.execute.device.conftest import KB, MODES
+
+# -- arena and poison --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_fresh_and_freed_memory_is_not_a_number(opened, mode):
+    device = opened(mode, poison=True)
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        buffer = device.place(512, KB)
+        view = buffer.view(dtype, (KB // dtype.itemsize,))
+        assert view.isnan().all()
+        device.wait(writes=[buffer])
+        view.zero_()
+        device.free(buffer)
+        assert view.isnan().all()
+        assert device.empty((3, 4), (1, 3), dtype).isnan().all()
+        assert device.host_empty((3, 4), dtype).isnan().all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("check", [False, True])
+def test_poison_comes_after_the_release_and_before_the_next_writer(opened, mode, check):
+    device = opened(mode, poison=True, check=check)
+    for i in range(100):
+        old = device.place(0, 4 * KB)
+        source = old.view(torch.float32, (KB,))
+        device.wait(writes=[old])
+        source.fill_(i)
+        host = torch.empty(KB)
+        out = device.submit("d2h", lambda host=host, source=source: host.copy_(source), after=[device.mark()])
+        device.free(old, [out])
+
+        new = device.place(KB, 2 * KB)
+        target = new.view(torch.float32, (KB // 2,))
+        copied = device.submit("h2d", lambda target=target: target.fill_(-1.0), writes=[new])
+        device.wait(copied)
+        assert (target == -1.0).all()
+        device.wait(out)
+        assert (host == i).all()
+        device.free(new)
+
+
+def test_memory_is_poisoned_as_soon_as_its_release_is_over(opened):
+    device = opened("lazy")
+    buffer = device.place(0, KB)
+    view = buffer.view(torch.float32, (KB // 4,))
+    view.zero_()
+    out = device.submit("d2h", lambda: None)
+    device.free(buffer, [out])
+    assert not view.isnan().any()
+    device.synchronize(out)
+    assert view.isnan().all()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_copy_out_gets_what_was_there_whoever_had_the_range_in_between(opened, mode):
+    device = opened(mode)
+    old = device.place(0, KB, "old")
+    old.bytes.fill_(7)
+    host = torch.zeros(KB, dtype=torch.uint8)
+    out = device.submit("d2h", lambda view=old.bytes: device.copy(host, view), after=[device.mark()], reads=[old])
+    device.free(old, [out])
+    device.free(device.place(0, KB, "given back unused"))
+    new = device.place(0, KB, "new")
+    device.synchronize(device.submit("h2d", lambda view=new.bytes: view.fill_(8), writes=[new]), out)
+    assert host.tolist() == [7] * KB
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("writer", ["task", "compute"])
+def test_a_writer_of_reused_memory_waits_for_the_release(opened, mode, writer):
+    device = opened(mode)
+    gate = threading.Event()
+    old = device.place(0, KB)
+    out = device.submit("d2h", gate.wait if mode == "thread" else gate.set)
+    device.free(old, [out])
+    new = device.place(512, 512)
+    if mode == "thread":
+        threading.Timer(0.05, gate.set).start()
+    if writer == "compute":
+        device.wait(writes=[new])
+    else:
+        device.wait(device.submit("h2d", lambda: None, writes=[new]))
+    assert gate.is_set()
+    assert out.done()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("check", [False, True])
+def test_bookkeeping_does_not_grow(opened, mode, check):
+    device = opened(mode, check=check, poison=True)
+
+    def cycle():
+        events = []
+        for offset in (0, 3 * KB, 8 * KB):
+            buffer = device.place(offset, 2 * KB + offset // 2, f"w{offset}")
+            ready = device.submit("h2d", lambda: None, writes=[buffer])
+            device.wait(ready, reads=[buffer])
+            events.append(device.submit("d2h", lambda: None, after=[device.mark()], reads=[buffer]))
+            device.free(buffer, events[-1:])
+        device.synchronize(*events)
+
+    sizes = []
+    for i in range(1000):
+        cycle()
+        if i in (50, 999):
+            gc.collect()
+            sizes.append(len(device._arena._freed))
+    assert sizes[1] <= max(sizes[0], 40)
+    device.drain()
+    assert device._lanes.pending() == []
+
+
+def test_allocate_takes_the_first_range_that_fits(opened):
+    device = opened()
+    first = device.allocate(1000, "a")
+    second = device.allocate(1000, "b")
+    assert (first.offset, second.offset) == (0, KB)
+    device.free(first)
+    assert device.allocate(KB, "c").offset == 0
+    with pytest.raises(OverBudget, match="d needs .* largest free range has"):
+        device.allocate(64 * KB, "d")
+
+
+def test_the_arena_is_within_the_budget(opened):
+    device = opened(budget=100 * KB, arena=10 * KB)
+    with pytest.raises(OverBudget, match=r"102401 bytes.* exceeds the budget of .*\(102400 bytes\)"):
+        device.reserve(100 * KB + 1)
+    assert device.memory() == 10 * KB
+    device.reserve(100 * KB)
+    assert device.memory() == 100 * KB
+    device.reserve(KB)
+    assert device.memory() == KB
+
+
+def test_an_arena_in_use_is_not_replaced(opened):
+    device = opened()
+    device.place(0, KB)
+    with pytest.raises(AssertionError, match="in use"):
+        device.reserve(KB)
+
+
+# -- accounting --------------------------------------------------------------------------------------------------------
+
+
+def test_the_budget_is_hard_to_the_byte(opened):
+    device = opened(budget=100 * KB, arena=60 * KB)
+    with device.accounting():
+        kept = [torch.empty(10 * KB, dtype=torch.uint8) for _ in range(4)]
+        assert device.memory() == 100 * KB
+        with pytest.raises(OverBudget, match=r"\(1 bytes\).*102400 bytes\) are in use; what callbacks"):
+            torch.empty(1, dtype=torch.uint8)
+        del kept[0]
+        assert device.memory() == 90 * KB
+    assert device.peak_memory() == 100 * KB
+    kept.clear()
+    device.reset_peak()
+    assert device.peak_memory() == device.memory() == 60 * KB
+
+
+def test_arena_views_host_memory_and_tasks_cost_nothing(opened):
+    device = opened("lazy", budget=64 * KB, arena=64 * KB)
+    host = device.host_adopt(torch.ones(256))
+    with device.accounting():
+        buffer = device.place(0, KB)
+        view = buffer.view(torch.float32, (256,))
+        device.wait(device.submit("h2d", lambda: view.copy_(host + torch.zeros(256)), writes=[buffer]))
+        view.add_(host)
+        fresh = device.host_empty((256,), torch.float32).copy_(view)
+        assert device.memory() == 64 * KB
+        with pytest.raises(OverBudget):
+            device.empty((1,), None, torch.float32)
+    assert device.host_bytes == 2 * KB
+    del fresh
+    assert device.host_adopt(host).data_ptr() == host.data_ptr()
+    assert device.host_bytes == KB
+
+
+def test_a_full_device_waits_for_copies_that_are_leaving(opened):
+    """A task holds the only reference to device memory; its end makes the room that is asked for."""
+    for mode in MODES:
+        device = opened(mode, budget=100 * KB, arena=0)
+        with device.accounting():
+            leaving = torch.zeros(60 * KB, dtype=torch.uint8)
+            out = torch.empty(0)
+            pause = 0.1 if mode == "thread" else 0
+
+            def copy(leaving=leaving, pause=pause):
+                time.sleep(pause)
+
+            device.submit("d2h", copy)
+            del leaving, copy
+            out = torch.zeros(50 * KB, dtype=torch.uint8)
+            with pytest.raises(OverBudget):
+                torch.zeros(60 * KB, dtype=torch.uint8)
+        assert device.peak_memory() <= 100 * KB
+        del out
+
+
+def test_every_iteration_counts(opened):
+    device = opened(budget=1 << 20, arena=0)
+    for nbytes in (5000, 7000, 6000):
+        device.reset_peak()
+        with device.accounting("a"):
+            torch.empty(nbytes, dtype=torch.uint8)
+        assert device.peak_memory() == nbytes
+    with pytest.raises(OverBudget), device.accounting("a"):
+        torch.empty((1 << 20) + 1, dtype=torch.uint8)
+
+
+def test_between_iterations_what_is_made_of_device_memory_counts(opened):
+    """A tensor does not say whose memory it is in; its origin does."""
+    device = opened(budget=100 * KB, arena=10 * KB)
+    host, buffer = torch.ones(KB), device.place(0, KB)
+    with device.between():
+        with device.accounting():
+            made = torch.zeros(KB)  # in an iteration everything counts
+        assert device.memory() == 14 * KB
+        copies = [host.clone(), torch.zeros(100 * KB), host + host, torch.cat([host, host]), host.view(2, -1)]
+        copies[0].mul_(0.9).add_(host, alpha=0.1)
+        assert device.memory() == 14 * KB
+        more = [made.clone(), made + host, torch.stack([made.detach(), made]), buffer.bytes.clone()]
+        assert device.memory() == 14 * KB + 4 * 4 * KB + KB
+        more.append(more[0] * 2)
+        assert device.memory() == 14 * KB + 5 * 4 * KB + KB
+        fetched = device.empty((KB,), None, torch.uint8)
+        assert device.memory() == 14 * KB + 5 * 4 * KB + 2 * KB
+        with pytest.raises(OverBudget):
+            made.repeat(100)
+        with device.accounting(), pytest.raises(OverBudget):
+            torch.zeros(100 * KB)
+    del made, copies, more, fetched
+    assert device.memory() == 10 * KB
+
+
+def test_what_stays_on_the_device_counts(opened):
+    device = opened(budget=100 * KB, arena=10 * KB)
+    table = torch.ones(KB)
+    device.stays(table)
+    assert device.memory() == 14 * KB
+    with pytest.raises(OverBudget):
+        device.stays(torch.ones(30 * KB))
+    del table
+    assert device.memory() == 10 * KB
+
+
+@pytest.mark.parametrize(("accounting", "second"), [("always", 7000), ("off", 0)])
+def test_accounting_always_and_off(opened, accounting, second):
+    device = opened(arena=0, accounting=accounting)
+    for nbytes in (5000, 7000):
+        with device.accounting("a"):
+            torch.empty(nbytes, dtype=torch.uint8)
+    assert device.peak_memory() == second
+
+
+def test_backward_is_counted(opened):
+    device = opened(arena=0)
+    weight = torch.ones(64, 64, requires_grad=True)
+    with device.accounting():
+        (weight @ weight).sum().backward()
+        assert device.memory() == weight.grad.nbytes
+    assert device.peak_memory() >= 2 * weight.nbytes

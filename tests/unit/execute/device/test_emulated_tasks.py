@@ -1,0 +1,288 @@
+"""Tasks of the emulated device: their order, their errors, what is recorded of them, and what remains of them."""
+
+import gc
+import threading
+import time
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lt_offload.execute.device import emulated
+from lt_offload.execute.device.emulated import EmulatedDevice
+from tests.unit.execute.device.conftest import KB, MODES
+
+# -- order -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("seed", range(3))
+def test_a_chain_over_all_lanes_runs_in_order(opened, mode, seed):
+    device = opened(mode, seed=seed)
+    log = []
+    event = None
+    for i in range(60):
+        lane = ("h2d", "d2h", "host")[i % 3]
+        event = device.submit(lane, lambda i=i: log.append(i), after=[event] if event else [])
+    device.wait(event)
+    assert log == list(range(60))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_one_lane_is_first_in_first_out(opened, mode):
+    device = opened(mode)
+    log = []
+    slow = device.submit("d2h", lambda: time.sleep(0.01))
+    device.submit("h2d", lambda: log.append("first"), after=[slow])
+    second = device.submit("h2d", lambda: log.append("second"))
+    device.synchronize(second)
+    assert log == ["first", "second"]
+
+
+def test_lazy_runs_only_what_is_needed(opened):
+    device = opened("lazy")
+    log = []
+    copy = device.submit("h2d", lambda: log.append("h2d"))
+    device.submit("d2h", lambda: log.append("d2h"))
+    update = device.submit("host", lambda: log.append("host"), after=[copy])
+    device.mark()
+    assert log == []
+    assert not copy.done()
+    device.wait(update)
+    assert log == ["h2d", "host"]
+    device.drain()
+    assert log == ["h2d", "host", "d2h"]
+
+
+def test_random_depends_on_the_seed_only(opened):
+    def run(seed):
+        device = opened("random", seed=seed)
+        log = []
+        for i in range(40):
+            device.submit("h2d", lambda i=i: log.append(f"h2d {i}"))
+            device.submit("d2h", lambda i=i: log.append(f"d2h {i}"))
+        early = len(log)
+        device.drain()
+        return early, log
+
+    assert run(3) == run(3)
+    assert len({str(run(seed)) for seed in range(5)}) == 5
+    assert 0 < run(3)[0] < 80
+
+
+def test_lanes_of_threads_overlap_with_each_other_and_with_the_caller(opened):
+    device = opened("thread")
+    meet = threading.Barrier(4, timeout=20)
+    for lane in ("h2d", "d2h", "host"):
+        device.submit(lane, meet.wait)
+    meet.wait()
+    device.drain()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_long_chains_of_lanes_need_no_recursion(opened, mode):
+    device = opened(mode)
+    event = device.mark()
+    count = []
+    for i in range(3000):
+        event = device.submit(("h2d", "d2h")[i % 2], lambda: count.append(1), after=[event])
+    device.wait(event)
+    assert len(count) == 3000
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_tasks_are_outside_autograd_inference_autocast_and_dispatch_modes(opened, mode):
+    device = opened(mode, accounting="always")
+    seen = {}
+
+    def look():
+        x = torch.ones(8, 8, requires_grad=True)
+        y = x @ x
+        seen.update(grad=y.requires_grad, inference=y.is_inference(), dtype=y.dtype)
+        seen["modes"] = torch.utils._python_dispatch._get_current_dispatch_mode()
+
+    with device.accounting(), torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        device.wait(device.submit("host", look))
+        assert torch.is_inference_mode_enabled()
+        assert torch.is_autocast_enabled("cpu")
+    assert seen == {"grad": False, "inference": False, "dtype": torch.float32, "modes": None}
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def fail():
+    raise KeyError("broken")
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("how", ["wait", "synchronize", "drain"])
+def test_an_error_reaches_the_caller_once_and_cancels_what_depends_on_it(opened, mode, how):
+    device = opened(mode)
+    log = []
+    bad = device.submit("d2h", fail)
+    dependent = device.submit("h2d", lambda: log.append("dependent"), after=[bad])
+    behind = device.submit("d2h", lambda: log.append("behind"))
+    device.submit("host", lambda: log.append("independent"))
+    with pytest.raises(KeyError, match="broken"):
+        device.drain() if how == "drain" else getattr(device, how)(dependent)
+    device.drain()
+    assert log == ["independent"]
+    assert dependent.done()
+    for event in (bad, dependent, behind):
+        with pytest.raises(KeyError):
+            device.wait(event)
+    device.wait(device.submit("d2h", lambda: log.append("later")))
+    assert log[-1] == "later"
+
+
+def test_an_error_is_raised_by_the_next_wait_for_anything(opened):
+    device = opened("thread")
+    bad = device.submit("host", fail)
+    while not bad.done():
+        time.sleep(0.001)
+    with pytest.raises(KeyError):
+        device.wait()
+    device.wait()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_released_by_a_failed_task_can_be_used_again(opened, mode):
+    device = opened(mode, poison=True)
+    old = device.place(0, KB)
+    bad = device.submit("d2h", fail)
+    device.free(old, [bad])
+    with pytest.raises(KeyError):
+        device.drain()
+    new = device.place(0, KB)
+    view = new.view(torch.float32, (KB // 4,))
+    device.wait(device.submit("h2d", view.zero_, writes=[new]))
+    assert not view.any()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_close_reports_an_error_that_nobody_saw(mode):
+    device = EmulatedDevice(KB, mode)
+    device.submit("host", fail)
+    with pytest.raises(KeyError):
+        device.close()
+    device.close()
+
+
+# -- figures -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_spans_are_recorded_when_asked_for(opened, mode):
+    device = opened(mode)
+    device.wait(device.submit("h2d", lambda: None, label="before"))
+    device.record(True)
+    start = device.now()
+    token = device.begin_compute(7, "forward 0")
+    device.wait(device.submit("h2d", lambda: time.sleep(0.01), op=3, label="prefetch w"))
+    device.end_compute(token)
+    device.record(False)
+    device.wait(device.submit("h2d", lambda: None, label="after"))
+    spans = device.take_spans()
+    assert [span[:3] for span in spans] == [(3, "h2d", "prefetch w"), (7, "compute", "forward 0")]
+    (_, _, _, s0, e0), (_, _, _, s1, e1) = spans
+    assert start <= s1 <= s0 < e0 <= e1 <= device.now()
+    assert e0 - s0 >= 0.01
+    assert device.take_spans() == []
+
+
+def test_copies_are_throttled_and_the_host_is_not(opened, monkeypatch):
+    slept = []
+    clock = SimpleNamespace(
+        perf_counter=time.perf_counter, sleep=lambda s: (slept.append(threading.current_thread().name), time.sleep(s))
+    )
+    monkeypatch.setattr(emulated, "time", clock)
+    device = opened("thread", h2d_bytes_per_s=1e6, d2h_bytes_per_s=2e6)
+    device.record(True)
+    for lane in ("h2d", "d2h", "host"):
+        device.submit(lane, lambda: None, nbytes=50_000)
+    device.drain()
+    lengths = {lane: end - start for _, lane, _, start, end in device.take_spans()}
+    assert lengths["h2d"] >= 0.05
+    assert lengths["d2h"] >= 0.025
+    assert set(slept) == {"lt_offload h2d", "lt_offload d2h"}
+
+
+def test_rng_state_restores_the_stream(opened):
+    device = opened()
+    torch.manual_seed(0)
+    state = device.rng_state()
+    first = torch.rand(5)
+    device.set_rng_state(state)
+    assert torch.equal(torch.rand(5), first)
+
+
+# -- threads and lifetime ----------------------------------------------------------------------------------------------
+
+
+def test_thread_count_of_the_host_lane_stays_there(opened):
+    before = torch.get_num_threads()
+    device = opened("thread", host_threads=before + 3)
+    seen = {}
+    device.submit("host", lambda: seen.update(host=torch.get_num_threads()))
+    device.submit("h2d", lambda: seen.update(h2d=torch.get_num_threads()))
+    device.drain()
+    newcomer = threading.Thread(target=lambda: seen.update(newcomer=torch.get_num_threads()))
+    newcomer.start()
+    newcomer.join()
+    assert seen == {"host": before + 3, "h2d": before, "newcomer": before}
+    assert torch.get_num_threads() == before
+
+
+def threads():
+    return [t for t in threading.enumerate() if t.name.startswith("lt_offload")]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("closed", [True, False])
+def test_nothing_is_left_of_a_device(mode, closed):
+    before = len(threads())
+    device = EmulatedDevice(1 << 20, mode, check=True, poison=True)
+    device.reserve(KB)
+    buffer = device.place(0, KB)
+    log = []
+    with device.accounting("a"):
+        for lane in ("h2d", "d2h", "host"):
+            device.submit(lane, lambda lane=lane: log.append(lane))
+    device.free(buffer, [device.submit("d2h", lambda: time.sleep(0.01))])
+    slab = weakref.ref(device._arena)
+    gone = weakref.ref(device)
+    if closed:
+        device.close()
+        device.close()
+        assert slab() is None
+    del device
+    gc.collect()
+    assert gone() is None
+    assert slab() is None
+    assert sorted(log) == ["d2h", "h2d", "host"]
+    assert len(threads()) == before
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("failing", [False, True])
+def test_a_task_that_is_over_keeps_nothing(opened, mode, failing):
+    device = opened(mode)
+    tensor = torch.zeros(4)
+    gone = weakref.ref(tensor)
+
+    def work(tensor):
+        tensor.add_(1)
+        if failing:
+            fail()
+
+    event = device.submit("d2h", lambda tensor=tensor: work(tensor))
+    del tensor
+    with pytest.raises(KeyError) if failing else nullcontext():
+        device.wait(event)
+    del event
+    device.wait(device.submit("d2h", lambda: None))  # its thread has gone on to something else
+    gc.collect()
+    assert gone() is None

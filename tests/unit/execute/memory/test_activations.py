@@ -1,0 +1,107 @@
+"""Saved tensors on their way to the host and back: in one copy call, and exactly as they were."""
+
+import pytest
+import torch
+
+from lt_offload.errors import OverBudget
+from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.execute.memory.activations import ActivationOffloader, HostPool, Moved
+
+MODES = ["lazy", "random", "thread"]
+
+
+@pytest.fixture(params=MODES)
+def device(request: pytest.FixtureRequest):
+    device = EmulatedDevice(1 << 20, request.param, check=True)
+    device.reserve(0)
+    yield device
+    device.close()
+
+
+def saved() -> dict[str, torch.Tensor]:
+    """Tensors of three storages: whole ones, views, and one with the strides of a dimension that has one element."""
+    torch.manual_seed(0)
+    whole, other, large = torch.randn(8, 16), torch.randn(40).bfloat16(), torch.randn(32, 12)
+    return {
+        "whole": whole,
+        "the same again": whole.view(8, 16),
+        "transposed": whole.t(),
+        "odd stride": other.as_strided((1, 40), (7, 1)),
+        "other": other,
+        "rows of a larger one": large[3:9],
+        "another dtype": whole.view(torch.int32).view(torch.float32)[::2],
+    }
+
+
+def travel(
+    device: EmulatedDevice, pool: HostPool, tensors: dict[str, torch.Tensor]
+) -> tuple[ActivationOffloader, list[Moved]]:
+    """Have ``tensors`` copied to the host and back; return what stands for them."""
+    offloader = ActivationOffloader(device, pool, "0")
+    moved = [offloader.take(tensor) for tensor in tensors.values()]
+    assert offloader.leave(1) is not None
+    offloader.released()
+    offloader.fetch(2)
+    return offloader, moved
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_tensors_come_back_as_they_were(device: EmulatedDevice, own: bool) -> None:
+    pool = HostPool(device)
+    for _ in range(3):  # the same host memory is used again
+        tensors = saved()
+        offloader, moved = travel(device, pool, tensors)
+        for each, (name, tensor) in zip(moved, tensors.items(), strict=True):
+            back = each.restore() if own else each.unpack()
+            assert back.data_ptr() != tensor.data_ptr()
+            assert (back.dtype, back.shape, back.stride()) == (tensor.dtype, tensor.shape, tensor.stride()), name
+            assert torch.equal(back, tensor), name
+        offloader.close()
+    assert pool.nbytes == 4096, "storages stand side by side in one buffer"
+
+
+def test_memory_is_let_go_of_when_its_copy_is_over(device: EmulatedDevice) -> None:
+    """Whoever is given it next, here by writing where the saved tensors were, comes after the copy."""
+    offloader, tensors = ActivationOffloader(device, HostPool(device), "0"), saved()
+    expected = {name: tensor.clone() for name, tensor in tensors.items()}
+    moved = [offloader.take(tensor) for tensor in tensors.values()]
+    offloader.leave(1)
+    offloader.released()
+    for name in ("whole", "other", "rows of a larger one"):
+        tensors[name].zero_()
+    offloader.fetch(2)
+    for each, (name, tensor) in zip(moved, expected.items(), strict=True):
+        assert torch.equal(each.unpack(), tensor), name
+    offloader.close()
+
+
+def test_one_call_copies_them_all_and_each_is_counted(device: EmulatedDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[int] = []
+    copy_all = device.copy_all
+
+    def counted(targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
+        calls.append(len(targets))
+        copy_all(targets, sources)
+
+    monkeypatch.setattr(device, "copy_all", counted)
+    pool = HostPool(device)
+    with device.accounting():
+        tensors = saved()
+        before = device.memory()
+        offloader, _ = travel(device, pool, tensors)
+        assert device.memory() == before + 8 * 16 * 4 + 40 * 2 + 32 * 12 * 4
+        device.wait()
+        offloader.arrived()
+        offloader.close()
+        assert device.memory() == before
+    assert calls == [3, 3]
+
+
+def test_memory_for_many_is_held_against_the_budget(device: EmulatedDevice) -> None:
+    parts = [(torch.Size([1 << 16]), torch.float32)] * 4
+    with device.accounting():
+        first = device.empty_all(parts)
+        with pytest.raises(OverBudget, match="shape"):
+            device.empty_all(parts[:1])
+        assert [tensor.numel() for tensor in first] == [1 << 16] * 4
+    device.empty_all(parts)  # outside of iterations nobody counts

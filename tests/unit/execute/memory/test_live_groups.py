@@ -1,0 +1,246 @@
+"""What travels together has one range on both sides, and what lies side by side on both is one copy."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lt_offload.errors import OverBudget
+from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.execute.engine import Engine
+from lt_offload.execute.memory.groups import Layout
+from lt_offload.execute.memory.residency import Transfer, coalesced
+from lt_offload.execute.memory.tensors import LiveGroup, States, Weight, carve
+from lt_offload.execute.updates.gradient_slots import SMALL_GRADIENT, Slots
+from lt_offload.model.blocks import find_blocks
+from lt_offload.plan.assembly.groups import group_tensors
+from lt_offload.plan.assembly.ops import Draft
+from lt_offload.schema.plan import ALIGNMENT, Plan, Prediction, one_batch
+from tests.support import models, plans
+
+SHAPES = ((7, 5), (16, 16), (3,), (128, 2), (10,))
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+def weights_of(shapes: tuple[tuple[int, ...], ...] = SHAPES) -> list[Weight]:
+    torch.manual_seed(0)
+    made = [torch.randn(shape).to(DTYPES[i % 2]) for i, shape in enumerate(shapes)]
+    return [Weight(i, f"w{i}", torch.nn.Parameter(tensor)) for i, tensor in enumerate(made)]
+
+
+def op(id: int, kind: Any, tensors: tuple[int, ...], *, offsets: tuple[int, ...] = (), **fields: Any) -> Draft:
+    lane = "h2d" if kind == "prefetch" else "none" if kind == "drop" else "d2h"
+    return Draft(
+        **{"payload": "weight"} | fields,
+        id=id,
+        kind=kind,
+        step=0,
+        block=0,
+        lane=lane,
+        tensors=tensors,
+        offsets=offsets,
+    )
+
+
+def plan_of(weights: list[Weight], *ops: Draft, state_bytes: tuple[int, ...] = (0,) * len(SHAPES)) -> Plan:
+    grouped = group_tensors(
+        ops,
+        {},
+        weight_bytes=[aligned(weight.nbytes) for weight in weights],
+        state_bytes=state_bytes,
+        first_block=[0] * len(weights),
+    )
+    return Plan(
+        fingerprint="",
+        model="",
+        planner="test",
+        batch_size=1,
+        sequence_length=1,
+        budget_bytes=1,
+        host_budget_bytes=1,
+        options=("keep",),
+        update_places=("device",) * len(SHAPES),
+        timeline=one_batch(1),
+        groups=grouped.groups,
+        initial=(),
+        ops=grouped.ops,
+        gradient_bytes=1 << 20,
+        arena_bytes=1 << 20,
+        predicted=Prediction(
+            iteration_s=1.0, lower_bound_s=1.0, no_offload_s=1.0, device_peak_bytes=1, host_peak_bytes=1
+        ),
+    )
+
+
+@pytest.fixture
+def device() -> Any:
+    made = EmulatedDevice(1 << 22, "lazy", check=True)
+    made.reserve(1 << 20)
+    yield made
+    made.close()
+
+
+def offsets_of(weights: list[Weight], start: int = 0, gaps: tuple[int, ...] = ()) -> tuple[int, ...]:
+    found = []
+    for weight in weights:
+        start += ALIGNMENT if weight.index in gaps else 0
+        found.append(start)
+        start += aligned(weight.nbytes)
+    return tuple(found)
+
+
+def members(groups: list[LiveGroup]) -> list[list[int]]:
+    return [[member.index for member in group.members] for group in groups]
+
+
+def test_what_lies_side_by_side_and_travels_together_is_one_group(device: EmulatedDevice) -> None:
+    weights = weights_of()
+    everything = tuple(range(len(weights)))
+    first, second = offsets_of(weights), offsets_of(weights, start=8 * ALIGNMENT)
+    plan = plan_of(weights, op(0, "prefetch", everything, offsets=first), op(1, "prefetch", everything, offsets=second))
+    assert members(Layout(device, weights, [weights], plan).all) == [[0, 1, 2, 3, 4]]
+
+
+def test_a_gap_in_any_op_and_another_use_divide(device: EmulatedDevice) -> None:
+    weights = weights_of()
+    everything = tuple(range(len(weights)))
+    plan = plan_of(
+        weights,
+        op(0, "prefetch", everything, offsets=offsets_of(weights)),
+        op(1, "prefetch", everything, offsets=offsets_of(weights, gaps=(2,))),
+        op(2, "drop", (0, 1, 2, 3)),
+    )
+    assert members(Layout(device, weights, [weights], plan).all) == [[0, 1], [2, 3], [4]]
+
+
+def test_the_order_in_the_arena_counts(device: EmulatedDevice) -> None:
+    weights = weights_of()
+    order = (3, 0, 4, 1, 2)
+    at = dict(zip(order, offsets_of([weights[i] for i in order]), strict=True))
+    plan = plan_of(weights, op(0, "prefetch", (0, 1, 2, 3, 4), offsets=tuple(at[i] for i in range(5))))
+    assert members(Layout(device, weights, [weights], plan).all) == [[3, 0, 4, 1, 2]]
+
+
+@pytest.mark.parametrize("gaps", [(), (1,), (1, 3)])
+def test_copies_are_as_few_as_the_ranges(device: EmulatedDevice, gaps: tuple[int, ...]) -> None:
+    """Dropped apart, so that there is a group for each, but fetched together."""
+    weights = weights_of()
+    before = [weight.host.clone() for weight in weights]
+    fetch = op(0, "prefetch", (0, 1, 2, 3, 4), offsets=offsets_of(weights, gaps=gaps))
+    layout = Layout(device, weights, [weights], plan_of(weights, fetch, *(op(1 + i, "drop", (i,)) for i in range(5))))
+    assert members(layout.all) == [[0], [1], [2], [3], [4]]
+    for group, offset in zip(layout.all, fetch.offsets, strict=True):
+        group.attach(device.place(offset, group.room))
+    assert len(coalesced(layout.all)) == 1 + len(gaps)
+    transfer = Transfer(device, layout.all, label="fetch")
+    event = transfer.fetch()
+    assert event is not None
+    device.wait(event, reads=[group.buffer for group in layout.all if group.buffer is not None])
+    assert all(torch.equal(w.view, x) for w, x in zip(weights, before, strict=True) if w.view is not None)
+
+    for weight in weights[1:3]:
+        assert weight.view is not None
+        weight.view.add_(1)
+        weight.group.dirty = True
+    event = Transfer(device, layout.all, label="back").write_back()
+    assert event is not None
+    device.synchronize(event)
+    for weight, old in zip(weights, before, strict=True):
+        assert torch.equal(weight.host, old + 1 if weight.index in (1, 2) else old)
+        assert weight.param.data.data_ptr() == weight.host.data_ptr()
+
+
+def test_saving_one_tensor_writes_its_bytes_only(device: EmulatedDevice) -> None:
+    weights = weights_of(((4, 4), (4096,), (4, 4)))
+    Layout(device, weights, [weights], None)
+    assert len({w.group for w in weights}) == 1
+    for tensor in (weights[0].host, carve(torch.zeros(1 << 16, dtype=torch.uint8), 512, weights[0].host)):
+        file = io.BytesIO()
+        torch.save(tensor, file)
+        assert file.tell() < 4096
+
+
+def test_states_share_the_layout_of_the_arena(device: EmulatedDevice) -> None:
+    weights = weights_of()
+    rooms = tuple(aligned(2 * w.nbytes) for w in weights)
+    offsets = tuple(sum(rooms[:i]) for i in range(len(rooms)))
+    fetch = op(0, "prefetch", (0, 1, 2, 3, 4), offsets=offsets, payload="state")
+    layout = Layout(device, weights, [weights], plan_of(weights, fetch, state_bytes=rooms))
+    (group,) = [p for p in layout.all if isinstance(p.members[0], States)]
+    assert not group.filled
+    made = [{"step": torch.tensor(1.0), "m": torch.randn_like(w.host), "v": torch.randn_like(w.host)} for w in weights]
+    before = [{name: tensor.clone() for name, tensor in state.items()} for state in made]
+    for weight, state in zip(weights, made, strict=True):
+        weight.states.refresh(state)
+    group.attach(device.place(0, group.room))
+    event = Transfer(device, [group], label="fetch").fetch()
+    assert event is not None
+    assert len(coalesced([group])) == 1
+    device.wait(event)
+    for weight, state in zip(weights, before, strict=True):
+        assert all(torch.equal(view, state[name]) for name, view in weight.states.on_device.items())
+        assert len(weight.states.on_device) == 2
+
+    group.detach()
+    swapped = {"v": made[0]["v"], "m": made[0]["m"]}  # the same tensors, each in the other's place
+    weights[0].states.refresh(swapped)
+    assert all(torch.equal(swapped[name], before[0][name]) for name in swapped)
+    with pytest.raises(OverBudget, match="the plan has kept"):
+        weights[0].states.refresh({"m": torch.zeros(1000)})
+
+
+def grads_of(weights: list[Weight]) -> list[tuple[Weight, Tensor]]:
+    return [(weight, torch.randn_like(weight.host)) for weight in weights]
+
+
+@pytest.mark.parametrize("missing", [None, 3])
+def test_small_gradients_leave_together(device: EmulatedDevice, missing: int | None) -> None:
+    large = SMALL_GRADIENT // 4
+    weights = weights_of((*SHAPES, (3, 3), (large,)))
+    Layout(device, weights, [weights], None)
+    copies = []
+    device.copy = lambda target, source: copies.append(target.nbytes) or target.copy_(source)  # type: ignore[method-assign]
+    leaving = op(0, "offload", tuple(range(7)), payload="grad", host_offset=0)
+    slots = Slots(device, plan_of(weights, leaving, state_bytes=(0,) * 7), weights)
+    outbox = slots.of[0]
+    items = [item for item in grads_of(weights) if item[0].index != missing]
+    departure = slots.send(outbox, items)
+    device.synchronize(departure.event)
+    # Two dtypes, and the large one; one of the bfloat16 gradients has not come, so the others of its kind go alone.
+    assert len(copies) == (3 if missing is None else 4)
+    assert sum(copies) == sum(grad.nbytes for _, grad in items)
+    assert all(torch.equal(outbox.hosts[weight.index], grad) for weight, grad in items)
+    departure()
+    assert departure.kept == []
+
+
+def test_copies_per_iteration_do_not_depend_on_the_number_of_tensors() -> None:
+    model = models.build("llama", layers=4)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    structure = find_blocks(model)
+    plan = plans.streamed(structure, optimizer, options=("keep",), places=("host",))
+    device = EmulatedDevice(1 << 26, "lazy", check=True)
+    engine = Engine(model, optimizer, plan, device, structure=structure)
+    copies = []
+    copy = device.copy
+    device.copy = lambda target, source: copies.append(1) or copy(target, source)  # type: ignore[method-assign,func-returns-value]
+    engine.install()
+    try:
+        for _ in range(2):
+            copies.clear()
+            with engine.iteration():
+                model(**models.batch(model)).loss.backward()
+        engine.drain()
+        moves = [o for o in plan.ops if o.lane in ("h2d", "d2h")]
+        assert len(copies) == len(moves)
+    finally:
+        engine.remove()
+        device.close()

@@ -1,0 +1,194 @@
+"""Updates give the user's optimizer's own numbers, whichever way they take."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adafactor, Adam, AdamW, Optimizer
+
+from lt_offload.execute.memory.tensors import Weight
+from lt_offload.execute.updates import optimizer as module
+from lt_offload.execute.updates.optimizer import Updates
+
+Make = Callable[[Any], Optimizer]
+
+FAST: dict[str, Make] = {
+    "adamw-fused": lambda groups: AdamW(groups, lr=1e-2, fused=True),
+    "adamw-loop": lambda groups: AdamW(groups, lr=1e-2, foreach=False),
+    "adamw-foreach": lambda groups: AdamW(groups, lr=1e-2, foreach=True),
+    "adamw-amsgrad": lambda groups: AdamW(groups, lr=1e-2, amsgrad=True, maximize=True),
+    "adam": lambda groups: Adam(groups, lr=1e-2, betas=(0.8, 0.95), eps=1e-6),
+    "adam-fused-amsgrad": lambda groups: Adam(groups, lr=1e-2, amsgrad=True, fused=True),
+    "adam-decoupled": lambda groups: Adam(groups, lr=1e-2, decoupled_weight_decay=True),
+    "sgd": lambda groups: SGD(groups, lr=1e-1),
+    "sgd-fused": lambda groups: SGD(groups, lr=1e-1, momentum=0.9, fused=True),
+    "sgd-momentum": lambda groups: SGD(groups, lr=1e-1, momentum=0.9, dampening=0.1),
+    "sgd-nesterov": lambda groups: SGD(groups, lr=1e-1, momentum=0.9, nesterov=True, foreach=True),
+}
+OTHER: dict[str, Make] = {
+    "adamw-tensor-lr": lambda groups: AdamW(groups, lr=torch.tensor(1e-2), fused=True),
+    "sgd-tensor-lr": lambda groups: SGD(groups, lr=torch.tensor(1e-1), momentum=0.9),
+    "adafactor": lambda groups: Adafactor(groups, lr=1e-2),
+}
+NO_STATES = ("sgd",)
+
+
+class Halved(AdamW):
+    """Has a step of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for param in group["params"]:
+                if param.grad is not None:
+                    param.grad.mul_(0.5)
+        return super().step(closure)
+
+
+def parameters() -> list[nn.Parameter]:
+    torch.manual_seed(0)
+    return [nn.Parameter(torch.randn(shape)) for shape in ((33, 7), (5,), (64, 64), (1,), (9, 3))]
+
+
+def groups(params: list[nn.Parameter]) -> list[dict[str, Any]]:
+    return [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in params if p.ndim == 1], "weight_decay": 0.0},
+    ]
+
+
+class Twins:
+    """The same parameters twice: updated by ``step()``, and by :class:`Updates` in two parts."""
+
+    def __init__(self, make: Make) -> None:
+        self.plain, self.ours = parameters(), parameters()
+        self.optimizer, self.other = make(groups(self.plain)), make(groups(self.ours))
+        self.weights = [Weight(i, f"w{i}", param) for i, param in enumerate(self.ours)]
+        self.updates = Updates(self.other)
+        self.round = 0
+
+    def update(self, place: str = "host") -> None:
+        torch.manual_seed(10 + self.round)
+        self.round += 1
+        grads = [torch.randn_like(param) for param in self.plain]
+        for param, grad in zip(self.plain, grads, strict=True):
+            param.grad = grad.clone()
+        self.optimizer.step()
+        self.other.step()  # as users do; it finds no gradients
+        self.updates.index_groups()
+        for part in (slice(0, 3), slice(3, 5)):
+            if place == "host":
+                with torch.no_grad():
+                    self.updates.prepare(self.weights[part], "host", grads[part])()
+            else:
+                for weight in self.weights[part]:
+                    weight.view = weight.host  # what belongs to no group is updated where it is
+                self.updates.update_on_device(self.weights[part], grads[part])
+
+    def equal(self) -> bool:
+        left, right = self.optimizer.state_dict(), self.other.state_dict()
+        same = all(torch.equal(a, b) for a, b in zip(self.plain, self.ours, strict=True))
+        same = same and left["state"].keys() == right["state"].keys()
+        for key, state in left["state"].items():
+            for name, value in state.items():
+                other = right["state"][key][name]
+                same = same and (torch.equal(value, other) if isinstance(value, torch.Tensor) else value == other)
+        return same and left["param_groups"] == right["param_groups"]
+
+
+def counting(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Return a list that gets, per group and update, whether ``step`` was not needed."""
+    found: list[bool] = []
+    original = module.functional_update
+
+    def noted(*args: Any) -> Any:
+        update = original(*args)
+        found.append(update is not None)
+        return update
+
+    monkeypatch.setattr(module, "functional_update", noted)
+    return found
+
+
+@pytest.mark.parametrize("place", ["host", "device"])
+@pytest.mark.parametrize("name", FAST)
+def test_known_optimizers_take_the_short_way(name: str, place: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins, taken = Twins(FAST[name]), counting(monkeypatch)
+    twins.update(place)
+    assert all(taken) == (name in NO_STATES)  # the first update makes the states
+    taken.clear()
+    for _ in range(3):
+        twins.update(place)
+    assert set(taken) == {True}
+    assert twins.equal()
+
+
+@pytest.mark.parametrize("make", [*OTHER.values(), lambda found: Halved(found, lr=1e-2)], ids=[*OTHER, "own step"])
+def test_others_step(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    twins, taken = Twins(make), counting(monkeypatch)
+    for _ in range(3):
+        twins.update()
+    assert not any(taken)
+    assert twins.equal()
+
+
+@pytest.mark.parametrize("name", FAST)
+def test_schedulers_and_new_options(name: str) -> None:
+    twins = Twins(FAST[name])
+    schedules = [torch.optim.lr_scheduler.LambdaLR(o, lambda at: 1 / (1 + at)) for o in (twins.optimizer, twins.other)]
+    for at in range(4):
+        twins.update()
+        for schedule in schedules:
+            schedule.step()
+        for optimizer in (twins.optimizer, twins.other):
+            optimizer.param_groups[0]["weight_decay"] = 0.1 * at
+    assert twins.equal()
+
+
+@pytest.mark.parametrize("name", [*FAST, *OTHER])
+def test_states_and_groups_that_were_replaced(name: str) -> None:
+    twins = Twins((FAST | OTHER)[name])
+    twins.update()
+    saved = copy.deepcopy(twins.optimizer.state_dict())
+    twins.update()
+    for optimizer in (twins.optimizer, twins.other):
+        optimizer.load_state_dict(copy.deepcopy(saved))
+        optimizer.param_groups[1]["lr"] = optimizer.param_groups[1]["lr"] * 0.5
+    twins.update()
+    twins.update()
+    assert twins.equal()
+    for optimizer in (twins.optimizer, twins.other):
+        optimizer.state.clear()
+    twins.update()
+    twins.update()
+    assert twins.equal()
+
+
+def test_options_are_those_of_the_moment_when_an_update_is_queued() -> None:
+    twins = Twins(FAST["adamw-fused"])
+    twins.update()
+    grads = [torch.ones_like(param) for param in twins.ours]
+    for param, grad in zip(twins.plain, grads, strict=True):
+        param.grad = grad.clone()
+    queued = twins.updates.prepare(twins.weights, "host", grads)
+    twins.optimizer.step()
+    for optimizer in (twins.optimizer, twins.other):
+        optimizer.param_groups[0]["lr"] = 1.0
+    with torch.no_grad():
+        queued()
+    assert twins.equal()
+
+
+def test_a_group_that_was_added() -> None:
+    twins = Twins(FAST["adamw-fused"])
+    twins.update()
+    for optimizer, params in ((twins.optimizer, twins.plain), (twins.other, twins.ours)):
+        moved = optimizer.param_groups[0]["params"].pop()
+        assert moved is params[-1]
+        optimizer.add_param_group({"params": [moved], "lr": 0.5})
+    twins.update()
+    assert twins.equal()
