@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
+from lt_offload.compat.torch import FORWARD_PRE_HOOKS
 from lt_offload.errors import ConfigError, PlanError
 from lt_offload.execute import find_device, open_device
 from lt_offload.execute.engine import Engine
@@ -169,9 +170,6 @@ def streamed(model: nn.Module, budget: int, structure: Structure, torch_device: 
         device.close()
 
 
-_HOOKS = "_forward_pre_hooks"
-
-
 @contextmanager
 def installed(
     model: nn.Module, optimizer: Optimizer, plan: Plan, structure: Structure, torch_device: torch.device
@@ -189,7 +187,8 @@ def installed(
             iteration.enter_context(device.accounting())
 
     def hide(state: dict[str, Any]) -> None:
-        state[_HOOKS] = OrderedDict((key, hook) for key, hook in state[_HOOKS].items() if hook is not begin)
+        hooks = state[FORWARD_PRE_HOOKS].items()
+        state[FORWARD_PRE_HOOKS] = OrderedDict((key, hook) for key, hook in hooks if hook is not begin)
 
     hooks = [model.register_forward_pre_hook(begin)]
     shown = hide_from_copies(model, hide)

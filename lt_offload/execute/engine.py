@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
+from lt_offload.compat.torch import functorch_level
 from lt_offload.errors import OverBudget, UnsupportedError
 from lt_offload.execute.blocks.deferred import DeferredForward, DeferredForwards
 from lt_offload.execute.blocks.run import BlockFunction
@@ -391,7 +392,7 @@ class Engine(Controls):
 
     def _wrapped(self, index: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if torch._C._functorch.peek_interpreter_stack() is not None:
+            if functorch_level() is not None:
                 raise limits.TRANSFORMED.error(f"block {self.structure.blocks[index].name} was called in a transform")
             args, kwargs = self._place.enter(self.structure.blocks[index], args, kwargs)
             with self._guard.suspended:

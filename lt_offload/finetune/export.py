@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from lt_offload.compat.hugging_face import untie
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.load import base_of
 from lt_offload.finetune.quantize import dequantized
@@ -194,7 +195,7 @@ def _untie_if_different(model: Any) -> None:
         mine, other = output.weight, model.get_input_embeddings().weight
         if mine is not other and not torch.equal(mine, other):
             model.config.tie_word_embeddings = False
-            model._tied_weights_keys = None
+            untie(model)
 
 
 def _cast(model: nn.Module, dtype: torch.dtype) -> None:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
+from lt_offload.compat.hugging_face import class_of_model, set_name
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.weights.gguf import SMOLLM2, converted, converted_smollm2, is_gguf
 from lt_offload.finetune.weights.hub import in_words, safetensors_of, without_advice
@@ -106,7 +107,6 @@ def load_model(
 def _pretrained(name: str, config: PreTrainedConfig, options: dict[str, Any], as_stored: bool) -> PreTrainedModel:
     """Return the model with its weights, each of them the only copy in memory that is not the system's cache."""
     from transformers import AutoModelForCausalLM
-    from transformers.models.auto.auto_factory import _get_model_class
 
     auto: Any = AutoModelForCausalLM
     where = locate(name)
@@ -114,7 +114,7 @@ def _pretrained(name: str, config: PreTrainedConfig, options: dict[str, Any], as
     files = [] if as_stored else safetensors_of(where)
     with without_advice():
         if files:
-            made: Any = _get_model_class(config, auto._model_mapping)  # type: ignore[no-untyped-call]
+            made = class_of_model(auto, config)
             model, found = made.from_pretrained(None, config=config, state_dict=lazy_tensors(files), **options)
         else:
             model, found = auto.from_pretrained(where, config=config, **options)
@@ -123,7 +123,8 @@ def _pretrained(name: str, config: PreTrainedConfig, options: dict[str, Any], as
                 if not tensor.untyped_storage().resizable():  # pages of the file
                     tensor.data = tensor.data.clone()
     _check_complete(name, found)
-    model.config._name_or_path = model.name_or_path = shown_name(name)
+    model.name_or_path = shown_name(name)
+    set_name(model.config, model.name_or_path)
     add_generation_config(model, name)
     result: PreTrainedModel = model
     return result

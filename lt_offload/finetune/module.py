@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
+from lt_offload.compat.lightning import adds_up, trainer_of
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.adapters import LoraArgs, add_lora, add_saved, check_lora, saved_among, saved_config
@@ -327,14 +328,14 @@ class FineTune(LightningModule):
         Raises:
             ConfigError: if ``loss_average`` is ``tokens``, and the batch does not say how many its update has.
         """
-        count: int = 1 if self._trainer is None else self._trainer.accumulate_grad_batches
+        count: int = 1 if trainer_of(self) is None else trainer_of(self).accumulate_grad_batches
         if batch_idx % count == 0:
             self._losses = []  # as gradients are forgotten that have led to no update
         batch = dict(batch)
         tokens, self._untold = batch.pop(TOKENS, self._untold), None
         if self.loss_average == "batches":
             tokens = None
-        elif tokens is None and (count > 1 or several(self._trainer)) and self.loss_average == "tokens":
+        elif tokens is None and (count > 1 or several(trainer_of(self))) and self.loss_average == "tokens":
             raise ConfigError(
                 f"model.loss_average=tokens: the batches have no {TOKENS!r}, the number of trained tokens in all "
                 f"{count} of an update (accumulate_grad_batches), which FineTuneData adds; add it, or set "
@@ -346,12 +347,12 @@ class FineTune(LightningModule):
             assert self.model is not None
             if not self._losses:
                 # Strategies take the mean of the processes' gradients: what each divides by is a mean, too.
-                self._tokens = mean(self.trainer, tokens) if several(self._trainer) else tokens
+                self._tokens = mean(self.trainer, tokens) if several(trainer_of(self)) else tokens
             assert self._tokens is not None
             with mean_over(self.model, self._tokens):
                 loss = self._loss(batch)
         self._losses.append(loss.detach())
-        if self._trainer is None or not self._trainer.fit_loop._should_accumulate():
+        if trainer_of(self) is None or not adds_up(trainer_of(self)):
             whole = sum(self._losses[1:], start=self._losses[0])
             whole = whole if tokens is not None else whole / len(self._losses)
             self.log("train_loss", whole, prog_bar=True, batch_size=1, sync_dist=True)
@@ -362,7 +363,7 @@ class FineTune(LightningModule):
         """Log the mean loss per token; batches count by their tokens, those of all processes."""
         tokens = int((batch["labels"][:, 1:] != IGNORED).sum())
         loss = self._loss(batch)
-        if several(self._trainer):
+        if several(trainer_of(self)):
             lost = loss * tokens if tokens else torch.zeros_like(loss)
             whole, count = total(self.trainer, torch.stack([lost, torch.full_like(lost, tokens)]).double())
             loss, tokens = whole / count, int(count)
@@ -416,7 +417,7 @@ class FineTune(LightningModule):
         if self._optimizer_settings is not None:
             checkpoint[_OPTIMIZER] = self._optimizer_settings
         # Strategies that cut the weights into pieces read their files themselves and want all of them.
-        if self._base and self._trainer is not None and not self.trainer.strategy.restore_checkpoint_after_setup:
+        if self._base and trainer_of(self) is not None and not self.trainer.strategy.restore_checkpoint_after_setup:
             assert self.model is not None
             leave_out(checkpoint, self.model, self._base, name=self.name, optimizers=self.trainer.optimizers)
 
@@ -425,7 +426,7 @@ class FineTune(LightningModule):
 
         The checkpoint would replace those without a word.
         """
-        if self._trainer is not None and self.trainer.state.fn == TrainerFn.FITTING:
+        if trainer_of(self) is not None and self.trainer.state.fn == TrainerFn.FITTING:
             self.check_continues(checkpoint)
         if self.model is not None:
             checkpoint["state_dict"] = take_up(checkpoint, self.model, name=self.name)
@@ -467,7 +468,7 @@ def _untold(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(step)
     def untold(self: FineTune, batch: Any, *args: Any, **kwargs: Any) -> Any:
-        if getattr(getattr(self._trainer, "datamodule", None), "counts_tokens", False) and TOKENS in batch:
+        if getattr(getattr(trainer_of(self), "datamodule", None), "counts_tokens", False) and TOKENS in batch:
             self._untold = batch[TOKENS]
             batch = {key: value for key, value in batch.items() if key != TOKENS}
         output = step(self, batch, *args, **kwargs)

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from lt_offload.compat.lightning import adds_up
 from lt_offload.strategy.metrics import logs_after
 from lt_offload.units import format_bytes
 
@@ -100,7 +101,7 @@ class ProgressLine(ProgressBar):
         self, trainer: Trainer, pl_module: LightningModule, outputs: STEP_OUTPUT, batch: Any, batch_idx: int
     ) -> None:
         """Show the step that has ended."""
-        if trainer.fit_loop._should_accumulate():
+        if adds_up(trainer):
             return
         self._ends.append(self.clock() - self._paused)
         if logs_after(trainer, trainer.global_step):

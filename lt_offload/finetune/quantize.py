@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from lt_offload.compat.hugging_face import STORED_IN_EIGHT_BITS, STORED_IN_FOUR_BITS
 from lt_offload.errors import ConfigError
 from lt_offload.machine.pages import forget
 from lt_offload.model.quantized import BLOCK, bitsandbytes, check_layers, empty_layer, is_packed, packed_layers, prepare
@@ -61,13 +62,13 @@ def check_stored(config: PreTrainedConfig, quantize: Quantize | None) -> None:
         return
     found = stored if isinstance(stored, dict) else stored.to_dict()
     four_bits = found.get("quant_method") == "bitsandbytes" and (
-        found.get("load_in_4bit") or found.get("_load_in_4bit")
+        found.get("load_in_4bit") or found.get(STORED_IN_FOUR_BITS)
     )
     if four_bits and found.get("bnb_4bit_quant_type") == "nf4":
         if quantize is None:
             raise ConfigError("the model is stored in 4 bits (NF4); set model.quantize=nf4 and model.lora.r=8")
         return
-    if found.get("load_in_8bit") or found.get("_load_in_8bit"):
+    if found.get("load_in_8bit") or found.get(STORED_IN_EIGHT_BITS):
         kind = "8 bits (load_in_8bit)"
     else:
         kind = str(found.get("quant_method") or "a quantized form")

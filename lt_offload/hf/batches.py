@@ -8,8 +8,9 @@ from itertools import combinations, islice
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_map
 
+from lt_offload.compat.hugging_face import train_batch_size
+from lt_offload.compat.torch import tree_map
 from lt_offload.model.snapshot import untouched
 from lt_offload.profiling.measure import extent
 
@@ -73,7 +74,7 @@ def largest(trainer: Any, loader: Any, first: Any, wanted: Any = None) -> Any:
     """
     if wanted is not None:
         return wanted
-    return max([first, *of_rows(loader, trainer._train_batch_size)], key=Size.of)
+    return max([first, *of_rows(loader, train_batch_size(trainer))], key=Size.of)
 
 
 def first(loader: Any) -> list[Any]:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from lt_offload.compat.torch import tree_leaves
 from lt_offload.hf import batches
 from lt_offload.model.snapshot import untouched
 from lt_offload.profiling.hardware import free_memory

@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from lt_offload.compat.hugging_face import CHUNKED_LOG_PROBS, FUSED_FORWARD
 from lt_offload.model.compiled import cover
 
 _MODULE = "trl.trainer.utils"
-_FUNCTION = "_ChunkedLogProbFunction"
-_FORWARD = "_fused_forward"
 _changing = threading.RLock()
 _open: list[Any] = []
 """TRL's function, once per context that is open."""
@@ -85,7 +84,7 @@ def _is_fused(module: nn.Module) -> bool:
     forward = vars(module).get("forward")
     while forward is not None:
         code = getattr(getattr(forward, "__func__", forward), "__code__", None)
-        if code is not None and code.co_name == _FORWARD:
+        if code is not None and code.co_name == FUSED_FORWARD:
             return True
         forward = getattr(forward, "__wrapped__", None)
     return False
@@ -96,7 +95,7 @@ def _heads(module: nn.Module, told: _Head) -> Callable[[], Any]:
 
     def get_output_embeddings() -> Any:
         caller = sys._getframe(1)
-        ours = caller.f_code.co_name == _FORWARD and caller.f_globals.get("__name__") == _MODULE
+        ours = caller.f_code.co_name == FUSED_FORWARD and caller.f_globals.get("__name__") == _MODULE
         return told if ours else original()
 
     return get_output_embeddings
@@ -117,8 +116,8 @@ def _install(undo: ExitStack) -> None:
     module = sys.modules[_MODULE]
     with _changing:
         if not _open:
-            _open.append(getattr(module, _FUNCTION))
-            setattr(module, _FUNCTION, _Function)
+            _open.append(getattr(module, CHUNKED_LOG_PROBS))
+            setattr(module, CHUNKED_LOG_PROBS, _Function)
         else:
             _open.append(_open[-1])
 
@@ -126,6 +125,6 @@ def _install(undo: ExitStack) -> None:
         with _changing:
             function = _open.pop()
             if not _open:
-                setattr(module, _FUNCTION, function)
+                setattr(module, CHUNKED_LOG_PROBS, function)
 
     undo.callback(remove)

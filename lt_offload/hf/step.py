@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from lt_offload.compat.hugging_face import items_in_batch
 from lt_offload.errors import ConfigError
 from lt_offload.model.snapshot import untouched
 
@@ -36,7 +37,7 @@ class TrainingStep:
         vars(accelerator)["backward"] = backward
         trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
         try:
-            items = trainer._get_num_items_in_batch([batch], trainer.args.device)
+            items = items_in_batch(trainer, [batch], trainer.args.device)
             trainer.training_step(self._model, batch, items)
         finally:
             del vars(accelerator)["backward"]

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lt_offload.compat.lightning import BATCH_NORM, WRAPPERS_OF_FABRIC, averages_on, detects_anomaly, trainer_of
 from lt_offload.limits.table import Setup, limit
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ def _devices(run: Setup) -> str | None:
     instead="set detect_anomaly=False, or search for the anomaly with strategy='auto' on a small model",
 )
 def _anomaly(run: Setup) -> str | None:
-    return "Trainer(detect_anomaly=True)" if getattr(run.trainer, "_detect_anomaly", False) else None
+    return "Trainer(detect_anomaly=True)" if detects_anomaly(run.trainer) else None
 
 
 @limit(
@@ -113,8 +114,9 @@ _AVERAGING = {"StochasticWeightAveraging", "WeightAveraging"}
 )
 def _average_on_the_device(run: Setup) -> str | None:
     for callback in run.trainer.callbacks:
-        if _is_a(callback, _AVERAGING) and callback._device is not None and "cpu" not in str(callback._device):
-            return f"{type(callback).__name__}(device={str(callback._device)!r})"
+        where = averages_on(callback) if _is_a(callback, _AVERAGING) else None
+        if where is not None and "cpu" not in str(where):
+            return f"{type(callback).__name__}(device={str(where)!r})"
     return None
 
 
@@ -144,7 +146,7 @@ def _compiled(run: Setup) -> str | None:
     training_only=False,
 )
 def _fabric(run: Setup) -> str | None:
-    wrapped = [thing for thing in (run.model, *run.optimizers) if _is_a(thing, {"_FabricModule", "_FabricOptimizer"})]
+    wrapped = [thing for thing in (run.model, *run.optimizers) if _is_a(thing, WRAPPERS_OF_FABRIC)]
     return f"{type(wrapped[0]).__name__} of Fabric" if wrapped else None
 
 
@@ -267,8 +269,8 @@ def _renormalised(run: Setup) -> str | None:
     instead="validate after the last epoch, which clears them, or leave batch norm out",
 )
 def _averaging_without_validation(run: Setup) -> str | None:
-    trainer = getattr(run.model, "_trainer", None)
-    normed = any(_is_a(module, {"_BatchNorm"}) for _, module in _modules(run))
+    trainer = trainer_of(run.model)
+    normed = any(_is_a(module, {BATCH_NORM}) for _, module in _modules(run))
     if trainer is None or not normed or not any(_is_a(c, {"StochasticWeightAveraging"}) for c in trainer.callbacks):
         return None
     every = trainer.check_val_every_n_epoch or 1

@@ -76,9 +76,9 @@ def check_call(block: str, kwargs: Mapping[str, Any]) -> None:
     Raises:
         UnsupportedError: naming the argument or the hook.
     """
-    from torch._C._autograd import _top_saved_tensors_default_hooks as top
+    from lt_offload.compat.torch import top_saved_tensors_hooks
 
-    hooks: tuple[Callable[..., Any], ...] | None = top(True)
+    hooks: tuple[Callable[..., Any], ...] | None = top_saved_tensors_hooks(True)
     if hooks is not None:
         name, module = getattr(hooks[0], "__qualname__", type(hooks[0]).__name__), hooks[0].__module__
         if not any(module == home and name.startswith(owner) for home, owner in _EXACT_HOOKS):

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Self
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lt_offload.compat.torch import TorchDispatchMode, address_of, rows_of_sparse, schema_of
 from lt_offload.errors import OverBudget
 from lt_offload.machine.dispatch import show_buffers, unseen_by_dynamo
 from lt_offload.machine.workspaces import Workspace, workspace
@@ -106,7 +106,7 @@ class Account(TorchDispatchMode):
 
     def serial(self, tensor: torch.Tensor) -> int | None:
         """Return the identity of the tensor's storage in the timeline; None if it is not under account."""
-        charge = self._live.get(tensor.untyped_storage()._cdata)
+        charge = self._live.get(address_of(tensor.untyped_storage()))
         return None if charge is None else charge.serial
 
     def live(self) -> dict[int, int]:
@@ -158,7 +158,7 @@ class Account(TorchDispatchMode):
             plain = type(out) is torch.Tensor and out.layout is torch.strided
             for tensor in (out,) if plain else tensors_in(out):
                 storage = tensor.untyped_storage()
-                if storage._cdata not in self._live and self._device_type in (None, tensor.device.type):
+                if address_of(storage) not in self._live and self._device_type in (None, tensor.device.type):
                     self._meet(storage, func, _given(args, kwargs))
                     if known[2] is not None:
                         self._pass(known[2](args, kwargs or {}), func)
@@ -166,9 +166,9 @@ class Account(TorchDispatchMode):
 
     def _meet(self, storage: torch.UntypedStorage, func: Any, given: list[torch.Tensor]) -> None:
         """Charge a storage that an operation on the tensors ``given`` has returned, unless it is theirs (a view)."""
-        key, free = storage._cdata, False
+        key, free = address_of(storage), False
         for tensor in given:
-            if tensor.untyped_storage()._cdata == key:
+            if address_of(tensor.untyped_storage()) == key:
                 free = True
                 break
         self._charge(storage, free=free, cause=func)
@@ -194,7 +194,7 @@ class Account(TorchDispatchMode):
 
     def _charge(self, storage: torch.UntypedStorage, *, free: bool, cause: object) -> None:
         # The address of the storage: valid as a key only while it lives, so the weak reference's callback removes it.
-        key = storage._cdata
+        key = address_of(storage)
         with self._lock:
             if key in self._live:
                 return
@@ -231,7 +231,7 @@ class Account(TorchDispatchMode):
 
 def _makes_storages(func: Any) -> bool:
     """Return whether the operation may return anything but its arguments and views of them."""
-    return any(result.alias_info is None for result in func._schema.returns)
+    return any(result.alias_info is None for result in schema_of(func).returns)
 
 
 def _given(args: tuple[Any, ...], kwargs: Any) -> list[torch.Tensor]:
@@ -263,7 +263,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 _ROWS = (torch.Tensor.crow_indices, torch.Tensor.col_indices, torch.Tensor.values)
 _COLUMNS = (torch.Tensor.ccol_indices, torch.Tensor.row_indices, torch.Tensor.values)
 _PARTS: dict[torch.layout, tuple[Callable[[torch.Tensor], torch.Tensor], ...]] = {
-    torch.sparse_coo: (torch.Tensor._indices, torch.Tensor._values),
+    torch.sparse_coo: rows_of_sparse,
     torch.sparse_csr: _ROWS,
     torch.sparse_bsr: _ROWS,
     torch.sparse_csc: _COLUMNS,

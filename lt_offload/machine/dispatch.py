@@ -13,7 +13,6 @@ place.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,12 +21,25 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from lt_offload.compat.torch import (
+    TorchDispatchMode,
+    allocate_compiled_with,
+    compiled_allocations,
+    dispatch_modes,
+    function_modes,
+    pop_dispatch_mode,
+    pop_function_mode,
+    push_dispatch_mode,
+    push_function_mode,
+    schema_of,
+    skip_in_dynamo,
+)
 
 
 def writes(func: Any, position: int, positional: int, kwargs: dict[str, Any]) -> bool:
     """Return whether operation ``func`` writes its argument number ``position``, counted over args and kwargs."""
-    schema = func._schema
+    schema = schema_of(func)
     if not schema.is_mutable:
         return False
     if position < positional:
@@ -38,8 +50,6 @@ def writes(func: Any, position: int, positional: int, kwargs: dict[str, Any]) ->
     return argument.alias_info is not None and argument.alias_info.is_write
 
 
-_guards: Any = torch._C._dynamo.guards
-_eval_frame: Any = torch._C._dynamo.eval_frame
 _Mode = TypeVar("_Mode", bound=TorchDispatchMode)
 
 
@@ -51,8 +61,7 @@ def unseen_by_dynamo(mode: type[_Mode]) -> type[_Mode]:
     """
     handler = getattr(mode.__torch_dispatch__, "__wrapped__", None)
     if handler is not None:
-        skip = _eval_frame._FrameAction.SKIP
-        _eval_frame.set_code_exec_strategy(handler.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+        skip_in_dynamo(handler)
         mode.__torch_dispatch__ = handler  # type: ignore[method-assign]
     return mode
 
@@ -64,9 +73,7 @@ def _empty_strided_on(device: str) -> Callable[..., Tensor]:
     return empty_strided
 
 
-_NAMES = {device: f"empty_strided_{device}" for device in ("cpu", "cuda")}
-_HIDDEN = {name: getattr(_guards, f"_{name}") for name in _NAMES.values()}
-_SHOWN = {name: _empty_strided_on(device) for device, name in _NAMES.items()}
+_SHOWN = {device: _empty_strided_on(device) for device in compiled_allocations}
 _watchers = 0
 
 
@@ -78,25 +85,15 @@ def show_buffers() -> Callable[[], None]:
     global _watchers
     _watchers += 1
     if _watchers == 1:
-        _allocate_with(_SHOWN)
+        allocate_compiled_with(_SHOWN)
 
     def undo() -> None:
         global _watchers
         _watchers -= 1
         if _watchers == 0:
-            _allocate_with(_HIDDEN)
+            allocate_compiled_with(compiled_allocations)
 
     return undo
-
-
-def _allocate_with(functions: dict[str, Callable[..., Tensor]]) -> None:
-    """Replace the allocation functions, for code that is generated from now on and in code that was generated."""
-    for name, function in functions.items():
-        setattr(_guards, f"_{name}", function)
-    codecache = sys.modules.get("torch._inductor.codecache")
-    for generated in codecache.PyCodeCache.modules if codecache is not None else ():
-        for name in functions.keys() & vars(generated).keys():
-            setattr(generated, name, functions[name])
 
 
 # -- function modes ---------------------------------------------------------------------------------------------------
@@ -132,12 +129,8 @@ class ModeStack:
 
 
 # Not ``with mode``: that also tells torch.compile that modes are in use, which they are not inside compiled blocks.
-DISPATCH_MODES = ModeStack(
-    torch._C._len_torch_dispatch_stack,
-    lambda: torch.utils._python_dispatch._pop_mode(),
-    torch.utils._python_dispatch._push_mode,
-)
-FUNCTION_MODES = ModeStack(torch._C._len_torch_function_stack, torch.overrides._pop_mode, torch.overrides._push_mode)
+DISPATCH_MODES = ModeStack(dispatch_modes, pop_dispatch_mode, push_dispatch_mode)
+FUNCTION_MODES = ModeStack(function_modes, pop_function_mode, push_function_mode)
 
 
 class WatchingMode(TorchFunctionMode):

@@ -16,6 +16,7 @@ from typing import Any
 import pynvml
 import torch
 
+from lt_offload.compat.torch import clear_cublas_workspaces, set_allocator
 from lt_offload.machine.pinning import is_wsl2
 
 CONTEXT_LIMIT = 1 << 30
@@ -46,14 +47,14 @@ def use_expandable_segments(device: torch.device) -> bool:
     # What is not named goes back to its default.
     settings = [configured] if configured else []
     try:
-        torch._C._accelerator_setAllocatorSettings(",".join([*settings, "expandable_segments:True"]))
+        set_allocator(",".join([*settings, "expandable_segments:True"]))
         _try_allocator(device)
     except torch.OutOfMemoryError:
         return True  # the card is full: who asks for memory next is told so
     except (AttributeError, RuntimeError, ValueError) as error:
         _log.info("torch's allocator keeps segments of fixed size: %s", str(error).partition("\n")[0])
         if not isinstance(error, AttributeError):
-            torch._C._accelerator_setAllocatorSettings(",".join([*settings, "expandable_segments:False"]))
+            set_allocator(",".join([*settings, "expandable_segments:False"]))
         return False
     return True
 
@@ -128,7 +129,7 @@ def workspace_bytes(device: torch.device) -> int:
     """Return what cuBLAS holds of torch's memory, once the usual libraries are loaded."""
     warm_up(device)
     before = torch.cuda.memory_allocated(device)
-    torch._C._cuda_clearCublasWorkspaces()
+    clear_cublas_workspaces()
     held = before - torch.cuda.memory_allocated(device)
     warm_up(device)
     return max(0, held)

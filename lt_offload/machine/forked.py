@@ -19,8 +19,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from lt_offload.compat.torch import tree_leaves
 from lt_offload.errors import ConfigError
 
 PATIENCE = 300.0

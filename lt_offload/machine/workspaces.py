@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from lt_offload.compat.torch import schema_of
+
 Workspace = Callable[[tuple[Any, ...], dict[str, Any]], int]
 """Bytes that a call with these arguments takes beside its result, until it returns."""
 
@@ -32,4 +34,4 @@ _WORKSPACES: dict[str, Workspace] = {"bitsandbytes::gemm_4bit": _unpacked}
 
 def workspace(func: Any) -> Workspace | None:
     """Return what tells the workspace of the operation ``func``; None if it has none that is known."""
-    return _WORKSPACES.get(func._schema.name)
+    return _WORKSPACES.get(schema_of(func).name)

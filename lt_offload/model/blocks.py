@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from lt_offload.compat.hugging_face import unsplittable
+from lt_offload.compat.torch import children_of, replace_children
 from lt_offload.errors import ModelError
 from lt_offload.model.quantized import named_tensors, prepare, tables, tensors_of
 from lt_offload.model.snapshot import untouched
@@ -111,8 +113,8 @@ def _layers(model: nn.Module) -> tuple[str, ModuleSequence]:
     found = _sequences(model)
     candidates = [(name, module) for name, module in found if _repeats(module)]
     lists = [(name, module) for name, module in candidates if isinstance(module, nn.ModuleList)]
-    unsplittable = {cls for module in model.modules() for cls in (getattr(module, "_no_split_modules", None) or ())}
-    named = [(name, module) for name, module in lists if type(module[0]).__name__ in unsplittable]
+    whole = {cls for module in model.modules() for cls in (unsplittable(module) or ())}
+    named = [(name, module) for name, module in lists if type(module[0]).__name__ in whole]
     if not candidates:
         raise ModelError(
             f"{type(model).__name__} has no block sequence that could be streamed: looked for an nn.ModuleList or "
@@ -233,18 +235,18 @@ def _call_order(parent: nn.Module, layers: ModuleSequence, siblings: list[nn.Mod
         order.append(watched[module])
 
     handles = [module.register_forward_pre_hook(note) for module in watched]
-    modules, first = layers._modules, next(iter(layers._modules.items()))
+    modules, first = children_of(layers), next(iter(children_of(layers).items()))
     device = next(layers.parameters()).device
     modes = [(module, module.training) for module in parent.modules()]
     try:
-        layers._modules = dict([first])
+        replace_children(layers, dict([first]))
         parent.eval()
         with untouched(model=parent), torch.no_grad(), torch.compiler.set_stance("force_eager"):
             parent(torch.zeros(1, 2, dtype=torch.long, device=device))
     except Exception:  # users' code, called as it may not expect: whatever it raises, registration order is left
         return None
     finally:
-        layers._modules = modules
+        replace_children(layers, modules)
         for module, training in modes:
             module.training = training
         for handle in handles:

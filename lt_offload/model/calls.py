@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_leaves, tree_unflatten
 
+from lt_offload.compat.torch import DisableTorchDispatch, TreeSpec, tree_leaves, tree_unflatten
 from lt_offload.model.compiled import cover, is_compiled
 from lt_offload.model.parts import Cut, Cutter
 from lt_offload.model.snapshot import version
@@ -168,7 +168,7 @@ def bit_sums(outputs: Sequence[Tensor]) -> list[Tensor]:
     """Return the sums of the tensors' bits, taken as integers of their size: the same in any order, and no copy."""
     plain = [t for t in outputs if type(t) is Tensor and t.layout == torch.strided and t.element_size() in _BITS]
     bits = [_BITS[tensor.element_size()] for tensor in plain]
-    with torch.no_grad(), torch._C._DisableTorchDispatch():  # these few bytes are in no plan
+    with torch.no_grad(), DisableTorchDispatch():  # these few bytes are in no plan
         return [tensor.view(kind).sum(dtype=kind) for tensor, kind in zip(plain, bits, strict=True)]
 
 

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 
+from lt_offload.compat.lightning import compiler_context
+from lt_offload.compat.torch import COMPILED_CALL, WRAPPED_MODULE, compiled_call_of, plain_call_of, reset_dynamo
 from lt_offload.errors import ModelError
 from lt_offload.model.blocks import find_blocks
 
@@ -24,7 +25,7 @@ Forward = Callable[..., Any]
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether calls of ``module`` itself, not of a part of it, run compiled code."""
-    return module._compiled_call_impl is not None
+    return compiled_call_of(module) is not None
 
 
 def obstacle(model: nn.Module, blocks: str | None = None) -> str | None:
@@ -53,13 +54,13 @@ def obstacle(model: nn.Module, blocks: str | None = None) -> str | None:
 
 
 def _is_touched(module: nn.Module) -> bool:
-    context = getattr(module, "_compiler_ctx", None)  # Lightning's
-    return is_compiled(module) or hasattr(module, "_orig_mod") or context is not None
+    context = compiler_context(module)  # Lightning's
+    return is_compiled(module) or hasattr(module, WRAPPED_MODULE) or context is not None
 
 
 def uncompiled(module: nn.Module) -> Forward:
     """Return what a call of ``module`` runs, without ``torch.compile``."""
-    return module._call_impl if is_compiled(module) else module.forward
+    return plain_call_of(module) if is_compiled(module) else module.forward
 
 
 def called(module: nn.Module) -> Forward:
@@ -188,7 +189,7 @@ def _itself(value: Any) -> Any:
 
 def _entry(module: nn.Module) -> str:
     """Return the attribute through which a call of ``module`` goes."""
-    return "_compiled_call_impl" if is_compiled(module) else "forward"
+    return COMPILED_CALL if is_compiled(module) else "forward"
 
 
 def forget_compiled() -> None:
@@ -196,4 +197,4 @@ def forget_compiled() -> None:
 
     Which sizes compiled code takes for constant depends on the sizes that were seen before, and so do its numbers.
     """
-    torch._dynamo.reset()
+    reset_dynamo()

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from typing_extensions import override
 
+from lt_offload.compat.hugging_face import LOSS_FUNCTION
+from lt_offload.compat.torch import log_softmax_backward
 from lt_offload.model.compiled import cover, is_compiled
 
 IGNORED = -100
@@ -161,7 +163,7 @@ def uses_causal_loss(model: nn.Module) -> bool:
 def intercept_loss(model: nn.Module, stand_in: Callable[..., Any]) -> Callable[[], None]:
     """Let ``model`` call ``stand_in`` in place of its loss, which comes first; return a function that ends it."""
     owner: Any = model
-    return cover(model, "_loss_function", _LossStandIn(owner.loss_function, stand_in))
+    return cover(model, LOSS_FUNCTION, _LossStandIn(owner.loss_function, stand_in))
 
 
 class _LossStandIn:
@@ -201,7 +203,7 @@ def _slopes(logits: Tensor, target: Tensor, grad: Tensor) -> Tensor:
     """Return the gradient of ``logits`` from that of the labels' log-probabilities, by plain PyTorch's kernels."""
     output = _logarithms(logits)
     slope = torch.zeros_like(output).scatter_(1, target, grad)
-    return torch._log_softmax_backward_data(slope, output, 1, torch.float32).to(logits.dtype)
+    return log_softmax_backward(slope, output, 1, torch.float32).to(logits.dtype)
 
 
 class _Picks(torch.autograd.Function):

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import pickle
 import random
-from collections import OrderedDict, defaultdict, deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -15,11 +15,9 @@ from typing import Any, Literal
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from lt_offload.compat.torch import FakeTensorMode, TorchDispatchMode, address_of, forget_step_hooks, tree_leaves
 from lt_offload.machine.accounting import tensors_in
 from lt_offload.machine.dispatch import unseen_by_dynamo
 from lt_offload.model.snapshot import untouched
@@ -164,7 +162,7 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._error = error
         shared: list[Any] = [*_defaults(), *(one for one in _held(optimizer) if isinstance(one, torch.Generator))]
-        self._shared = {one._cdata for one in shared}  # operations get other objects for the same generators
+        self._shared = {address_of(one) for one in shared}  # operations get other objects for the same generators
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -176,7 +174,7 @@ class DrawWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
     ) -> Any:
         if torch.Tag.nondeterministic_seeded in func.tags:
             given: list[Any] = [one for one in (*args, *(kwargs or {}).values()) if isinstance(one, torch.Generator)]
-            if not given or given[0]._cdata in self._shared:
+            if not given or address_of(given[0]) in self._shared:
                 raise self._error()
         return func(*args, **(kwargs or {}))
 
@@ -272,7 +270,7 @@ def _twin(optimizer: Optimizer, stands: Sequence[Stand], state: defaultdict[Any,
     twin: Optimizer = object.__new__(type(optimizer))
     vars(twin).update(vars(optimizer))
     vars(twin).pop("step", None)
-    twin._optimizer_step_pre_hooks, twin._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+    forget_step_hooks(twin)
     groups: dict[int, dict[str, Any]] = {}
     for index, stand in stands:
         live = optimizer.param_groups[index]
@@ -425,4 +423,4 @@ class StateAllocator(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 def _address(tensor: Tensor) -> tuple[int, int]:
     """Return where ``tensor`` begins, also of one that has no memory."""
-    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.element_size()
+    return address_of(tensor.untyped_storage()), int(tensor.storage_offset()) * tensor.element_size()

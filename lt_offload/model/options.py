@@ -28,21 +28,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lt_offload.compat.torch import ATTENTIONS, schema_of
+
 SMALL = 1024
 """Storages of fewer bytes stay on the device: a copy would cost more than it frees."""
 
 _aten = torch.ops.aten
 _PRODUCTS = frozenset({_aten.mm.default, _aten.addmm.default, _aten.bmm.default})
 _OTHER_PRODUCTS = frozenset({"bitsandbytes::gemm_4bit"})
-_ATTENTION = frozenset(
-    {
-        _aten._scaled_dot_product_flash_attention.default,
-        _aten._scaled_dot_product_efficient_attention.default,
-        _aten._scaled_dot_product_cudnn_attention.default,
-        _aten._scaled_dot_product_flash_attention_for_cpu.default,
-        _aten._scaled_dot_product_fused_attention_overrideable.default,
-    }
-)
 
 
 def is_costly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -52,9 +45,9 @@ def is_costly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     returns, so that a cached result would not reach it. And none draws random numbers: with some draws cached and
     others repeated, the repeated ones would come from another point of the generator's stream.
     """
-    if func in _PRODUCTS or func._schema.name in _OTHER_PRODUCTS:
+    if func in _PRODUCTS or schema_of(func).name in _OTHER_PRODUCTS:
         return True
-    return func in _ATTENTION and not _argument(func, "dropout_p", args, kwargs)
+    return func in ATTENTIONS and not _argument(func, "dropout_p", args, kwargs)
 
 
 def for_replay(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -62,9 +55,9 @@ def for_replay(func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
 
     Some attention kernels compute the log-sum-exp that their backward needs only if a gradient is expected.
     """
-    if func not in _ATTENTION:
+    if func not in ATTENTIONS:
         return args
-    names = [argument.name for argument in func._schema.arguments]
+    names = [argument.name for argument in schema_of(func).arguments]
     if "compute_log_sumexp" not in names:
         return args
     position = names.index("compute_log_sumexp")
@@ -82,7 +75,7 @@ def is_activation(leaf: Tensor, *, positional: bool) -> bool:
 
 
 def _argument(func: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    for position, argument in enumerate(func._schema.arguments):
+    for position, argument in enumerate(schema_of(func).arguments):
         if argument.name == name:
             return args[position] if position < len(args) else kwargs.get(name, argument.default_value)
     raise AssertionError(f"{func} has no argument {name}")

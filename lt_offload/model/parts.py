@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from lt_offload.compat.torch import TreeSpec, tree_flatten, tree_unflatten
 from lt_offload.errors import ConfigError, UnsupportedError
 from lt_offload.model.blocks import Structure, find_blocks
 from lt_offload.model.compiled import called, intercept

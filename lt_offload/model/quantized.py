@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lt_offload.compat.torch import parameters_of
 from lt_offload.errors import ConfigError
 
 BLOCK = 64
@@ -72,7 +73,7 @@ def prepare(model: nn.Module) -> None:
     """
     found = False
     for module in model.modules():
-        for parameter in module._parameters.values():
+        for parameter in parameters_of(module).values():
             state = getattr(parameter, "quant_state", None)
             if state is None:
                 continue
@@ -252,7 +253,7 @@ def is_packed(parameter: object) -> bool:
 def packed_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
     """Yield the layers of four bits in ``model``, by name."""
     for name, module in model.named_modules():
-        if is_packed(module._parameters.get("weight")):
+        if is_packed(parameters_of(module).get("weight")):
             yield name, module
 
 

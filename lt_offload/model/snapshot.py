@@ -28,6 +28,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lt_offload.compat.lightning import LOOP, OWNERS
+from lt_offload.compat.torch import DisableTorchFunctionSubclass, version_of
 from lt_offload.errors import UnsupportedError
 from lt_offload.model import objects
 from lt_offload.model.objects import Contents, attributes_of, bases, is_library, module_of, name_of, own, same
@@ -40,7 +42,7 @@ LARGEST = 256 << 20
 _ATOMS: tuple[type, ...] = (type(None), bool, int, float, complex, str, bytes, range, slice, type(...), Enum)
 _ATOMS += (types.BuiltinFunctionType,)
 _ATOMS += (torch.dtype, torch.device, torch.Size, torch.layout, torch.memory_format)
-_MACHINERY = {"Trainer", "Fabric", "Strategy", "Logger", "Callback", "Loop", "_Loop", "Accelerator"}
+_MACHINERY = {"Trainer", "Fabric", "Strategy", "Logger", "Callback", "Loop", LOOP, "Accelerator"}
 """Lightning's classes whose objects belong to the Trainer: a training step alone does not change them."""
 _OPAQUE: tuple[str, ...] = (
     "lt_offload.",
@@ -151,7 +153,7 @@ class ObjectSnapshot:
     # -- tensors and arrays ------------------------------------------------------------------------------------------
 
     def _tensor(self, tensor: Tensor, path: str) -> None:
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             weight, wraps = isinstance(tensor, nn.Parameter), _found(type(tensor), "__torch_dispatch__")
             if wraps is not _found(Tensor, "__torch_dispatch__") and not weight:
                 if not _is_opaque(type(tensor)):  # its numbers are in tensors among its attributes
@@ -167,7 +169,7 @@ class ObjectSnapshot:
             copy = data.clone()
 
         def restore() -> bool:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 if tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape:
                     tensor.data = data
                 if not torch.equal(data, copy):
@@ -227,7 +229,7 @@ class ObjectSnapshot:
         kind, attributes = type(thing), attributes_of(thing)
         if attributes is not None:
             # Weights and their optimizer states are no business of a step that only computes a loss.
-            skip = ("state",) if issubclass(kind, Optimizer) else ("_trainer", "_fabric")
+            skip = ("state",) if issubclass(kind, Optimizer) else OWNERS
             self._dictionary(attributes, path, skip)
         for name, slot in objects.slots_of(thing):
             self._slot(thing, slot, f"{path}.{name}")
@@ -323,7 +325,7 @@ def _spoken(path: str) -> str:
 
 def version(tensor: Tensor) -> int:
     """Return how often ``tensor`` has been written to; inference tensors have no count, and are never trained."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from typing_extensions import override
 
+from lt_offload.compat.torch import foreach_add_
 from lt_offload.errors import ConfigError
 from lt_offload.optim import native, plain
 from lt_offload.optim.plain import Entry, Options
@@ -190,7 +191,7 @@ class AdamW(Optimizer):
         states = [self._state(parameter, noisy) for parameter in parameters]
         if not states:
             return
-        torch._foreach_add_([state["step"] for state in states], 1)
+        foreach_add_([state["step"] for state in states], 1)
         adamw_(
             parameters,
             [parameter.grad for parameter in parameters],

@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from lt_offload.compat.torch import fused_adamw_
+
 
 class Entry(NamedTuple):
     """One parameter to update."""
@@ -173,7 +175,7 @@ def _fused(entries: Sequence[Entry], options: Options) -> None:
     for entry in entries:
         if entry.step not in steps:
             steps[entry.step] = torch.full((), entry.step, dtype=torch.float32, device=entry.param.device)
-    torch._fused_adamw_(
+    fused_adamw_(
         [entry.param for entry in entries],
         [entry.grad for entry in entries],
         [entry.exp_avg for entry in entries],

@@ -14,9 +14,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
+from lt_offload.compat.torch import TorchDispatchMode, address_of, tree_leaves
 from lt_offload.machine.accounting import tensors_in
 from lt_offload.machine.dispatch import unseen_by_dynamo
 from lt_offload.model.calls import Call, bit_sums
@@ -151,7 +150,7 @@ def _remembering(option: OptionProfile, call: Call) -> OptionProfile:
 def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of the distinct storages of ``tensors``."""
     storages = (part.untyped_storage() for part in tensors_in(list(tensors)))
-    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+    return sum({address_of(storage): storage.nbytes() for storage in storages}.values())
 
 
 def _keep(keep: _Figures) -> OptionProfile:
@@ -401,7 +400,7 @@ def _note(noted: list[_Noted], tensor: Any, *, itself: bool = False) -> Any:
         kept = tensor.detach()  # a saved output would hold the node that holds it, a cycle through C++
         held = weakref.ref(tensor if itself else kept)
         for storage in (part.untyped_storage() for part in tensors_in(tensor)):
-            noted.append((held, storage._cdata, storage.nbytes(), travels(tensor)))
+            noted.append((held, address_of(storage), storage.nbytes(), travels(tensor)))
         return kept
     return tensor
 
@@ -461,9 +460,9 @@ def _incoming(call: Call, outputs: Sequence[tuple[torch.Size, torch.dtype, torch
 
 
 def _travelling(call: Call, saved: Mapping[int, tuple[int, bool]]) -> tuple[int, bool, bool]:
-    inputs = {tensor.untyped_storage()._cdata for tensor in call.inputs}
+    inputs = {address_of(tensor.untyped_storage()) for tensor in call.inputs}
     given = [*call.leaves, *call.module.parameters(), *call.module.buffers()]
-    others = {part.untyped_storage()._cdata for part in tensors_in(given)}
+    others = {address_of(part.untyped_storage()) for part in tensors_in(given)}
     moving = [nbytes for key, (nbytes, moves) in saved.items() if moves and key not in others]
     saved_inputs = [saved[key][1] for key in inputs if key in saved]
     return sum(moving), bool(saved_inputs), any(saved_inputs)

@@ -19,9 +19,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from lt_offload import limits
+from lt_offload.compat.torch import tree_flatten, tree_leaves, tree_map
 from lt_offload.errors import ModelError
 from lt_offload.machine.accounting import Account
 from lt_offload.model.blocks import Block, Structure

@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
-from torch.utils._pytree import tree_flatten, tree_leaves
+from torch.overrides import TorchFunctionMode
 from typing_extensions import override
 
+from lt_offload.compat.torch import address_of, top_function_mode, tree_flatten, tree_leaves
 from lt_offload.model.blocks import Structure
 from lt_offload.model.calls import Call
 from lt_offload.model.head import (
@@ -67,15 +67,15 @@ class LogitsWatch(TorchFunctionMode):
         logits = self._leave()
         if logits is not None:
             leaves = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
-            own = logits.untyped_storage()._cdata
-            self._used |= any(leaf.untyped_storage()._cdata == own for leaf in leaves)
+            own = address_of(logits.untyped_storage())
+            self._used |= any(address_of(leaf.untyped_storage()) == own for leaf in leaves)
 
     def _leave(self) -> Tensor | None:
         """Take the mode off the stack if it is there; return the logits then."""
         logits, self._logits = self._logits, None
         if logits is not None:
             # A caller's own mode that ended meanwhile has taken this one off, and left its own place to us.
-            self._used |= _get_current_function_mode() is not self  # type: ignore[no-untyped-call]
+            self._used |= top_function_mode() is not self
             self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         return logits
 

@@ -14,9 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
 
 from lt_offload import limits
+from lt_offload.compat.hugging_face import is_base
+from lt_offload.compat.torch import tree_leaves, tree_map
 from lt_offload.errors import ConfigError
 from lt_offload.machine.driver import (
     context_bytes,
@@ -463,7 +464,7 @@ def _tensor_profiles(
 
 def _base_name(model: nn.Module) -> str:
     """Return the class name of the model itself, not of what wraps it."""
-    named = [module for module in model.modules() if hasattr(module, "_no_split_modules")]
+    named = [module for module in model.modules() if is_base(module)]
     return type(named[0] if named else model).__name__
 
 

@@ -9,9 +9,16 @@ from typing import Any, Protocol, Self
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from lt_offload.compat.torch import (
+    FLASH_ON_CPU,
+    FLASH_ON_CPU_BACKWARD,
+    TorchDispatchMode,
+    address_of,
+    packet_of,
+    schema_of,
+)
 from lt_offload.machine.accounting import Account, tensors_in
 from lt_offload.machine.workspaces import workspace
 from lt_offload.schema.profile import HardwareProfile
@@ -143,18 +150,18 @@ class Roofline(TorchDispatchMode):
 
     @staticmethod
     def _flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> float:
-        if func is _aten._scaled_dot_product_flash_attention_for_cpu.default:
+        if func is FLASH_ON_CPU:
             return _attention(*(tensor.shape for tensor in args[:3]))
-        if func is _aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        if func is FLASH_ON_CPU_BACKWARD:
             return _attention_backward(*(tensor.shape for tensor in args[:4]))
-        if func._schema.name == "bitsandbytes::gemm_4bit":
+        if schema_of(func).name == "bitsandbytes::gemm_4bit":
             return 2.0 * float(out.numel() * args[0].shape[-1])
         if func is _grouped_mm:  # a group has some of the rows, columns or terms, and all groups have each of them once
             left, right = args[:2]
             if right.dim() == 2 and left.dim() == 3:
                 return 2.0 * float(left.shape[1] * right.numel())
             return 2.0 * float(left.numel() * right.shape[-1])
-        count = flop_registry.get(func._overloadpacket)
+        count = flop_registry.get(packet_of(func))
         return float(count(*args, **kwargs, out_val=out)) if count is not None else 0.0
 
 
@@ -175,10 +182,10 @@ def _result(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _written(func: Any, read: list[Tensor], out: Any) -> list[Tensor]:
     """Return what an operation writes: nothing, if all it does is to show its arguments in another way."""
     results = list(tensors_in(out))
-    if func._schema.is_mutable:
+    if schema_of(func).is_mutable:
         return results or read
-    known = {tensor.untyped_storage()._cdata for tensor in read}
-    return [tensor for tensor in results if tensor.untyped_storage()._cdata not in known]
+    known = {address_of(tensor.untyped_storage()) for tensor in read}
+    return [tensor for tensor in results if address_of(tensor.untyped_storage()) not in known]
 
 
 class Watch:

@@ -10,19 +10,23 @@ import math
 import os
 import statistics
 import threading
-from collections import OrderedDict, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 from torch.optim import Optimizer
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from lt_offload import limits
+from lt_offload.compat.torch import (
+    DataDependentOutputException,
+    FakeTensorMode,
+    TorchDispatchMode,
+    forget_step_hooks,
+    tree_map,
+)
 from lt_offload.errors import ConfigError, OffloadError, named
 from lt_offload.machine.accounting import Account
 from lt_offload.machine.dispatch import unseen_by_dynamo
@@ -242,8 +246,7 @@ class _ParameterStandIn:
         self._optimizer: Optimizer = object.__new__(type(sample.optimizer))
         vars(self._optimizer).update(vars(sample.optimizer))
         vars(self._optimizer).pop("step", None)  # a scheduler's wrapper around the real optimizer's step
-        self._optimizer._optimizer_step_pre_hooks = OrderedDict()
-        self._optimizer._optimizer_step_post_hooks = OrderedDict()
+        forget_step_hooks(self._optimizer)
         group = sample.optimizer.param_groups[sample.group]
         options = {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items()}
         self._optimizer.param_groups = [options | {"params": self.parameters}]

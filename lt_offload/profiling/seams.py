@@ -18,12 +18,20 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 from typing_extensions import override
 
 from lt_offload import limits
+from lt_offload.compat.torch import (
+    BatchNorm,
+    TorchDispatchMode,
+    address_of,
+    has_storage,
+    schema_of,
+    tree_flatten,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
 from lt_offload.errors import OffloadError
 from lt_offload.machine.dispatch import unseen_by_dynamo, writes
 from lt_offload.model.blocks import Block, Structure
@@ -242,7 +250,7 @@ class Seams:
         if samples is None:
             return
         for name, module in block.module.named_modules():
-            if isinstance(module, _BatchNorm) and (module.training or module.running_mean is None):
+            if isinstance(module, BatchNorm) and (module.training or module.running_mean is None):
                 what = f"{type(module).__name__} {name or 'itself'}"
                 raise limits.MICRO_BATCHES.error(f"block {block.name} takes statistics over a batch ({what})")
         if call.contexts.autocasts and call.contexts.caches_casts and call.has_backward:
@@ -440,14 +448,14 @@ class WrittenWeights(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func._schema.is_mutable:
+        if schema_of(func).is_mutable:
             for position, argument in enumerate((*args, *kwargs.values())):
                 if writes(func, position, len(args), kwargs):
                     self._check(func, argument if isinstance(argument, (list, tuple)) else [argument])
         return func(*args, **kwargs)
 
     def _check(self, func: Any, written: Sequence[Any]) -> None:
-        memory = {tensor.untyped_storage()._cdata for tensor in written if type(tensor) in (Tensor, nn.Parameter)}
+        memory = {address_of(tensor.untyped_storage()) for tensor in written if type(tensor) in (Tensor, nn.Parameter)}
         for name, weight in self._weights.items():
-            if torch._C._has_storage(weight) and weight.untyped_storage()._cdata in memory:
+            if has_storage(weight) and address_of(weight.untyped_storage()) in memory:
                 raise limits.WRITTEN_WEIGHTS.error(f"weight {name} is written by {func} within the step")

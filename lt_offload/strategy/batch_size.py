@@ -21,6 +21,7 @@ from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch.optim import Optimizer
 
 from lt_offload import limits
+from lt_offload.compat.lightning import combined_loader, data_source, loaded_checkpoint, set_combined_loader
 from lt_offload.errors import ConfigError, InfeasibleError, OffloadError
 from lt_offload.plan.batch.choose import LARGEST, BatchChoice, choose_batch
 from lt_offload.plan.settings import Settings
@@ -44,7 +45,7 @@ class BatchSize:
     """
 
     def __init__(self, trainer: Any, asked: object) -> None:
-        source = trainer.fit_loop._data_source
+        source = data_source(trainer)
         if not source.is_module():
             raise ConfigError(
                 f"batch_size={asked!r} cannot be set: the loader was given to fit(), ready made; make it in "
@@ -114,7 +115,7 @@ def size_of_the_run(trainer: Any, plan_path: str | Path | None) -> int | None:
     """
     before = Before.of(trainer).batch_size
     planned = None if plan_path is None else Plan.load(plan_path).batch_size
-    if trainer._checkpoint_connector._loaded_checkpoint:
+    if loaded_checkpoint(trainer):
         if before is None:
             raise ConfigError(
                 "batch_size='auto': the checkpoint does not say which batch size its run had; set batch_size to that"
@@ -211,13 +212,15 @@ def _too_early(trainer: Any, error: Exception) -> Exception:
 def spare_optimizer(trainer: Any) -> Iterator[Optimizer]:
     """Yield an optimizer like the one that will be used; no loader is made for its schedules."""
     strategy, loop = trainer.strategy, trainer.fit_loop
-    before = loop._combined_loader, loop.max_batches
-    loop._combined_loader, loop.max_batches = SimpleNamespace(iterables=[]), _SOME_BATCHES
+    before, batches = combined_loader(loop), loop.max_batches
+    set_combined_loader(loop, SimpleNamespace(iterables=[]))
+    loop.max_batches = _SOME_BATCHES
     try:
         with sample.untouched(trainer):
             strategy.setup_optimizers(trainer)
     finally:
-        loop._combined_loader, loop.max_batches = before
+        set_combined_loader(loop, before)
+        loop.max_batches = batches
     limits.check("optimizer", limits.Setup(model=strategy.model, optimizers=strategy.optimizers))
     (optimizer,) = strategy.optimizers
     try:
@@ -273,7 +276,7 @@ class Before:
     @classmethod
     def of(cls, trainer: Any) -> Before:
         """Return what the checkpoint that ``trainer`` has loaded says; it forgets that before training begins."""
-        noted = trainer._checkpoint_connector._loaded_checkpoint.get(_KEY)
+        noted = loaded_checkpoint(trainer).get(_KEY)
         return cls() if noted is None else cls(noted["batch_size"], int(noted.get("micro_batches", 1)))
 
 

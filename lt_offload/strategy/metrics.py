@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from lt_offload.compat.lightning import adds_up
+from lt_offload.compat.torch import tree_leaves
 from lt_offload.strategy.namespaces import bind
 
 if TYPE_CHECKING:
@@ -120,7 +121,7 @@ class Metrics(_Base):
 
     def _note_loss(self, trainer: Any, outputs: Any) -> None:
         if outputs is not None:
-            self.loss.note(outputs, trainer.global_step + trainer.fit_loop._should_accumulate())
+            self.loss.note(outputs, trainer.global_step + adds_up(trainer))
 
     def _check_loss(self, trainer: Any) -> None:
         """Warn once, if a loss has not been finite."""

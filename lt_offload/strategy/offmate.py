@@ -18,9 +18,10 @@ import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lt_offload import limits
+from lt_offload.compat.lightning import adds_up, skips_backward, trainer_of
+from lt_offload.compat.torch import tree_leaves
 from lt_offload.errors import ConfigError, OffloadError, OverBudget
 from lt_offload.execute import open_device
 from lt_offload.execute.device.base import Device
@@ -182,7 +183,7 @@ class OffmateStrategy(OneProcess, Checkpoints):
     def connect(self, model: LightningModule) -> None:
         """Take the module, and give its Trainer the callbacks that every run has: exact resuming, metrics."""
         super().connect(model)
-        trainer: Any = model._trainer
+        trainer = trainer_of(model)
         if trainer is None or trainer.barebones:
             return
         resume.add(trainer, self.namespace)
@@ -460,9 +461,9 @@ class OffmateStrategy(OneProcess, Checkpoints):
         if self._replanning is not None:
             self._replanning.saw(args)
         with ExitStack() as opened:
-            if self.engine is not None and self._trainer.fit_loop._skip_backward:
+            if self.engine is not None and skips_backward(self._trainer):
                 opened.enter_context(self.engine.iteration(signature=self._signature))
-            elif self.engine is not None and self._trainer.fit_loop._should_accumulate():
+            elif self.engine is not None and adds_up(self._trainer):
                 self._micro_batch.close()  # of a step that returned no loss
                 opened.enter_context(self.engine.iteration(last=False, signature=self._signature))
             found = super().training_step(*args, **kwargs)

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from lt_offload.compat.lightning import before_transfer, data_source
 from lt_offload.errors import ConfigError
 from lt_offload.machine.forked import in_a_fork
 from lt_offload.model.snapshot import untouched as kept
@@ -59,7 +60,7 @@ def early_batch(trainer: Any) -> Any:
 def as_seen(trainer: Any, batch: Any) -> Any:
     """Return ``batch`` as the module of ``trainer`` will see it, on the device."""
     batch = trainer.precision_plugin.convert_input(batch)
-    return trainer.strategy.batch_to_device(trainer.lightning_module._on_before_batch_transfer(batch))
+    return trainer.strategy.batch_to_device(before_transfer(trainer.lightning_module, batch))
 
 
 def _moved(trainer: Any, batch: Any, device: torch.device) -> Any:
@@ -99,7 +100,7 @@ def from_data(trainer: Any, ask: Callable[[Any], Any]) -> Any:
         ConfigError: if the loader cannot be asked, see :func:`~lt_offload.machine.forked.in_a_fork`.
     """
     return in_a_fork(
-        lambda: ask(trainer.fit_loop._data_source.dataloader()),
+        lambda: ask(data_source(trainer).dataloader()),
         what="asking the training dataloader",
         way_out=f"give the LightningModule or the datamodule a method {BATCH_METHODS[1]}() that returns a batch",
     )

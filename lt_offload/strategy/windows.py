@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
 from lt_offload import limits
+from lt_offload.compat.lightning import AFTER_CLOSURE, BEFORE_ZERO_GRAD, CLIP_GRADIENTS
 from lt_offload.errors import ConfigError
 from lt_offload.model.compiled import cover
 
@@ -165,10 +166,10 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
         else:  # the engine clips those of blocks when they are complete
             engine().clip_rest()
 
-    hooked, clips = module.configure_gradient_clipping, plugin._clip_gradients
+    hooked, clips = module.configure_gradient_clipping, getattr(plugin, CLIP_GRADIENTS)
     loop = trainer.fit_loop.epoch_loop.automatic_optimization
-    before_zeroing = loop._on_before_zero_grad
-    post_backward, after_closure = plugin.post_backward, plugin._after_closure
+    before_zeroing = getattr(loop, BEFORE_ZERO_GRAD)
+    post_backward, after_closure = plugin.post_backward, getattr(plugin, AFTER_CLOSURE)
 
     def shown(*args: Any, **kwargs: Any) -> Any:
         with _shown(engine(), final=False):
@@ -196,10 +197,10 @@ def clipping(trainer: Any, present: Callable[[], Engine | None]) -> Iterator[Non
         if looks_at_gradients(trainer, ["on_after_backward"]):
             undo.enter_context(_attribute(plugin, "post_backward", shown))
         if looks_at_gradients(trainer, ["on_before_zero_grad"]):
-            undo.enter_context(_attribute(loop, "_on_before_zero_grad", shown_before_zeroing))
+            undo.enter_context(_attribute(loop, BEFORE_ZERO_GRAD, shown_before_zeroing))
         if looks_at_gradients(trainer, ["on_before_optimizer_step"]):
-            undo.enter_context(_attribute(plugin, "_after_closure", shown_before_the_step))
-            undo.enter_context(_attribute(plugin, "_clip_gradients", hidden))
+            undo.enter_context(_attribute(plugin, AFTER_CLOSURE, shown_before_the_step))
+            undo.enter_context(_attribute(plugin, CLIP_GRADIENTS, hidden))
         if _clips_by_hook(trainer):
             undo.callback(cover(module, "configure_gradient_clipping", configure_gradient_clipping))
         yield

@@ -22,7 +22,7 @@ PACKAGE = "lt_offload"
 
 LAYERS = (
     ("errors",),
-    ("units", "resources", "suggest", "nested", "replacing", "yaml_files"),
+    ("units", "resources", "suggest", "nested", "replacing", "yaml_files", "compat"),
     ("schema",),
     ("machine", "optim"),
     ("model",),
@@ -62,6 +62,8 @@ ROOMS_OF_EXECUTE = (
 )
 WITHOUT_TORCH = ("plan", "schema", "report")
 TORCH = {"torch", "lightning", "pytorch_lightning", "lightning_fabric", "transformers"}
+OTHERS = TORCH | {"peft", "bitsandbytes", "trl", "accelerate", "datasets"}
+OF_PYTHON = {"_replace", "_getframe", "_option_string_actions"}
 FILES_OF_A_FOLDER = 13
 LINES_OF_A_FILE = 600
 
@@ -152,6 +154,91 @@ def f():
     assert len(modules()) > 100
     assert f"{PACKAGE}.schema.profile" in imports(f"{PACKAGE}.profiling.measure")
     assert f"{PACKAGE}.errors" in imports(PACKAGE)
+
+
+# -- private names of others ------------------------------------------------------------------------------------------
+
+
+def is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith(("__", "_lt_offload")) and name != "_" and name.isidentifier()
+
+
+def own_names(tree: ast.AST) -> set[str]:
+    """What a module makes itself: functions, classes, variables, parameters and attributes of ``self``."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            found.add(node.name)
+        elif isinstance(node, (ast.Name, ast.Attribute)) and isinstance(node.ctx, ast.Store):
+            if isinstance(node, ast.Name):
+                found.add(node.id)
+            elif ast.unparse(node.value) in ("self", "cls"):
+                found.add(node.attr)
+        elif isinstance(node, ast.arg):
+            found.add(node.arg)
+    return found
+
+
+def private_names_of_others(source: str, known: set[str], ours: set[str]) -> list[str]:
+    """Private names of libraries that ``source`` uses: those that are ``known``, and those that are not ``ours``."""
+    tree, found = ast.parse(source), []
+    here = own_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            module = (node.module or "") if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                path = f"{module}.{alias.name}".strip(".").split(".")
+                if path[0] in OTHERS and any(map(is_private, path)):
+                    found.append(f"{node.lineno}: {'.'.join(path)}")
+        elif isinstance(node, ast.Attribute) and is_private(node.attr):
+            if node.attr not in (here if node.attr in known else ours) | OF_PYTHON:
+                found.append(f"{node.lineno}: {ast.unparse(node)}")
+        elif isinstance(node, ast.Constant) and node.value in known - here:
+            found.append(f"{node.lineno}: {node.value!r}")
+    return found
+
+
+@cache
+def known_to_compat() -> frozenset[str]:
+    found: set[str] = set()
+    for name in within("compat"):
+        for node in ast.walk(ast.parse(modules()[name].read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Attribute):
+                found.add(node.attr)
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                found.add(node.value)
+            elif isinstance(node, ast.alias):
+                found |= set(node.name.split("."))
+    return frozenset(filter(is_private, found))
+
+
+def test_private_names_of_libraries_are_used_in_compat_alone() -> None:
+    trees = {name: path.read_text(encoding="utf-8") for name, path in modules().items()}
+    rest = {name: source for name, source in trees.items() if name.split(".")[1:2] != ["compat"]}
+    ours = {name for source in rest.values() for name in own_names(ast.parse(source))}
+    used = {name: private_names_of_others(source, set(known_to_compat()), ours) for name, source in rest.items()}
+    assert {name: lines for name, lines in used.items() if lines} == {}
+
+
+def test_the_search_for_private_names_sees_them() -> None:
+    source = """
+import torch._dynamo
+from torch.utils._pytree import tree_map
+from lt_offload.compat.torch import address_of
+def f(tensor, other):
+    self._mine = other._mine, other._theirs
+    return tensor._cdata, torch._C._has_storage, getattr(tensor, "_cdata"), sys._getframe()
+"""
+    found = private_names_of_others(source, {"_cdata"}, {"_mine"})
+    assert sorted(found) == [
+        "2: torch._dynamo",
+        "3: torch.utils._pytree.tree_map",
+        "6: other._theirs",
+        "7: '_cdata'",
+        "7: tensor._cdata",
+        "7: torch._C",
+        "7: torch._C._has_storage",
+    ]
 
 
 # -- what may import what ---------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from lt_offload.compat.hugging_face import NAME
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.weights.gguf import SMOLLM2, is_gguf
@@ -51,7 +52,7 @@ class NamedModel:
 def _shape(path: Path) -> dict[str, Any]:
     """Return what the configuration in ``path`` says of the model, without its name."""
     values = load.load_config("", str(path)).to_diff_dict()
-    return {key: value for key, value in values.items() if key != "_name_or_path"}
+    return {key: value for key, value in values.items() if key != NAME}
 
 
 def named(model: str) -> NamedModel:
@@ -67,7 +68,7 @@ def named(model: str) -> NamedModel:
 
 def _found(model: str) -> NamedModel:
     shipped = shipped_files("configs/models", ".json")
-    known = {str(json.loads(path.read_text(encoding="utf-8"))["_name_or_path"]): name for name, path in shipped.items()}
+    known = {str(json.loads(path.read_text(encoding="utf-8"))[NAME]): name for name, path in shipped.items()}
     if is_file(user_path(model)) and is_gguf(user_path(model)):
         return NamedModel(model, f"{user_path(model).stem.lower()}.json", load.load_config(model), shipped=False)
     if is_file(user_path(model)):

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from lt_offload.cli.progress import say, status
+from lt_offload.compat.hugging_face import set_attention
 from lt_offload.errors import ConfigError
 from lt_offload.finetune.module import check_data
 from lt_offload.plan.settings import Settings
@@ -51,7 +52,7 @@ def estimate(
     if module.dropout is not None:
         load.set_dropout(config, module.dropout)
     if module.attention is not None:
-        config._attn_implementation = module.attention
+        set_attention(config, module.attention)
     try:
         module.count_tokens()
     except ConfigError:  # a plan needs nothing from the hub

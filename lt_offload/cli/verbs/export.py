@@ -10,6 +10,7 @@ import torch
 from lt_offload.cli import recipes
 from lt_offload.cli.app import App
 from lt_offload.cli.early import check_early
+from lt_offload.compat.hugging_face import set_name
 from lt_offload.errors import ConfigError
 from lt_offload.finetune import load
 from lt_offload.finetune.export import ExportDtype, Format, check_form, check_target
@@ -124,7 +125,8 @@ def _of_checkpoint(module: FineTune, content: dict[str, Any]) -> torch.nn.Module
     model.load_state_dict(state, assign=True)
     base = load.base_of(model)
     base.tie_weights()
-    base.name_or_path = base.config._name_or_path = load.shown_name(module.name)
+    base.name_or_path = load.shown_name(module.name)
+    set_name(base.config, base.name_or_path)
     if module.init == "pretrained":
         load.add_generation_config(base, module.name)
     return model

@@ -17,12 +17,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._autograd import _top_saved_tensors_default_hooks as _has_hooks
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 from typing_extensions import override
 
 from lt_offload import limits
+from lt_offload.compat.torch import TreeSpec, backward_class_of, top_saved_tensors_hooks, tree_flatten, tree_unflatten
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.blocks.inner_tensors import InnerTensors
 from lt_offload.execute.blocks.repeats import Repeats
@@ -373,7 +372,7 @@ class Frame:
         """
         with torch.enable_grad(), ExitStack() as stack:
             # Hooks of others (torch.utils.checkpoint's around the block) would throw away what the graph saves.
-            if offloader is not None or not steady or _has_hooks(True):
+            if offloader is not None or not steady or top_saved_tensors_hooks(True):
                 stack.enter_context(SavedTensors(self.weights, offloader, self._shared))
             entered = self._enter(anchor, inputs)
             del inputs  # only the graph holds them from here on, so that what travels is free once it has left
@@ -461,7 +460,7 @@ class Frame:
 def _count_uses(roots: Sequence[Any]) -> Counter[int]:
     """Return how often each activation input is used in the private graph below ``roots``, by its slot."""
     ends = [*roots, *(node for node, _ in edges(roots))]
-    return Counter(node.slot for node in ends if isinstance(node, _BlockEntry._backward_cls))  # type: ignore[attr-defined]
+    return Counter(node.slot for node in ends if isinstance(node, backward_class_of(_BlockEntry)))
 
 
 def _positional(spec: TreeSpec) -> int:

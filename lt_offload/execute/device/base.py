@@ -21,6 +21,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 
+from lt_offload.compat.torch import foreach_copy_
+
 Lane = Literal["h2d", "d2h", "host"]
 
 
@@ -202,7 +204,7 @@ class Device(ABC):
 
     def copy_all(self, targets: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
         """Copy each of ``sources``, as part of a task on a copy lane: many small ones at the cost of a few."""
-        torch._foreach_copy_(targets, sources, non_blocking=True)
+        foreach_copy_(targets, sources, non_blocking=True)
 
     @abstractmethod
     def zero_copy_view(self, host: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from lt_offload.compat.torch import cuda_memory_stats, current_stream_key, reset_cuda_peaks
 from lt_offload.execute.device.base import AllocatorEvents
 from lt_offload.machine import driver, zero_copy
 from lt_offload.machine.numa import MemoryNode, memory_node_of
@@ -43,7 +44,7 @@ class CudaRuntime:
     def current_stream(self) -> Any:
         """Return the stream that the calling thread launches to, the same object for the same stream."""
         # What torch.cuda.current_stream does, without a new object every time.
-        key = torch._C._cuda_getCurrentStream(self._index)
+        key = current_stream_key(self._index)
         stream = self._streams.get(key)
         if stream is None:
             names = ("stream_id", "device_index", "device_type")
@@ -88,7 +89,7 @@ class CudaRuntime:
 
     def allocator_events(self) -> AllocatorEvents:
         """Return how often torch's allocator has run short so far."""
-        stats = torch._C._cuda_memoryStats(self._index)
+        stats = cuda_memory_stats(self._index)
         return AllocatorEvents(stats["num_alloc_retries"], stats["num_device_free"], stats["num_ooms"])
 
     def available(self) -> int:
@@ -106,11 +107,11 @@ class CudaRuntime:
 
     def _reserved(self, which: str) -> int:
         # torch.cuda.memory_reserved flattens and sorts all statistics first, which takes longer than a launch.
-        return int(torch._C._cuda_memoryStats(self._index)["reserved_bytes"]["all"][which])
+        return int(cuda_memory_stats(self._index)["reserved_bytes"]["all"][which])
 
     def reset_peak(self) -> None:
         """Restart the high-water mark."""
-        torch._C._cuda_resetPeakMemoryStats(self._index)
+        reset_cuda_peaks(self._index)
 
     def memory_node(self) -> MemoryNode:
         """Return the memory node that the device hangs on, with the cores near it."""

@@ -17,6 +17,7 @@ from typing import Any, Literal, cast
 import torch
 from typing_extensions import override
 
+from lt_offload.compat.torch import address_of
 from lt_offload.errors import BEYOND_THE_PLAN, OverBudget, UnsupportedError
 from lt_offload.execute.device.arena import Arena, ArenaBuffer, Freed
 from lt_offload.execute.device.base import Buffer, Cell, Device, Event, Lane
@@ -51,7 +52,7 @@ class DeviceAccount(Account):  # type: ignore[no-untyped-call]
             super()._meet(storage, func, given)
 
     def _holds(self, tensor: torch.Tensor) -> bool:
-        charge = self._live.get(tensor.untyped_storage()._cdata)
+        charge = self._live.get(address_of(tensor.untyped_storage()))
         return charge is not None and charge.nbytes > 0
 
     def _charge(self, storage: torch.UntypedStorage, *, free: bool, cause: object) -> None:

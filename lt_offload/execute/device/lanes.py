@@ -19,8 +19,9 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 from typing_extensions import override
+
+from lt_offload.compat.torch import dispatch_modes, without_dispatch_modes
 
 UNORDERED = "unordered"
 """A lane whose tasks have no order among themselves."""
@@ -132,7 +133,7 @@ def _nothing() -> None:
 def plain_torch() -> AbstractContextManager[Any]:
     """Run without autograd, inference mode, dispatch modes and autocast, whatever the calling thread is inside."""
     casts = torch.is_autocast_enabled("cpu") or torch.is_autocast_enabled("cuda")
-    if torch.is_inference_mode_enabled() or torch._C._len_torch_dispatch_stack() or casts:
+    if torch.is_inference_mode_enabled() or dispatch_modes() or casts:
         return _plain()
     # Nearly always; every context that is entered costs microseconds.
     return torch.no_grad() if torch.is_grad_enabled() else nullcontext()
@@ -141,7 +142,7 @@ def plain_torch() -> AbstractContextManager[Any]:
 @contextmanager
 def _plain() -> Iterator[None]:
     host, gpu = torch.autocast("cpu", enabled=False), torch.autocast("cuda", enabled=False)
-    with torch.inference_mode(False), torch.no_grad(), _disable_current_modes(), host, gpu:
+    with torch.inference_mode(False), torch.no_grad(), without_dispatch_modes(), host, gpu:
         yield
 
 

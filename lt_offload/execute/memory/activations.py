@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 from typing_extensions import override
 
 from lt_offload import limits
+from lt_offload.compat.torch import DisableTorchDispatch, TorchDispatchMode, address_of
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.device.base import Cell, Device, Event
 from lt_offload.execute.memory.tensors import Weight
@@ -30,7 +30,7 @@ from lt_offload.model.options import for_replay, is_costly, travels
 from lt_offload.model.snapshot import version
 from lt_offload.units import round_up
 
-_no_modes = torch._C._DisableTorchDispatch
+_no_modes = DisableTorchDispatch
 """Context in which views are made: no mode has to see them."""
 
 _PAGE = 4096
@@ -230,9 +230,9 @@ class ActivationOffloader:
     def take(self, tensor: Tensor, *, watch: bool = False) -> Moved:
         """Register ``tensor``; its storage will travel. ``watch``: raise if it is written to before it has left."""
         memory = tensor.untyped_storage()
-        storage = self._by_storage.get(memory._cdata)
+        storage = self._by_storage.get(address_of(memory))
         if storage is None:
-            storage = self._by_storage[memory._cdata] = MovedStorage(self, tensor, memory)
+            storage = self._by_storage[address_of(memory)] = MovedStorage(self, tensor, memory)
         if watch and storage.watched is None:
             storage.watched = (tensor, version(tensor))
         moved = Moved(storage, tensor.dtype, int(tensor.storage_offset()), tensor.shape, tensor.stride())
@@ -349,7 +349,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
     ) -> None:
         ranges = _Ranges(weights)
         starts, ends = ranges.starts, ranges.ends
-        stay = {t.untyped_storage()._cdata for t in shared} if offloader is not None else ()
+        stay = {address_of(t.untyped_storage()) for t in shared} if offloader is not None else ()
 
         def pack(tensor: Tensor) -> Packed:
             if tensor.layout is not torch.strided:
@@ -359,7 +359,7 @@ class SavedTensors(torch.autograd.graph.saved_tensors_hooks):
             index = bisect_right(starts, address) - 1
             if index >= 0 and address < ends[index]:
                 return _alias(tensor, ranges)
-            if offloader is None or tensor.untyped_storage()._cdata in stay or not travels(tensor):
+            if offloader is None or address_of(tensor.untyped_storage()) in stay or not travels(tensor):
                 # Detached, as a saved output would hold the node that holds it: a cycle that no collector sees.
                 with _no_modes():
                     return tensor.detach()
@@ -404,7 +404,7 @@ class _Ranges:
         present = sorted((w.present.data_ptr(), w.index, w) for w in weights if w.present is not None)
         self.weights = [(address, weight) for address, _, weight in present]
         self.addresses = [address for address, _, _ in present]
-        storages = {s._cdata: s for w in weights if w.present is not None for s in (w.present.untyped_storage(),)}
+        storages = {address_of(s): s for w in weights if w.present is not None for s in (w.present.untyped_storage(),)}
         memory = sorted((s.data_ptr(), s.nbytes()) for s in storages.values())
         self.starts = [start for start, _ in memory]
         self.ends = [start + nbytes for start, nbytes in memory]

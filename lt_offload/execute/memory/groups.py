@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterator, Sequence
 import torch
 from torch import nn
 
+from lt_offload.compat.torch import buffers_of
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.memory.tensors import LiveGroup, Member, States, Sum, Weight
 from lt_offload.model.blocks import Structure
@@ -133,4 +134,4 @@ def move_rest(model: nn.Module, structure: Structure, device: torch.device) -> N
     for module in model.modules():
         for name, buffer in module.named_buffers(recurse=False):
             if buffer.device != device:
-                module._buffers[name] = buffer.to(device)
+                buffers_of(module)[name] = buffer.to(device)

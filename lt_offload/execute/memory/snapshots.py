@@ -14,6 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from lt_offload.compat.torch import address_of
 from lt_offload.errors import CheckpointError
 from lt_offload.execute.device.lanes import plain_torch
 
@@ -57,23 +58,23 @@ class Snapshots:
             self._room = room
             found: dict[int, _Contents] = {}
             for storage in storages:
-                if storage._cdata in found:
+                if address_of(storage) in found:
                     continue
-                contents = self._current.setdefault(storage._cdata, _Contents(storage))
+                contents = self._current.setdefault(address_of(storage), _Contents(storage))
                 contents.wanted += 1
-                found[storage._cdata] = contents
-        return HostSnapshot(self, found, {storage._cdata: rank for storage, rank in storages.items()}, room)
+                found[address_of(storage)] = contents
+        return HostSnapshot(self, found, {address_of(storage): rank for storage, rank in storages.items()}, room)
 
     def wants(self, tensors: Iterable[Tensor]) -> bool:
         """Return whether somebody wants to read what is in any of ``tensors`` now."""
-        return bool(self._current) and any(tensor.untyped_storage()._cdata in self._current for tensor in tensors)
+        return bool(self._current) and any(address_of(tensor.untyped_storage()) in self._current for tensor in tensors)
 
     def changing(self, tensors: Iterable[Tensor]) -> None:
         """Set aside what is in ``tensors``, which are about to be changed, or wait until everybody has read it."""
         if not self._current:
             return
         for tensor in tensors:
-            key = tensor.untyped_storage()._cdata
+            key = address_of(tensor.untyped_storage())
             if key in self._current:
                 self._let_go(key)
 
@@ -136,8 +137,8 @@ class Snapshots:
             return
         if contents.aside is not None:
             self._forget(contents)
-        elif self._current.get(contents.live._cdata) is contents:
-            del self._current[contents.live._cdata]
+        elif self._current.get(address_of(contents.live)) is contents:
+            del self._current[address_of(contents.live)]
 
     def _forget(self, contents: _Contents) -> None:
         assert contents.aside is not None
@@ -156,16 +157,16 @@ class HostSnapshot:
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Return whether ``storage`` is one of them."""
-        return storage._cdata in self._order
+        return address_of(storage) in self._order
 
     def rank(self, storage: torch.UntypedStorage) -> int:
         """Return when training will change ``storage``, as a number: what is changed first should be read first."""
-        return self._order.get(storage._cdata, -1)
+        return self._order.get(address_of(storage), -1)
 
     @contextmanager
     def reading(self, storage: torch.UntypedStorage) -> Iterator[torch.UntypedStorage]:
         """Enclose reading what was in ``storage``, which is in the storage that this yields."""
-        with self._owner._reading(self._unread.pop(storage._cdata)) as source:
+        with self._owner._reading(self._unread.pop(address_of(storage))) as source:
             yield source
 
     def close(self) -> None:

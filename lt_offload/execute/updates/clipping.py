@@ -8,6 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from lt_offload.compat.torch import foreach_norm
+
 
 def total_norm(grads: Sequence[Tensor], norm_type: float, *, error_if_nonfinite: bool = False) -> Tensor:
     """Return the norm of the norms of ``grads``, on the device of the first one: ``torch.nn.utils.get_total_norm``.
@@ -27,7 +29,7 @@ def total_norm(grads: Sequence[Tensor], norm_type: float, *, error_if_nonfinite:
     norms: dict[int, Tensor] = {}
     for device, dtype in dict.fromkeys((grad.device, grad.dtype) for grad in ordered):
         alike = [grad for grad in ordered if (grad.device, grad.dtype) == (device, dtype)]
-        there = torch.stack(torch._foreach_norm(alike, norm_type)).to(first)  # in one copy
+        there = torch.stack(foreach_norm(alike, norm_type)).to(first)  # in one copy
         norms |= zip(map(id, alike), there.unbind(), strict=True)
     norm: Tensor = torch.linalg.vector_norm(torch.stack([norms[id(grad)] for grad in ordered]), norm_type)
     if error_if_nonfinite and not norm.isfinite():

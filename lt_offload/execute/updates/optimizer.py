@@ -13,7 +13,7 @@ would have other last bits.
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict, defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
@@ -28,6 +28,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from lt_offload import limits
+from lt_offload.compat.torch import STEP_HOOKS, forget_step_hooks
 from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.memory.snapshots import Snapshots
 from lt_offload.execute.memory.tensors import LiveGroup, Weight
@@ -150,7 +151,7 @@ _RULES: dict[type[Optimizer], Callable[..., Update | None]] = {
 }
 
 
-_OWN = {"param_groups", "state", "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"}
+_OWN = {"param_groups", "state", *STEP_HOOKS}
 _OWN |= {"step"}  # a scheduler's counting wrapper around the real optimizer's step
 """Attributes of an optimizer that those which stand for it have in another form."""
 
@@ -438,8 +439,7 @@ class Updates:
         if sub is None:
             sub = object.__new__(type(self.optimizer))
             vars(sub).update(self._attributes())
-            sub._optimizer_step_pre_hooks = OrderedDict()
-            sub._optimizer_step_post_hooks = OrderedDict()
+            forget_step_hooks(sub)
             self._subs[key] = sub
         return sub
 

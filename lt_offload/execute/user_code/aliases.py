@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from lt_offload.compat.torch import DisableTorchFunctionSubclass, address_of, base_of, has_storage, storage_uses
 from lt_offload.machine.accounting import tensors_in
 from lt_offload.model.blocks import Structure
 
@@ -44,18 +45,18 @@ def find_aliases(weights: Sequence[Tensor], others: Iterable[Tensor]) -> Aliases
         others: its other parameters and its buffers.
     """
     storages = [weight.untyped_storage() for weight in weights]
-    own = Counter(storage._cdata for storage in storages)
+    own = Counter(address_of(storage) for storage in storages)
     parts = (part for other in others for part in tensors_in(other) if part.device.type == "cpu")
-    own.update(part.untyped_storage()._cdata for part in parts)
+    own.update(address_of(part.untyped_storage()) for part in parts)
     lone = torch.empty(1)
     alone = _count(lone.untyped_storage())
-    extra = {s._cdata: _count(s) - alone + 1 - own[s._cdata] for s in storages}
+    extra = {address_of(s): _count(s) - alone + 1 - own[address_of(s)] for s in storages}
     extra = {key: count for key, count in extra.items() if count > 0}
-    shared = {storage._cdata for storage in storages if storage.is_shared()}
+    shared = {address_of(storage) for storage in storages if storage.is_shared()}
     # Torch marks what NumPy has a view of.
-    unseen = shared | {s._cdata for s in storages if s._cdata in extra and not s.resizable()}
+    unseen = shared | {address_of(s) for s in storages if address_of(s) in extra and not s.resizable()}
     unseen |= _not_in_python(extra, own) if extra.keys() - unseen else set()
-    keys = [storage._cdata for storage in storages]
+    keys = [address_of(storage) for storage in storages]
     return Aliases(
         held=frozenset(index for index, key in enumerate(keys) if key in extra or key in shared),
         unseen=frozenset(index for index, key in enumerate(keys) if key in unseen),
@@ -69,13 +70,13 @@ def _not_in_python(extra: dict[int, int], own: Counter[int]) -> set[int]:
     """
     objects = gc.get_objects()
     referred = set(map(id, gc.get_referents(*objects)))
-    with torch._C.DisableTorchFunctionSubclass():
+    with DisableTorchFunctionSubclass():
         tensors = [t for t in objects if issubclass(type(t), Tensor) and id(t) in referred]
-        tensors = [*{id(t): t for t in (*tensors, *(t._base for t in tensors if t._base is not None))}.values()]
-        stored = [t for t in tensors if torch._C._has_storage(t) and t.device.type == "cpu"]
-        seen = Counter(tensor.untyped_storage()._cdata for tensor in stored)
+        tensors = [*{id(t): t for t in (*tensors, *(base_of(t) for t in tensors if base_of(t) is not None))}.values()]
+        stored = [t for t in tensors if has_storage(t) and t.device.type == "cpu"]
+        seen = Counter(address_of(tensor.untyped_storage()) for tensor in stored)
     return {key for key, count in extra.items() if count + own[key] > seen[key]}
 
 
 def _count(storage: torch.UntypedStorage) -> int:
-    return int(torch._C._storage_Use_Count(storage._cdata))
+    return storage_uses(storage)

@@ -16,6 +16,15 @@ from torch.autograd.graph import get_gradient_edge
 from torch.optim import Optimizer
 
 from lt_offload import limits
+from lt_offload.compat.torch import (
+    DisableTorchFunction,
+    accumulated_hooks_of,
+    address_of,
+    parameters_of,
+    tensor_hooks_of,
+    version_of,
+    will_run,
+)
 from lt_offload.execute.blocks.runs import AnyFrame, Frames
 from lt_offload.execute.blocks.shared_inputs import RunningTotal
 from lt_offload.execute.memory.tensors import Weight
@@ -38,13 +47,13 @@ def check_hooks(structure: Structure, repeated: Collection[int], *, parted: bool
     for inner in _inner_hooks(structure, repeated):
         _check_inner(inner)
     for name, param in structure.tensors:
-        if param._post_accumulate_grad_hooks:
+        if accumulated_hooks_of(param):
             raise limits.PARAMETER_HOOKS.error(f"post-accumulate hook on weight {name}")
         if _has_joint_hook(param):
             raise limits.PARAMETER_HOOKS.error(f"register_multi_grad_hook on weight {name}")
     for index in _shared(structure, parted=parted):
         name, param = structure.tensors[index]
-        if param._backward_hooks:
+        if tensor_hooks_of(param):
             raise limits.PARAMETER_HOOKS.error(f"tensor hook on weight {name}, which {_SHARING[parted]}")
 
 
@@ -86,7 +95,7 @@ class InstalledSetup:
         self._updates = updates
         self._members = updates.members if updates is not None else set()
         self._weights = [(w, w.param, w.param.requires_grad, _hooks(w)) for w in weights]
-        self._inside = [param._cdata for _, param, _, _ in self._weights]
+        self._inside = [address_of(param) for _, param, _, _ in self._weights]
         """What hooks of gradients are attached to: other tensors may be put into the same parameters."""
         self._shared = [weights[index] for index in _shared(structure, parted=parted)]
         self._sharing = _SHARING[parted]
@@ -106,7 +115,7 @@ class InstalledSetup:
             if _has_joint_hook(param):
                 raise limits.PARAMETER_HOOKS.error(f"register_multi_grad_hook on {weight.label}")
         for weight in self._shared:
-            if weight.param._backward_hooks:
+            if tensor_hooks_of(weight.param):
                 raise limits.PARAMETER_HOOKS.error(f"tensor hook on {weight.label}, which {self._sharing}")
 
     def check(self) -> None:
@@ -117,7 +126,7 @@ class InstalledSetup:
         """
         self.check_hooks()
         for (weight, *_), inside in zip(self._weights, self._inside, strict=True):
-            if weight.param._cdata != inside:
+            if address_of(weight.param) != inside:
                 raise limits.CHANGED_PARAMETERS.error(f"another tensor was swapped into {weight.label}")
         if self._updates is not None:
             self._updates.index_groups()
@@ -155,13 +164,13 @@ def _check_inner(inner: InnerHooks) -> None:
 
 
 def _hooks(weight: Weight) -> int:
-    return len(weight.param._post_accumulate_grad_hooks or ())
+    return len(accumulated_hooks_of(weight.param) or ())
 
 
 def _has_joint_hook(param: Tensor) -> bool:
     """Return whether ``param`` has a hook that waits for the gradients of several tensors in one backward."""
-    hooks = param._backward_hooks
-    return bool(hooks) and any(getattr(hook, "__globals__", {}) is vars(graph) for hook in hooks.values())  # type: ignore[union-attr]
+    hooks = tensor_hooks_of(param)
+    return bool(hooks) and any(getattr(hook, "__globals__", {}) is vars(graph) for hook in hooks.values())
 
 
 _SHARING = ("several blocks share", "has a gradient per part of the batch (micro_batches)")
@@ -185,7 +194,7 @@ class OwnParameters:
     def __init__(self, name: str, module: nn.Module) -> None:
         self._name = name
         members = list(module.named_modules())
-        self._places = [(m._parameters, key, f"{path}.{key}") for path, m in members for key in m._parameters]
+        self._places = [(parameters_of(m), key, f"{path}.{key}") for path, m in members for key in parameters_of(m)]
 
     def check(self) -> None:
         """Refuse tensors that stand for parameters during one call.
@@ -217,7 +226,7 @@ class Backward:
         """
         if torch.is_grad_enabled():
             raise limits.PARTIAL_BACKWARD.error(f"block {frame.name} was differentiated with create_graph=True")
-        if not torch._C._will_engine_execute_node(self._end):
+        if not will_run(self._end):
             raise limits.PARTIAL_BACKWARD.error(
                 f"block {frame.name} was differentiated by torch.autograd.grad or backward(inputs=...)"
             )
@@ -247,11 +256,11 @@ class Consumers:
         """See the gradients of what ``block`` is about to be called with, before hooks of users change them."""
         for slot, tensor in enumerate(inputs):
             if tensor.requires_grad and torch.is_grad_enabled():
-                users = dict(tensor._backward_hooks or {})
+                users = dict(tensor_hooks_of(tensor) or {})
                 tensor.register_hook(partial(self._arrived, block, slot))  # type: ignore[no-untyped-call]
                 for key, hook in users.items():  # to the end: autograd calls hooks in the order of insertion
-                    del tensor._backward_hooks[key]  # type: ignore[union-attr]
-                    tensor._backward_hooks[key] = hook  # type: ignore[index]
+                    del tensor_hooks_of(tensor)[key]
+                    tensor_hooks_of(tensor)[key] = hook
 
     def given(self, block: int, gradients: Sequence[Tensor | None], totals: Sequence[RunningTotal | None]) -> None:
         """Note what the backward of ``block`` has found, per input; ``totals``: whether other blocks use it, too."""
@@ -268,5 +277,5 @@ class Consumers:
 
 def _identity(tensor: Tensor) -> tuple[int, int]:
     """Return what differs once something was added to ``tensor``, or ``tensor`` to something; it must be alive."""
-    with torch._C.DisableTorchFunction():
-        return tensor.untyped_storage()._cdata, tensor._version
+    with DisableTorchFunction():
+        return address_of(tensor.untyped_storage()), version_of(tensor)

@@ -25,9 +25,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lt_offload import limits
+from lt_offload.compat.torch import (
+    FOREACH_COPY,
+    DisableTorchFunctionSubclass,
+    TorchDispatchMode,
+    address_of,
+    has_storage,
+    typed_storage,
+)
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.tensors import LiveGroup, Weight
 from lt_offload.execute.updates.optimizer import Updates
@@ -91,7 +98,7 @@ class Guard:
         self.suspended = _Suspended(self)
         """Context in which the engine itself works, and blocks run."""
         self._of_weights: dict[int | None, TrackedTensor] = {
-            w.host.untyped_storage()._cdata: TrackedTensor(w) for w in weights
+            address_of(w.host.untyped_storage()): TrackedTensor(w) for w in weights
         }
         self._of_states: dict[int, TrackedTensor] = {}
         self._kept: list[torch.UntypedStorage] = []
@@ -131,10 +138,10 @@ class Guard:
         """Return the weight or optimizer state whose memory ``tensor`` is, or is a view of."""
         # Subclasses may have a __torch_function__ of their own, which must not be called for a question of ours.
         if type(tensor) in _ORDINARY:
-            key = tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
+            key = address_of(tensor.untyped_storage()) if has_storage(tensor) else 0
         else:
-            with torch._C.DisableTorchFunctionSubclass():
-                key = tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else 0
+            with DisableTorchFunctionSubclass():
+                key = address_of(tensor.untyped_storage()) if has_storage(tensor) else 0
         owned = self._of_weights.get(key)
         if owned is None and self._updates is not None:
             if self._generation != self._updates.generation:
@@ -205,7 +212,7 @@ class Guard:
         if self._updates is not None and self._generation != self._updates.generation:
             self._learn_states()
         found = [(weight.host.untyped_storage(), TrackedTensor(weight)) for weight in self._weights]
-        found += [(storage, self._of_states[storage._cdata]) for storage in self._kept]
+        found += [(storage, self._of_states[address_of(storage)]) for storage in self._kept]
         yield from (item for item in found if item[1] not in unseen)
 
     def _memory(self, owned: TrackedTensor) -> Tensor:
@@ -294,7 +301,7 @@ class Guard:
         for weight in self._weights:
             for place, value in tensors_of(self._updates.state(weight)).items():
                 storage = value.untyped_storage()
-                self._of_states[storage._cdata] = TrackedTensor(weight, place)
+                self._of_states[address_of(storage)] = TrackedTensor(weight, place)
                 self._kept.append(storage)
 
 
@@ -303,7 +310,7 @@ _ORDINARY = (Tensor, nn.Parameter)
 
 def _sum_memory(gradient: TrackedTensor) -> int | None:
     total = gradient.weight.total
-    return None if total is None else total.host.untyped_storage()._cdata
+    return None if total is None else address_of(total.host.untyped_storage())
 
 
 def _describe(tensor: Tensor) -> str:
@@ -372,7 +379,7 @@ class _Calls(WatchingMode):
         return out
 
 
-_COPIES = (torch.ops.aten.copy_.default, torch.ops.aten._foreach_copy_.default)
+_COPIES = (torch.ops.aten.copy_.default, FOREACH_COPY)
 
 
 def _read(guard: Guard, tensor: Tensor, *args: Any, **kwargs: Any) -> None:
@@ -398,7 +405,7 @@ def _differentiate(guard: Guard, outputs: Any, inputs: Any, *args: Any, **kwargs
             raise limits.PARTIAL_BACKWARD.error(f"torch.autograd.grad of {owned.label}")
 
 
-_VIEWS = (Tensor.numpy, Tensor.__array__, Tensor.untyped_storage, Tensor.storage, Tensor._typed_storage)
+_VIEWS = (Tensor.numpy, Tensor.__array__, Tensor.untyped_storage, Tensor.storage, typed_storage)
 """Calls that return a view of a tensor's memory that is no tensor."""
 _PLAIN_READS = (Tensor.tolist, Tensor.data_ptr, Tensor.__dlpack__, Tensor.__reduce_ex__)
 _READS = (*_VIEWS, *_PLAIN_READS, Tensor.__repr__, Tensor.__format__)

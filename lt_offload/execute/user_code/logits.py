@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from lt_offload import limits
+from lt_offload.compat.torch import DisableTorchFunctionSubclass, make_wrapper_subclass
 from lt_offload.errors import PlanError
 from lt_offload.model.blocks import Structure
 from lt_offload.model.compiled import Forward
@@ -32,7 +33,7 @@ class DeferredLogits(Tensor):
     @staticmethod
     def of(hidden: Tensor, vocabulary: int) -> DeferredLogits:
         """Return the stand-in for the projection of ``hidden``."""
-        made: DeferredLogits = Tensor._make_wrapper_subclass(
+        made: DeferredLogits = make_wrapper_subclass(
             DeferredLogits, (*hidden.shape[:-1], vocabulary), dtype=hidden.dtype, device=hidden.device
         )
         made.hidden = hidden
@@ -60,7 +61,7 @@ class DeferredLogits(Tensor):
     ) -> Any:
         name = getattr(func, "__name__", "")
         if name in _SHOWN or asks_form(func):
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise _refusal(name or str(func))
 

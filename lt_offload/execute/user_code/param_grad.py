@@ -28,6 +28,7 @@ from torch.linalg import vector_norm
 from typing_extensions import override
 
 from lt_offload import limits
+from lt_offload.compat.torch import DisableTorchFunctionSubclass, make_wrapper_subclass, storage_uses
 from lt_offload.execute.memory.residency import Residency
 from lt_offload.execute.memory.tensors import Sum, Weight
 from lt_offload.execute.user_code.guard import GRADIENT, Guard, TrackedTensor
@@ -42,7 +43,7 @@ class ConsumedGradient(Tensor):
     def of(weight: Weight) -> ConsumedGradient:
         """Return the stand-in for a weight's gradient."""
         host = weight.host
-        made: ConsumedGradient = Tensor._make_wrapper_subclass(
+        made: ConsumedGradient = make_wrapper_subclass(
             ConsumedGradient, host.shape, dtype=host.dtype, device=host.device, layout=host.layout
         )
         made.label = weight.label
@@ -58,7 +59,7 @@ class ConsumedGradient(Tensor):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if getattr(func, "__name__", "") in _ALLOWED:
-            with torch._C.DisableTorchFunctionSubclass():
+            with DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         raise _refusal(func, args)
 
@@ -280,4 +281,4 @@ class ShownGradients:
 
 def _users(tensor: Tensor) -> int:
     """Return how many tensors have the memory of ``tensor``, and a constant."""
-    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
+    return storage_uses(tensor.untyped_storage())

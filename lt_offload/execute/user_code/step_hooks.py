@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lt_offload import limits
+from lt_offload.compat.torch import after_backward, step_post_hooks_of, step_pre_hooks_of
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.execute.user_code.guard import Guard
 from lt_offload.execute.user_code.param_grad import ConsumedGradients
@@ -48,8 +49,8 @@ class StepHooks:
 
     def enclose(self) -> None:
         """Be the last hooks that are called before a step, and the first after it."""
-        before: Any = self._optimizer._optimizer_step_pre_hooks
-        after: Any = self._optimizer._optimizer_step_post_hooks
+        before: Any = step_pre_hooks_of(self._optimizer)
+        after: Any = step_post_hooks_of(self._optimizer)
         before.move_to_end(self._before.id)
         after.move_to_end(self._after.id, last=False)
 
@@ -234,7 +235,7 @@ class ManualLoop:
 
     def begin_backward(self, *, updating: bool) -> None:
         """A backward has begun; to be called from within it. ``updating``: the step follows it."""
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        after_backward(self._end_backward)
         if not updating:
             return
         self._ran_backward = True

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor
 
+from lt_offload.compat.lightning import adds_up, flush_metrics
 from lt_offload.finetune.data.formats import IGNORED
 from lt_offload.finetune.processes import total
 from lt_offload.finetune.run.clock import RunClock
@@ -88,7 +89,7 @@ class RunMetrics(Metrics, Callback):
         engine: Any = getattr(trainer.strategy, "engine", None)
         self.clock.enter("between")
         self._note_loss(trainer, outputs)
-        if trainer.fit_loop._should_accumulate() or (engine is not None and engine.added):
+        if adds_up(trainer) or (engine is not None and engine.added):
             return
         self.clock.end_step()
         stats = None if engine is None or engine.plan is None else engine.stats
@@ -121,7 +122,7 @@ class RunMetrics(Metrics, Callback):
         """
         done: Any = trainer.fit_loop.epoch_loop.batch_progress.current
         if trainer.training and len(self.clock.steps) and done.processed > done.completed:
-            trainer._logger_connector.update_train_step_metrics()
+            flush_metrics(trainer)
 
     def _remedies(self, trainer: Any) -> list[str]:
         module = trainer.lightning_module

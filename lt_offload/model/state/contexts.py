@@ -8,17 +8,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from lt_offload.compat.torch import (
+    KERNEL_SWITCHES,
+    DeviceContext,
+    all_dispatch_modes,
+    all_function_modes,
+    dispatch_modes,
+    fp32_precision,
+    function_modes,
+)
 from lt_offload.errors import UnsupportedError
 
-_torch: Any = torch._C
 _LIBRARIES = ("torch", "lt_offload")
 """Whose modes count, or watch, and change no number."""
 
@@ -47,14 +51,14 @@ class Ambient(NamedTuple):
 def ambient() -> Ambient:
     """Return the contexts of this moment."""
     device, modes = None, []
-    if _torch._len_torch_function_stack():
-        for mode in _get_current_function_mode_stack():  # type: ignore[no-untyped-call]
+    if function_modes():
+        for mode in all_function_modes():
             if isinstance(mode, DeviceContext):
                 device = mode.device
             else:
                 modes.append(mode)
-    if _torch._len_torch_dispatch_stack():
-        modes += _get_current_dispatch_mode_stack()
+    if dispatch_modes():
+        modes += all_dispatch_modes()
     return Ambient(
         tuple((kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in ("cpu", "cuda")),
         torch.is_autocast_cache_enabled(),
@@ -95,7 +99,7 @@ def _precision() -> str | tuple[str, ...]:
         return torch.get_float32_matmul_precision()
     except RuntimeError:  # torch refuses to answer in the old words
         pairs = [(backend, kind) for backend in ("cuda", "mkldnn") for kind in ("matmul", "conv", "rnn")]
-        return tuple(_torch._get_fp32_precision_getter(*pair) for pair in pairs)
+        return tuple(fp32_precision(*pair) for pair in pairs)
 
 
 def _set_precision(value: str | tuple[str, ...]) -> None:
@@ -116,33 +120,11 @@ def _set_deterministic(value: tuple[bool, bool]) -> None:
     torch.use_deterministic_algorithms(value[0], warn_only=value[1])
 
 
-def _reduction(write: Callable[[bool, bool], None]) -> Callable[[tuple[bool, bool]], None]:
-    return lambda value: write(*value)
-
-
-_CUDA, _MKLDNN, _CUDNN = torch.backends.cuda, torch.backends.mkldnn, torch.backends.cudnn
 _SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
     (torch.get_default_dtype, torch.set_default_dtype),
-    (_torch._get_flash_sdp_enabled, _CUDA.enable_flash_sdp),
-    (_torch._get_mem_efficient_sdp_enabled, _CUDA.enable_mem_efficient_sdp),
-    (_torch._get_math_sdp_enabled, _CUDA.enable_math_sdp),
-    (_torch._get_cudnn_sdp_enabled, _CUDA.enable_cudnn_sdp),
-    (_torch._get_math_sdp_allow_fp16_bf16_reduction, _CUDA.allow_fp16_bf16_reduction_math_sdp),
+    *KERNEL_SWITCHES,
     (_precision, _set_precision),
     (_deterministic, _set_deterministic),
-    (_torch._get_mkldnn_enabled, partial(setattr, _MKLDNN, "enabled")),
-    (_torch._get_mkldnn_deterministic, partial(setattr, _MKLDNN, "deterministic")),
-    (_torch._get_cudnn_enabled, partial(setattr, _CUDNN, "enabled")),
-    (_torch._get_cudnn_deterministic, partial(setattr, _CUDNN, "deterministic")),
-    (_torch._get_cudnn_benchmark, partial(setattr, _CUDNN, "benchmark")),
-    (
-        _torch._get_cublas_allow_fp16_reduced_precision_reduction,
-        _reduction(_torch._set_cublas_allow_fp16_reduced_precision_reduction),
-    ),
-    (
-        _torch._get_cublas_allow_bf16_reduced_precision_reduction,
-        _reduction(_torch._set_cublas_allow_bf16_reduced_precision_reduction),
-    ),
     (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled),
 )
 """What torch chooses kernels by: how it is read, and how it is set."""

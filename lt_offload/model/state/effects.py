@@ -23,9 +23,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules import module as _torch
 from typing_extensions import override
 
+from lt_offload.compat.torch import GLOBAL_FORWARD_HOOKS, HOOKS, MODULE_PARTS, address_of, buffers_of, forward_hooks_of
 from lt_offload.model import objects
 from lt_offload.model.compiled import is_compiled
 from lt_offload.model.objects import (
@@ -44,10 +44,10 @@ from lt_offload.model.objects import (
 )
 from lt_offload.model.snapshot import version as _version
 
-_INTERNAL = frozenset({"_parameters", "_buffers", "_modules", "forward", "_compiled_call_impl", "__getstate__"})
+_INTERNAL = MODULE_PARTS | {"forward", "__getstate__"}
 """Attributes of ``nn.Module`` that a forward does not change, or that are looked at as a part of their own."""
 _BOOKKEEPING = frozenset(name for name, value in vars(nn.Module()).items() if isinstance(value, (dict, set)))
-_BOOKKEEPING -= {"_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks"}
+_BOOKKEEPING -= HOOKS
 """Dictionaries of ``nn.Module`` that no run depends on."""
 _CONTAINERS = (list, dict, set)
 _MOST = 1000
@@ -100,7 +100,7 @@ class Effects:
         self._parts.append(_Attributes(members))
         for path, member in module.named_modules():
             tensors = [name for name, value in vars(member).items() if issubclass(type(value), Tensor)]
-            for holder, names in ((member._buffers, list(member._buffers)), (vars(member), tensors)):
+            for holder, names in ((buffers_of(member), list(buffers_of(member))), (vars(member), tensors)):
                 self._parts += [_BufferPart(holder, name, f"{path}.{name}" if path else name) for name in names]
         self._generators: list[_Part] = [_Python(), _NumPy()]
         held = [value for member in members for value in vars(member).values()]
@@ -175,7 +175,7 @@ class Snapshot:
     def held_bytes(self) -> int:
         """Bytes that are held until the second run: copies, and what stood where the run put others of that size."""
         put = [value for location in self.locations() for value in _tensors(location.value)]
-        replaced = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in put}
+        replaced = {address_of(tensor.untyped_storage()): tensor.untyped_storage().nbytes() for tensor in put}
         return sum(part.copied_bytes(before) for part, before in self.items) + sum(replaced.values())
 
     @property
@@ -564,11 +564,10 @@ class InnerHooks:
             (f"{name}.{path}" if path else name, hooks)
             for path, member in module.named_modules()
             if path or own
-            for hooks in (member._forward_pre_hooks, member._forward_hooks)
+            for hooks in forward_hooks_of(member)
         ]
         if self._hooks:
-            self._hooks += [("every module", _torch._global_forward_pre_hooks)]
-            self._hooks += [("every module", _torch._global_forward_hooks)]
+            self._hooks += [("every module", hooks) for hooks in GLOBAL_FORWARD_HOOKS]
 
     def find(self) -> str | None:
         """Return a hook of the user's own and where it is, as errors name it; None if there is none."""

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.optim import SGD, Adafactor, Adam, AdamW
 
+from lt_offload.compat.hugging_face import is_known
+from lt_offload.compat.torch import FakeTensorMode, buffers_of, parameters_of
 from lt_offload.errors import ConfigError
 from lt_offload.model.blocks import find_blocks
 from lt_offload.model.quantized import is_packed, replace_tables, without_memory
@@ -225,7 +226,7 @@ def _build(
         try:
             model: nn.Module = auto.from_config(config, dtype=dtype, trust_remote_code=False)
         except ValueError:
-            if type(config) not in auto._model_mapping and hasattr(config, "auto_map"):
+            if not is_known(auto, config) and hasattr(config, "auto_map"):
                 raise has_own_code(f"a model of type {config.model_type!r}") from None
             raise
         if quantize:
@@ -241,7 +242,7 @@ def _make_fake(model: nn.Module) -> None:
     """Replace the tensors of ``model`` by fake ones on the CPU, tied ones by the same; under a ``FakeTensorMode``."""
     made: dict[int, Any] = {}
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in parameters_of(module).items():
             if parameter is not None:
                 if id(parameter) not in made:
                     empty = torch.empty(parameter.shape, dtype=parameter.dtype)
@@ -249,10 +250,10 @@ def _make_fake(model: nn.Module) -> None:
                     if is_packed(parameter):
                         fake.quant_state = state = parameter.quant_state  # type: ignore[attr-defined]
                         replace_tables(state, partial(_fake, made))
-                module._parameters[name] = made[id(parameter)]
-        for name, buffer in module._buffers.items():
+                parameters_of(module)[name] = made[id(parameter)]
+        for name, buffer in buffers_of(module).items():
             if buffer is not None:
-                module._buffers[name] = _fake(made, buffer)
+                buffers_of(module)[name] = _fake(made, buffer)
 
 
 def _fake(made: dict[int, Any], tensor: Tensor) -> Any:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lt_offload.compat.torch import children_of
 from lt_offload.errors import ConfigError
 from lt_offload.model.quantized import is_packed
 
@@ -80,7 +81,7 @@ class AdaptedModel(nn.Module):
         try:
             return super().__getattr__(name)
         except AttributeError:
-            return getattr(self._modules["base_model"].model, name)  # type: ignore[union-attr]
+            return getattr(children_of(self)["base_model"].model, name)
 
     def get_base_model(self) -> nn.Module:
         """Return the model that has the adapters in it."""

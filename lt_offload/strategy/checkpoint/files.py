@@ -27,6 +27,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import nn
 from torch.optim import Optimizer
 
+from lt_offload.compat.torch import open_archive, save_records
 from lt_offload.errors import CheckpointError
 from lt_offload.execute.device.lanes import plain_torch
 from lt_offload.execute.memory.snapshots import HostSnapshot
@@ -101,7 +102,7 @@ class Record:
 def records(checkpoint: dict[str, Any]) -> list[Record]:
     """Return what ``torch.save`` writes, in its order: what is no tensor is pickled, storages are what they are."""
     found = _Collector()
-    serialize: Any = torch.serialization._save
+    serialize: Any = save_records
     serialize(checkpoint, found, pickle, torch.serialization.DEFAULT_PROTOCOL, False)
     return found.records
 
@@ -178,7 +179,7 @@ def write(records: Iterable[Record], path: str | Path, read: Reading = _as_it_is
 
 def _archive(records: Iterable[Record], file: Any, read: Reading) -> None:
     """Write ``records`` to ``file``, a path or something to write to, as ``torch.save`` would in this order."""
-    with torch.serialization._open_zipfile_writer(os.fspath(file) if isinstance(file, Path) else file) as archive:
+    with open_archive(os.fspath(file) if isinstance(file, Path) else file) as archive:
         for record in records:
             if record.storage is None:
                 archive.write_record(record.name, record.content, record.nbytes)

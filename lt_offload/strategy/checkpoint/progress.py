@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
+from lt_offload.compat.lightning import BATCHES_THAT_STEPPED, goes_on, has_validated, is_last_batch, is_validation_due
+
 Moment = Literal["batch", "last batch", "validation due", "validation running", "validated", "epoch end"]
 
 
@@ -20,10 +22,10 @@ def moment(trainer: Any) -> Moment:
     if trainer.state.fn == "fit" and trainer.validating:
         return "validated" if _has_ended(loop.val_loop.batch_progress) else "validation running"
     if batches.current.completed < batches.current.processed:  # on_train_batch_end
-        if loop._should_check_val_fx(fit_loop._data_fetcher):
+        if is_validation_due(fit_loop):
             return "validation due"
-        return "last batch" if loop._num_ready_batches_reached() else "batch"
-    return "epoch end" if epochs.processed == epochs.started and loop._num_ready_batches_reached() else "batch"
+        return "last batch" if is_last_batch(loop) else "batch"
+    return "epoch end" if epochs.processed == epochs.started and is_last_batch(loop) else "batch"
 
 
 def rewrite(counts: dict[str, Any], moment: Moment) -> None:
@@ -39,7 +41,7 @@ def rewrite(counts: dict[str, Any], moment: Moment) -> None:
         validation["is_last_batch"] = False
     elif moment == "last batch":
         _complete(training)
-        counts["epoch_loop.state_dict"]["_batches_that_stepped"] += 1
+        counts["epoch_loop.state_dict"][BATCHES_THAT_STEPPED] += 1
     elif moment == "epoch end":
         _complete(counts["epoch_progress"])
 
@@ -60,9 +62,9 @@ def go_on(trainer: Any, moment: Moment) -> None:
     if moment == "epoch end":
         _forget(fit_loop, loop, loop.val_loop)  # the next epoch is like any other
     elif moment == "last batch":
-        loop.val_loop._has_run = True  # nothing is left of this epoch but its end
+        has_validated(loop)  # nothing is left of this epoch but its end
     elif moment != "batch":
-        fit_loop._restarting = False  # the epoch has its validation's metrics, so its schedulers take their steps
+        goes_on(fit_loop)  # the epoch has its validation's metrics, so its schedulers take their steps
 
 
 def end_epoch(trainer: Any) -> None:

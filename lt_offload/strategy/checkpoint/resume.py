@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn
 
+from lt_offload.compat.lightning import adds_up, combined_loader, data_fetcher, is_training_done, take_up_states
 from lt_offload.strategy.checkpoint import files as files
 from lt_offload.strategy.checkpoint import progress, random_state
 from lt_offload.strategy.checkpoint.data_order import Repeatable, loader_parts
@@ -112,7 +113,7 @@ class ExactResume(_Base):
         """Write the checkpoint that a signal has asked for, unless the epoch ends here."""
         due = progress.moment(trainer) == "validation due"
         self._before_validation = _states(trainer, pl_module) if due and self.random_states else None
-        if due or not trainer.fit_loop.epoch_loop._is_training_done:
+        if due or not is_training_done(trainer):
             self._leave_if_asked(trainer)
 
     def on_validation_batch_end(self, trainer: Any, pl_module: Any, *args: Any, **kwargs: Any) -> None:
@@ -149,7 +150,7 @@ class ExactResume(_Base):
 
     def _leave_if_asked(self, trainer: Any) -> None:
         """Leave if a signal has come, and no gradients of earlier batches wait for an update: they are not saved."""
-        if trainer.fit_loop._should_accumulate():
+        if adds_up(trainer):
             return
         if (received := self._received(trainer)) is not None:
             self._leave(trainer, received)
@@ -247,7 +248,7 @@ def _held(trainer: Any, pl_module: Any) -> dict[str, random_state.Generator]:
 
 
 def _loaders(trainer: Any) -> list[Any]:
-    combined = trainer.fit_loop._combined_loader
+    combined = combined_loader(trainer.fit_loop)
     return [] if combined is None else list(combined.flattened)
 
 
@@ -278,12 +279,10 @@ def _take_out_loaders(trainer: Any, loops: dict[str, Any]) -> list[Any]:
 def _take_up_data(trainer: Any, states: list[Any], *, midway: bool) -> None:
     """Bring the loaders to the batch that comes next in the epoch of the checkpoint; nothing if that has ended."""
     fit_loop = trainer.fit_loop
-    fetcher, repeated, mixed = fit_loop._data_fetcher, _repeatable(trainer), _mixed(trainer)
-    if fit_loop._combined_loader_states_to_load:  # the loaders were made before, when a schedule counted the steps
-        fit_loop._combined_loader._load_state_dicts(fit_loop._combined_loader_states_to_load)
-        fit_loop._combined_loader_states_to_load = []
-        if midway:
-            iter(fetcher)
+    fetcher, repeated, mixed = data_fetcher(fit_loop), _repeatable(trainer), _mixed(trainer)
+    # Of loaders that were made before, when a schedule counted the steps.
+    if take_up_states(fit_loop) and midway:
+        iter(fetcher)
     if not midway:
         for loader in repeated:
             loader.forget()

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lt_offload.compat.hugging_face import row_indices
 from lt_offload.finetune.data.formats import IGNORED, Example
 
 if TYPE_CHECKING:
@@ -52,8 +53,8 @@ class Documents:
     @classmethod
     def from_dataset(cls, dataset: Dataset, ids: str = "ids", labels: str = "labels") -> Documents:
         """Return the documents in two columns of a data set: lists of integers, read where they lie."""
-        # Through the public interface, rows that are selected or shuffled would be copied.
-        order = None if dataset._indices is None else dataset._indices.column(0).to_numpy()
+        chosen = row_indices(dataset)
+        order = None if chosen is None else chosen.column(0).to_numpy()
         chunks = []
         for batch in dataset.data.table.select([ids, labels]).to_batches():
             columns = [batch.column(0), batch.column(1)]

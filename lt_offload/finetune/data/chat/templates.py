@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
+from lt_offload.compat.hugging_face import compile_template
 from lt_offload.errors import ConfigError, first_line
 from lt_offload.finetune.data.chat.conversations import Conversation, Message
 from lt_offload.finetune.data.rows import RowFault
@@ -274,11 +275,10 @@ def _tags(text: str) -> set[str]:
 
 def _checked(template: ChatTemplate) -> ChatTemplate:
     from jinja2 import TemplateSyntaxError
-    from transformers.utils.chat_template_utils import _compile_jinja_template
 
     for text in {template.text, template.tool_text}:
         try:
-            _compile_jinja_template(text)
+            compile_template(text)
         except TemplateSyntaxError as error:
             raise ConfigError(f"chat template {template.name}: line {error.lineno}: {error.message}") from None
     return template

@@ -1,0 +1,88 @@
+"""Private names of transformers, datasets and TRL: what each gives, and what breaks without it.
+
+All of them are in the versions of constraints.txt; `make newest` runs tests that use those of transformers with the
+newest. Libraries are imported where they are used: most programs need one of them, or none.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+LOSS_FUNCTION = "_loss_function"
+"""The attribute of a model that holds its loss, which is set there: the engine's loss stands in for it."""
+NAME = "_name_or_path"
+"""The key of a saved configuration under which its model's name is."""
+STORED_IN_FOUR_BITS, STORED_IN_EIGHT_BITS = "_load_in_4bit", "_load_in_8bit"
+"""Keys of a saved configuration of quantization, beside the public ones: older versions wrote only these."""
+CHUNKED_LOG_PROBS, FUSED_FORWARD = "_ChunkedLogProbFunction", "_fused_forward"
+"""TRL's losses that read the head's weight themselves; they are given the device's copy of it."""
+
+
+# -- models -----------------------------------------------------------------------------------------------------------
+
+
+def class_of_model(auto: Any, config: Any) -> Any:
+    """Return the class that ``auto`` would make a model of: weights that are read one by one are given to it."""
+    from transformers.models.auto.auto_factory import _get_model_class
+
+    find: Callable[[Any, Any], Any] = _get_model_class
+    return find(config, auto._model_mapping)
+
+
+def is_known(auto: Any, config: Any) -> bool:
+    """Return whether transformers has a model for ``config``, of its own."""
+    return type(config) in auto._model_mapping
+
+
+def set_name(config: Any, name: str) -> None:
+    """Let ``config`` say where its model is from, and not in which folder of a cache it was found."""
+    config._name_or_path = name
+
+
+def set_attention(config: Any, implementation: str) -> None:
+    """Set the implementation of attention before there is a model whose public setter could check it."""
+    config._attn_implementation = implementation
+
+
+def untie(model: Any) -> None:
+    """Let files hold all weights of ``model``, also those that were others under a second name before."""
+    model._tied_weights_keys = None
+
+
+def unsplittable(module: Any) -> Any:
+    """Return the names of the classes that a model's author says are layers; None where nobody has said so."""
+    return getattr(module, "_no_split_modules", None)
+
+
+def is_base(module: Any) -> bool:
+    """Return whether ``module`` is a model of transformers itself, and not what wraps it."""
+    return hasattr(module, "_no_split_modules")
+
+
+# -- data and Trainers ------------------------------------------------------------------------------------------------
+
+
+def row_indices(dataset: Any) -> Any:
+    """Return which rows a data set has selected, None: all. Through the public interface they would be copied."""
+    return dataset._indices
+
+
+def compile_template(text: str) -> Any:
+    """Compile a chat template as transformers will; what is wrong in it is said before training."""
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    return _compile_jinja_template(text)
+
+
+def train_batch_size(trainer: Any) -> int:
+    """Return the samples of a batch of a Trainer, which may have found them out itself."""
+    found: int = trainer._train_batch_size
+    return found
+
+
+def items_in_batch(trainer: Any, batches: list[Any], device: Any) -> Any:
+    """Return what a Trainer divides the losses of an update by, so that a measured step has the loss of a real one."""
+    return trainer._get_num_items_in_batch(batches, device)

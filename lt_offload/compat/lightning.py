@@ -1,0 +1,142 @@
+"""Private names of Lightning's Trainer and loops, in both of its packages: what each gives, and what breaks without it.
+
+All of them are in Lightning 2.6, the only minor version that pyproject.toml allows. Nothing here imports Lightning: the
+objects are given. Trainers are typed ``Any``, as they are of one of two namespaces.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+WRAPPERS_OF_FABRIC = {"_FabricModule", "_FabricOptimizer"}
+"""Classes of what ``fabric.setup`` returns: models that are not what the loop holds, refused by name."""
+BATCH_NORM = "_BatchNorm"
+"""Torch's class below every batch norm, which limits know by name, as they load no torch."""
+OWNERS = ("_trainer", "_fabric")
+"""Where a module keeps what trains it, which no step changes."""
+LOOP = "_Loop"
+"""The class of loops, whose objects belong to the Trainer and no training step changes."""
+CLIP_GRADIENTS, AFTER_CLOSURE = "_clip_gradients", "_after_closure"
+"""Methods of the precision plugin: where it clips, and where hooks before the optimizer's step are called."""
+BEFORE_ZERO_GRAD = "_on_before_zero_grad"
+"""Method of the loop of optimization, in which hooks see the gradients that are about to go."""
+
+
+# -- where training is ------------------------------------------------------------------------------------------------
+
+
+def adds_up(trainer: Any) -> bool:
+    """Return whether no update follows the present batch: windows of several batches are cut by it."""
+    found: bool = trainer.fit_loop._should_accumulate()
+    return found
+
+
+def skips_backward(trainer: Any) -> bool:
+    """Return whether the present step is repeated for its loss alone, after manual interventions."""
+    found: bool = trainer.fit_loop._skip_backward
+    return found
+
+
+def is_validation_due(fit_loop: Any) -> bool:
+    """Return whether a validation follows the present batch: a checkpoint made before it has to go on with it."""
+    found: bool = fit_loop.epoch_loop._should_check_val_fx(fit_loop._data_fetcher)
+    return found
+
+
+def is_last_batch(epoch_loop: Any) -> bool:
+    """Return whether no batch of the epoch comes after the present one."""
+    found: bool = epoch_loop._num_ready_batches_reached()
+    return found
+
+
+def is_training_done(trainer: Any) -> bool:
+    """Return whether the epoch ends here: then the signal to leave is obeyed behind its validation."""
+    found: bool = trainer.fit_loop.epoch_loop._is_training_done
+    return found
+
+
+# -- going on from a checkpoint ---------------------------------------------------------------------------------------
+
+BATCHES_THAT_STEPPED = "_batches_that_stepped"
+"""In a saved state of the loop of batches: how many updates loggers were told of."""
+
+
+def has_validated(epoch_loop: Any) -> None:
+    """Let ``epoch_loop`` take the validation of its epoch for done."""
+    epoch_loop.val_loop._has_run = True
+
+
+def goes_on(fit_loop: Any) -> None:
+    """Let ``fit_loop`` not take itself for one that has just been loaded."""
+    fit_loop._restarting = False
+
+
+def loaded_checkpoint(trainer: Any) -> Any:
+    """Return what the checkpoint that is resumed holds; Lightning forgets it before training begins."""
+    return trainer._checkpoint_connector._loaded_checkpoint
+
+
+def flush_metrics(trainer: Any) -> None:
+    """Hand the metrics of a step that is done to the loggers, where nobody will come to do so."""
+    trainer._logger_connector.update_train_step_metrics()
+
+
+# -- data -------------------------------------------------------------------------------------------------------------
+
+
+def data_source(trainer: Any) -> Any:
+    """Return where training batches come from: what makes the loader, which nothing else may ask for."""
+    return trainer.fit_loop._data_source
+
+
+def data_fetcher(fit_loop: Any) -> Any:
+    """Return what fetches batches: it is told where to begin when a run goes on."""
+    return fit_loop._data_fetcher
+
+
+def combined_loader(fit_loop: Any) -> Any:
+    """Return the loaders of training batches; None before they are made."""
+    return fit_loop._combined_loader
+
+
+def set_combined_loader(fit_loop: Any, loader: Any) -> None:
+    """Put a loader in their place: schedules ask for the number of batches, and none may be made for that."""
+    fit_loop._combined_loader = loader
+
+
+def take_up_states(fit_loop: Any) -> bool:
+    """Load the states that are kept for loaders which were made before; return whether there were any."""
+    states = fit_loop._combined_loader_states_to_load
+    if not states:
+        return False
+    fit_loop._combined_loader._load_state_dicts(states)
+    fit_loop._combined_loader_states_to_load = []
+    return True
+
+
+def before_transfer(module: Any, batch: Any) -> Any:
+    """Return ``batch`` behind the hooks that see it before it goes to the device."""
+    return module._on_before_batch_transfer(batch)
+
+
+# -- modules and callbacks --------------------------------------------------------------------------------------------
+
+
+def trainer_of(module: Any) -> Any:
+    """Return the Trainer of a module, None without one: the public name raises an error then."""
+    return getattr(module, "_trainer", None)
+
+
+def detects_anomaly(trainer: Any) -> bool:
+    """Return whether ``detect_anomaly`` was set: it does not see into blocks, and is refused."""
+    return bool(getattr(trainer, "_detect_anomaly", False))
+
+
+def averages_on(callback: Any) -> Any:
+    """Return where a callback keeps its average of weights; None: where the module is."""
+    return callback._device
+
+
+def compiler_context(module: Any) -> Any:
+    """Return what Lightning noted of ``torch.compile`` of a module; None if it was not compiled."""
+    return getattr(module, "_compiler_ctx", None)

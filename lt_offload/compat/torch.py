@@ -1,0 +1,281 @@
+"""Private names of torch: what each gives, and what breaks without it.
+
+All of them are, with the same parameters, in the sources of torch 2.11.0 (the oldest that is supported), 2.13.0 (which
+the tests run with) and 2.14.1. Names are torch's own objects where that is possible, and ``attrgetter`` is written in
+C: what stands on the path of every operation costs no frame of Python more than the private name itself.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import OrderedDict
+from collections.abc import Callable
+from functools import partial
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException as DataDependentOutputException
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
+from torch.utils._device import DeviceContext as DeviceContext
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._pytree import TreeSpec as TreeSpec
+from torch.utils._pytree import tree_flatten as tree_flatten
+from torch.utils._pytree import tree_leaves as tree_leaves
+from torch.utils._pytree import tree_map as tree_map
+from torch.utils._pytree import tree_unflatten as tree_unflatten
+
+_C: Any = torch._C
+_aten: Any = torch.ops.aten
+_dispatch: Any = torch.utils._python_dispatch
+_overrides: Any = torch.overrides
+_tensor: Any = torch.Tensor
+
+# Above, with what breaks without them: fake tensors (profiles without weights, and what an optimizer's states will be),
+# ``DeviceContext`` (a block that runs again under ``torch.device``), ``TorchDispatchMode`` (the guard, meters and
+# accounting), trees (arguments and outputs of blocks).
+
+# -- tensors and storages ----------------------------------------------------------------------------------------------
+
+address_of: Callable[[Any], int] = attrgetter("_cdata")
+"""The address of the C++ object behind a tensor or a storage: the same for all Python objects of it. Whose memory a
+tensor is, is told by the address of its storage: the guard, snapshots and accounting see nothing without it."""
+version_of: Callable[[torch.Tensor], int] = attrgetter("_version")
+"""How often a tensor was written. Arguments of blocks that are written to, and a user's tensors that a measured step
+changes, are found by it."""
+base_of: Callable[[torch.Tensor], torch.Tensor | None] = attrgetter("_base")
+"""The tensor that a tensor is a view of. Without it memory that nobody in Python holds is not told from a view's."""
+has_storage: Callable[[torch.Tensor], bool] = _C._has_storage
+"""Whether a tensor has memory; sparse ones have several pieces, and asking them for their storage raises."""
+_storage_uses: Callable[[int], int] = _C._storage_Use_Count
+typed_storage: Any = _tensor._typed_storage
+"""What ``Tensor.storage`` calls. The guard has to know that it hands memory out of its sight."""
+rows_of_sparse: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (_tensor._indices, _tensor._values)
+"""The pieces of a sparse COO tensor; the public names refuse tensors whose rows are not added up."""
+make_wrapper_subclass: Any = _tensor._make_wrapper_subclass
+"""Makes a tensor of a subclass without memory: stand-ins for consumed gradients and for logits."""
+
+
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """Return how many tensors and others hold ``storage``: who holds a weight's memory besides the model."""
+    return int(_storage_uses(address_of(storage)))
+
+
+# -- modes -------------------------------------------------------------------------------------------------------------
+
+DisableTorchDispatch: Any = _C._DisableTorchDispatch
+"""Context in which no dispatch mode is asked: what the engine itself does to tensors."""
+DisableTorchFunctionSubclass: Any = _C.DisableTorchFunctionSubclass
+"""Context in which subclasses of tensors are taken for tensors: their ``__torch_function__`` is a user's."""
+DisableTorchFunction: Any = _C.DisableTorchFunction
+"""... and function modes are not asked, either."""
+dispatch_modes: Callable[[], int] = _C._len_torch_dispatch_stack
+"""How many dispatch modes the thread is in. The guard is lifted out of the stack without leaving the others."""
+push_dispatch_mode: Callable[[Any], None] = _dispatch._push_mode
+pop_dispatch_mode: Callable[[], Any] = _dispatch._pop_mode
+all_dispatch_modes: Callable[[], list[Any]] = _dispatch._get_current_dispatch_mode_stack
+"""The dispatch modes of the thread: a block that runs again runs in those of its first run."""
+without_dispatch_modes: Any = _dispatch._disable_current_modes
+"""Context without any of them, whatever they are: threads of the emulated device begin in it."""
+function_modes: Callable[[], int] = _C._len_torch_function_stack
+push_function_mode: Callable[[Any], None] = _overrides._push_mode
+pop_function_mode: Callable[[], Any] = _overrides._pop_mode
+top_function_mode: Callable[[], Any] = _overrides._get_current_function_mode
+all_function_modes: Callable[[], list[Any]] = _overrides._get_current_function_mode_stack
+"""The same for function modes, of which the guard and the watch of the logits are."""
+functorch_level: Callable[[], Any] = _C._functorch.peek_interpreter_stack
+"""What of ``torch.func`` the thread is in, None outside: it cannot see through blocks, and is refused by name."""
+
+# -- operations --------------------------------------------------------------------------------------------------------
+
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""Name, arguments and what an operation writes. Without it every operation on a weight would count as a write."""
+packet_of: Callable[[Any], Any] = attrgetter("_overloadpacket")
+"""What overloads are of, by which torch counts floating point operations."""
+foreach_add_: Any = torch._foreach_add_
+foreach_copy_: Any = torch._foreach_copy_
+foreach_norm: Any = torch._foreach_norm
+fused_adamw_: Any = torch._fused_adamw_
+"""What ``torch.optim.AdamW(fused=True)`` calls: updates on the host run it for the same bits."""
+log_softmax_backward: Callable[..., torch.Tensor] = torch._log_softmax_backward_data
+"""The backward of ``log_softmax``, for the same bits in losses that are computed a few tokens at a time."""
+FOREACH_COPY: Any = _aten._foreach_copy_.default
+"""``foreach_copy_`` as dispatch modes see it."""
+FLASH_ON_CPU: Any = _aten._scaled_dot_product_flash_attention_for_cpu.default
+FLASH_ON_CPU_BACKWARD: Any = _aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+ATTENTIONS: frozenset[Any] = frozenset(
+    {
+        FLASH_ON_CPU,
+        _aten._scaled_dot_product_flash_attention.default,
+        _aten._scaled_dot_product_efficient_attention.default,
+        _aten._scaled_dot_product_cudnn_attention.default,
+        _aten._scaled_dot_product_fused_attention_overrideable.default,
+    }
+)
+"""What ``scaled_dot_product_attention`` becomes: too costly to compute again under the option ``mixed``."""
+
+# -- autograd ----------------------------------------------------------------------------------------------------------
+
+will_run: Callable[[Any], bool] = _C._will_engine_execute_node
+"""Whether the backward that runs will come to a node. A backward for a few inputs alone is refused by it."""
+top_saved_tensors_hooks: Callable[[bool], Any] = _C._autograd._top_saved_tensors_default_hooks
+"""The innermost ``saved_tensors_hooks``: others than those known to be exact are refused around blocks."""
+backward_class_of: Callable[[Any], Any] = attrgetter("_backward_cls")
+"""The node's class of an autograd function, to find the engine's entry among the nodes of a graph."""
+tensor_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_backward_hooks")
+"""Hooks that ``register_hook`` has put on a tensor; None without any. They would not see the gradient of a block."""
+accumulated_hooks_of: Callable[[torch.Tensor], Any] = attrgetter("_post_accumulate_grad_hooks")
+"""Those of ``register_post_accumulate_grad_hook``."""
+
+
+def after_backward(call: Callable[[], None]) -> None:
+    """Have ``call`` made when the backward that runs has ended, before ``backward()`` returns."""
+    engine: Any = torch.autograd.Variable._execution_engine
+    engine.queue_callback(call)
+
+
+# -- modules and optimizers --------------------------------------------------------------------------------------------
+
+parameters_of: Callable[[Any], dict[str, Any]] = attrgetter("_parameters")
+buffers_of: Callable[[Any], dict[str, Any]] = attrgetter("_buffers")
+children_of: Callable[[Any], dict[str, Any]] = attrgetter("_modules")
+"""What a module itself has, to be replaced: the public names are iterators, and setting goes through users' code."""
+BatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
+"""The class below every batch norm, which computes with all samples of a batch, and so differently in parts of it."""
+
+
+def replace_children(module: torch.nn.Module, children: dict[str, torch.nn.Module | None]) -> None:
+    """Let ``module`` have these ``children``, for a look at it: setting them one by one goes through users' code."""
+    module._modules = children
+
+
+forward_hooks_of: Callable[[Any], tuple[dict[int, Any], dict[int, Any]]]
+forward_hooks_of = attrgetter("_forward_pre_hooks", "_forward_hooks")
+"""Hooks before and behind a module's forward: what they keep and change belongs to a block's run."""
+FORWARD_PRE_HOOKS = "_forward_pre_hooks"
+"""Where a module's own dictionary has them, for copies of the model that leave ours out."""
+COMPILED_CALL = "_compiled_call_impl"
+MODULE_PARTS = frozenset({"_modules", "_parameters", "_buffers", COMPILED_CALL})
+"""Attributes of modules that a forward does not change, or that are looked at as a part of their own."""
+HOOKS = frozenset({"_forward_hooks", FORWARD_PRE_HOOKS, "_backward_hooks", "_backward_pre_hooks"})
+"""Of the dictionaries of a module's bookkeeping, those that a run depends on."""
+compiled_call_of: Callable[[Any], Any] = attrgetter(COMPILED_CALL)
+"""What ``module.compile()`` has made of its call; None without it."""
+plain_call_of: Callable[[Any], Callable[..., Any]] = attrgetter("_call_impl")
+"""A module's call without it."""
+WRAPPED_MODULE = "_orig_mod"
+"""Where ``torch.compile(module)`` keeps the module."""
+GLOBAL_FORWARD_HOOKS: tuple[dict[int, Any], ...] = (
+    torch.nn.modules.module._global_forward_pre_hooks,
+    torch.nn.modules.module._global_forward_hooks,
+)
+"""Those of every module."""
+step_pre_hooks_of: Callable[[Any], OrderedDict[int, Any]] = attrgetter("_optimizer_step_pre_hooks")
+step_post_hooks_of: Callable[[Any], OrderedDict[int, Any]] = attrgetter("_optimizer_step_post_hooks")
+"""Hooks of an optimizer's step. The engine's have to be the last before it and the first behind it."""
+STEP_HOOKS = frozenset({"_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"})
+
+
+def forget_step_hooks(optimizer: Any) -> None:
+    """Give ``optimizer``, a copy that updates one tensor, no hooks: the user's are called once per step."""
+    for name in STEP_HOOKS:
+        setattr(optimizer, name, OrderedDict())
+
+
+# -- the compiler ------------------------------------------------------------------------------------------------------
+
+_eval_frame: Any = _C._dynamo.eval_frame
+_guards: Any = _C._dynamo.guards
+_ALLOCATIONS = {device: f"empty_strided_{device}" for device in ("cpu", "cuda")}
+compiled_allocations: dict[str, Callable[..., torch.Tensor]] = {
+    device: getattr(_guards, f"_{name}") for device, name in _ALLOCATIONS.items()
+}
+"""By device, how compiled code allocates. No dispatch mode sees that: accounting and meters put theirs in its place."""
+
+
+def allocate_compiled_with(functions: dict[str, Callable[..., torch.Tensor]]) -> None:
+    """Let compiled code, that there is and that will be, allocate with ``functions``, by device."""
+    found: Any = sys.modules.get("torch._inductor.codecache")
+    generated = found.PyCodeCache.modules if found is not None else ()
+    for device, function in functions.items():
+        name = _ALLOCATIONS[device]
+        setattr(_guards, f"_{name}", function)
+        for module in generated:
+            if name in vars(module):
+                setattr(module, name, function)
+
+
+def skip_in_dynamo(function: Any) -> None:
+    """Keep ``torch.compile`` out of ``function``, as ``torch._dynamo.disable`` does, and without its wrapper."""
+    skip = _eval_frame._FrameAction.SKIP
+    _eval_frame.set_code_exec_strategy(function.__code__, _eval_frame._FrameExecStrategy(skip, skip))
+
+
+def reset_dynamo() -> None:
+    """Bring ``torch.compile`` back to where a process starts."""
+    torch._dynamo.reset()
+
+
+# -- what torch computes with ------------------------------------------------------------------------------------------
+
+
+def _reduction(write: Callable[[bool, bool], None]) -> Callable[[tuple[bool, bool]], None]:
+    return lambda value: write(*value)
+
+
+_CUDA, _MKLDNN, _CUDNN = torch.backends.cuda, torch.backends.mkldnn, torch.backends.cudnn
+KERNEL_SWITCHES: tuple[tuple[Callable[[], Any], Callable[[Any], None]], ...] = (
+    (_C._get_flash_sdp_enabled, _CUDA.enable_flash_sdp),
+    (_C._get_mem_efficient_sdp_enabled, _CUDA.enable_mem_efficient_sdp),
+    (_C._get_math_sdp_enabled, _CUDA.enable_math_sdp),
+    (_C._get_cudnn_sdp_enabled, _CUDA.enable_cudnn_sdp),
+    (_C._get_math_sdp_allow_fp16_bf16_reduction, _CUDA.allow_fp16_bf16_reduction_math_sdp),
+    (_C._get_mkldnn_enabled, partial(setattr, _MKLDNN, "enabled")),
+    (_C._get_mkldnn_deterministic, partial(setattr, _MKLDNN, "deterministic")),
+    (_C._get_cudnn_enabled, partial(setattr, _CUDNN, "enabled")),
+    (_C._get_cudnn_deterministic, partial(setattr, _CUDNN, "deterministic")),
+    (_C._get_cudnn_benchmark, partial(setattr, _CUDNN, "benchmark")),
+    (
+        _C._get_cublas_allow_fp16_reduced_precision_reduction,
+        _reduction(_C._set_cublas_allow_fp16_reduced_precision_reduction),
+    ),
+    (
+        _C._get_cublas_allow_bf16_reduced_precision_reduction,
+        _reduction(_C._set_cublas_allow_bf16_reduced_precision_reduction),
+    ),
+)
+"""What torch chooses kernels by, how it is read and set. The public ways to read take a microsecond each, and every run
+of a block reads all; a block that ran again under other switches would have other last bits."""
+fp32_precision: Callable[[str, str], str] = _C._get_fp32_precision_getter
+"""How precise products of float32 are for a backend and a kind, where the new words for it are in use."""
+
+# -- CUDA: what a torch without it lacks is None here ------------------------------------------------------------------
+
+current_stream_key: Any = getattr(_C, "_cuda_getCurrentStream", None)
+"""The present stream's numbers. ``torch.cuda.current_stream`` makes a new object of them at every question."""
+cuda_memory_stats: Any = getattr(_C, "_cuda_memoryStats", None)
+"""The allocator's statistics. ``torch.cuda.memory_reserved`` flattens and sorts all of them for one number."""
+reset_cuda_peaks: Any = getattr(_C, "_cuda_resetPeakMemoryStats", None)
+
+
+def set_allocator(settings: str) -> None:
+    """Set the device's allocator up; nothing public does that in a process that runs.
+
+    Raises:
+        AttributeError: of a torch that has no such setting.
+    """
+    _C._accelerator_setAllocatorSettings(settings)
+
+
+def clear_cublas_workspaces() -> None:
+    """Let cuBLAS give its memory back to torch's allocator: how much that is, is a part of every budget."""
+    _C._cuda_clearCublasWorkspaces()
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+save_records: Any = torch.serialization._save
+"""What ``torch.save`` does with an archive: told a collector in its place, it says what records there would be, so that
+checkpoints are written in the order in which memory changes."""
+open_archive: Any = torch.serialization._open_zipfile_writer
+"""The archive that it writes."""
