@@ -413,7 +413,7 @@ class Controls(ABC):
             for weight in self.weights:
                 if weight.param in begun.sums and weight.total is not None:
                     weight.total.host.copy_(begun.sums[weight.param])
-                    weight.total.filled = begun.added > 0
+                    weight.total.fill() if begun.added else weight.total.use_up()
             if begun.sums and not begun.added:
                 self._shown.use(begun.sums)
             for param, grad in begun.rest.items():

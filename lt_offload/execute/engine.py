@@ -150,7 +150,7 @@ class Engine(Controls):
         updates = self.updates
         known = (Snapshots(), None) if updates is None else (updates.snapshots, updates.adopt)
         self.residency = Residency(device, layout, plan, *known)
-        self.streaming = Streaming(device, self._blocks, layout)
+        self.streaming = Streaming(device, self._blocks, layout, self.residency)
         if plan is not None:
             assert self.updates is not None
             self._updated_on_host = {t for op in plan.ops if op.updates_on_host for t in plan.tensors(op)}
@@ -407,8 +407,6 @@ class Engine(Controls):
             raise limits.FORWARDS.error("the model was called without gradients between a forward and its backward")
         if index == 0:
             self._guard.begin()
-        self.residency.run_releases()
-        self.residency.settled = False
         return self.streaming.forward(index, forward, args, kwargs)
 
     def _train_forward(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Any) -> Any:
@@ -556,8 +554,6 @@ class Engine(Controls):
         assert self._deferred is not None
         if not self._window.added and not self._waiting:
             self.recorder.begin()
-        self.residency.run_releases()
-        self.residency.settled = False
         self._deferred.begin()
 
     def _begin_pass(self, waiting: int) -> None:
@@ -590,7 +586,7 @@ class Engine(Controls):
         """Forget a forward that no backward followed."""
         self._frames.close()
         self._reset()
-        self.residency.settled = False
+        self.residency.unsettle()
 
     def _reset(self) -> None:
         if self.gradients is not None:

@@ -56,7 +56,10 @@ class Cell:
     def __init__(self, label: str = "") -> None:
         self.label = label
         self.history: Any = None
-        """TrackedTensor by the happens-before checker."""
+        """Owned by the happens-before checker."""
+
+    def check_written(self) -> None:
+        """Check what its owner promises of writes; a checking device calls it after every task that writes it."""
 
 
 class Buffer(Cell):

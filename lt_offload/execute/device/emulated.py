@@ -273,6 +273,7 @@ class EmulatedDevice(Device):
         if self._checker is not None:
             clocks = [t.clock for t in (*queued.after, *behind)]
             queued.clock = self._checker.task(lane, label, clocks, reads, writes, strand=op)
+            queued.work = _checked(task, writes)
         self._lanes.submit(queued)
         return queued
 
@@ -509,6 +510,15 @@ def _release(lanes: Lanes, forget: Callable[[], None]) -> None:
 
 def _no_registration(address: int, nbytes: int = 0) -> int:
     return 0
+
+
+def _checked(task: Callable[[], None], writes: Sequence[Cell]) -> Callable[[], None]:
+    def run() -> None:
+        task()
+        for cell in writes:
+            cell.check_written()
+
+    return run
 
 
 def _fill(view: torch.Tensor) -> None:

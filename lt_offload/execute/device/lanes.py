@@ -77,7 +77,7 @@ class Task:
         """Called when the task has finished. Who adds itself looks at ``finished`` afterwards."""
         self.error: BaseException | None = None
         self.clock: tuple[int, ...] = ()
-        """TrackedTensor by the happens-before checker."""
+        """Owned by the happens-before checker."""
 
     @classmethod
     def past(cls, lane: str, label: str) -> Task:

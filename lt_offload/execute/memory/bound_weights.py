@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lt_offload.errors import PlanError
-from lt_offload.execute.device.base import Cell, Device, Event
-from lt_offload.execute.memory.tensors import LiveGroup, Weight
+from lt_offload.execute.device.base import Device
+from lt_offload.execute.memory.live_group import LiveGroup, needed_by_compute
+from lt_offload.execute.memory.tensors import Weight
 from lt_offload.schema.plan import Op, Plan
 
 
@@ -33,7 +33,7 @@ class BoundWeights:
 
     def __init__(self, device: Device, weights: Sequence[Weight], op: Op, plan: Plan) -> None:
         self._device, self._op = device, op
-        self._label = f"{op.kind} {op.block}"
+        self._label, self._by = f"{op.kind} {op.block}", f"op {op.id}"
         self._token: object = None
         self._weights = tuple(weights)
         in_host_memory = set(plan.zero_copy(op))
@@ -43,7 +43,7 @@ class BoundWeights:
         self._host_groups = _groups(self._in_host_memory)
 
     def __enter__(self) -> None:
-        self._await()
+        needed_by_compute(self._device, self._device_groups, self._host_groups, by=self._by)
         # Setting ``data`` leaves a parameter's version, hooks and gradient node alone as long as shape and dtype stay:
         # so between computations it is the host copy, never an empty placeholder.
         for weight in self._on_device:
@@ -62,28 +62,6 @@ class BoundWeights:
         for weight in self._weights:
             weight.param.data = weight.host
             weight.present = None
-
-    def _await(self) -> None:
-        """Order the compute lane after what brings the weights."""
-        events: dict[Event, None] = {}
-        reads: list[Cell] = []
-        for group in self._device_groups:
-            if group.buffer is None:
-                raise PlanError(f"the plan does not bring {group.label} to the device for step {self._op.step}")
-            reads.append(group.buffer)
-            if group.ready is not None:
-                events[group.ready] = None
-        for group in self._host_groups:
-            if group.dirty:
-                raise PlanError(
-                    f"op {self._op.id} reads {group.label} in host memory, which is older than the device copy"
-                )
-            reads.append(group.host_cell)
-            if group.current is not None:
-                events[group.current] = None
-        self._device.wait(*events, reads=reads)
-        for group in self._device_groups:
-            group.ready = None  # the compute lane is ordered after it for good
 
 
 def _groups(weights: Sequence[Weight]) -> tuple[LiveGroup, ...]:

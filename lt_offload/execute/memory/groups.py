@@ -10,7 +10,8 @@ from torch import nn
 
 from lt_offload.compat.torch import buffers_of
 from lt_offload.execute.device.base import Device
-from lt_offload.execute.memory.tensors import LiveGroup, Member, States, Sum, Weight
+from lt_offload.execute.memory.live_group import LiveGroup
+from lt_offload.execute.memory.tensors import Member, States, Sum, Weight
 from lt_offload.model.blocks import Structure
 from lt_offload.schema.plan import Plan
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from lt_offload.execute.device.base import Device, Event
 from lt_offload.execute.memory.activations import ActivationOffloader
 from lt_offload.execute.memory.groups import Layout
+from lt_offload.execute.memory.live_group import LiveGroup, distinct
 from lt_offload.execute.memory.snapshots import Snapshots
-from lt_offload.execute.memory.tensors import LiveGroup, distinct
 from lt_offload.schema.plan import Op, Plan
 
 _MOVED = ("weight", "state", "sum")
@@ -49,7 +49,7 @@ class Transfer:
         event = self._device.submit(
             "h2d",
             _copies(self._device.copy, self._find(items), to_device=True),
-            after=distinct(item.current for item in items),
+            after=distinct(item.host_ready for item in items),
             reads=[item.host_cell for item in items],
             writes=[item.buffer for item in items if item.buffer is not None],
             label=self._label,
@@ -57,18 +57,18 @@ class Transfer:
             nbytes=self._nbytes,
         )
         for item in items:
-            item.ready = item.fetched = event
+            item.fetched_by(event)
         return event
 
     def write_back(self) -> Event | None:
         """Queue the copies of newer device copies to the host; return their event, None if there are none."""
-        items = [item for item in self.groups if item.dirty]
+        items = [item for item in self.groups if item.newer_on_device]
         if not items:
             return None
         event = self._device.submit(
             "d2h",
             _copies(self._device.copy, self._find(items), to_device=False),
-            after=[self._device.mark(), *distinct([*(item.current for item in items), self._set_aside(items)])],
+            after=[self._device.mark(), *distinct([*(item.host_ready for item in items), self._set_aside(items)])],
             reads=[item.buffer for item in items if item.buffer is not None],
             writes=[item.host_cell for item in items],
             label=self._label,
@@ -76,8 +76,7 @@ class Transfer:
             nbytes=self._nbytes,
         )
         for item in items:
-            item.current = item.leaving = event
-            item.dirty = False
+            item.written_back_by(event)
         return event
 
     def _set_aside(self, items: Sequence[LiveGroup]) -> Event | None:
@@ -85,14 +84,14 @@ class Transfer:
 
         On the host's lane: copies to the host may be issued by the thread that launches computations.
         """
-        snapshots = items[0].snapshots
+        snapshots = items[0].host_cell.snapshots
         if snapshots is None or not snapshots.wants(tensor for item in items for tensor in item.hosts):
             return None
         tensors = [tensor for item in items for tensor in item.hosts]
         return self._device.submit(
             "host",
             partial(snapshots.changing, tensors),
-            after=distinct(item.current for item in items),
+            after=distinct(item.host_ready for item in items),
             reads=[item.host_cell for item in items],
             label="set aside",
             urgency=-1,
@@ -188,11 +187,10 @@ class Residency:
         self.snapshots = snapshots
         self.plan = plan
         self._adopt = adopt
-        self.settled = False
-        """What is on the device is what the plan wants at the start of step 0."""
+        self._settled = False
         self.all: list[LiveGroup] = layout.all
         for group in self.all:
-            group.snapshots = self.snapshots
+            group.host_cell.snapshots = self.snapshots
         self._releases: dict[int, list[Callable[[], None]]] = {}
         self._initial: dict[LiveGroup, int] = {}
         self._moves: dict[int, _Move] = {}
@@ -214,7 +212,6 @@ class Residency:
                     self.release_at(op.release_after, group.detach)
         else:
             for group in move.groups:
-                assert not group.dirty, f"{group.label} would be lost"
                 group.detach()
 
     def leave(self, op: Op, offloader: ActivationOffloader) -> None:
@@ -246,7 +243,16 @@ class Residency:
         for group in missing:
             self._attach(group, self._initial[group])
         Transfer(self.device, missing, label="settle").fetch()
-        self.settled = True
+        self._settled = True
+
+    @property
+    def settled(self) -> bool:
+        """Whether what is on the device is what the plan wants at the start of step 0."""
+        return self._settled
+
+    def unsettle(self) -> None:
+        """Ranges are taken or given back out of plan, or a pass breaks off: settle before the next."""
+        self._settled = False
 
     def evict(self, keep: Mapping[LiveGroup, int] | None = None) -> None:
         """Bring every device copy to the host and forget it, except those in ``keep`` at the offset given there."""
@@ -254,24 +260,24 @@ class Residency:
         Transfer(self.device, out, label="evict").write_back()
         for group in out:
             group.detach()
-        self.settled = False
+        self.unsettle()
 
     def complete_host(self) -> None:
         """Write newer device copies back, keeping them, and wait until every host copy is complete."""
         Transfer(self.device, self.all, label="write back").write_back()
         self.device.drain()
         for group in self.all:
-            group.current = None
+            group.awaited_on_host()
 
     def bring_home(self, groups: Iterable[LiveGroup]) -> None:
         """Make the host copies of ``groups`` complete, wait until they are, and keep the device copies."""
-        incomplete = [group for group in groups if group.dirty or group.current is not None]
+        incomplete = [group for group in groups if not group.complete_on_host]
         if not incomplete:
             return
         Transfer(self.device, incomplete, label="read").write_back()
-        self.device.synchronize(*distinct(group.current for group in incomplete))
+        self.device.synchronize(*distinct(group.host_ready for group in incomplete))
         for group in incomplete:
-            group.current = None
+            group.awaited_on_host()
 
     def forget(self, groups: Iterable[LiveGroup] | None = None) -> None:
         """Forget the device copies of ``groups``, or all, without writing them back.
@@ -283,8 +289,8 @@ class Residency:
         self.device.synchronize(self.device.mark())
         for group in self.all if groups is None else groups:
             if group.buffer is not None:
-                group.detach()
-        self.settled = False
+                group.give_up()
+        self.unsettle()
 
     def close(self) -> None:
         """Let go of everything on the device, and of snapshots that have not been read; the host copies are complete.
@@ -295,7 +301,7 @@ class Residency:
         self._releases.clear()
         for group in self.all:
             if group.buffer is not None:
-                group.detach()
+                group.give_up()
             for member in group.members:
                 member.forget_views()
         for move in self._moves.values():

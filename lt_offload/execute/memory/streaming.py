@@ -11,8 +11,9 @@ from typing import Any
 from lt_offload.errors import OverBudget
 from lt_offload.execute.device.base import Device
 from lt_offload.execute.memory.groups import Layout
-from lt_offload.execute.memory.residency import Transfer
-from lt_offload.execute.memory.tensors import LiveGroup, Weight, distinct
+from lt_offload.execute.memory.live_group import LiveGroup, needed_by_compute
+from lt_offload.execute.memory.residency import Residency, Transfer
+from lt_offload.execute.memory.tensors import Weight
 from lt_offload.model.state.contexts import ambient, within
 from lt_offload.schema.plan import ALIGNMENT
 from lt_offload.units import format_bytes, round_up
@@ -21,8 +22,11 @@ from lt_offload.units import format_bytes, round_up
 class Streaming:
     """Keeps the next block's weights on their way while one block runs."""
 
-    def __init__(self, device: Device, blocks: Sequence[Sequence[Weight]], layout: Layout) -> None:
+    def __init__(
+        self, device: Device, blocks: Sequence[Sequence[Weight]], layout: Layout, residency: Residency
+    ) -> None:
         self.device = device
+        self._residency = residency
         self.blocks = blocks
         self._groups = [list(dict.fromkeys(weight.group for weight in block)) for block in blocks]
         """Of each block, the groups of its weights."""
@@ -31,7 +35,9 @@ class Streaming:
         self._transfers: dict[tuple[LiveGroup, ...], Transfer] = {}
 
     def forward(self, index: int, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one block's forward."""
+        """Run one block's forward; nothing is where a plan wants it any more afterwards."""
+        self._residency.run_releases()
+        self._residency.unsettle()
         weights, groups = self.blocks[index], self._groups[index]
         following = self._groups[(index + 1) % len(self.blocks)]
         on_host: list[LiveGroup] = []
@@ -46,11 +52,7 @@ class Streaming:
                         f"block {index} needs {format_bytes(nbytes)} of weights, more than the arena holds"
                     )
         self._bring(following, index, needed=[*groups, *following])
-        arrivals = distinct([*(group.ready for group in groups), *(group.current for group in on_host)])
-        cells = [group.buffer for group in groups if group.buffer is not None]
-        self.device.wait(*arrivals, reads=[*cells, *(group.host_cell for group in on_host)])
-        for group in groups:
-            group.ready = None
+        needed_by_compute(self.device, groups, on_host, by=f"block {index}")
         for weight in weights:
             view = weight.zero_copy if weight.group in on_host else weight.view
             assert view is not None

@@ -9,85 +9,41 @@ Copies and the events that order them belong to the group that they travel in.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from operator import is_
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from lt_offload.errors import OverBudget
-from lt_offload.execute.device.base import Buffer, Cell, Device, Event
+from lt_offload.execute.device.base import Buffer, Cell, Device
 from lt_offload.execute.device.lanes import plain_torch
-from lt_offload.execute.memory.snapshots import Snapshots
 from lt_offload.model.optimizers import STATE_ALIGNMENT, Place, tensor_at, tensors_of
-from lt_offload.schema.plan import ALIGNMENT
 from lt_offload.units import round_up
+
+if TYPE_CHECKING:
+    from lt_offload.execute.memory.live_group import LiveGroup
 
 _KNOWN_VIEWS = 8
 """Offsets whose views are kept: a plan has few for a tensor, forwards without a plan any number."""
 
 
-class Weight:
-    """One parameter tensor."""
+class Viewed:
+    """A tensor whose device copy is one view of the arena."""
 
-    __slots__ = (
-        "_views",
-        "zero_copy",
-        "grad",
-        "grad_cell",
-        "host",
-        "index",
-        "label",
-        "nbytes",
-        "param",
-        "group",
-        "present",
-        "seen",
-        "shadows",
-        "start",
-        "states",
-        "total",
-        "uses",
-        "view",
-    )
+    __slots__ = ("_views", "host", "start", "view")
 
-    def __init__(self, index: int, name: str, param: nn.Parameter) -> None:
-        self.index = index
-        self.label = f"weight {name}"
-        self.param = param
-        self.host: Tensor = param.data
-        self.nbytes: int = self.host.nbytes
-        self.group: LiveGroup
+    host: Tensor
+    """The host copy."""
+
+    def __init__(self) -> None:
         self.start = 0
         """Offset in the group."""
         self.view: Tensor | None = None
         """The device copy."""
-        self.zero_copy: Tensor | None = None
-        """The host copy as computations on the device see it; see :meth:`expose`."""
-        self.present: Tensor | None = None
-        """What the running computation sees: ``view`` or ``zero_copy``."""
-        self.states = States(self)
-        self.total: Sum | None = None
-        """The sum of its gradients, in plans for windows."""
-        self.shadows: dict[str, nn.Parameter] = {}
-        self.uses = 0
-        """Blocks whose backward contributes to the gradient."""
-        self.seen = 0
-        """How many of them have, in this iteration."""
-        self.grad: Tensor | None = None
-        """Gradient held on the device until all uses have contributed."""
-        self.grad_cell = Cell(f"host grad {name}")
         self._views: dict[int, Tensor] = {}
-
-    @property
-    def room(self) -> int:
-        """Bytes of the group, without what alignment adds."""
-        return self.nbytes
-
-    def rehost(self, host: Tensor) -> None:
-        """Let ``host``, which has the same contents, be the host copy."""
-        self.host = self.param.data = host
 
     def attach(self, buffer: Buffer) -> None:
         """Use the range of ``buffer`` that begins at ``start``."""
@@ -105,8 +61,75 @@ class Weight:
 
     def forget_views(self) -> None:
         """Let go of the arena, and of what the device sees of host memory."""
-        self.view = self.zero_copy = None
+        self.view = None
         self._views.clear()
+
+
+class Weight(Viewed):
+    """One parameter tensor."""
+
+    __slots__ = (
+        "zero_copy",
+        "grad",
+        "grad_cell",
+        "index",
+        "label",
+        "nbytes",
+        "param",
+        "group",
+        "present",
+        "seen",
+        "shadows",
+        "states",
+        "total",
+        "uses",
+    )
+
+    filled = True
+    """There is always something to copy."""
+
+    def __init__(self, index: int, name: str, param: nn.Parameter) -> None:
+        super().__init__()
+        self.index = index
+        self.label = f"weight {name}"
+        self.param = param
+        self.host: Tensor = param.data
+        self.nbytes: int = self.host.nbytes
+        self.group: LiveGroup
+        self.zero_copy: Tensor | None = None
+        """The host copy as computations on the device see it; see :meth:`expose`."""
+        self.present: Tensor | None = None
+        """What the running computation sees: ``view`` or ``zero_copy``."""
+        self.states = States(self)
+        self.total: Sum | None = None
+        """The sum of its gradients, in plans for windows."""
+        self.shadows: dict[str, nn.Parameter] = {}
+        self.uses = 0
+        """Blocks whose backward contributes to the gradient."""
+        self.seen = 0
+        """How many of them have, in this iteration."""
+        self.grad: Tensor | None = None
+        """Gradient held on the device until all uses have contributed."""
+        self.grad_cell = Cell(f"host grad {name}")
+
+    @property
+    def room(self) -> int:
+        """Bytes of the group, without what alignment adds."""
+        return self.nbytes
+
+    def rehost(self, host: Tensor) -> None:
+        """Let ``host``, which has the same contents, be the host copy."""
+        self.host = self.param.data = host
+
+    @property
+    def hosts(self) -> tuple[Tensor, ...]:
+        """What checkpoints hold of it."""
+        return (self.host,)
+
+    @override
+    def forget_views(self) -> None:
+        super().forget_views()
+        self.zero_copy = None
         self.shadows.clear()
 
     def expose(self, device: Device) -> None:
@@ -160,6 +183,11 @@ class States:
         """Of the weight."""
         return self.weight.index
 
+    @property
+    def filled(self) -> bool:
+        """Whether there is anything to copy: states appear with the first update."""
+        return bool(self.known)
+
     def refresh(self, state: dict[str, Any]) -> bool:
         """Adopt the tensors of the optimizer's ``state`` dictionary, if they are not the known ones.
 
@@ -175,6 +203,7 @@ class States:
         # emulated device would count the clones as its own.
         with plain_torch():
             contents = [tensor.clone() if self.known else tensor for tensor in found.values()]
+        self.group.about_to_write(self.hosts)
         self._adopt(found)
         for host, content in zip(self.hosts, contents, strict=True):
             host.copy_(content)
@@ -256,24 +285,17 @@ class States:
         self._views.clear()
 
 
-class Sum:
+class Sum(Viewed):
     """The sum of one weight's gradients over the micro-batches of a window."""
 
-    __slots__ = ("_views", "filled", "group", "host", "label", "start", "view", "weight")
+    __slots__ = ("_filled", "group", "label", "weight")
 
     def __init__(self, weight: Weight) -> None:
+        super().__init__()
         self.label = weight.label.replace("weight", "sum", 1)
         self.weight = weight
         self.group: LiveGroup
-        self.start = 0
-        """Offset in the group."""
-        self.host: Tensor
-        """The host copy."""
-        self.view: Tensor | None = None
-        """The device copy."""
-        self.filled = False
-        """Whether there is a gradient in it; the first one of a window replaces what is there."""
-        self._views: dict[int, Tensor] = {}
+        self._filled = False
 
     @property
     def index(self) -> int:
@@ -285,130 +307,26 @@ class Sum:
         """Bytes of the group, without what alignment adds."""
         return self.weight.nbytes
 
-    def attach(self, buffer: Buffer) -> None:
-        """Use the range of ``buffer`` that begins at ``start``."""
-        at = buffer.offset + self.start
-        view = self._views.get(at)
-        if view is None:
-            if len(self._views) >= _KNOWN_VIEWS:
-                self._views.clear()
-            view = self._views[at] = _view(buffer.slab, at, self.weight.host)
-        self.view = view
-
-    def detach(self) -> None:
-        """Forget the device copy."""
-        self.view = None
-
-    def forget_views(self) -> None:
-        """Let go of the arena."""
-        self.view = None
-        self._views.clear()
-
-
-Member = Weight | States | Sum
-
-
-class LiveGroup:
-    """A tensor group as it is: a host copy, an optional device copy, and the events that say when each is complete.
-
-    Where a user holds the memory of a weight (a state dict that was kept), that weight is a live group of its own.
-    """
-
-    __slots__ = (
-        "buffer",
-        "current",
-        "device",
-        "dirty",
-        "fetched",
-        "host",
-        "host_cell",
-        "label",
-        "leaving",
-        "members",
-        "nbytes",
-        "ready",
-        "room",
-        "snapshots",
-        "span",
-    )
-
-    def __init__(self, members: Sequence[Member], device: Device) -> None:
-        self.members: tuple[Member, ...] = tuple(members)
-        self.device = device
-        self.label = members[0].label + (f" and {len(members) - 1} more" if len(members) > 1 else "")
-        self.host: Tensor
-        """The bytes of all host copies."""
-        self.span: Tensor
-        """The host memory of all groups that are fetched together; ``host`` is part of it."""
-        self.host_cell = Cell(f"host {self.label}")
-        self.buffer: Buffer | None = None
-        self.ready: Event | None = None
-        """The device copy is complete; None: the compute lane is ordered after that, or there is none."""
-        self.fetched: Event | None = None
-        """The last copy from the host copy to the device."""
-        self.leaving: Event | None = None
-        """The last copy from the device copy to the host."""
-        self.current: Event | None = None
-        """The host copy is complete; None: it is."""
-        self.dirty = False
-        """The device copy is newer than the host copy."""
-        self.snapshots: Snapshots | None = None
-        """Those that the host copy may be part of; they are told before it is written."""
-        start = 0
-        for member in self.members:
-            member.group, member.start = self, start
-            start += round_up(member.room, ALIGNMENT)
-        self.room = start
-        """Bytes that it takes of the arena."""
-        self.nbytes = self.members[-1].start + self.members[-1].room
-        """Bytes that are copied."""
-
     @property
-    def hosts(self) -> list[Tensor]:
-        """The host copies that checkpoints hold: none of sums."""
-        hosts: list[Tensor] = []
-        for member in self.members:
-            if isinstance(member, Weight):
-                hosts.append(member.host)
-            elif isinstance(member, States):
-                hosts += member.hosts
-        return hosts
+    def hosts(self) -> tuple[Tensor, ...]:
+        """None: no checkpoint holds sums."""
+        return ()
 
     @property
     def filled(self) -> bool:
-        """Whether there is anything to copy; states appear with the first update, sums with the first gradient."""
-        return any(
-            member.filled if isinstance(member, Sum) else isinstance(member, Weight) or bool(member.known)
-            for member in self.members
-        )
+        """Whether there is a gradient in it; the first one of a window replaces what is there."""
+        return self._filled
 
-    def attach(self, buffer: Buffer) -> None:
-        """Use ``buffer`` for the device copy."""
-        assert self.buffer is None, f"{self.label} is on the device already"
-        self.buffer = buffer
-        for member in self.members:
-            member.attach(buffer)
+    def fill(self) -> None:
+        """There is a gradient in it from now on, or when what has been queued is over."""
+        self._filled = True
 
-    def detach(self) -> None:
-        """Forget the device copy and give its range back; its next writer waits for the copies in and out."""
-        assert self.buffer is not None
-        self.device.free(self.buffer, distinct((self.ready, self.leaving)))
-        self.buffer = self.ready = self.leaving = None
-        self.dirty = False
-        for member in self.members:
-            member.detach()
+    def use_up(self) -> None:
+        """What is in it counts no more: the next gradient replaces it."""
+        self._filled = False
 
-    def unchanged(self, state: Callable[[Weight], dict[str, Any]]) -> bool:
-        """Return whether the states that the optimizer has now, as ``state`` says, are the known ones."""
-        return all(member.unchanged(state(member.weight)) for member in self.members if isinstance(member, States))
 
-    def refresh(self, state: Callable[[Weight], dict[str, Any]]) -> int:
-        """Adopt the states that the optimizer has now, as ``state`` says, if these are states.
-
-        Returns:
-            How many of its members now lie in other memory.
-        """
-        return sum(member.refresh(state(member.weight)) for member in self.members if isinstance(member, States))
+Member = Weight | States | Sum
 
 
 def carve(memory: Tensor, at: int, like: Tensor) -> Tensor:
@@ -420,11 +338,6 @@ def carve(memory: Tensor, at: int, like: Tensor) -> Tensor:
         return torch.empty(like.shape, dtype=like.dtype)
     flat = torch.frombuffer(memory.numpy(), dtype=like.dtype, count=like.numel(), offset=at)
     return flat.view(like.shape)
-
-
-def distinct(events: Iterable[Event | None]) -> list[Event]:
-    """Return the distinct events; tensors that travel together share one."""
-    return list(dict.fromkeys(event for event in events if event is not None))
 
 
 def _movable(state: dict[str, Any]) -> dict[Place, Tensor]:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from lt_offload.execute.device.base import Cell, Device, Event
-from lt_offload.execute.memory.tensors import Weight, carve, distinct
+from lt_offload.execute.memory.live_group import distinct
+from lt_offload.execute.memory.tensors import Weight, carve
 from lt_offload.schema.plan import ALIGNMENT, Op, Plan
 from lt_offload.schema.profile import GATHERED_BELOW
 from lt_offload.units import round_up
@@ -136,7 +137,7 @@ class GradientOffloads:
             # the last update wrote the weights
             after=[
                 self._device.mark(writes=[memory]),
-                *distinct([*freed, *(weight.group.current for weight, _ in items)]),
+                *distinct([*freed, *(weight.group.host_ready for weight, _ in items)]),
             ],
             reads=[memory],
             writes=self.cells,

@@ -22,7 +22,8 @@ from torch.nn.utils import clip_grads_with_norm_
 from lt_offload import limits
 from lt_offload.errors import PlanError
 from lt_offload.execute.device.base import Device, Event
-from lt_offload.execute.memory.tensors import LiveGroup, Weight, distinct
+from lt_offload.execute.memory.live_group import LiveGroup, distinct, needed_by_compute
+from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.updates.clipping import total_norm
 from lt_offload.execute.updates.gradient_slots import GradientOffload, Slots
 from lt_offload.execute.updates.optimizer import Updates
@@ -116,7 +117,8 @@ class Gradients:
         self._scale = self._clamp = None
         for weight in self._weights:
             if weight.total is not None:
-                weight.total.filled = weight.total.group.dirty = False
+                weight.total.use_up()
+                weight.total.group.empty()
 
     def end_iteration(self, others: Sequence[Tensor]) -> Tensor | None:
         """Forget how gradients were clipped; return their norm and ``others``' (squared) before, None if not asked."""
@@ -196,7 +198,7 @@ class Gradients:
         del items  # what has been added up is free
         if not updating:
             for group in groups:
-                group.dirty = True
+                group.changed_on_device()
             return
         self._update_on_device(weights, grads, groups)
 
@@ -216,12 +218,8 @@ class Gradients:
 
     def _take(self, groups: Sequence[LiveGroup]) -> None:
         """Order the compute lane after the copies that bring ``groups``, which it will write."""
-        self.device.wait(
-            *distinct(group.ready for group in groups),
-            writes=[group.buffer for group in groups if group.buffer is not None],
-        )
-        for group in groups:
-            group.ready = None
+        present = [group for group in groups if group.buffer is not None]
+        needed_by_compute(self.device, present, by="an update", write=True)
 
     def _update_on_device(self, weights: Sequence[Weight], grads: list[Tensor], groups: Sequence[LiveGroup]) -> None:
         """Update ``weights``, whose ``groups`` are there, and use the sums up."""
@@ -233,9 +231,9 @@ class Gradients:
         totals = [weight.total for weight in weights if weight.total is not None]
         sums = {total.group for total in totals}
         for group in groups:
-            group.dirty = group.buffer is not None and group not in sums
+            group.empty() if group in sums else group.changed_on_device()
         for total in totals:
-            total.filled = False
+            total.use_up()
         self.updated += len(weights)
 
     def edit(self, *, now: bool = False) -> Callable[[Tensor], None] | None:
@@ -274,8 +272,10 @@ class Gradients:
         found = [total for param in params if (total := ours.get(id(param))) is not None and total.filled]
         groups = list(dict.fromkeys(total.group for total in found))
         here = [group for group in groups if group.buffer is not None]
-        self.device.wait(*distinct(g.ready for g in here), reads=[g.buffer for g in here if g.buffer is not None])
-        self.device.synchronize(*distinct(group.current for group in groups if group.buffer is None))
+        self.device.wait(
+            *distinct(g.device_ready for g in here), reads=[g.buffer for g in here if g.buffer is not None]
+        )
+        self.device.synchronize(*distinct(group.host_ready for group in groups if group.buffer is None))
         grads = {id(total.weight.param): total.host if total.view is None else total.view for total in found}
         grads |= {id(param): param.grad for param in others if param.grad is not None}
         with torch.no_grad():
@@ -303,7 +303,7 @@ class Gradients:
                 total.view.add_(grad) if total.filled else total.view.copy_(grad)
         if self.square_sums is not None and self._which == "updating":
             self.square_sums.append(_square_sum(total.view))
-        total.filled = True
+        total.fill()
         return total.view
 
     def _write_out(self, weight: Weight, grad: Tensor) -> None:
@@ -354,12 +354,12 @@ class Gradients:
         if updating and self.square_sums is not None:
             sums = self.square_sums, [w.total.host for w in ready if _filled(w) and w.total]
         if self._which == "settling":  # no gradient that arrives comes after what has read the weights
-            read = [self.device.mark(), *(group.fetched for group in groups)]
+            read = [self.device.mark(), *(group.last_fetch for group in groups)]
         event = self.device.submit(
             "host",
             _using(adding, sums, [(edit, grads)] if edit is not None else [], update),
             # Gradients arrive after the last computation that may have read the weights in host memory.
-            after=distinct([*(self._arrived.pop(w.index) for w in arrived), *(p.current for p in groups), *read]),
+            after=distinct([*(self._arrived.pop(w.index) for w in arrived), *(p.host_ready for p in groups), *read]),
             reads=list(dict.fromkeys(w.grad_cell for w in arrived)),
             writes=[group.host_cell for group in groups],
             label=f"{op.kind} {op.block}",
@@ -368,10 +368,10 @@ class Gradients:
         )
         self._slots.updated(op.id, event)
         for group in groups:
-            group.current = event
+            group.updated_on_host_by(event)
         for weight in ready:
             if weight.total is not None:
-                weight.total.filled = not updating
+                weight.total.use_up() if updating else weight.total.fill()
             if weight.index in self._direct_grads:
                 self._read[weight.index] = event
         return event

@@ -30,8 +30,9 @@ from torch.optim.sgd import sgd
 from lt_offload import limits
 from lt_offload.compat.torch import STEP_HOOKS, forget_step_hooks
 from lt_offload.execute.device.lanes import plain_torch
+from lt_offload.execute.memory.live_group import LiveGroup
 from lt_offload.execute.memory.snapshots import Snapshots
-from lt_offload.execute.memory.tensors import LiveGroup, Weight
+from lt_offload.execute.memory.tensors import Weight
 from lt_offload.model.optimizers import (
     DrawWatch,
     StateAllocator,
@@ -234,7 +235,6 @@ class Updates:
     def adopt(self, group: LiveGroup) -> None:
         """Let the host copies of ``group`` be the states that the optimizer has now, if it is one of states."""
         if not group.unchanged(self.state):
-            self.snapshots.changing(group.hosts)
             self.generation += group.refresh(self.state)
 
     def bytes(self, weights: Iterable[Weight]) -> int:
@@ -339,7 +339,6 @@ class Updates:
         for weight in weights:
             states = weight.states
             if states.group is not None and not states.unchanged(self.state(weight)):
-                self.snapshots.changing(states.hosts)
                 self.generation += states.refresh(self.state(weight))
         update = self._by_function(weights, "device", grads)
         if update is None:

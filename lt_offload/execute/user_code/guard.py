@@ -35,8 +35,9 @@ from lt_offload.compat.torch import (
     has_storage,
     typed_storage,
 )
+from lt_offload.execute.memory.live_group import LiveGroup
 from lt_offload.execute.memory.residency import Residency
-from lt_offload.execute.memory.tensors import LiveGroup, Weight
+from lt_offload.execute.memory.tensors import Weight
 from lt_offload.execute.updates.optimizer import Updates
 from lt_offload.machine.dispatch import DISPATCH_MODES, WatchingMode, unseen_by_dynamo, writes
 from lt_offload.model.optimizers import Place, tensor_at, tensors_of

@@ -244,7 +244,7 @@ class ShownGradients:
     def _adopt(self, shown: _Shown) -> None:
         total, grad, before = shown.total, shown.total.weight.param.grad, shown.tensor
         if grad is None:
-            total.filled = False
+            total.use_up()
         elif grad is before and grad.data_ptr() == total.host.data_ptr():
             if self._guard.seen_otherwise(shown.owned):
                 self._guard.write([shown.owned])
@@ -252,7 +252,7 @@ class ShownGradients:
             self._guard.write([shown.owned])
             with torch.no_grad():
                 total.host.copy_(grad)
-            total.filled = True
+            total.fill()
 
     def _end(self, *, final: bool, check: bool = True) -> None:
         shown, self._shown = self._shown, []

@@ -13,8 +13,9 @@ from lt_offload.errors import OverBudget
 from lt_offload.execute.device.emulated import EmulatedDevice
 from lt_offload.execute.engine import Engine
 from lt_offload.execute.memory.groups import Layout
+from lt_offload.execute.memory.live_group import LiveGroup
 from lt_offload.execute.memory.residency import Transfer, coalesced
-from lt_offload.execute.memory.tensors import LiveGroup, States, Weight, carve
+from lt_offload.execute.memory.tensors import States, Weight, carve
 from lt_offload.execute.updates.gradient_slots import SMALL_GRADIENT, Slots
 from lt_offload.model.blocks import find_blocks
 from lt_offload.plan.assembly.groups import group_tensors
@@ -149,7 +150,7 @@ def test_copies_are_as_few_as_the_ranges(device: EmulatedDevice, gaps: tuple[int
     for weight in weights[1:3]:
         assert weight.view is not None
         weight.view.add_(1)
-        weight.group.dirty = True
+        weight.group.changed_on_device()
     event = Transfer(device, layout.all, label="back").write_back()
     assert event is not None
     device.synchronize(event)

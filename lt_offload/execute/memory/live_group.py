@@ -1,0 +1,272 @@
+"""A tensor group as it is now, and the only owner of which of its copies is newer: rules of coherence.
+
+A group has a host copy and at most one device copy. These hold, whatever the plan:
+
+1. **One copy is the newest, or both are the same.** A device copy that is newer (:attr:`LiveGroup.newer_on_device`) is
+   written back or given up by name (:meth:`LiveGroup.give_up`); nobody fetches over it, drops it, or reads or updates
+   the host copy meanwhile. A device copy that the host has overtaken is only dropped, or fetched again.
+2. **Whoever reads or writes the host copy comes after** :attr:`LiveGroup.host_ready`, the event of its last writer;
+   None: that is over. On the host, updates also come after the last computation and the last fetch that read it: a
+   gradient, which every update waits for, arrives after both; where none arrives, ``Gradients`` waits for them.
+3. **Whoever reads or writes the device copy comes after** :attr:`LiveGroup.device_ready`, the copy that fills it. A
+   computation waits for it once (:func:`needed_by_compute`): the compute lane is ordered after it for good. The range
+   is given back with the copies in and out, after which its next writer comes.
+4. **Whoever writes a host copy says so first** (:meth:`LiveGroup.about_to_write`, ``Snapshots.changing``), so that a
+   snapshot that is being read keeps what is there. Four do: users' writes in the guard, updates on the host in their
+   task, copies to the host by a task before them (``Transfer.write_back``), states that an optimizer has replaced.
+5. **The plan's ops follow each other from the plan's start** (``Residency.settled``): what takes or gives back ranges
+   out of plan (streamed forwards, evictions, an iteration that broke off) says so, and the next pass settles first.
+
+The fields are written by the methods that are named after what has happened, and by nothing else. An emulated
+device that checks calls :meth:`HostCopy.check_written` after every task that writes a host copy, for rule 4, and its
+happens-before checker verifies 2 and 3; the others are checked by the methods.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from torch import Tensor
+from typing_extensions import override
+
+from lt_offload.errors import PlanError
+from lt_offload.execute.device.base import Buffer, Cell, Device, Event
+from lt_offload.execute.memory.snapshots import Snapshots
+from lt_offload.execute.memory.tensors import Member, States, Weight
+from lt_offload.schema.plan import ALIGNMENT
+from lt_offload.units import round_up
+
+
+class HostCopy(Cell):
+    """The host copy of a group, as whoever orders accesses sees it."""
+
+    __slots__ = ("_members", "snapshots")
+
+    def __init__(self, label: str, members: Sequence[Member]) -> None:
+        super().__init__(f"host {label}")
+        self._members = members
+        self.snapshots: Snapshots | None = None
+        """Those that it may be part of."""
+
+    def about_to_write(self, tensors: Iterable[Tensor]) -> None:
+        """Have snapshots set aside what is in ``tensors`` now, or wait until it has been read."""
+        if self.snapshots is not None:
+            self.snapshots.changing(tensors)
+
+    @override
+    def check_written(self) -> None:
+        wanted = self.snapshots is not None and self.snapshots.wants(_hosts(self._members))
+        assert not wanted, f"{self.label} was written, and a snapshot of it had not been told"
+
+
+class LiveGroup:
+    """A tensor group as it is: a host copy, an optional device copy, and the events that say when each is complete.
+
+    Where a user holds the memory of a weight (a state dict that was kept), that weight is a live group of its own.
+    """
+
+    __slots__ = (
+        "_device_ready",
+        "_host_ready",
+        "_last_fetch",
+        "_leaving",
+        "_newer",
+        "_overtaken",
+        "buffer",
+        "device",
+        "host",
+        "host_cell",
+        "label",
+        "members",
+        "nbytes",
+        "room",
+        "span",
+    )
+
+    def __init__(self, members: Sequence[Member], device: Device) -> None:
+        self.members: tuple[Member, ...] = tuple(members)
+        self.device = device
+        self.label = members[0].label + (f" and {len(members) - 1} more" if len(members) > 1 else "")
+        self.host: Tensor
+        """The bytes of all host copies."""
+        self.span: Tensor
+        """The host memory of all groups that are fetched together; ``host`` is part of it."""
+        self.host_cell = HostCopy(self.label, self.members)
+        self.buffer: Buffer | None = None
+        """The device copy."""
+        self._device_ready: Event | None = None
+        self._last_fetch: Event | None = None
+        self._leaving: Event | None = None
+        """The last copy from the device copy to the host."""
+        self._host_ready: Event | None = None
+        self._newer = False
+        self._overtaken = False
+        """The device copy is older than the host copy."""
+        start = 0
+        for member in self.members:
+            member.group, member.start = self, start
+            start += round_up(member.room, ALIGNMENT)
+        self.room = start
+        """Bytes that it takes of the arena."""
+        self.nbytes = self.members[-1].start + self.members[-1].room
+        """Bytes that are copied."""
+
+    # -- what is where -----------------------------------------------------------------------------------------------
+
+    @property
+    def newer_on_device(self) -> bool:
+        """Whether the device copy is newer than the host copy."""
+        return self._newer
+
+    @property
+    def device_ready(self) -> Event | None:
+        """When the device copy is complete; None: the compute lane is ordered after that, or there is none."""
+        return self._device_ready
+
+    @property
+    def host_ready(self) -> Event | None:
+        """When the host copy is complete; None: it is."""
+        return self._host_ready
+
+    @property
+    def last_fetch(self) -> Event | None:
+        """The last copy from the host copy to the device."""
+        return self._last_fetch
+
+    @property
+    def complete_on_host(self) -> bool:
+        """Whether the host copy has the newest values by now."""
+        return not self._newer and self._host_ready is None
+
+    @property
+    def filled(self) -> bool:
+        """Whether there is anything to copy; states appear with the first update, sums with the first gradient."""
+        return any(member.filled for member in self.members)
+
+    @property
+    def hosts(self) -> list[Tensor]:
+        """The host copies that checkpoints hold: none of sums."""
+        return _hosts(self.members)
+
+    # -- what happens to it ------------------------------------------------------------------------------------------
+
+    def attach(self, buffer: Buffer) -> None:
+        """Use ``buffer`` for the device copy."""
+        assert self.buffer is None, f"{self.label} is on the device already"
+        self.buffer = buffer
+        for member in self.members:
+            member.attach(buffer)
+
+    def fetched_by(self, event: Event) -> None:
+        """A copy to the device has been queued: both copies are the same after ``event``."""
+        assert not self._newer, f"{self.label} would be overwritten by an older copy"
+        self._device_ready = self._last_fetch = event
+        self._overtaken = False
+
+    def changed_on_device(self) -> None:
+        """The compute lane has changed the device copy, if there is one: it is newer now."""
+        assert not self._overtaken, f"{self.label} was changed on the device, where it is out of date"
+        self._newer = self.buffer is not None
+
+    def written_back_by(self, event: Event) -> None:
+        """A copy to the host has been queued: both copies are the same after ``event``."""
+        self._host_ready = self._leaving = event
+        self._newer = False
+
+    def updated_on_host_by(self, event: Event) -> None:
+        """A task that changes the host copy has been queued: that is newer after ``event``."""
+        assert not self._newer, f"{self.label} was changed on the host, where it is out of date"
+        self._host_ready = event
+        self._overtaken = self.buffer is not None
+
+    def awaited_on_host(self) -> None:
+        """The caller has waited until the host copy was complete."""
+        self._host_ready = None
+
+    def empty(self) -> None:
+        """Nothing in it counts any more, wherever it is: sums that have been used."""
+        self._newer = False
+
+    def detach(self) -> None:
+        """Drop the device copy, which is no newer, and give its range back; its next writer waits for the copies."""
+        assert not self._newer, f"{self.label} would be lost"
+        self.give_up()
+
+    def give_up(self) -> None:
+        """Drop the device copy, newer or not: the host copy counts."""
+        assert self.buffer is not None
+        self.device.free(self.buffer, distinct((self._device_ready, self._leaving)))
+        self.buffer = self._device_ready = self._leaving = None
+        self._newer = self._overtaken = False
+        for member in self.members:
+            member.detach()
+
+    def about_to_write(self, tensors: Iterable[Tensor] | None = None) -> None:
+        """The calling thread, or the task that runs, is about to write host copies: ``tensors`` of them, or all."""
+        self.host_cell.about_to_write(self.hosts if tensors is None else tensors)
+
+    # -- states that come and go -------------------------------------------------------------------------------------
+
+    def unchanged(self, state: Callable[[Weight], dict[str, Any]]) -> bool:
+        """Return whether the states that the optimizer has now, as ``state`` says, are the known ones."""
+        return all(member.unchanged(state(member.weight)) for member in self.members if isinstance(member, States))
+
+    def refresh(self, state: Callable[[Weight], dict[str, Any]]) -> int:
+        """Adopt the states that the optimizer has now, as ``state`` says, if these are states.
+
+        Returns:
+            How many of its members now lie in other memory.
+        """
+        return sum(member.refresh(state(member.weight)) for member in self.members if isinstance(member, States))
+
+
+def _hosts(members: Iterable[Member]) -> list[Tensor]:
+    return [host for member in members for host in member.hosts]
+
+
+def distinct(events: Iterable[Event | None]) -> list[Event]:
+    """Return the distinct events; tensors that travel together share one."""
+    return list(dict.fromkeys(event for event in events if event is not None))
+
+
+def needed_by_compute(
+    device: Device,
+    groups: Sequence[LiveGroup],
+    in_host_memory: Sequence[LiveGroup] = (),
+    *,
+    by: str,
+    write: bool = False,
+) -> None:
+    """Order the compute lane after what completes the copies that it goes on to read.
+
+    Args:
+        device: whose compute lane.
+        groups: read on the device.
+        in_host_memory: read there.
+        by: what reads them, for errors.
+        write: it writes those on the device, too.
+
+    Raises:
+        PlanError: if the plan has not brought one there, or it is out of date there.
+    """
+    events: dict[Event, None] = {}
+    here: list[Cell] = []
+    there: list[Cell] = []
+    for group in groups:
+        if group.buffer is None:
+            raise PlanError(f"the plan does not bring {group.label} to the device for {by}")
+        if group._overtaken:
+            raise PlanError(f"{by} reads {group.label} on the device, which is older than the host copy")
+        here.append(group.buffer)
+        if group._device_ready is not None:
+            events[group._device_ready] = None
+    for group in in_host_memory:
+        if group._newer:
+            raise PlanError(f"{by} reads {group.label} in host memory, which is older than the device copy")
+        there.append(group.host_cell)
+        if group._host_ready is not None:
+            events[group._host_ready] = None
+    device.wait(*events, reads=there if write else [*here, *there], writes=here if write else ())
+    for group in groups:
+        group._device_ready = None  # the compute lane is ordered after it for good
