@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import lt_offload
+from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests.gpu.machine import between
@@ -148,8 +149,8 @@ class OnDevice(trainers.Forced):
 
     places = ("device", "paged")
 
-    def _make_plan(self, profile: Profile) -> Plan:
-        return replace(super()._make_plan(profile), budget_bytes=ROOM)
+    def _make_plan(self, profile: Profile, settings: Settings) -> Plan:
+        return replace(super()._make_plan(profile, settings), budget_bytes=ROOM)
 
 
 @pytest.mark.quick

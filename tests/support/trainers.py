@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from lt_offload import OffmateStrategy
 from lt_offload.model.blocks import find_blocks
+from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests.support import models, plans
@@ -100,7 +101,7 @@ class Forced(OffmateStrategy):
 
     places: tuple[str, ...] = ("device", "paged", "host")
 
-    def _make_plan(self, profile: Profile) -> Plan:
+    def _make_plan(self, profile: Profile, settings: Settings) -> Plan:
         return plans.streamed(
             find_blocks(self._module),
             self.optimizers[0],

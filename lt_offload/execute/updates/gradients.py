@@ -308,7 +308,9 @@ class Gradients:
 
     def _write_out(self, weight: Weight, grad: Tensor) -> None:
         """Write a gradient to host memory from the compute lane; nobody keeps it on the device."""
-        # The last update, which read the host buffer, is over: the forward has seen the weight that it made.
+        # The last update, which read the host buffer, is over: this pass's forward has waited for the weight that it
+        # made. That holds as every block runs in every forward; additions to a sum, which no forward waits for, do not
+        # make a weight, and are waited for here.
         self.device.wait(*distinct([self._read.pop(weight.index, None)]), writes=[weight.grad_cell])
         self.device.cross("d2h", grad.nbytes)
         with torch.no_grad():

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from lt_offload import OffmateStrategy
+from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests.gpu.target import ROOM, Target
@@ -27,8 +28,8 @@ class Travelling(trainers.Forced):
 
     places = ("device", "paged")
 
-    def _make_plan(self, profile: Profile) -> Plan:
-        return replace(super()._make_plan(profile), budget_bytes=ROOM)
+    def _make_plan(self, profile: Profile, settings: Settings) -> Plan:
+        return replace(super()._make_plan(profile, settings), budget_bytes=ROOM)
 
 
 def travelling() -> OffmateStrategy:

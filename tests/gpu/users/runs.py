@@ -18,6 +18,7 @@ import torch
 import lt_offload
 from lt_offload import OffmateStrategy
 from lt_offload.errors import InfeasibleError
+from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from tests.gpu.target import ROOM, Target
@@ -56,8 +57,8 @@ class Noted(OffmateStrategy):
 
     first: Plan | None = None
 
-    def _make_plan(self, profile: Profile) -> Plan:
-        self.first = super()._make_plan(profile)
+    def _make_plan(self, profile: Profile, settings: Settings) -> Plan:
+        self.first = super()._make_plan(profile, settings)
         return self.first
 
 

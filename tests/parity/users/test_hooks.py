@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lt_offload import OffmateStrategy
 from lt_offload.errors import UnsupportedError
 from lt_offload.execute.device.emulated import EmulatedDevice
+from lt_offload.plan.settings import Settings
 from lt_offload.schema.plan import Plan
 from lt_offload.schema.profile import Profile
 from lt_offload.strategy import offmate as lifecycle
@@ -77,7 +78,7 @@ class Planned(OffmateStrategy):
         super().__init__(memory=planned(budget).budget_bytes)
         self.budget = budget
 
-    def _make_plan(self, profile: Profile) -> Plan:
+    def _make_plan(self, profile: Profile, settings: Settings) -> Plan:
         return planned(self.budget)
 
 
